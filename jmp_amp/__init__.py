@@ -1,0 +1,46 @@
+"""Automatic mixed precision for JAX: `import jmp_amp as amp`."""
+
+from jmp_amp._autocast import autocast, full_precision, precision
+from jmp_amp._grad import grad, value_and_grad
+from jmp_amp._health import LossScaleError, check_health, get_loss_scale, metrics, set_loss_scale
+from jmp_amp._loss_scale import LossScale, LossScaleState
+from jmp_amp._policy import Policy, get_policy
+from jmp_amp._state_dict import load_state_dict, state_dict
+from jmp_amp._transform import (
+    DynamicLossScaleState,
+    UnscaleAndCheckState,
+    dynamic_loss_scale,
+    unscale_and_check,
+)
+from jmp_amp._tree import all_finite, cast_to_full, cast_to_half, half_dtype, select_tree
+from jmp_amp._version import __version__
+
+# In the order of the data flow.
+__all__ = [  # noqa: RUF022
+    "Policy",
+    "get_policy",
+    "cast_to_half",
+    "cast_to_full",
+    "half_dtype",
+    "all_finite",
+    "select_tree",
+    "autocast",
+    "full_precision",
+    "precision",
+    "LossScale",
+    "LossScaleState",
+    "value_and_grad",
+    "grad",
+    "unscale_and_check",
+    "UnscaleAndCheckState",
+    "dynamic_loss_scale",
+    "DynamicLossScaleState",
+    "get_loss_scale",
+    "set_loss_scale",
+    "metrics",
+    "check_health",
+    "LossScaleError",
+    "state_dict",
+    "load_state_dict",
+    "__version__",
+]

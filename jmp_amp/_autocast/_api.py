@@ -1,0 +1,120 @@
+"""`autocast`: the function transformation."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._higher_order import HIGHER_ORDER
+from jmp_amp._autocast._interpreter import Planner
+from jmp_amp._autocast._regions import compute_dtype
+from jmp_amp._autocast._rules import RULES
+from jmp_amp._autocast._values import FLOAT32, Value, origin_of_input
+from jmp_amp._policy import Policy, get_policy
+
+
+def autocast(
+    fun: Callable | None = None,
+    dtype: Any = "float16",
+    *,
+    policy: Policy | str | None = None,
+    enabled: bool = True,
+) -> Any:
+    """Returns `fun` with each of its ops run in the precision that suits it.
+
+    Matrix products and convolutions run in `dtype`; exponentials, logarithms, sums, norms and losses in float32; what
+    lies between runs in what it gets. `fun` itself is not changed and need not know: it is traced once, at its own
+    dtypes, and the trace is evaluated with the operands of each op cast by the op's class. `jit`, `grad`, `vmap`,
+    `scan` and `jax.checkpoint` may stand inside or around it.
+
+    Only what was traced in float32 is cast. Integers, float64, complex and float8 values, ops that `fun` casts to 16
+    bits by itself, and products that ask for `precision=HIGHEST` stay as they are. A bias does not widen the product that
+    it is added to, and a constant that `dtype` cannot hold (-1e9 in a mask) makes its op float32.
+
+    Args:
+      fun: any function of pytrees that JAX can trace. Arrays among the arguments are traced, everything else (Python
+        numbers, strings, None, static fields) is passed through as it is. Used as a decorator, it may be left out.
+      dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
+      policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
+        are cast to its `output_dtype`. Parameters are taken as they come.
+      enabled: False returns `fun` as it is.
+
+    Returns:
+      A function with the signature of `fun`, whose results have the shapes and dtypes of those of `fun`. Products
+      accumulate in float32 where the hardware does (every GPU and TPU matrix unit); sums accumulate in float32.
+
+    Raises:
+      TypeError: `fun` is not callable.
+      ValueError: `dtype` is not one of the three.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @amp.autocast
+      ... def layer(w, b, x):
+      ...     return jax.nn.relu(x @ w + b)
+      >>> layer(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).dtype
+      dtype('float32')
+      >>> jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).eqns[2].outvars[0].aval
+      ShapedArray(float16[4,3])
+
+    References:
+      The op classes are those of PyTorch's `torch.autocast`.
+    """
+    if fun is None:
+        return functools.partial(autocast, dtype=dtype, policy=policy, enabled=enabled)
+    if not callable(fun):
+        raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
+    policy = None if policy is None else get_policy(policy)
+    low = compute_dtype(dtype if policy is None else policy.compute_dtype)
+    if not enabled or (low == FLOAT32 and policy is None):
+        return fun
+
+    @functools.wraps(fun, updated=())
+    def autocasted(*args: Any, **kwargs: Any) -> Any:
+        arrays, rebuild = _split((args, kwargs))
+        rebuild_out: Callable[..., Any]
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal rebuild_out
+            args, kwargs = rebuild(arrays)
+            results, rebuild_out = _split(fun(*args, **kwargs))
+            return results
+
+        closed = _compat.trace(flat, arrays)
+        jaxpr, _ = _compat.open_jaxpr(closed)
+        values = tuple(Value(var.aval.dtype, origin_of_input(var.aval.shape)) for var in jaxpr.invars)
+        plan = Planner(RULES, HIGHER_ORDER).plan(closed, values, (False,) * len(jaxpr.outvars), low)
+        results = plan.run(*arrays)
+        out = rebuild_out(
+            [
+                lax.convert_element_type(x, var.aval.dtype) if value.dtype != var.aval.dtype else x
+                for x, value, var in zip(results, plan.outs, jaxpr.outvars, strict=True)
+            ]
+        )
+        return out if policy is None else policy.cast_to_output(out)
+
+    return autocasted
+
+
+def _split(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """Returns the arrays of a tree, and a function that puts arrays in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    traced = [isinstance(x, jax.Array | np.ndarray) and _has_jax_dtype(x) for x in leaves]
+    arrays = [x for x, t in zip(leaves, traced, strict=True) if t]
+
+    def rebuild(arrays: Any) -> Any:
+        it = iter(arrays)
+        return jax.tree.unflatten(treedef, [next(it) if t else x for x, t in zip(leaves, traced, strict=True)])
+
+    return arrays, rebuild
+
+
+def _has_jax_dtype(x: Any) -> bool:
+    """Whether JAX can trace it; numpy also has arrays of strings and of objects."""
+    return isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_

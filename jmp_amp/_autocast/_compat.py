@@ -1,0 +1,64 @@
+"""The only file that knows JAX's versions and its private names (JAX 0.10 to 0.12)."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """Returns a jaxpr and the values of its constants; a plain jaxpr has none.
+
+    `ClosedJaxpr` wraps a `Jaxpr` up to JAX 0.10; from 0.11 they are one class, whose constants are in `consts`.
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns how many operands of a `scan` are constants, and how many are carried.
+
+    Up to JAX 0.10 the equation says `num_consts` and `num_carry`, from 0.11 `ft_in`, three flat trees.
+    """
+    if "ft_in" in eqn.params:
+        consts, carry, _ = eqn.params["ft_in"].elts
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+@contextlib.contextmanager
+def context_of(eqn: JaxprEqn) -> Iterator[None]:
+    """What is bound in this context keeps the source line, scope and settings of `eqn`."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        yield
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Applies the primitive of `eqn` to `args`, with some parameters replaced."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params | params)
+    out = eqn.primitive.bind(*args, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def trace(fun: Callable, args: Sequence[Any]) -> Any:
+    """Traces a flat function to a closed jaxpr."""
+    return jax.make_jaxpr(fun)(*args)
+
+
+def hoist_consts(jaxpr: Any, args: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
+    """Returns an open jaxpr whose leading inputs are what were constants, and their values."""
+    opened, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return opened, ()
+    n = len(consts)
+    retraced = trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[:n], *xs[n:]), [*consts, *args])
+    return open_jaxpr(retraced)[0], consts
+
+
+def with_dtype(x: Any, dtype: Any) -> Any:
+    """Returns the type of `x`, sharding and all, in another dtype."""
+    aval = jax.typeof(x)
+    return aval.update(dtype=dtype) if aval.dtype != dtype else aval

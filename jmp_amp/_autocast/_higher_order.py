@@ -1,0 +1,228 @@
+"""Primitives that hold jaxprs: their bodies are planned and run like the program itself."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Step, dtype_of
+from jmp_amp._autocast._values import Origin, Value, join, origin_of_input
+
+Values = tuple[Value, ...]
+Flags = tuple[bool, ...]
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class _Call:
+    """A call of one jaxpr: `rebuild` makes the same call of the planned jaxpr."""
+
+    def __init__(self, rebuild: Callable[[Planner, JaxprEqn, Plan], Run], param: str = "jaxpr") -> None:
+        self._rebuild = rebuild
+        self._param = param
+
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
+        return planner.reads_full(eqn.params[self._param], wanted, low)
+
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
+        plan = planner.plan(eqn.params[self._param], values, wanted, low)
+        run = self._rebuild(planner, eqn, plan) if plan.changed else _as_traced(eqn)
+        return Step(eqn, (None,) * len(values), plan.outs, run, plan.changed)
+
+
+class _Branches:
+    """`cond` and `switch`: each result has the widest dtype over the branches."""
+
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
+        return (False,) * len(eqn.invars)
+
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
+        # What leaves a branch is stored, so float32 would cost memory there, whoever reads it.
+        stored = (False,) * len(wanted)
+        plans = [planner.plan(branch, values[1:], stored, low) for branch in eqn.params["branches"]]
+        outs = tuple(
+            functools.reduce(join, of_branches) for of_branches in zip(*(plan.outs for plan in plans), strict=True)
+        )
+        changed = any(plan.changed for plan in plans)
+
+        def run(args: Sequence[Any]) -> Sequence[Any]:
+            index, *operands = args
+            return lax.switch(index, [_cast_results(plan.run, outs) for plan in plans], *operands)
+
+        return Step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed)
+
+
+class _Scan:
+    """`scan`: each carry has the dtype that the body, once it gets it, returns again."""
+
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
+        return (False,) * len(eqn.invars)
+
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
+        n_consts, n_carry = _compat.scan_sizes(eqn)
+        body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
+        invars = _compat.open_jaxpr(body)[0].invars
+        consts = values[:n_consts]
+        xs = tuple(_sliced(value, var.aval.shape) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
+
+        def plan_body(carry: Values) -> Plan:
+            return planner.plan(body, (*consts, *carry, *xs), (False,) * len(wanted), low)
+
+        carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed])
+        outs = carry + tuple(Value(out.dtype) for out in plan.outs[n_carry:])
+
+        def run(args: Sequence[Any]) -> Sequence[Any]:
+            consts, init, xs = args[:n_consts], args[n_consts:n_fixed], args[n_fixed:]
+            step = _cast_results(plan.run, outs)
+
+            def call(carry: Sequence[Any], x: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+                results = step(*consts, *carry, *x)
+                return results[:n_carry], results[n_carry:]
+
+            options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+            carried, ys = lax.scan(call, list(init), list(xs), **options)
+            return [*carried, *ys]
+
+        casts = _casts(values, (*consts, *carry, *values[n_fixed:]))
+        return Step(eqn, casts, outs, run if plan.changed else _as_traced(eqn), plan.changed)
+
+
+class _While:
+    """`while_loop` and `fori_loop`: carries as in `scan`."""
+
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
+        return (False,) * len(eqn.invars)
+
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
+        n_cond = eqn.params["cond_nconsts"]
+        n_consts = n_cond + eqn.params["body_nconsts"]
+        body_consts = values[n_cond:n_consts]
+
+        def plan_body(carry: Values) -> Plan:
+            return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), (False,) * len(wanted), low)
+
+        carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:])
+        cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (False,), low)
+        changed = body.changed or cond.changed
+
+        def run(args: Sequence[Any]) -> Sequence[Any]:
+            cond_consts, body_consts, init = args[:n_cond], args[n_cond:n_consts], args[n_consts:]
+            step = _cast_results(body.run, carry)
+            return lax.while_loop(
+                lambda carry: cond.run(*cond_consts, *carry)[0], lambda carry: step(*body_consts, *carry), list(init)
+            )
+
+        casts = _casts(values, (*values[:n_consts], *carry))
+        return Step(eqn, casts, carry, run if changed else _as_traced(eqn), changed)
+
+
+def _fixpoint(plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence[Any]) -> tuple[Values, Plan]:
+    """Plans a body with the carries that it returns, until these no longer change.
+
+    It ends because `join` only ever widens. An array that the caller passes in as the first carry is state, not a bias,
+    and is kept in its dtype; a constant, such as zeros, takes the dtype of what replaces it.
+    """
+    carry = tuple(
+        Value(value.dtype) if value.magnitudes is None and getattr(atom.aval, "shape", ()) else value
+        for value, atom in zip(init, atoms, strict=True)
+    )
+    while True:
+        plan = plan_body(carry)
+        joined = tuple(map(join, carry, plan.outs[: len(carry)]))
+        if joined == carry:
+            return carry, plan
+        carry = joined
+
+
+def _sliced(value: Value, shape: tuple[int, ...]) -> Value:
+    """What is known of the slices along the first axis."""
+    return value._replace(origin=origin_of_input(shape)) if value.origin is Origin.INPUT else value
+
+
+def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:
+    return tuple(w.dtype if w.dtype != v.dtype else None for v, w in zip(values, wanted, strict=True))
+
+
+def _cast_results(fun: Callable[..., Sequence[Any]], outs: Values) -> Callable[..., list[Any]]:
+    def cast(*args: Any) -> list[Any]:
+        return [
+            lax.convert_element_type(x, out.dtype) if jnp.result_type(x) != out.dtype else x
+            for x, out in zip(fun(*args), outs, strict=True)
+        ]
+
+    return cast
+
+
+def _as_traced(eqn: JaxprEqn) -> Run:
+    return functools.partial(_compat.bind, eqn)
+
+
+def _jit(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
+    return lambda args: _compat.bind(eqn, args, jaxpr=plan.trace(args))
+
+
+def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
+    # The parameters say whether this is a recomputation, so they are kept: `jax.checkpoint` cannot be told.
+    def run(args: Sequence[Any]) -> Sequence[Any]:
+        jaxpr, consts = _compat.hoist_consts(plan.trace(args), args)
+        return _compat.bind(eqn, [*consts, *args], jaxpr=jaxpr)
+
+    return run
+
+
+def _custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
+    """The user's rule is kept: what `jax.jvp` makes of the traced call is planned and run as well."""
+    values = tuple(plan.values[var] for var in plan.jaxpr.invars)
+    floating = [jnp.issubdtype(dtype_of(var), jnp.inexact) for var in plan.jaxpr.invars]
+    floating_out = [jnp.issubdtype(dtype_of(var), jnp.inexact) for var in eqn.outvars]
+
+    def as_traced(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        def call(*moved: Any) -> list[Any]:
+            return _compat.bind(eqn, _merge(floating, moved, primals))
+
+        moved = [x for x, f in zip(primals, floating, strict=True) if f]
+        results, result_tangents = jax.jvp(call, moved, list(tangents))
+        return [*results, *(t for t, f in zip(result_tangents, floating_out, strict=True) if f)]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        tangents = [t for t, f in zip(tangents, floating, strict=True) if f]
+        n = len(primals)
+        types = [
+            _compat.with_dtype(x, dtype_of(var)) for x, var in zip(primals, plan.jaxpr.invars, strict=True)
+        ]
+        jaxpr = _compat.trace(
+            lambda *args: as_traced(args[:n], args[n:]), [*types, *(t for t, f in zip(types, floating, strict=True) if f)]
+        )
+        moved = tuple(Value(value.dtype) for value, f in zip(values, floating, strict=True) if f)
+        moved_outs = tuple(out for out, f in zip(plan.outs, floating_out, strict=True) if f)
+        outs = plan.outs + moved_outs
+        jvp_plan = planner.plan(jaxpr, values + moved, (False,) * len(outs), plan.low)
+        results = _cast_results(jvp_plan.run, outs)(*primals, *tangents)
+        results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
+        nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
+        return results, _merge(floating_out, result_tangents, nothing)
+
+    call = jax.custom_jvp(plan.run)
+    call.defjvp(jvp)
+    return lambda args: call(*args)
+
+
+def _merge(chosen: Sequence[bool], these: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Returns `others` with `these` in the chosen places."""
+    it = iter(these)
+    return [next(it) if c else other for c, other in zip(chosen, others, strict=True)]
+
+
+HIGHER_ORDER: Mapping[str, HigherOrder] = {
+    "jit": _Call(_jit),
+    "remat2": _Call(_remat),
+    "custom_jvp_call": _Call(_custom_jvp, "call_jaxpr"),
+    "cond": _Branches(),
+    "scan": _Scan(),
+    "while": _While(),
+}

@@ -1,0 +1,284 @@
+"""Plans a jaxpr, then runs the plan: which dtype each op computes in is decided before anything is computed.
+
+`Planner.plan` walks a jaxpr with what is known of its inputs and decides a `Step` for each equation, by the class of its
+primitive (`_rules.py`). `Plan.run` evaluates the steps. Planning traces nothing, so the dtypes that a loop carries are
+found by planning its body until they no longer change, and a body that is called many times is planned once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._regions import region_of
+from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
+from jmp_amp._autocast._values import FLOAT32, Origin, Value, common_dtype, constant, origin_of_input, widest
+
+
+class Step(NamedTuple):
+    """The decision for one equation.
+
+    Attributes:
+      eqn: the equation as it was traced.
+      casts: the dtype that each operand is cast to; None leaves it.
+      outs: what is then known of the results.
+      run: evaluates the equation on its cast operands.
+      changed: whether anything in it runs in another dtype than it was traced in.
+    """
+
+    eqn: JaxprEqn
+    casts: tuple[Any, ...]
+    outs: tuple[Value, ...]
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+    changed: bool
+
+
+class HigherOrder(Protocol):
+    """A rule for a primitive that holds jaxprs."""
+
+    def reads_full(
+        self, planner: "Planner", eqn: JaxprEqn, wanted: tuple[bool, ...], low: np.dtype
+    ) -> Sequence[bool]:
+        """Whether only float32 ops read each operand, given whether only such ops read each result."""
+        ...
+
+    def step(
+        self, planner: "Planner", eqn: JaxprEqn, values: tuple[Value, ...], wanted: tuple[bool, ...], low: np.dtype
+    ) -> Step:
+        """Decides the equation."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The steps of one jaxpr, for one set of input dtypes."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    values: Mapping[Var, Value]
+    steps: Sequence[Step]
+    outs: tuple[Value, ...]
+    low: np.dtype
+
+    def run(self, *args: Any) -> list[Any]:
+        """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        env |= dict(zip(self.jaxpr.invars, args, strict=True))
+        shared: dict[tuple[Var, Any], Any] = {}
+
+        def read(atom: Any, dtype: Any = None) -> Any:
+            if isinstance(atom, Literal):
+                return atom.val if dtype is None else np.asarray(atom.val).astype(dtype)
+            if dtype is None or dtype == self.values[atom].dtype:
+                return env[atom]
+            if self.values[atom].origin is not Origin.COMPUTED:
+                # One cast a use, so that the cotangents of a reused weight are summed in its own dtype.
+                return lax.convert_element_type(env[atom], dtype)
+            if (atom, dtype) not in shared:
+                shared[atom, dtype] = lax.convert_element_type(env[atom], dtype)
+            return shared[atom, dtype]
+
+        for step, dead in zip(self.steps, self._last_reads, strict=True):
+            with _compat.context_of(step.eqn):
+                results = step.run(list(map(read, step.eqn.invars, step.casts)))
+            env.update(zip(step.eqn.outvars, results, strict=True))
+            for var in dead:
+                del env[var]
+        return [read(atom) for atom in self.jaxpr.outvars]
+
+    @functools.cached_property
+    def _last_reads(self) -> list[list[Var]]:
+        """The variables that can be freed after each step, which matters outside `jit`."""
+        seen = {atom for atom in self.jaxpr.outvars if isinstance(atom, Var)}
+        dead = []
+        for eqn in reversed(self.jaxpr.eqns):
+            atoms = {a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)}
+            dead.append(list(atoms - seen))
+            seen |= atoms
+        return dead[::-1]
+
+    @functools.cached_property
+    def _traced(self) -> dict[Any, Any]:
+        return {}
+
+    @functools.cached_property
+    def changed(self) -> bool:
+        """Whether anything in it runs in another dtype than it was traced in."""
+        inputs = zip(self.jaxpr.invars, map(self.values.get, self.jaxpr.invars), strict=True)
+        return differs(inputs) or any(step.changed for step in self.steps)
+
+    def trace(self, args: Sequence[Any]) -> Any:
+        """Returns the plan as a closed jaxpr, the same object for the same types, so that calls compile once."""
+        types = tuple(map(jax.typeof, args))
+        if types not in self._traced:
+            self._traced[types] = _compat.trace(self.run, args)
+        return self._traced[types]
+
+
+class Planner:
+    """Plans jaxprs for one compute dtype; everything it remembers dies with it."""
+
+    def __init__(self, rules: Rules, higher_order: Mapping[str, HigherOrder]) -> None:
+        self._rules = rules
+        self._higher_order = higher_order
+        self._plans: dict[Any, Plan] = {}
+        self._readers: dict[Any, tuple[list[tuple[bool, ...]], tuple[bool, ...]]] = {}
+
+    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[bool, ...], low: np.dtype) -> Plan:
+        """Decides every equation of a jaxpr.
+
+        Args:
+          jaxpr: closed or open.
+          values: what is known of its inputs.
+          wanted: whether only float32 ops read each of its results.
+          low: the compute dtype; float32 runs everything in its traced dtypes.
+        """
+        # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
+        opened, consts = _compat.open_jaxpr(jaxpr)
+        key = id(opened), values, wanted, low
+        if key not in self._plans:
+            self._plans[key] = self._plan(opened, consts, values, wanted, low)
+        return self._plans[key]
+
+    def _plan(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        values: tuple[Value, ...],
+        wanted: tuple[bool, ...],
+        low: np.dtype,
+    ) -> Plan:
+        known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
+        known |= dict(zip(jaxpr.invars, values, strict=True))
+
+        def read(atom: Any) -> Value:
+            return constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+        steps = []
+        for eqn, eqn_wanted in zip(jaxpr.eqns, self._wanted(jaxpr, wanted, low)[0], strict=True):
+            operands = tuple(map(read, eqn.invars))
+            eqn_low = region_of(eqn.source_info.name_stack) or low
+            if rule := self._higher_order.get(eqn.primitive.name):
+                step = rule.step(self, eqn, operands, eqn_wanted, eqn_low)
+            else:
+                step = self._first_order(eqn, operands, all(eqn_wanted), eqn_low)
+            steps.append(step)
+            known |= dict(zip(eqn.outvars, step.outs, strict=True))
+        return Plan(jaxpr, consts, known, steps, tuple(map(read, jaxpr.outvars)), low)
+
+    def reads_full(self, jaxpr: Any, wanted: tuple[bool, ...], low: np.dtype) -> tuple[bool, ...]:
+        """Whether only float32 ops read each input of a jaxpr, given the same of its results."""
+        return self._wanted(_compat.open_jaxpr(jaxpr)[0], wanted, low)[1]
+
+    def _wanted(
+        self, jaxpr: Jaxpr, wanted: tuple[bool, ...], low: np.dtype
+    ) -> tuple[list[tuple[bool, ...]], tuple[bool, ...]]:
+        """Finds the values that only float32 ops read, through cheap ops that can be evaluated in float32 with them.
+
+        Returns it for the results of each equation, and for the inputs.
+        """
+        key = id(jaxpr), wanted, low
+        if key in self._readers:
+            return self._readers[key]
+        only_full: dict[Var, bool] = {}
+
+        def reads(atoms: Sequence[Any], full: Sequence[bool]) -> None:
+            for atom, f in zip(atoms, full, strict=True):
+                if isinstance(atom, Var):
+                    only_full[atom] = only_full.get(atom, True) and f
+
+        reads(jaxpr.outvars, wanted)
+        results = []
+        for eqn in reversed(jaxpr.eqns):
+            outs = tuple(only_full.get(var, False) for var in eqn.outvars)
+            results.append(outs)
+            eqn_low = region_of(eqn.source_info.name_stack) or low
+            if rule := self._higher_order.get(eqn.primitive.name):
+                reads(eqn.invars, rule.reads_full(self, eqn, outs, eqn_low))
+            else:
+                simple = self._rule(eqn)
+                full = simple.op_class is OpClass.FULL or (simple.fuses and all(outs)) or eqn_low == FLOAT32
+                reads(eqn.invars, [full] * len(eqn.invars))
+        inputs = tuple(only_full.get(var, False) for var in jaxpr.invars)
+        self._readers[key] = results[::-1], inputs
+        return self._readers[key]
+
+    def _rule(self, eqn: JaxprEqn) -> Rule:
+        rule = self._rules.get(eqn.primitive.name, ORIGINAL)
+        return rule if isinstance(rule, Rule) else rule(eqn.params)
+
+    def _first_order(self, eqn: JaxprEqn, values: tuple[Value, ...], wanted: bool, low: np.dtype) -> Step:
+        rule = self._rule(eqn) if low != FLOAT32 else ORIGINAL
+        traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
+        eligible = [value for value, is_float32 in zip(values, traced, strict=True) if is_float32]
+        dtype = _operand_dtype(rule, eqn, eligible, wanted, low)
+        casts = tuple(
+            dtype if is_float32 and value.dtype != dtype else None
+            for value, is_float32 in zip(values, traced, strict=True)
+        )
+        operands = tuple(dtype or value.dtype for value in eligible)
+        params = {
+            name: dtype for name in rule.dtype_params if dtype != FLOAT32 and eqn.params.get(name) == FLOAT32
+        }
+        outs = _results(rule, eqn, values, operands)
+        changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
+        return Step(eqn, casts, outs, functools.partial(_bind, eqn, params), changed)
+
+
+def differs(known: Iterable[tuple[Any, Value]]) -> bool:
+    """Whether a value will have another dtype than it was traced in."""
+    return any(value.dtype != dtype_of(atom) for atom, value in known)
+
+
+def dtype_of(atom: Any) -> Any:
+    """The dtype that a variable or literal was traced in; None for tokens and the like."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def _operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted: bool, low: np.dtype) -> Any:
+    """Returns the dtype that all eligible operands are cast to, None to take them as they come."""
+    op_class = rule.op_class
+    if op_class in (OpClass.FULL, OpClass.ORIGINAL) or (rule.fuses and wanted):
+        return FLOAT32
+    if op_class is OpClass.FOLLOW:
+        return None
+    if op_class is OpClass.LOWER:
+        # Integers are left alone, and so is a product with an operand that the user cast.
+        dtypes = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)}
+        floating = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.floating)}
+        return low if floating == {FLOAT32} else FLOAT32
+    return common_dtype(eligible)
+
+
+def _results(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any]) -> tuple[Value, ...]:
+    """Returns what is known of the results, from the dtypes that the eligible operands are cast to."""
+    scalars = all(
+        value.origin is Origin.UNCOMMITTED and atom.aval.shape == ()
+        for value, atom in zip(values, eqn.invars, strict=True)
+    )
+    pairwise = len(operands) == len(eqn.outvars)
+    outs = []
+    for i, var in enumerate(eqn.outvars):
+        dtype = dtype_of(var)
+        if dtype == FLOAT32 and rule.op_class is not OpClass.ORIGINAL and operands:
+            dtype = operands[i] if pairwise else widest(operands)
+        origin, magnitudes = Origin.COMPUTED, None
+        if rule.moves:
+            origin = max((value.origin for value in values), default=Origin.UNCOMMITTED)
+            if origin is Origin.INPUT:
+                origin = origin_of_input(var.aval.shape)
+            magnitudes = values[0].magnitudes if len(values) == 1 else None
+        elif scalars and getattr(var.aval, "shape", None) == ():
+            origin = Origin.UNCOMMITTED
+        outs.append(Value(dtype, origin, magnitudes))
+    return tuple(outs)
+
+
+def _bind(eqn: JaxprEqn, params: Mapping[str, Any], args: Sequence[Any]) -> list[Any]:
+    return _compat.bind(eqn, args, **params)

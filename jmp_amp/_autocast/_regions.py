@@ -1,0 +1,79 @@
+"""Regions of another precision, written into the name stack so that they survive tracing and differentiation."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jmp_amp._policy import parse_dtype
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SCOPE = "amp:"
+_MARK = re.compile(_SCOPE + r"(\w+)")
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def compute_dtype(value: Any) -> np.dtype:
+    """Parses a dtype that autocast can compute in."""
+    dtype = parse_dtype(value)
+    if dtype.name not in _DTYPES:
+        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got {dtype.name}")
+    return dtype
+
+
+def precision(dtype: Any) -> contextlib.AbstractContextManager:
+    """Marks a region inside `autocast` that computes in `dtype`; a context manager and a decorator.
+
+    Outside `autocast` the mark does nothing. Regions nest; the innermost counts, in the backward pass too.
+
+    Args:
+      dtype: `"float16"`, `"bfloat16"` or `"float32"`, or the dtype. With float32 every op of the region runs in the
+        dtypes that it was traced in.
+
+    Raises:
+      ValueError: another dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @amp.autocast
+      ... def product(x):
+      ...     with amp.precision("bfloat16"):
+      ...         return x @ x
+      >>> print(product(jnp.full((1, 1), 1e3)))  # float16 ends at 65504
+      [[999424.]]
+    """
+    return jax.named_scope(_SCOPE + compute_dtype(dtype).name)
+
+
+def full_precision(fun: F | None = None) -> Any:
+    """Marks a region inside `autocast` that runs in the dtypes that it was traced in.
+
+    Either a context manager, `with full_precision():`, or a decorator, `@full_precision`. On a function it is what
+    `custom_fwd(cast_inputs=torch.float32)` and `custom_bwd` are together in torch: what enters is cast back, and the
+    backward pass runs in the same dtypes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> @amp.autocast
+      ... def gram(x):
+      ...     with amp.full_precision():
+      ...         return x @ x
+      >>> print(gram(jnp.full((1, 1), 1e3)))
+      [[1000000.]]
+    """
+    region = precision(np.float32)
+    return region if fun is None else region(fun)  # type: ignore[operator]
+
+
+def region_of(name_stack: Any) -> np.dtype | None:
+    """Returns the dtype of the innermost region in a name stack, None outside."""
+    if not name_stack.stack:
+        return None
+    marks = _MARK.findall(str(name_stack))
+    return parse_dtype(marks[-1]) if marks else None

@@ -1,0 +1,118 @@
+"""The op table: the class of every primitive that autocast may run in another dtype than it was traced in.
+
+The classes follow PyTorch's lists (`torch.amp`, CUDA); a primitive that is not in the table is `ORIGINAL`.
+"""
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+
+class OpClass(enum.Enum):
+    """What an op does with floating operands that were traced in float32."""
+
+    LOWER = "lower"  # cast to the compute dtype
+    FULL = "full"  # cast to float32
+    PROMOTE = "promote"  # cast to the widest of those that are committed
+    FOLLOW = "follow"  # taken as they come
+    ORIGINAL = "original"  # cast back to the traced dtypes
+
+
+class Rule(NamedTuple):
+    """The class of an op, and what the planner must know of it besides.
+
+    Attributes:
+      op_class: the class.
+      moves: the op only moves values: what came straight from an input still does afterwards.
+      fuses: the op is cheap and elementwise: where only float32 ops read its result, float32 costs no memory, so it is
+        evaluated in float32.
+      dtype_params: parameters that name the dtype of the result.
+    """
+
+    op_class: OpClass
+    moves: bool = False
+    fuses: bool = False
+    dtype_params: tuple[str, ...] = ()
+
+
+Rules = Mapping[str, Rule | Callable[[Mapping[str, Any]], Rule]]
+
+_LOWER = Rule(OpClass.LOWER, dtype_params=("preferred_element_type",))
+_FULL = Rule(OpClass.FULL)
+_PROMOTE = Rule(OpClass.PROMOTE)
+_FOLLOW = Rule(OpClass.FOLLOW)
+_FUSED_PROMOTE = Rule(OpClass.PROMOTE, fuses=True)
+_FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
+_MOVE = Rule(OpClass.FOLLOW, moves=True)
+_FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
+_JOIN = Rule(OpClass.PROMOTE, moves=True)
+ORIGINAL = Rule(OpClass.ORIGINAL)
+
+
+def _matmul(params: Mapping[str, Any]) -> Rule:
+    """A product whose `precision` asks for float32 arithmetic gets it."""
+    precision = params["precision"]
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    full = any(p == lax.Precision.HIGHEST or "F32" in str(p) for p in asked)
+    return ORIGINAL if full else _LOWER
+
+
+def _integer_pow(params: Mapping[str, Any]) -> Rule:
+    """`x ** -1` is torch's `reciprocal`; a square or cube (GELU) would only store more in float32."""
+    return _FULL if params["y"] < 0 else _FUSED_FOLLOW
+
+
+def _convert(params: Mapping[str, Any]) -> Rule:
+    """A cast from float32 to float32 changes the weak type only; any other is the user's and is honoured."""
+    return _FUSED_MOVE if params["new_dtype"] == np.float32 else ORIGINAL
+
+
+def _mul(params: Mapping[str, Any]) -> Rule:
+    return _FUSED_PROMOTE if params.get("out_dtype") is None else ORIGINAL
+
+
+def _table(rows: Mapping[str, Any]) -> Rules:
+    table: dict[str, Any] = {}
+    for names, rule in rows.items():
+        for name in names.split():
+            if name in table:
+                raise ValueError(f"the primitive `{name}` is in the table twice")
+            table[name] = rule
+    return table
+
+
+RULES: Rules = _table(
+    {
+        # Matrix units: low precision in, float32 accumulation, low precision out.
+        "dot_general conv_general_dilated": _matmul,
+        "ragged_dot_general": _matmul,
+        # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
+        "exp exp2 expm1 log log1p log2 pow rsqrt": _FULL,
+        "acos acosh asin asinh atan atanh cosh sinh tan erf_inv": _FULL,
+        "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
+        "regularized_incomplete_beta zeta": _FULL,
+        # Sums over many terms.
+        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum": _FULL,
+        "integer_pow": _integer_pow,
+        # Several operands of one dtype.
+        "add sub div max min select_n add_any clamp": _FUSED_PROMOTE,
+        "mul": _mul,
+        "rem atan2 nextafter eq ne lt le gt ge": _PROMOTE,
+        "scatter scatter-add scatter_sub scatter-mul scatter-min scatter-max": _PROMOTE,
+        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE,
+        "concatenate pad stack": _JOIN,
+        # Bounded or exact in any dtype.
+        "neg abs sign square reduce_max reduce_min": _FUSED_FOLLOW,
+        "floor ceil round is_finite sqrt cbrt sin cos tanh logistic erf erfc": _FOLLOW,
+        "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k": _FOLLOW,
+        "psum pmax pmin ppermute all_gather all_to_all reduce_scatter": _FOLLOW,
+        # Values move, none is computed.
+        "broadcast_in_dim reshape squeeze stop_gradient": _FUSED_MOVE,
+        "transpose slice dynamic_slice gather rev split unstack tile copy name": _MOVE,
+        "device_put sharding_constraint optimization_barrier": _MOVE,
+        "convert_element_type": _convert,
+    }
+)

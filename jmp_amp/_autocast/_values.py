@@ -1,0 +1,86 @@
+"""What is known of a value of a program before the program runs: all that the rules decide by."""
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+FLOAT32 = np.dtype(np.float32)
+
+# Constants are read on the host, at trace time, to see whether a low dtype holds them; above this size they are not.
+_READABLE = 1024
+
+
+class Origin(enum.IntEnum):
+    """How a value came to be; the larger one wins where values meet."""
+
+    UNCOMMITTED = 0  # an input or a constant with at most one dimension larger than 1: a bias, a scalar
+    INPUT = 1  # any other input or constant
+    COMPUTED = 2
+
+
+class Value(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      dtype: the dtype that it will have, which may be lower than the traced one.
+      origin: where it came from; `UNCOMMITTED` values do not widen the ops that read them.
+      magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is no
+        such element); None for what is not known to be constant.
+    """
+
+    dtype: Any
+    origin: Origin = Origin.COMPUTED
+    magnitudes: tuple[float, float] | None = None
+
+    def fits(self, dtype: np.dtype) -> bool:
+        """Whether `dtype` holds this constant, without `inf` for what is finite or 0 for what is not."""
+        if self.magnitudes is None:
+            return True
+        smallest, largest = self.magnitudes
+        info = jax.numpy.finfo(dtype)
+        return largest <= float(info.max) and smallest >= float(info.smallest_subnormal)
+
+
+def origin_of_input(shape: tuple[int, ...]) -> Origin:
+    """The origin of an input or constant of this shape."""
+    # `!= 1`, because a symbolic dimension can be compared for equality only.
+    return Origin.UNCOMMITTED if sum(n != 1 for n in shape) <= 1 else Origin.INPUT
+
+
+def constant(x: Any) -> Value:
+    """Describes a constant of the program; a traced one is an input whose value is not known."""
+    aval = jax.typeof(x)
+    origin = origin_of_input(aval.shape)
+    magnitudes = None
+    if aval.dtype == FLOAT32 and origin is Origin.UNCOMMITTED and aval.size <= _READABLE and _is_known(x):
+        size = np.abs(np.asarray(x))
+        size = size[np.isfinite(size) & (size > 0)]
+        magnitudes = float(size.min(initial=np.inf)), float(size.max(initial=0))
+    return Value(aval.dtype, origin, magnitudes)
+
+
+def _is_known(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
+
+
+def widest(dtypes: Iterable[Any]) -> np.dtype:
+    """Returns the dtype that holds all of `dtypes`, each float32 or one of the two 16-bit dtypes."""
+    different = set(dtypes)
+    return different.pop() if len(different) == 1 else FLOAT32
+
+
+def common_dtype(values: Sequence[Value]) -> np.dtype:
+    """Returns the dtype in which `values` meet: the widest committed one, float32 where it cannot hold a constant."""
+    committed = [value.dtype for value in values if value.origin is not Origin.UNCOMMITTED]
+    dtype = widest(committed) if committed else FLOAT32
+    return dtype if all(value.fits(dtype) for value in values) else FLOAT32
+
+
+def join(a: Value, b: Value) -> Value:
+    """Returns what is known of a value that is either `a` or `b`: a branch's result, or a loop's carry."""
+    if a.origin is b.origin is Origin.UNCOMMITTED:
+        return a if a == b else Value(widest((a.dtype, b.dtype)), Origin.UNCOMMITTED)
+    return Value(common_dtype((a, b)), max(a.origin, b.origin))

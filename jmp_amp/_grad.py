@@ -1,0 +1,112 @@
+"""Gradients of a scaled loss."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def value_and_grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: jax.typing.ArrayLike = 1.0,
+    transform: Callable = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable:
+    """Returns a function that evaluates `fun` and the gradient of its scaled loss.
+
+    The loss is cast to float32 *before* it is scaled (a float16 loss of 1 times 2^16 would be `inf`), and comes back
+    unscaled. The gradients come back scaled: `unscale_and_check` or `dynamic_loss_scale` unscale them, by the same
+    scale.
+
+    Args:
+      fun: returns a scalar floating loss of any precision, or `(loss, aux)` with `has_aux`.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: as in `jax.value_and_grad`; `aux` is passed through.
+      loss_scale: float32[], multiplies the loss; usually `get_loss_scale(opt_state)`.
+      transform: makes the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or `nnx.value_and_grad`.
+      **kwargs: passed on to `transform`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. `loss` is float32[]
+      (float64[] for a float64 loss); each gradient has the dtype of its parameter and is `loss_scale` times the true one.
+
+    Raises:
+      TypeError: the loss is not a floating scalar (when the returned function is called), or `loss_scale` is not a
+        scalar number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> loss_fn = lambda w: jnp.square(w).astype(jnp.float16)
+      >>> loss, grad = amp.value_and_grad(loss_fn, loss_scale=2.0**16)(jnp.float32(3))
+      >>> print(loss, loss.dtype, grad / 2**16)
+      9.0 float32 6.0
+
+    References:
+      The order of cast and scale is apex's `scale_loss`.
+    """
+    if isinstance(loss_scale, tuple | list | dict) or jnp.shape(loss_scale) != ():
+        raise TypeError(
+            f"`loss_scale` must be a scalar, got {type(loss_scale).__name__}; "
+            "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
+        )
+
+    @functools.wraps(fun, updated=())
+    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        out = fun(*args, **kwargs)
+        loss, aux = out if has_aux else (out, None)
+        loss = _float32(loss)
+        return loss * jnp.asarray(loss_scale, loss.dtype), (loss, aux)
+
+    # Some transforms, Equinox's among them, have no `argnums`.
+    chosen = {} if argnums == 0 else {"argnums": argnums}
+    scaled_value_and_grad = transform(scaled, has_aux=True, **chosen, **kwargs)
+
+    @functools.wraps(fun, updated=())
+    def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        (_, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_scaled_grad
+
+
+def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any) -> Callable:
+    """Returns a function that evaluates the gradient of the scaled loss of `fun`.
+
+    As `value_and_grad`, with its arguments, without the loss: the function returns `grads`, or `(grads, aux)` with
+    `has_aux`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_amp as amp
+      >>> print(amp.grad(jnp.square, loss_scale=8.0)(jnp.float32(3)))
+      48.0
+    """
+    value_and_scaled_grad = value_and_grad(fun, argnums, has_aux, **kwargs)
+
+    @functools.wraps(fun, updated=())
+    def scaled_grad(*args: Any, **kwargs: Any) -> Any:
+        value, grads = value_and_scaled_grad(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return scaled_grad
+
+
+def _float32(loss: Any) -> jax.Array:
+    if not isinstance(loss, jax.typing.ArrayLike) or jnp.shape(loss) != ():
+        what = (
+            f"shape {jnp.shape(loss)}" if isinstance(loss, jax.typing.ArrayLike) else f"{type(loss).__name__}"
+        )
+        raise TypeError(
+            f"the loss must be a scalar, got {what}; reduce it, for instance with `jnp.mean`, "
+            "and return anything else as `aux` with `has_aux=True`"
+        )
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"the loss must be floating, got dtype {loss.dtype}")
+    return loss if jnp.finfo(loss.dtype).bits >= 32 else loss.astype(jnp.float32)

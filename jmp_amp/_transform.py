@@ -1,0 +1,220 @@
+"""The optax side of loss scaling: unscale in a chain, skip on overflow, adapt the scale."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmp_amp._loss_scale import LossScale, LossScaleState, finite_unscaled, unscale
+from jmp_amp._tree import check_same_leaves, select_tree
+
+AxisName = Hashable | tuple[Hashable, ...]
+
+
+class UnscaleAndCheckState(NamedTuple):
+    """State of `unscale_and_check`.
+
+    Attributes:
+      last_finite: bool[], whether the gradients of the last step that reached it were finite.
+    """
+
+    last_finite: jax.Array
+
+
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`.
+
+    Attributes:
+      loss_scale: the scale and its counters.
+      inner_state: the state of the wrapped transformation.
+    """
+
+    loss_scale: LossScaleState
+    inner_state: optax.OptState
+
+
+def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransformationExtraArgs:
+    """Unscales gradients where it stands in a chain.
+
+    Before it, gradients are scaled; after it, they are the true ones, in float32. Inside `dynamic_loss_scale` that is
+    all it does: the wrapper passes it the scale, has checked the gradients and skips the step on overflow.
+
+    In a chain of its own it takes the scale from `tx.update(..., loss_scale=scale)` (1 where it is not given), checks
+    the unscaled gradients, and on overflow passes **zeros** on. A transformation behind it cannot tell these from
+    gradients that are zero: Adam's moments decay by one step and its count and schedules move on. Wrap the chain in
+    `dynamic_loss_scale` to skip such a step whole.
+
+    Args:
+      axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
+        overflow on one device is then an overflow on all. Under plain `jit`, sharded or not, it is not needed.
+
+    Returns:
+      An optax transformation; `update` takes gradients in any floating dtype and returns float32 (float64 and complex
+      leaves keep their dtype, others pass through).
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jmp_amp as amp
+      >>> tx = optax.chain(amp.unscale_and_check(), optax.sgd(0.5))
+      >>> params = {"w": jnp.zeros(2)}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update({"w": jnp.array([4.0, 8.0])}, state, params, loss_scale=jnp.float32(4))
+      >>> print(updates["w"])
+      [-0.5 -1. ]
+    """
+
+    def init(params: optax.Params) -> UnscaleAndCheckState:
+        del params
+        return UnscaleAndCheckState(last_finite=jnp.asarray(True))
+
+    def update(
+        updates: optax.Updates,
+        state: UnscaleAndCheckState,
+        params: optax.Params | None = None,
+        *,
+        loss_scale: jax.typing.ArrayLike = 1.0,
+        grads_finite: jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, UnscaleAndCheckState]:
+        del state, params, extra_args
+        scale = jnp.asarray(loss_scale, jnp.float32)
+        scaled, updates = updates, unscale(updates, scale)
+        if grads_finite is None:
+            grads_finite = _everywhere(finite_unscaled(scaled, scale), axis_name)
+            updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        return updates, UnscaleAndCheckState(last_finite=grads_finite)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale = LossScale(),  # noqa: B008 (frozen)
+    axis_name: AxisName | None = None,
+    skip: str = "cond",
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps a transformation so that it sees true gradients, skips overflows and adapts the loss scale.
+
+    `update` takes gradients of a loss that was multiplied by `get_loss_scale(opt_state)`. One read of them tells
+    whether the step is finite. If it is, `inner` runs. If not, every leaf of `inner`'s state, its counts and schedules
+    included, stays bitwise what it was, and the updates are zero. Then the scale adapts, so the scale that unscales is
+    the one that scaled, on growth steps too. Nothing in it touches the host.
+
+    `inner` gets `loss_scale=` (float32[]) and `grads_finite=` (bool[]) as extra arguments. If it contains
+    `unscale_and_check()`, what stands before that sees scaled gradients; if it does not, all of it sees true ones.
+
+    Args:
+      inner: any optax transformation, with float32 parameters in mind.
+      loss_scale: the rule of the scale; `LossScale.none()` only skips.
+      axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
+        overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed.
+      skip: `"cond"` runs `inner` only on finite steps (under `vmap`, JAX makes a select of it); `"select"` always runs
+        it and discards the result. Both give the same bits.
+
+    Returns:
+      An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
+      path, where gradients and parameters do not match, and TypeError where `inner` changes the dtype or shape of its
+      state. Gradients that are not finite never raise.
+
+    Raises:
+      TypeError: `inner` or `loss_scale` is something else.
+      ValueError: `skip` is neither of the two.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jmp_amp as amp
+      >>> tx = amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.adam(1e-3)))
+      >>> params = {"w": jnp.ones(2)}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, state, params)
+      >>> print(updates["w"], amp.get_loss_scale(state))
+      [0. 0.] 32768.0
+
+    References:
+      torch's `GradScaler` for the protocol, `optax.apply_if_finite` for the form.
+    """
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "
+            "for a fixed scale write `LossScale.static(scale)`, for none `LossScale.none()`"
+        )
+    if skip not in _SKIP:
+        raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> DynamicLossScaleState:
+        return DynamicLossScaleState(loss_scale.init(), inner.init(params))
+
+    def update(
+        updates: optax.Updates,
+        state: DynamicLossScaleState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, DynamicLossScaleState]:
+        if params is not None:
+            check_same_leaves(updates, params)
+        scale = state.loss_scale.loss_scale
+        finite = _everywhere(finite_unscaled(updates, scale), axis_name)
+        unscales_itself = _contains(UnscaleAndCheckState, state.inner_state)
+        extra_args |= {"loss_scale": scale, "grads_finite": finite}
+
+        def step() -> tuple[optax.Updates, optax.OptState]:
+            # Unscaled here, not where the check did it, so that it fuses into `inner`.
+            grads = updates if unscales_itself else unscale(updates, scale)
+            return inner.update(grads, state.inner_state, params, **extra_args)
+
+        new_updates, inner_state = _SKIP[skip](finite, step, state.inner_state)
+        return new_updates, DynamicLossScaleState(loss_scale.update(state.loss_scale, finite), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+Step = Callable[[], tuple[optax.Updates, optax.OptState]]
+
+
+def _cond(finite: jax.Array, step: Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    updates, new_state = jax.eval_shape(step)
+    _check_unchanged(state, new_state)
+    return lax.cond(finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
+
+
+def _select(finite: jax.Array, step: Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    updates, new_state = step()
+    _check_unchanged(state, new_state)
+    return select_tree(finite, (updates, new_state), (jax.tree.map(jnp.zeros_like, updates), state))
+
+
+_SKIP = {"cond": _cond, "select": _select}
+
+
+def _check_unchanged(state: optax.OptState, new_state: optax.OptState) -> None:
+    old, new = (jax.tree.leaves_with_path(tree) for tree in (state, new_state))
+    for (path, x), (_, y) in zip(old, new, strict=False):
+        if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
+            raise TypeError(
+                f"`inner` changes its state{jax.tree_util.keystr(path)} from {jax.typeof(x).str_short()} to "
+                f"{y.dtype.name}{list(y.shape)}, so a step could not be skipped; initialise it with the dtype and "
+                "shape that its update returns"
+            )
+    if jax.tree.structure(state) != jax.tree.structure(new_state):
+        raise TypeError(
+            "`inner` changes the structure of its state, so a step could not be skipped: "
+            f"{jax.tree.structure(state)} before, {jax.tree.structure(new_state)} after"
+        )
+
+
+def _everywhere(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    if axis_name is None:
+        return finite
+    return lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+
+
+def _contains(kind: type, tree: Any) -> bool:
+    return any(
+        isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    )
