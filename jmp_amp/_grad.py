@@ -24,33 +24,37 @@ def value_and_grad(
     scale.
 
     Args:
-      fun: returns a scalar floating loss of any precision, or `(loss, aux)` with `has_aux`.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: as in `jax.value_and_grad`; `aux` is passed through.
-      loss_scale: float32[], multiplies the loss; usually `get_loss_scale(opt_state)`.
-      transform: makes the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or `nnx.value_and_grad`.
-      **kwargs: passed on to `transform`.
+        fun: returns a scalar floating loss of any precision, or `(loss, aux)` with `has_aux`.
+        argnums: as in `jax.value_and_grad`.
+        has_aux: as in `jax.value_and_grad`; `aux` is passed through.
+        loss_scale: float32[], multiplies the loss; usually `get_loss_scale(opt_state)`.
+        transform: makes the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
+          `nnx.value_and_grad`.
+        **kwargs: passed on to `transform`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. `loss` is float32[]
-      (float64[] for a float64 loss); each gradient has the dtype of its parameter and is `loss_scale` times the true one.
+        A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. `loss` is
+        float32[]
+        (float64[] for a float64 loss); each gradient has the dtype of its parameter and is `loss_scale` times the true
+        one.
 
     Raises:
-      TypeError: the loss is not a floating scalar (when the returned function is called), or `loss_scale` is not a
-        scalar number.
+        TypeError: the loss is not a floating scalar (when the returned function is called), or `loss_scale` is not a
+          scalar number.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> loss_fn = lambda w: jnp.square(w).astype(jnp.float16)
-      >>> loss, grad = amp.value_and_grad(loss_fn, loss_scale=2.0**16)(jnp.float32(3))
-      >>> print(loss, loss.dtype, grad / 2**16)
-      9.0 float32 6.0
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda w: jnp.square(w).astype(jnp.float16)
+        >>> loss, grad = amp.value_and_grad(loss_fn, loss_scale=2.0**10)(jnp.float32(3))
+        >>> print(loss, loss.dtype, grad / 2**10)
+        9.0 float32 6.0
 
     References:
-      The order of cast and scale is apex's `scale_loss`.
+        The order of cast and scale is apex's `scale_loss`.
     """
-    if isinstance(loss_scale, tuple | list | dict) or jnp.shape(loss_scale) != ():
+    is_number = hasattr(loss_scale, "shape") or type(loss_scale) in (int, float)
+    if not is_number or jnp.shape(loss_scale) != ():
         raise TypeError(
             f"`loss_scale` must be a scalar, got {type(loss_scale).__name__}; "
             "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
@@ -82,10 +86,10 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
     `has_aux`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> print(amp.grad(jnp.square, loss_scale=8.0)(jnp.float32(3)))
-      48.0
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> print(amp.grad(jnp.square, loss_scale=8.0)(jnp.float32(3)))
+        48.0
     """
     value_and_scaled_grad = value_and_grad(fun, argnums, has_aux, **kwargs)
 
@@ -98,10 +102,9 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
 
 
 def _float32(loss: Any) -> jax.Array:
-    if not isinstance(loss, jax.typing.ArrayLike) or jnp.shape(loss) != ():
-        what = (
-            f"shape {jnp.shape(loss)}" if isinstance(loss, jax.typing.ArrayLike) else f"{type(loss).__name__}"
-        )
+    is_array = hasattr(loss, "shape") or isinstance(loss, int | float | complex)
+    if not is_array or jnp.shape(loss) != ():
+        what = f"shape {jnp.shape(loss)}" if is_array else type(loss).__name__
         raise TypeError(
             f"the loss must be a scalar, got {what}; reduce it, for instance with `jnp.mean`, "
             "and return anything else as `aux` with `has_aux=True`"

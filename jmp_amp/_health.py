@@ -1,12 +1,11 @@
 """Reads, sets and judges the loss scale inside an optimizer state."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmp_amp._loss_scale import LossScaleState
+from jmp_amp._loss_scale import LossScaleState, to_number
 
 
 class LossScaleError(ArithmeticError):
@@ -17,49 +16,50 @@ def get_loss_scale(opt_state: Any) -> jax.Array:
     """Returns the scale that multiplies the loss of the next step.
 
     Args:
-      opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
+        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
 
     Returns:
-      float32[] (with leading axes where the state was made under `vmap`).
+        float32[] (with leading axes where the state was made under `vmap`).
 
     Raises:
-      ValueError: `opt_state` holds none, or more than one; the message lists where.
+        ValueError: `opt_state` holds none, or more than one; the message lists where.
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import jmp_amp as amp
-      >>> tx = amp.dynamic_loss_scale(optax.adam(1e-3))
-      >>> print(amp.get_loss_scale(tx.init({"w": jnp.ones(2)})))
-      65536.0
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+        >>> print(amp.get_loss_scale(tx.init({"w": jnp.ones(2)})))
+        65536.0
     """
     return find_state(opt_state).loss_scale
 
 
-def set_loss_scale(opt_state: Any, value: jax.typing.ArrayLike) -> Any:
+def set_loss_scale(opt_state: Any, value: float | jax.Array) -> Any:
     """Returns the optimizer state with another loss scale.
 
     The growth tracker starts again; the other counters stay. The value is taken as it is, also outside the `min_scale`
     and `max_scale` of the rule, which limit only what the rule itself does.
 
     Args:
-      opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
-      value: multiplies the loss of the next step; a scalar, cast to float32.
+        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
+        value: multiplies the loss of the next step; a scalar, cast to float32.
 
     Returns:
-      A state of the same structure and dtypes.
+        A state of the same structure and dtypes.
 
     Raises:
-      ValueError: the value is known and not positive and finite (inside `jit` it is the caller's care), or `opt_state`
-        does not hold exactly one `LossScaleState`.
+        TypeError: the value is not a number.
+        ValueError: the value is not positive, finite and a normal float32 (a traced one is the caller's care), or
+          `opt_state` does not hold exactly one `LossScaleState`.
 
     Example:
-      >>> import jmp_amp as amp
-      >>> state = amp.set_loss_scale(amp.LossScale().init(), 2.0**10)
-      >>> print(amp.get_loss_scale(state))
-      1024.0
+        >>> import jmp_amp as amp
+        >>> state = amp.set_loss_scale(amp.LossScale().init(), 2.0**10)
+        >>> print(amp.get_loss_scale(state))
+        1024.0
     """
-    if not isinstance(value, jax.core.Tracer) and not (math.isfinite(value) and value > 0):
-        raise ValueError(f"a loss scale must be positive and finite, got {value}")
+    if not isinstance(value, jax.core.Tracer):
+        value = to_number("value", value)
     old = find_state(opt_state)
     new = old._replace(
         loss_scale=jnp.broadcast_to(jnp.asarray(value, jnp.float32), old.loss_scale.shape),
@@ -72,18 +72,18 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Returns what a training run should log of its loss scale.
 
     Args:
-      opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
+        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
 
     Returns:
-      The fields of `LossScaleState` by name, as the arrays that they are: nothing waits for the device.
+        The fields of `LossScaleState` by name, as the arrays that they are: nothing waits for the device.
 
     Raises:
-      ValueError: `opt_state` does not hold exactly one `LossScaleState`.
+        ValueError: `opt_state` does not hold exactly one `LossScaleState`.
 
     Example:
-      >>> import jmp_amp as amp
-      >>> amp.metrics(amp.LossScale().init())["loss_scale"].item()
-      65536.0
+        >>> import jmp_amp as amp
+        >>> amp.metrics(amp.LossScale().init())["loss_scale"].item()
+        65536.0
     """
     return find_state(opt_state)._asdict()
 
@@ -92,27 +92,28 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
     """Raises when a run cannot recover by itself. Waits for the device: call it now and then, outside `jit`.
 
     Args:
-      opt_state: a `LossScaleState`, or any state that holds exactly one.
-      max_skips: so many skipped steps in a row are too many; a scale of 2^24 needs 24 to reach 1.
-      min_scale: a step that overflows at this scale or below is an error; the `min_scale` of the rule in use.
+        opt_state: a `LossScaleState`, or any state that holds exactly one.
+        max_skips: so many skipped steps in a row are too many; a scale of 2^24 needs 24 to reach 1.
+        min_scale: a step that overflows at this scale or below is an error; the `min_scale` of the rule in use.
 
     Raises:
-      LossScaleError: the gradients of the last `max_skips` steps were not finite, or those of the last step were not
-        although the scale is at `min_scale`: scaling is not the cause then. The message says what to try.
-      TypeError: called inside `jit`, where nothing can be raised.
-      ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
+        LossScaleError: the gradients of the last `max_skips` steps were not finite, or those of the last step were not
+          although the scale is at `min_scale`: scaling is not the cause then. The message says what to try.
+        TypeError: called inside `jit`, where nothing can be raised.
+        ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
     Example:
-      >>> import jmp_amp as amp
-      >>> rule = amp.LossScale(init_scale=1.0)
-      >>> amp.check_health(rule.init())
-      >>> amp.check_health(rule.update(rule.init(), False))
-      Traceback (most recent call last):
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale(init_scale=1.0)
+        >>> amp.check_health(rule.init())
+        >>> amp.check_health(rule.update(rule.init(), False))
+        Traceback (most recent call last):
+          ...
+        jmp_amp._health.LossScaleError: the gradients overflow although the loss scale is down to 1.0 (1 of all steps
         ...
-      jmp_amp._health.LossScaleError: the gradients overflow although the loss scale is down to 1.0 (1 of all steps ...
 
     References:
-      DeepSpeed raises at the floor; torch and apex go on without a word.
+        DeepSpeed raises at the floor; torch and apex go on without a word.
     """
     if max_skips < 1:
         raise ValueError(f"`max_skips` must be at least 1, got {max_skips}")
@@ -129,7 +130,7 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
         "look for non-finite inputs or parameters, a division or logarithm of zero, "
         "or a value beyond the range of the compute dtype; run that part in `amp.full_precision()`"
     )
-    if in_a_row > 0 and scale <= min_scale:
+    if ((state.notfinite_count > 0) & (state.loss_scale <= min_scale)).any():
         raise LossScaleError(f"the gradients overflow although the loss scale is down to {scale} {seen}; {cure}")
     if in_a_row >= max_skips:
         raise LossScaleError(f"the last {in_a_row} steps overflowed, the loss scale is {scale} {seen}; {cure}")
@@ -137,9 +138,7 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
 
 def find_state(opt_state: Any) -> LossScaleState:
     """Returns the one `LossScaleState` in a tree."""
-    found = [
-        (path, x) for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=_is_state) if _is_state(x)
-    ]
+    found = [(path, x) for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=_is_state) if _is_state(x)]
     if not found:
         raise ValueError(
             f"there is no `LossScaleState` in this {type(opt_state).__name__}; "

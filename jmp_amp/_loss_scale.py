@@ -20,12 +20,12 @@ class LossScaleState(NamedTuple):
     """What a loss scale remembers between steps; every leaf is a strongly typed array.
 
     Attributes:
-      loss_scale: float32[], multiplies the loss of the next step.
-      growth_tracker: int32[], clean steps since the scale last changed or an overflow was seen.
-      hysteresis_tracker: int32[], overflows that are still tolerated before the scale backs off, this one included.
-      last_finite: bool[], whether the gradients of the last step were finite; true before the first.
-      notfinite_count: int32[], steps in a row, up to the last one, whose gradients were not finite.
-      total_notfinite: int32[], all steps so far whose gradients were not finite.
+        loss_scale: float32[], multiplies the loss of the next step.
+        growth_tracker: int32[], clean steps since the scale last changed or an overflow was seen.
+        hysteresis_tracker: int32[], overflows that are still tolerated before the scale backs off, this one included.
+        last_finite: bool[], whether the gradients of the last step were finite; true before the first.
+        notfinite_count: int32[], steps in a row, up to the last one, whose gradients were not finite.
+        total_notfinite: int32[], all steps so far whose gradients were not finite.
     """
 
     loss_scale: jax.Array
@@ -49,36 +49,36 @@ class LossScale:
     The object is configuration: frozen, hashable, never part of a pytree. What changes is in `LossScaleState`.
 
     Args:
-      init_scale: multiplies the loss of the first step.
-      growth_factor: multiplies the scale after `growth_interval` clean steps; greater than 1.
-      backoff_factor: multiplies the scale on overflow; between 0 and 1.
-      growth_interval: clean steps between growths.
-      min_scale: the scale never falls below it; at least the smallest normal float32.
-      max_scale: the scale never grows above it.
-      hysteresis: the scale backs off from this overflow on; the ones before are skipped at the same scale.
-      consecutive_hysteresis: refill the hysteresis at every clean step, so that only overflows in a row count;
-        otherwise it is refilled when the scale grows.
-      overflow_delay: clean steps that are not counted after an overflow, and at the start.
-      growth_delay: clean steps that are not counted after a growth.
+        init_scale: multiplies the loss of the first step.
+        growth_factor: multiplies the scale after `growth_interval` clean steps; greater than 1.
+        backoff_factor: multiplies the scale on overflow; between 0 and 1.
+        growth_interval: clean steps between growths.
+        min_scale: the scale never falls below it; at least the smallest normal float32.
+        max_scale: the scale never grows above it.
+        hysteresis: the scale backs off from this overflow on; the ones before are skipped at the same scale.
+        consecutive_hysteresis: refill the hysteresis at every clean step, so that only overflows in a row count;
+          otherwise it is refilled when the scale grows.
+        overflow_delay: clean steps that are not counted after an overflow, and at the start.
+        growth_delay: clean steps that are not counted after a growth.
 
     Raises:
-      TypeError: a value is not a number, or not an integer where steps are counted.
-      ValueError: a value is out of its range; the message names it.
+        TypeError: a value is not a number, or not an integer where steps are counted.
+        ValueError: a value is out of its range; the message names it.
 
     Example:
-      >>> import jmp_amp as amp
-      >>> rule = amp.LossScale(init_scale=4.0, growth_interval=2)
-      >>> state = rule.init()
-      >>> for finite in (True, True, False):
-      ...     state = rule.update(state, finite)
-      ...     print(float(state.loss_scale), int(state.growth_tracker))
-      4.0 1
-      8.0 0
-      4.0 0
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale(init_scale=4.0, growth_interval=2)
+        >>> state = rule.init()
+        >>> for finite in (True, True, False):
+        ...     state = rule.update(state, finite)
+        ...     print(float(state.loss_scale), int(state.growth_tracker))
+        4.0 1
+        8.0 0
+        4.0 0
 
     References:
-      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), 2018. The defaults are those
-      of torch's `GradScaler` with apex's ceiling of 2^24 and DeepSpeed's floor of 1.
+        Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), 2018. The defaults are those
+        of torch's `GradScaler` with apex's ceiling of 2^24 and DeepSpeed's floor of 1.
     """
 
     init_scale: float = 2.0**16
@@ -94,9 +94,9 @@ class LossScale:
 
     def __post_init__(self) -> None:
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
+            object.__setattr__(self, name, to_number(name, getattr(self, name)))
         for name, least in _COUNTS.items():
-            object.__setattr__(self, name, _count(name, getattr(self, name), least))
+            object.__setattr__(self, name, to_count(name, getattr(self, name), least))
         if not isinstance(self.consecutive_hysteresis, bool):
             raise TypeError(
                 f"`consecutive_hysteresis` must be a bool, got {self.consecutive_hysteresis!r}; "
@@ -129,11 +129,11 @@ class LossScale:
         Low-precision leaves become float32 first: a float16 loss of 1 times 2^16 would be `inf`.
 
         Args:
-          state: the state whose `loss_scale` multiplies.
-          tree: arrays of any shape; leaves that are not floating or complex pass through.
+            state: the state whose `loss_scale` multiplies.
+            tree: arrays of any shape; leaves that are not floating or complex pass through.
 
         Returns:
-          The tree in float32 (wider leaves keep their dtype).
+            The tree in float32 (wider leaves keep their dtype).
         """
         return _map_wide(lambda x: x * state.loss_scale.astype(x.dtype), tree)
 
@@ -143,11 +143,11 @@ class LossScale:
         The check follows the division, so gradients that only overflow when they are unscaled are seen too.
 
         Args:
-          state: the state whose `loss_scale` scaled the loss.
-          tree: gradients of any shape; leaves that are not floating or complex pass through.
+            state: the state whose `loss_scale` scaled the loss.
+            tree: gradients of any shape; leaves that are not floating or complex pass through.
 
         Returns:
-          The tree in float32 (wider leaves keep their dtype), and bool[], whether all of it is finite.
+            The tree in float32 (wider leaves keep their dtype), and bool[], whether all of it is finite.
         """
         return unscale(tree, state.loss_scale), finite_unscaled(tree, state.loss_scale)
 
@@ -155,11 +155,11 @@ class LossScale:
         """Moves the state on by one step.
 
         Args:
-          state: the state that scaled this step.
-          finite: bool[], whether the step's gradients were finite, the same on every device.
+            state: the state that scaled this step.
+            finite: bool[], whether the step's gradients were finite, the same on every device.
 
         Returns:
-          The state for the next step.
+            The state for the next step.
         """
         finite = jnp.asarray(finite)
         tracker = state.growth_tracker + 1
@@ -173,17 +173,13 @@ class LossScale:
         overflowed = jnp.where(tolerated == 0, backed_off, state.loss_scale)
         return LossScaleState(
             loss_scale=jnp.where(finite, jnp.where(grow, grown, state.loss_scale), overflowed),
-            growth_tracker=jnp.where(
-                finite, jnp.where(grow, -self.growth_delay, tracker), -self.overflow_delay
-            ),
+            growth_tracker=jnp.where(finite, jnp.where(grow, -self.growth_delay, tracker), -self.overflow_delay),
             hysteresis_tracker=jnp.where(
                 finite, jnp.where(refill, self.hysteresis, state.hysteresis_tracker), tolerated
             ),
             last_finite=finite,
             notfinite_count=jnp.where(finite, 0, optax.safe_increment(state.notfinite_count)),
-            total_notfinite=jnp.where(
-                finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)
-            ),
+            total_notfinite=jnp.where(finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)),
         )
 
     @classmethod
@@ -251,12 +247,14 @@ class LossScale:
 _COUNTS = {"growth_interval": 1, "hysteresis": 1, "overflow_delay": 0, "growth_delay": 0}
 
 
-def _number(name: str, value: Any) -> float:
+def to_number(name: str, value: Any) -> float:
     """Returns `value` as a float that float32 holds as a normal, positive number."""
     try:
         if isinstance(value, bool | np.bool_ | str | bytes):
             raise TypeError
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except TypeError:
         raise TypeError(f"`{name}` must be a number, got {value!r} of type {type(value).__name__}") from None
     if not (math.isfinite(number) and _NO_FLOOR <= number <= _NO_CEILING):
@@ -267,7 +265,7 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _count(name: str, value: Any, least: int) -> int:
+def to_count(name: str, value: Any, least: int) -> int:
     """Returns `value` as a number of steps that int32 holds."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be an integer, got {value!r} of type {type(value).__name__}")
@@ -279,10 +277,17 @@ def _count(name: str, value: Any, least: int) -> int:
 def unscale(tree: Any, loss_scale: jax.Array) -> Any:
     """Divides the floating and complex leaves by the scale, in float32 or wider.
 
-    A division, because the reciprocal of a scale above 2^126 is subnormal and devices flush it to zero; the step is
-    bound by memory, so it costs nothing.
+    XLA turns a division by the scale into a multiplication by its reciprocal in some programs and not in others. So
+    that all round alike, this is the multiplication, in two factors where the scale is above 2^126: its reciprocal is
+    subnormal, and devices flush that to zero. The step is bound by memory, so the second factor costs nothing.
     """
-    return _map_wide(lambda x: x / loss_scale.astype(x.dtype), tree)
+    first = jnp.where(loss_scale > 2.0**126, 0.25, 1.0)
+
+    def leaf(x: jax.Array) -> jax.Array:
+        factor = first.astype(x.dtype)
+        return x * factor * (1 / (loss_scale.astype(x.dtype) * factor))
+
+    return _map_wide(leaf, tree)
 
 
 def finite_unscaled(tree: Any, loss_scale: jax.Array) -> jax.Array:

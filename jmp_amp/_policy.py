@@ -15,9 +15,7 @@ from jmp_amp._tree import cast_floating, half_dtype
 T = TypeVar("T")
 
 # The floating dtypes of the installed JAX, float8 and its kin included, by their own names.
-_FLOATING = {
-    name: jnp.dtype(value) for name, value in vars(jnp).items() if re.fullmatch(r"b?float\d\w*", name)
-}
+_FLOATING = {name: jnp.dtype(value) for name, value in vars(jnp).items() if re.fullmatch(r"b?float\d\w*", name)}
 
 # jmp's other names. "half" is asked for when it is used: importing must not start a backend.
 _SHORT = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "full": "float32"}
@@ -92,7 +90,7 @@ class Policy:
         >>> tree["w"].dtype, tree["step"].dtype
         (dtype('float16'), dtype('int32'))
 
-    Source:
+    References:
         `Policy` of jmp 0.0.4.
     """
 
@@ -199,7 +197,7 @@ def get_policy(name: str | Policy) -> Policy:
         >>> amp.get_policy("O1") == amp.get_policy("mixed_float16")
         True
 
-    Source:
+    References:
         The grammar is jmp 0.0.4's, `mixed_*` are named after Keras's policies (whose layers return the
         compute dtype) and `O0` to `O3` after apex's `opt_level`.
     """

@@ -1,13 +1,12 @@
 """A loss scale as the dictionary that `torch.amp.GradScaler` saves."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp_amp._health import find_state
-from jmp_amp._loss_scale import LossScale, LossScaleState
+from jmp_amp._loss_scale import LossScale, LossScaleState, to_count
 
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = ("scale", *_RULE, "_growth_tracker")
@@ -19,24 +18,25 @@ def state_dict(state: Any, loss_scale: LossScale = LossScale()) -> dict[str, flo
     A checkpoint for JAX needs none of this: the optimizer state is a pytree and holds everything.
 
     Args:
-      state: a `LossScaleState`, or an optimizer state that holds exactly one; read from the device.
-      loss_scale: the rule in use; the state does not hold it.
+        state: a `LossScaleState`, or an optimizer state that holds exactly one; read from the device.
+        loss_scale: the rule in use; the state does not hold it.
 
     Returns:
-      `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval`, `_growth_tracker` (ints); `{}` for
-      `LossScale.none()`, as for a disabled `GradScaler`.
+        `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval`, `_growth_tracker` (ints); `{}` for
+        `LossScale.none()`, as for a disabled `GradScaler`.
 
     Example:
-      >>> import jmp_amp as amp
-      >>> rule = amp.LossScale.torch(init_scale=4.0)
-      >>> amp.state_dict(rule.init(), rule)
-      {'scale': 4.0, 'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': 2000, '_growth_tracker': 0}
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale.torch(init_scale=4.0)
+        >>> amp.state_dict(rule.init(), rule)
+        {'scale': 4.0, 'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': 2000, '_growth_tracker': 0}
     """
     if loss_scale == LossScale.none():
         return {}
     state = jax.device_get(find_state(state))
     rule = {key: getattr(loss_scale, key) for key in _RULE}
-    return {"scale": float(state.loss_scale), **rule, "_growth_tracker": int(state.growth_tracker)}
+    # DeepSpeed's and flax's rules count from -1, which torch's has no place for.
+    return {"scale": float(state.loss_scale), **rule, "_growth_tracker": max(int(state.growth_tracker), 0)}
 
 
 def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleState]:
@@ -45,22 +45,22 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
     Nothing of the loss scale that was in use before is kept: the dictionary holds all that torch's rule needs.
 
     Args:
-      d: torch's five keys, or `{}` for a disabled `GradScaler`.
+        d: torch's five keys, or `{}` for a disabled `GradScaler`.
 
     Returns:
-      The rule (`LossScale.torch` with the saved numbers; `LossScale.none()` for `{}`) and the state, to be put in place
-      by `opt_state._replace(loss_scale=state)`.
+        The rule (`LossScale.torch` with the saved numbers; `LossScale.none()` for `{}`) and the state, to be put in
+        place by `opt_state._replace(loss_scale=state)`.
 
     Raises:
-      ValueError: a key is unknown or missing, or a value is not finite, not positive or out of range.
-      TypeError: `d` is not a dictionary, or a value is not a number.
+        ValueError: a key is unknown or missing, or a value is not finite, not positive or out of range.
+        TypeError: `d` is not a dictionary, or a value is not a number.
 
     Example:
-      >>> import jmp_amp as amp
-      >>> saved = dict(scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2, _growth_tracker=1)
-      >>> rule, state = amp.load_state_dict(saved)
-      >>> rule.growth_factor, float(state.loss_scale), int(state.growth_tracker)
-      (4.0, 3.0, 1)
+        >>> import jmp_amp as amp
+        >>> saved = dict(scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2, _growth_tracker=1)
+        >>> rule, state = amp.load_state_dict(saved)
+        >>> rule.growth_factor, float(state.loss_scale), int(state.growth_tracker)
+        (4.0, 3.0, 1)
     """
     if not isinstance(d, dict):
         raise TypeError(f"a state dict is a dictionary, got {type(d).__name__}")
@@ -71,9 +71,7 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
         raise ValueError(
             f"a `GradScaler` state dict has the keys {', '.join(_KEYS)}; unknown: {unknown}, missing: {missing}"
         )
-    tracker = d["_growth_tracker"]
-    if isinstance(tracker, bool) or not math.isfinite(tracker) or tracker != int(tracker) or tracker < 0:
-        raise ValueError(f"`_growth_tracker` must be a number of steps, at least 0, got {tracker!r}")
+    tracker = to_count("_growth_tracker", d["_growth_tracker"], 0)
     try:
         rule = LossScale.torch(init_scale=d["scale"], **{key: d[key] for key in _RULE})
     except (TypeError, ValueError) as error:

@@ -18,7 +18,7 @@ class UnscaleAndCheckState(NamedTuple):
     """State of `unscale_and_check`.
 
     Attributes:
-      last_finite: bool[], whether the gradients of the last step that reached it were finite.
+        last_finite: bool[], whether the gradients of the last step that reached it were finite.
     """
 
     last_finite: jax.Array
@@ -28,8 +28,8 @@ class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`.
 
     Attributes:
-      loss_scale: the scale and its counters.
-      inner_state: the state of the wrapped transformation.
+        loss_scale: the scale and its counters.
+        inner_state: the state of the wrapped transformation.
     """
 
     loss_scale: LossScaleState
@@ -48,22 +48,22 @@ def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransf
     `dynamic_loss_scale` to skip such a step whole.
 
     Args:
-      axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
-        overflow on one device is then an overflow on all. Under plain `jit`, sharded or not, it is not needed.
+        axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
+          overflow on one device is then an overflow on all. Under plain `jit`, sharded or not, it is not needed.
 
     Returns:
-      An optax transformation; `update` takes gradients in any floating dtype and returns float32 (float64 and complex
-      leaves keep their dtype, others pass through).
+        An optax transformation; `update` takes gradients in any floating dtype and returns float32 (float64 and complex
+        leaves keep their dtype, others pass through).
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import jmp_amp as amp
-      >>> tx = optax.chain(amp.unscale_and_check(), optax.sgd(0.5))
-      >>> params = {"w": jnp.zeros(2)}
-      >>> state = tx.init(params)
-      >>> updates, state = tx.update({"w": jnp.array([4.0, 8.0])}, state, params, loss_scale=jnp.float32(4))
-      >>> print(updates["w"])
-      [-0.5 -1. ]
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> tx = optax.chain(amp.unscale_and_check(), optax.sgd(0.5))
+        >>> params = {"w": jnp.zeros(2)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.array([4.0, 8.0])}, state, params, loss_scale=jnp.float32(4))
+        >>> print(updates["w"])
+        [-0.5 -1. ]
     """
 
     def init(params: optax.Params) -> UnscaleAndCheckState:
@@ -107,34 +107,34 @@ def dynamic_loss_scale(
     `unscale_and_check()`, what stands before that sees scaled gradients; if it does not, all of it sees true ones.
 
     Args:
-      inner: any optax transformation, with float32 parameters in mind.
-      loss_scale: the rule of the scale; `LossScale.none()` only skips.
-      axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
-        overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed.
-      skip: `"cond"` runs `inner` only on finite steps (under `vmap`, JAX makes a select of it); `"select"` always runs
-        it and discards the result. Both give the same bits.
+        inner: any optax transformation, with float32 parameters in mind.
+        loss_scale: the rule of the scale; `LossScale.none()` only skips.
+        axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
+          overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed.
+        skip: `"cond"` runs `inner` only on finite steps (under `vmap`, JAX makes a select of it); `"select"` always
+          runs it and discards the result. Both give the same bits.
 
     Returns:
-      An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-      path, where gradients and parameters do not match, and TypeError where `inner` changes the dtype or shape of its
-      state. Gradients that are not finite never raise.
+        An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
+        path, where gradients and parameters do not match, and TypeError where `inner` changes the dtype or shape of its
+        state. Gradients that are not finite never raise.
 
     Raises:
-      TypeError: `inner` or `loss_scale` is something else.
-      ValueError: `skip` is neither of the two.
+        TypeError: `inner` or `loss_scale` is something else.
+        ValueError: `skip` is neither of the two.
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import jmp_amp as amp
-      >>> tx = amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.adam(1e-3)))
-      >>> params = {"w": jnp.ones(2)}
-      >>> state = tx.init(params)
-      >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, state, params)
-      >>> print(updates["w"], amp.get_loss_scale(state))
-      [0. 0.] 32768.0
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> tx = amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.adam(1e-3)))
+        >>> params = {"w": jnp.ones(2)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, state, params)
+        >>> print(updates["w"], amp.get_loss_scale(state))
+        [0. 0.] 32768.0
 
     References:
-      torch's `GradScaler` for the protocol, `optax.apply_if_finite` for the form.
+        torch's `GradScaler` for the protocol, `optax.apply_if_finite` for the form.
     """
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
@@ -201,10 +201,10 @@ def _check_unchanged(state: optax.OptState, new_state: optax.OptState) -> None:
                 f"{y.dtype.name}{list(y.shape)}, so a step could not be skipped; initialise it with the dtype and "
                 "shape that its update returns"
             )
-    if jax.tree.structure(state) != jax.tree.structure(new_state):
+    before, after = map(str, map(jax.tree.structure, (state, new_state)))
+    if before != after:
         raise TypeError(
-            "`inner` changes the structure of its state, so a step could not be skipped: "
-            f"{jax.tree.structure(state)} before, {jax.tree.structure(new_state)} after"
+            f"`inner` changes the structure of its state, so a step could not be skipped: {before} became {after}"
         )
 
 
@@ -215,6 +215,4 @@ def _everywhere(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def _contains(kind: type, tree: Any) -> bool:
-    return any(
-        isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    )
+    return any(isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))

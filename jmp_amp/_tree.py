@@ -52,7 +52,7 @@ def half_dtype() -> np.dtype:
         >>> amp.half_dtype()  # on a CPU or a GPU
         dtype('float16')
 
-    Source:
+    References:
         `half_dtype` of jmp 0.0.4.
     """
     return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
@@ -74,7 +74,7 @@ def cast_to_half(tree: T) -> T:
         >>> half["w"].dtype == amp.half_dtype(), half["step"].dtype
         (True, dtype('int32'))
 
-    Source:
+    References:
         `cast_to_half` of jmp 0.0.4.
     """
     return cast_floating(tree, half_dtype())
@@ -95,7 +95,7 @@ def cast_to_full(tree: T) -> T:
         >>> amp.cast_to_full({"w": jnp.ones(3, jnp.bfloat16)})["w"].dtype
         dtype('float32')
 
-    Source:
+    References:
         `cast_to_full` of jmp 0.0.4.
     """
     return cast_floating(tree, jnp.float32)
@@ -122,7 +122,7 @@ def all_finite(tree: Any) -> jax.Array:
         >>> bool(amp.all_finite(grads | {"b": jnp.array([0.0, jnp.inf])}))
         False
 
-    Source:
+    References:
         `all_finite` of jmp 0.0.4.
     """
     flags = [_leaf_is_finite(leaf) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
@@ -168,7 +168,7 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
         >>> amp.select_tree(amp.all_finite(new), new, old)
         {'w': Array([1., 1.], dtype=float32)}
 
-    Source:
+    References:
         `select_tree` of jmp 0.0.4.
     """
     _check_predicate(pred)

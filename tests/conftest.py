@@ -6,6 +6,14 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def users_code():
+    """Programs as users write them: `x @ w + b` broadcasts its bias. The library itself does not rely on it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield

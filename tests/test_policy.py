@@ -56,13 +56,9 @@ def test_numpys_float16_is_never_taken_for_the_string_half(monkeypatch):
     assert parse_dtype(np.dtype("float16")) == F16
 
 
-@pytest.mark.parametrize(
-    "value", ["int32", "f8", "f2", "float128", "complex64", "floating", "F16", "key", ""]
-)
+@pytest.mark.parametrize("value", ["int32", "f8", "f2", "float128", "complex64", "floating", "F16", "key", ""])
 def test_parse_dtype_rejects_strings_that_name_no_floating_dtype(value):
-    with pytest.raises(
-        ValueError, match=rf"`compute_dtype` must be .* got `{value}`; allowed: `f16`, .*`full`"
-    ):
+    with pytest.raises(ValueError, match=rf"`compute_dtype` must be .* got `{value}`; allowed: `f16`, .*`full`"):
         parse_dtype(value, "compute_dtype")
 
 
@@ -83,9 +79,7 @@ def test_parse_dtype_rejects_dtypes_that_are_not_floating(value, name):
 
 @pytest.mark.parametrize("value", [None, 16, object(), [1], jnp.floating, jax.random.key(0).dtype])
 def test_parse_dtype_rejects_values_that_are_no_dtype(value):
-    with pytest.raises(
-        TypeError, match=r"`dtype` must be .* of type `\w+`; allowed: .*`jnp.float16`.*`f16`"
-    ) as info:
+    with pytest.raises(TypeError, match=r"`dtype` must be .* of type `\w+`; allowed: .*`jnp.float16`.*`f16`") as info:
         parse_dtype(value)
     assert f"got `{value!r}`" in str(info.value)
 
@@ -225,7 +219,5 @@ def test_get_policy_names_the_bad_part_and_lists_what_is_allowed(name, fact):
 
 @pytest.mark.parametrize("name", [None, 16, jnp.float16])
 def test_get_policy_rejects_what_is_no_string(name):
-    with pytest.raises(
-        TypeError, match=r"expected a string or a `Policy`, got .* of type `\w+`; .*`Policy\(\.\.\.\)`"
-    ):
+    with pytest.raises(TypeError, match=r"expected a string or a `Policy`, got .* of type `\w+`; .*`Policy\(\.\.\.\)`"):
         amp.get_policy(name)

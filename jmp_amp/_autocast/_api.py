@@ -11,7 +11,7 @@ from jax import lax
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
-from jmp_amp._autocast._interpreter import Planner
+from jmp_amp._autocast._interpreter import Planner, dtype_of, shape_of
 from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import FLOAT32, Value, origin_of_input
@@ -33,38 +33,38 @@ def autocast(
     `scan` and `jax.checkpoint` may stand inside or around it.
 
     Only what was traced in float32 is cast. Integers, float64, complex and float8 values, ops that `fun` casts to 16
-    bits by itself, and products that ask for `precision=HIGHEST` stay as they are. A bias does not widen the product that
-    it is added to, and a constant that `dtype` cannot hold (-1e9 in a mask) makes its op float32.
+    bits by itself, and products that ask for `precision=HIGHEST` stay as they are. A bias does not widen the product
+    that it is added to, and a constant that `dtype` cannot hold (-1e9 in a mask) makes its op float32.
 
     Args:
-      fun: any function of pytrees that JAX can trace. Arrays among the arguments are traced, everything else (Python
-        numbers, strings, None, static fields) is passed through as it is. Used as a decorator, it may be left out.
-      dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
-      policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
-        are cast to its `output_dtype`. Parameters are taken as they come.
-      enabled: False returns `fun` as it is.
+        fun: any function of pytrees that JAX can trace. Arrays among the arguments are traced, everything else (Python
+          numbers, strings, None, static fields) is passed through as it is. Used as a decorator, it may be left out.
+        dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
+        policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
+          are cast to its `output_dtype`. Parameters are taken as they come.
+        enabled: False returns `fun` as it is.
 
     Returns:
-      A function with the signature of `fun`, whose results have the shapes and dtypes of those of `fun`. Products
-      accumulate in float32 where the hardware does (every GPU and TPU matrix unit); sums accumulate in float32.
+        A function with the signature of `fun`, whose results have the shapes and dtypes of those of `fun`. Products
+        accumulate in float32 where the hardware does (every GPU and TPU matrix unit); sums accumulate in float32.
 
     Raises:
-      TypeError: `fun` is not callable.
-      ValueError: `dtype` is not one of the three.
+        TypeError: `fun` is not callable.
+        ValueError: `dtype` is not one of the three.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> @amp.autocast
-      ... def layer(w, b, x):
-      ...     return jax.nn.relu(x @ w + b)
-      >>> layer(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).dtype
-      dtype('float32')
-      >>> jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).eqns[2].outvars[0].aval
-      ShapedArray(float16[4,3])
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> @amp.autocast
+        ... def layer(w, b, x):
+        ...     return jax.nn.relu(x @ w + b)
+        >>> layer(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).dtype
+        dtype('float32')
+        >>> jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).eqns[2].outvars[0].aval
+        ShapedArray(float16[4,3])
 
     References:
-      The op classes are those of PyTorch's `torch.autocast`.
+        The op classes are those of PyTorch's `torch.autocast`.
     """
     if fun is None:
         return functools.partial(autocast, dtype=dtype, policy=policy, enabled=enabled)
@@ -88,12 +88,12 @@ def autocast(
 
         closed = _compat.trace(flat, arrays)
         jaxpr, _ = _compat.open_jaxpr(closed)
-        values = tuple(Value(var.aval.dtype, origin_of_input(var.aval.shape)) for var in jaxpr.invars)
+        values = tuple(Value(dtype_of(var), origin_of_input(shape_of(var))) for var in jaxpr.invars)
         plan = Planner(RULES, HIGHER_ORDER).plan(closed, values, (False,) * len(jaxpr.outvars), low)
         results = plan.run(*arrays)
         out = rebuild_out(
             [
-                lax.convert_element_type(x, var.aval.dtype) if value.dtype != var.aval.dtype else x
+                lax.convert_element_type(x, dtype_of(var)) if value.dtype != dtype_of(var) else x
                 for x, value, var in zip(results, plan.outs, jaxpr.outvars, strict=True)
             ]
         )

@@ -23,7 +23,7 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     Up to JAX 0.10 the equation says `num_consts` and `num_carry`, from 0.11 `ft_in`, three flat trees.
     """
     if "ft_in" in eqn.params:
-        consts, carry, _ = eqn.params["ft_in"].elts
+        consts, carry, _ = map(tuple, eqn.params["ft_in"].unpack())
         return len(consts), len(carry)
     return eqn.params["num_consts"], eqn.params["num_carry"]
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Step, dtype_of
+from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Step, dtype_of, shape_of
 from jmp_amp._autocast._values import Origin, Value, join, origin_of_input
 
 Values = tuple[Value, ...]
@@ -68,7 +68,7 @@ class _Scan:
         body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
         invars = _compat.open_jaxpr(body)[0].invars
         consts = values[:n_consts]
-        xs = tuple(_sliced(value, var.aval.shape) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
+        xs = tuple(_sliced(value, shape_of(var)) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
 
         def plan_body(carry: Values) -> Plan:
             return planner.plan(body, (*consts, *carry, *xs), (False,) * len(wanted), low)
@@ -80,7 +80,7 @@ class _Scan:
             consts, init, xs = args[:n_consts], args[n_consts:n_fixed], args[n_fixed:]
             step = _cast_results(plan.run, outs)
 
-            def call(carry: Sequence[Any], x: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+            def call(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
                 results = step(*consts, *carry, *x)
                 return results[:n_carry], results[n_carry:]
 
@@ -114,7 +114,9 @@ class _While:
             cond_consts, body_consts, init = args[:n_cond], args[n_cond:n_consts], args[n_consts:]
             step = _cast_results(body.run, carry)
             return lax.while_loop(
-                lambda carry: cond.run(*cond_consts, *carry)[0], lambda carry: step(*body_consts, *carry), list(init)
+                lambda carry: cond.run(*cond_consts, *carry)[0],
+                lambda carry: step(*body_consts, *carry),
+                list(init),
             )
 
         casts = _casts(values, (*values[:n_consts], *carry))
@@ -128,7 +130,7 @@ def _fixpoint(plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence
     and is kept in its dtype; a constant, such as zeros, takes the dtype of what replaces it.
     """
     carry = tuple(
-        Value(value.dtype) if value.magnitudes is None and getattr(atom.aval, "shape", ()) else value
+        Value(value.dtype) if value.magnitudes is None and shape_of(atom) else value
         for value, atom in zip(init, atoms, strict=True)
     )
     while True:
@@ -139,7 +141,7 @@ def _fixpoint(plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence
         carry = joined
 
 
-def _sliced(value: Value, shape: tuple[int, ...]) -> Value:
+def _sliced(value: Value, shape: tuple[int, ...] | None) -> Value:
     """What is known of the slices along the first axis."""
     return value._replace(origin=origin_of_input(shape)) if value.origin is Origin.INPUT else value
 
@@ -166,6 +168,10 @@ def _jit(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     return lambda args: _compat.bind(eqn, args, jaxpr=plan.trace(args))
 
 
+def _inline(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
+    return lambda args: plan.run(*args)
+
+
 def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     # The parameters say whether this is a recomputation, so they are kept: `jax.checkpoint` cannot be told.
     def run(args: Sequence[Any]) -> Sequence[Any]:
@@ -189,14 +195,13 @@ def _custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         results, result_tangents = jax.jvp(call, moved, list(tangents))
         return [*results, *(t for t, f in zip(result_tangents, floating_out, strict=True) if f)]
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         tangents = [t for t, f in zip(tangents, floating, strict=True) if f]
         n = len(primals)
-        types = [
-            _compat.with_dtype(x, dtype_of(var)) for x, var in zip(primals, plan.jaxpr.invars, strict=True)
-        ]
+        types = [_compat.with_dtype(x, dtype_of(var)) for x, var in zip(primals, plan.jaxpr.invars, strict=True)]
         jaxpr = _compat.trace(
-            lambda *args: as_traced(args[:n], args[n:]), [*types, *(t for t, f in zip(types, floating, strict=True) if f)]
+            lambda *args: as_traced(args[:n], args[n:]),
+            [*types, *(t for t, f in zip(types, floating, strict=True) if f)],
         )
         moved = tuple(Value(value.dtype) for value, f in zip(values, floating, strict=True) if f)
         moved_outs = tuple(out for out, f in zip(plan.outs, floating_out, strict=True) if f)
@@ -207,9 +212,13 @@ def _custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
         return results, _merge(floating_out, result_tangents, nothing)
 
-    call = jax.custom_jvp(plan.run)
-    call.defjvp(jvp)
-    return lambda args: call(*args)
+    def call(*args: Any) -> list[Any]:
+        return plan.run(*args)
+
+    call.__name__ = eqn.params.get("name", "custom_jvp")
+    custom = jax.custom_jvp(call)
+    custom.defjvp(jvp)
+    return lambda args: custom(*args)
 
 
 def _merge(chosen: Sequence[bool], these: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -220,6 +229,8 @@ def _merge(chosen: Sequence[bool], these: Sequence[Any], others: Sequence[Any]) 
 
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "jit": _Call(_jit),
+    "closed_call": _Call(_inline, "call_jaxpr"),
+    "eval_jaxpr": _Call(_inline, "call_jaxpr"),  # the name of `closed_call` in JAX 0.12
     "remat2": _Call(_remat),
     "custom_jvp_call": _Call(_custom_jvp, "call_jaxpr"),
     "cond": _Branches(),

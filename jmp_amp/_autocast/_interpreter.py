@@ -1,6 +1,7 @@
 """Plans a jaxpr, then runs the plan: which dtype each op computes in is decided before anything is computed.
 
-`Planner.plan` walks a jaxpr with what is known of its inputs and decides a `Step` for each equation, by the class of its
+`Planner.plan` walks a jaxpr with what is known of its inputs and decides a `Step` for each equation, by the class of
+its
 primitive (`_rules.py`). `Plan.run` evaluates the steps. Planning traces nothing, so the dtypes that a loop carries are
 found by planning its body until they no longer change, and a body that is called many times is planned once.
 """
@@ -25,11 +26,11 @@ class Step(NamedTuple):
     """The decision for one equation.
 
     Attributes:
-      eqn: the equation as it was traced.
-      casts: the dtype that each operand is cast to; None leaves it.
-      outs: what is then known of the results.
-      run: evaluates the equation on its cast operands.
-      changed: whether anything in it runs in another dtype than it was traced in.
+        eqn: the equation as it was traced.
+        casts: the dtype that each operand is cast to; None leaves it.
+        outs: what is then known of the results.
+        run: evaluates the equation on its cast operands.
+        changed: whether anything in it runs in another dtype than it was traced in.
     """
 
     eqn: JaxprEqn
@@ -42,14 +43,17 @@ class Step(NamedTuple):
 class HigherOrder(Protocol):
     """A rule for a primitive that holds jaxprs."""
 
-    def reads_full(
-        self, planner: "Planner", eqn: JaxprEqn, wanted: tuple[bool, ...], low: np.dtype
-    ) -> Sequence[bool]:
+    def reads_full(self, planner: "Planner", eqn: JaxprEqn, wanted: tuple[bool, ...], low: np.dtype) -> Sequence[bool]:
         """Whether only float32 ops read each operand, given whether only such ops read each result."""
         ...
 
     def step(
-        self, planner: "Planner", eqn: JaxprEqn, values: tuple[Value, ...], wanted: tuple[bool, ...], low: np.dtype
+        self,
+        planner: "Planner",
+        eqn: JaxprEqn,
+        values: tuple[Value, ...],
+        wanted: tuple[bool, ...],
+        low: np.dtype,
     ) -> Step:
         """Decides the equation."""
         ...
@@ -110,7 +114,7 @@ class Plan:
     @functools.cached_property
     def changed(self) -> bool:
         """Whether anything in it runs in another dtype than it was traced in."""
-        inputs = zip(self.jaxpr.invars, map(self.values.get, self.jaxpr.invars), strict=True)
+        inputs = ((var, self.values[var]) for var in self.jaxpr.invars)
         return differs(inputs) or any(step.changed for step in self.steps)
 
     def trace(self, args: Sequence[Any]) -> Any:
@@ -134,10 +138,10 @@ class Planner:
         """Decides every equation of a jaxpr.
 
         Args:
-          jaxpr: closed or open.
-          values: what is known of its inputs.
-          wanted: whether only float32 ops read each of its results.
-          low: the compute dtype; float32 runs everything in its traced dtypes.
+            jaxpr: closed or open.
+            values: what is known of its inputs.
+            wanted: whether only float32 ops read each of its results.
+            low: the compute dtype; float32 runs everything in its traced dtypes.
         """
         # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
         opened, consts = _compat.open_jaxpr(jaxpr)
@@ -223,9 +227,7 @@ class Planner:
             for value, is_float32 in zip(values, traced, strict=True)
         )
         operands = tuple(dtype or value.dtype for value in eligible)
-        params = {
-            name: dtype for name in rule.dtype_params if dtype != FLOAT32 and eqn.params.get(name) == FLOAT32
-        }
+        params = {name: dtype for name in rule.dtype_params if dtype != FLOAT32 and eqn.params.get(name) == FLOAT32}
         outs = _results(rule, eqn, values, operands)
         changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
         return Step(eqn, casts, outs, functools.partial(_bind, eqn, params), changed)
@@ -239,6 +241,11 @@ def differs(known: Iterable[tuple[Any, Value]]) -> bool:
 def dtype_of(atom: Any) -> Any:
     """The dtype that a variable or literal was traced in; None for tokens and the like."""
     return getattr(atom.aval, "dtype", None)
+
+
+def shape_of(atom: Any) -> tuple[int, ...] | None:
+    """The shape of a variable or literal; None for tokens and the like."""
+    return getattr(atom.aval, "shape", None)
 
 
 def _operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted: bool, low: np.dtype) -> Any:
@@ -259,7 +266,7 @@ def _operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted:
 def _results(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any]) -> tuple[Value, ...]:
     """Returns what is known of the results, from the dtypes that the eligible operands are cast to."""
     scalars = all(
-        value.origin is Origin.UNCOMMITTED and atom.aval.shape == ()
+        value.origin is Origin.UNCOMMITTED and shape_of(atom) == ()
         for value, atom in zip(values, eqn.invars, strict=True)
     )
     pairwise = len(operands) == len(eqn.outvars)
@@ -272,9 +279,9 @@ def _results(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Seque
         if rule.moves:
             origin = max((value.origin for value in values), default=Origin.UNCOMMITTED)
             if origin is Origin.INPUT:
-                origin = origin_of_input(var.aval.shape)
+                origin = origin_of_input(shape_of(var))
             magnitudes = values[0].magnitudes if len(values) == 1 else None
-        elif scalars and getattr(var.aval, "shape", None) == ():
+        elif scalars and shape_of(var) == ():
             origin = Origin.UNCOMMITTED
         outs.append(Value(dtype, origin, magnitudes))
     return tuple(outs)

@@ -31,21 +31,21 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager:
     Outside `autocast` the mark does nothing. Regions nest; the innermost counts, in the backward pass too.
 
     Args:
-      dtype: `"float16"`, `"bfloat16"` or `"float32"`, or the dtype. With float32 every op of the region runs in the
-        dtypes that it was traced in.
+        dtype: `"float16"`, `"bfloat16"` or `"float32"`, or the dtype. With float32 every op of the region runs in the
+          dtypes that it was traced in.
 
     Raises:
-      ValueError: another dtype.
+        ValueError: another dtype.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> @amp.autocast
-      ... def product(x):
-      ...     with amp.precision("bfloat16"):
-      ...         return x @ x
-      >>> print(product(jnp.full((1, 1), 1e3)))  # float16 ends at 65504
-      [[999424.]]
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> @amp.autocast
+        ... def product(x):
+        ...     with amp.precision("bfloat16"):
+        ...         return x @ x
+        >>> print(product(jnp.full((1, 1), 1e3)))  # float16 ends at 65504
+        [[999424.]]
     """
     return jax.named_scope(_SCOPE + compute_dtype(dtype).name)
 
@@ -58,14 +58,14 @@ def full_precision(fun: F | None = None) -> Any:
     backward pass runs in the same dtypes.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jmp_amp as amp
-      >>> @amp.autocast
-      ... def gram(x):
-      ...     with amp.full_precision():
-      ...         return x @ x
-      >>> print(gram(jnp.full((1, 1), 1e3)))
-      [[1000000.]]
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> @amp.autocast
+        ... def gram(x):
+        ...     with amp.full_precision():
+        ...         return x @ x
+        >>> print(gram(jnp.full((1, 1), 300.0)))
+        [[90000.]]
     """
     region = precision(np.float32)
     return region if fun is None else region(fun)  # type: ignore[operator]

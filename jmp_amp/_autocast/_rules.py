@@ -25,11 +25,11 @@ class Rule(NamedTuple):
     """The class of an op, and what the planner must know of it besides.
 
     Attributes:
-      op_class: the class.
-      moves: the op only moves values: what came straight from an input still does afterwards.
-      fuses: the op is cheap and elementwise: where only float32 ops read its result, float32 costs no memory, so it is
-        evaluated in float32.
-      dtype_params: parameters that name the dtype of the result.
+        op_class: the class.
+        moves: the op only moves values: what came straight from an input still does afterwards.
+        fuses: the op is cheap and elementwise: where only float32 ops read its result, float32 costs no memory, so it
+          is evaluated in float32.
+        dtype_params: parameters that name the dtype of the result.
     """
 
     op_class: OpClass
@@ -98,15 +98,15 @@ RULES: Rules = _table(
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum": _FULL,
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
-        "add sub div max min select_n add_any clamp": _FUSED_PROMOTE,
+        "add sub div max min select_n add_any clamp eq ne lt le gt ge": _FUSED_PROMOTE,
         "mul": _mul,
-        "rem atan2 nextafter eq ne lt le gt ge": _PROMOTE,
+        "rem atan2 nextafter": _PROMOTE,
         "scatter scatter-add scatter_sub scatter-mul scatter-min scatter-max": _PROMOTE,
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE,
         "concatenate pad stack": _JOIN,
         # Bounded or exact in any dtype.
-        "neg abs sign square reduce_max reduce_min": _FUSED_FOLLOW,
-        "floor ceil round is_finite sqrt cbrt sin cos tanh logistic erf erfc": _FOLLOW,
+        "neg abs sign square is_finite reduce_max reduce_min": _FUSED_FOLLOW,
+        "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FOLLOW,
         "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k": _FOLLOW,
         "psum pmax pmin ppermute all_gather all_to_all reduce_scatter": _FOLLOW,
         # Values move, none is computed.

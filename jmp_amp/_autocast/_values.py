@@ -25,10 +25,10 @@ class Value(NamedTuple):
     """What is known of a value.
 
     Attributes:
-      dtype: the dtype that it will have, which may be lower than the traced one.
-      origin: where it came from; `UNCOMMITTED` values do not widen the ops that read them.
-      magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is no
-        such element); None for what is not known to be constant.
+        dtype: the dtype that it will have, which may be lower than the traced one.
+        origin: where it came from; `UNCOMMITTED` values do not widen the ops that read them.
+        magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
+          no such element); None for what is not known to be constant.
     """
 
     dtype: Any
@@ -44,10 +44,10 @@ class Value(NamedTuple):
         return largest <= float(info.max) and smallest >= float(info.smallest_subnormal)
 
 
-def origin_of_input(shape: tuple[int, ...]) -> Origin:
+def origin_of_input(shape: tuple[int, ...] | None) -> Origin:
     """The origin of an input or constant of this shape."""
     # `!= 1`, because a symbolic dimension can be compared for equality only.
-    return Origin.UNCOMMITTED if sum(n != 1 for n in shape) <= 1 else Origin.INPUT
+    return Origin.UNCOMMITTED if sum(n != 1 for n in shape or ()) <= 1 else Origin.INPUT
 
 
 def constant(x: Any) -> Value:

@@ -14,24 +14,22 @@ def check_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     `jit`.
 
     Args:
-      tree: arrays of any shape; floating and complex leaves (float64 included) are read, all others pass as finite.
+        tree: arrays of any shape; floating and complex leaves (float64 included) are read, all others pass as finite.
 
     Returns:
-      `finite`, bool[], true for an empty tree, and the sum of squares, float32[], accumulated in float32 (in
-      float64 over float64 leaves, then rounded).
+        `finite`, bool[], true for an empty tree, and the sum of squares, float32[], accumulated in float32 (in
+        float64 over float64 leaves, then rounded).
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from pallas_kernels import check_finite
-      >>> finite, sum_of_squares = check_finite({"w": jnp.array([3.0, 4.0]), "b": jnp.float16(0)})
-      >>> bool(finite), float(sum_of_squares)
-      (True, 25.0)
-      >>> bool(check_finite([jnp.array([1.0, jnp.inf])])[0])
-      False
+        >>> import jax.numpy as jnp
+        >>> from pallas_kernels import check_finite
+        >>> finite, sum_of_squares = check_finite({"w": jnp.array([3.0, 4.0]), "b": jnp.float16(0)})
+        >>> bool(finite), float(sum_of_squares)
+        (True, 25.0)
+        >>> bool(check_finite([jnp.array([1.0, jnp.inf])])[0])
+        False
     """
-    leaves = [
-        x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
     finite, sum_of_squares = jnp.bool_(True), jnp.float32(0)
     for x in leaves:
         finite &= jnp.all(jnp.isfinite(x))

@@ -1,0 +1,38 @@
+"""Reads traced programs: every equation, those inside other equations included."""
+
+import jax
+
+
+def equations(fun, *args):
+    """Yields the equations of `fun` and of all jaxprs that they hold, a loop's body once."""
+    for _, eqn in scoped_equations(fun, *args):
+        yield eqn
+
+
+def scoped_equations(fun, *args):
+    """Yields the equations with the named scopes that they stand in."""
+    yield from _equations(jax.make_jaxpr(fun)(*args), "")
+
+
+def _equations(jaxpr, outer):
+    for eqn in jaxpr.eqns:
+        scope = f"{outer}/{eqn.source_info.name_stack}"
+        yield scope, eqn
+        for param in eqn.params.values():
+            for sub in param if isinstance(param, tuple | list) else [param]:
+                if hasattr(sub, "eqns"):
+                    yield from _equations(sub, scope)
+
+
+def dtypes(fun, *args, primitive):
+    """Returns `"operand dtypes -> result dtypes"` of every equation of a primitive."""
+    return [row(eqn) for eqn in equations(fun, *args) if eqn.primitive.name == primitive]
+
+
+def row(eqn):
+    """Returns `"operand dtypes -> result dtypes"` of an equation."""
+    return f"{_names(eqn.invars)} -> {_names(eqn.outvars)}"
+
+
+def _names(atoms):
+    return " ".join(atom.aval.dtype.name for atom in atoms)

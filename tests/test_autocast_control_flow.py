@@ -1,0 +1,235 @@
+"""autocast through calls, loops, branches, recomputation and custom derivatives: bodies are really autocast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import dtypes, equations
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+X, W, B = jnp.ones((4, 8)) / 8, jnp.eye(8), jnp.zeros(8)
+LOW = "float16 float16 -> float16"
+
+
+def layer(x, w=W, b=B):
+    return jnp.tanh(x @ w + b)
+
+
+def scan_layers(x):
+    return lax.scan(lambda x, w: (layer(x, w), None), x, jnp.stack([W] * 3))[0]
+
+
+@jax.custom_jvp
+def doubled(x):
+    return 2 * (x @ W)
+
+
+@doubled.defjvp
+def _(primals, tangents):
+    # A rule that is not the derivative, so that a lost rule is seen.
+    return doubled(*primals), 10 * (tangents[0] @ W)
+
+
+PROGRAMS = {
+    "jit": lambda x: jax.jit(layer)(x),
+    "nested jit": lambda x: jax.jit(lambda x: jax.jit(layer)(x))(x),
+    "scan": scan_layers,
+    "reverse scan": lambda x: lax.scan(lambda x, w: (layer(x, w), None), x, jnp.stack([W] * 3), reverse=True)[0],
+    "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(c[1])), (0, x))[1],
+    "fori_loop": lambda x: lax.fori_loop(0, 3, lambda _, x: layer(x), x),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, layer, lambda x: x @ W, x),
+    "switch": lambda x: lax.switch(1, [layer, layer, lambda x: x], x),
+    "remat": lambda x: jax.checkpoint(layer)(x),
+    "remat with policy": lambda x: jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)(x),
+    "remat in scan": lambda x: lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, jnp.stack([W] * 3))[0],
+    "scan in remat": lambda x: jax.checkpoint(scan_layers)(x),
+    "custom_jvp": doubled,
+    "relu": lambda x: jax.nn.relu(x @ W),
+    "silu": lambda x: jax.nn.silu(x @ W),
+    "vmap": lambda x: jax.vmap(layer)(x),
+}
+BACKWARD = sorted(set(PROGRAMS) - {"while", "custom_jvp"})
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_products_inside_are_low_precision(name):
+    rows = dtypes(amp.autocast(PROGRAMS[name]), X, primitive="dot_general")
+    assert rows
+    assert set(rows) == {LOW}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "around", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint], ids=["eager", "jit", "vmap", "remat"]
+)
+def test_value_is_that_of_float32(name, around):
+    x = jnp.stack([X, X]) if around is jax.vmap else X
+    got, want = around(amp.autocast(PROGRAMS[name]))(x), around(PROGRAMS[name])(x)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("way", ["grad of autocast", "autocast of grad"])
+def test_gradient_is_that_of_float32_and_its_products_low_precision(name, way):
+    def loss(fun):
+        return lambda x: jnp.sum(fun(x) ** 2)
+
+    fun = PROGRAMS[name]
+    got = jax.grad(amp.autocast(loss(fun))) if way == "grad of autocast" else amp.autocast(jax.grad(loss(fun)))
+    np.testing.assert_allclose(got(X), jax.grad(loss(fun))(X), rtol=1e-2, atol=1e-4)
+    assert set(dtypes(got, X, primitive="dot_general")) == {LOW}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_custom_jvp_keeps_the_users_rule_and_casts_it(around):
+    value, tangent = jax.jvp(around(amp.autocast(doubled)), (X,), (X,))
+    np.testing.assert_allclose(value, 2 * X, rtol=1e-3)
+    np.testing.assert_allclose(tangent, 10 * X, rtol=1e-3)
+    rows = dtypes(lambda x, t: jax.jvp(amp.autocast(doubled), (x,), (t,)), X, X, primitive="dot_general")
+    assert set(rows) == {LOW}
+
+
+def test_custom_jvp_with_integer_arguments_and_results():
+    @jax.custom_jvp
+    def pick(x, i):
+        return x[i] @ W, i
+
+    @pick.defjvp
+    def _(primals, tangents):
+        x, i = primals
+        return pick(x, i), (3 * (tangents[0][i] @ W), np.zeros((), jax.dtypes.float0))
+
+    grad = jax.grad(amp.autocast(lambda x, i: jnp.sum(pick(x, i)[0])))(X, jnp.int32(1))
+    np.testing.assert_array_equal(grad[1], np.full(8, 3.0))
+    np.testing.assert_array_equal(grad[0], np.zeros(8))
+
+
+def test_second_derivatives():
+    fun = amp.autocast(lambda x: jnp.sum(jnp.tanh(x @ W)))
+    np.testing.assert_allclose(
+        jax.hessian(fun)(B + 0.5), jax.hessian(lambda x: jnp.sum(jnp.tanh(x @ W)))(B + 0.5), atol=2e-3
+    )
+
+
+class TestCarries:
+    def scan(self, step, init):
+        fun = amp.autocast(lambda init, x: lax.scan(step, init, x))
+        (eqn,) = [e for e in equations(fun, init, jnp.stack([X] * 3)) if e.primitive.name == "scan"]
+        return [var.aval.dtype.name for var in eqn.outvars], fun(init, jnp.stack([X] * 3))
+
+    def test_recurrent_state_that_starts_at_zero_is_low_precision(self):
+        def rnn(xs):
+            return lax.scan(lambda h, x: (jnp.tanh(x @ W + h @ W + B), None), jnp.zeros((4, 8)), xs)[0]
+
+        (eqn,) = [e for e in equations(amp.autocast(rnn), jnp.stack([X] * 3)) if e.primitive.name == "scan"]
+        assert [var.aval.dtype.name for var in eqn.outvars] == ["float16"]
+
+    def test_state_from_outside_keeps_its_dtype(self):
+        carried, _ = self.scan(lambda h, x: (jnp.tanh(h @ W + x @ W), None), X)
+        assert carried == ["float32"]
+        carried, _ = self.scan(lambda h, x: (h + 0.1 * (x @ W)[0], None), B)
+        assert carried == ["float32"]
+
+    def test_carries_that_feed_each_other_reach_a_fixpoint(self):
+        def step(carry, x):
+            a, b, total, i = carry
+            return (b, jnp.tanh(x @ W), total + jnp.sum(a), i + 1), a
+
+        def fun(xs):
+            zeros = jnp.zeros((4, 8))
+            return lax.scan(step, (zeros, zeros, 0.0, 0), xs)
+
+        fun = amp.autocast(fun)
+        (eqn,) = [e for e in equations(fun, jnp.stack([X] * 3)) if e.primitive.name == "scan"]
+        assert [v.aval.dtype.name for v in eqn.outvars] == [
+            "float16",
+            "float16",
+            "float32",
+            "int32",
+            "float16",
+        ]
+
+    def test_time_stays_float32(self):
+        def fun(xs):
+            return lax.scan(
+                lambda c, x: ((c[0] + 0.001, jnp.tanh(x @ W) * c[0]), None), (1000.0, jnp.zeros((4, 8))), xs
+            )[0]
+
+        np.testing.assert_allclose(amp.autocast(fun)(jnp.stack([X] * 3))[0], 1000.003, rtol=1e-6)
+
+    def test_running_minimum_from_a_large_constant_stays_float32(self):
+        def fun(xs):
+            return lax.scan(lambda m, x: (jnp.minimum(m, x @ W), None), jnp.full((4, 8), 1e30), xs)[0]
+
+        np.testing.assert_allclose(amp.autocast(fun)(jnp.stack([X] * 3)), X, rtol=1e-3)
+        np.testing.assert_allclose(amp.autocast(fun)(jnp.zeros((0, 4, 8))), 1e30)
+
+    def test_branches_meet_in_the_widest_dtype(self):
+        fun = amp.autocast(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ W, lambda x: jnp.exp(x @ W), x))
+        (eqn,) = [e for e in equations(fun, X) if e.primitive.name == "cond"]
+        assert eqn.outvars[0].aval.dtype == jnp.float32
+
+
+class TestCalls:
+    def test_a_layer_called_often_stays_one_function(self):
+        shared = jax.jit(layer)
+
+        def model(x, ws):
+            for w in ws:
+                x = shared(x, w, B)
+            return x
+
+        ws = [W] * 6
+        text = jax.jit(amp.autocast(model)).lower(X, ws).as_text()
+        # The first layer reads the float32 input, the others each other's float16 result.
+        assert text.count("func.func private @layer") == 2
+        assert text.count("call @layer") == 6
+
+    def test_names_are_kept(self):
+        names = [e.params.get("name") for e in equations(amp.autocast(lambda x: jax.nn.relu(jax.jit(layer)(x))), X)]
+        assert "layer" in names
+        assert "relu" in names
+
+    def test_bodies_in_which_nothing_changes_are_the_very_same(self):
+        inner = jax.jit(lambda key: jax.random.bits(key, (4,)))
+        plain = [e.params["jaxpr"] for e in equations(inner, jax.random.key(0)) if e.primitive.name == "jit"]
+        cast = [
+            e.params["jaxpr"] for e in equations(amp.autocast(inner), jax.random.key(0)) if e.primitive.name == "jit"
+        ]
+        assert plain[0] is cast[0]
+
+    def test_source_lines_and_scopes_survive(self):
+        def fun(x):
+            with jax.named_scope("here"):
+                return jax.jit(layer)(x)
+
+        (dot,) = [e for e in equations(amp.autocast(fun), X) if e.primitive.name == "dot_general"]
+        assert "layer" in {frame.function_name for frame in dot.source_info.traceback.frames}
+        assert "here" in jax.jit(amp.autocast(fun)).lower(X).compile().as_text()
+
+    def test_remat_computes_again_in_the_same_dtypes(self):
+        def loss(fun):
+            return amp.autocast(lambda x: jnp.sum(fun(x)))
+
+        plain, remat = jax.grad(loss(layer)), jax.grad(loss(jax.checkpoint(layer)))
+        np.testing.assert_array_equal(jax.jit(plain)(X), jax.jit(remat)(X))
+        rows = dtypes(remat, X, primitive="dot_general")
+        assert rows == [LOW] * 3  # forward, again, backward
+        assert any(e.primitive.name == "remat2" for e in equations(remat, X))
+
+    def test_one_compiled_program_for_many_calls(self):
+        traces = []
+
+        def fun(x):
+            traces.append(None)
+            return layer(x)
+
+        step = jax.jit(amp.autocast(fun))
+        for _ in range(3):
+            step(X)
+        assert len(traces) == 1

@@ -1,0 +1,91 @@
+"""A whole model: which of its parts run in which dtype, forward and backward, scanned and unrolled."""
+
+import functools
+
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import row, scoped_equations
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+TOKENS = jax.random.randint(jax.random.key(1), (2, gpt.CONTEXT + 1), 0, gpt.VOCAB)
+
+
+@pytest.fixture(scope="module")
+def params():
+    with jax.numpy_rank_promotion("allow"):
+        return gpt.init(jax.random.key(0))
+
+
+def rows(fun, params, scope):
+    """`(primitive, row)` of the floating equations in a scope, calls and casts aside."""
+    return [
+        (eqn.primitive.name, row(eqn))
+        for where, eqn in scoped_equations(fun, params, TOKENS)
+        if scope in where
+        and not any(hasattr(p, "eqns") for p in eqn.params.values())
+        and eqn.primitive.name != "convert_element_type"
+        and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars)
+    ]
+
+
+@pytest.fixture(params=[True, False], ids=["scan", "unrolled"])
+def loss(request):
+    return functools.partial(gpt.loss, scan=request.param)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_product_is_low_precision_forward_and_backward(loss, params, dtype):
+    forward = amp.autocast(loss, dtype)
+    low = f"{dtype} {dtype} -> {dtype}"
+    for fun in (forward, jax.grad(forward)):
+        products = [r for name, r in rows(fun, params, "") if name == "dot_general"]
+        assert len(products) >= 7
+        assert set(products) == {low}
+
+
+def test_biased_layers_give_low_precision_activations(loss, params):
+    dense = rows(amp.autocast(loss), params, "dense")
+    assert {r for name, r in dense if name == "add"} == {"float16 float16 -> float16"}
+
+
+@pytest.mark.parametrize("scope", ["norm", "softmax", "loss"])
+def test_norms_softmax_and_loss_are_float32(loss, params, scope):
+    # The last axis is moved or picked in the dtype it has; what is computed is computed in float32.
+    moves = {"gather", "broadcast_in_dim", "reshape", "squeeze"}
+    computed = [(name, r) for name, r in rows(amp.autocast(loss), params, scope) if name not in moves]
+    assert len(computed) >= 5
+    assert [entry for entry in computed if "float16" in entry[1]] == []
+
+
+def test_gelu_stays_low_precision(loss, params):
+    assert {r.split(" -> ")[1] for _, r in rows(amp.autocast(loss), params, "gelu")} == {"float16"}
+
+
+def test_the_loss_and_the_gradients_have_the_traced_dtypes(loss, params):
+    value, grads = jax.jit(jax.value_and_grad(amp.autocast(loss)))(params, TOKENS)
+    assert value.dtype == jnp.float32
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-2), ("bfloat16", 5e-2)])
+def test_loss_and_gradients_are_close_to_float32(loss, params, dtype, tolerance):
+    scale = 2.0**10
+    exact, exact_grads = jax.jit(jax.value_and_grad(loss))(params, TOKENS)
+    value, grads = jax.jit(amp.value_and_grad(amp.autocast(loss, dtype), loss_scale=scale))(params, TOKENS)
+    np.testing.assert_allclose(value, exact, rtol=1e-3)
+    for path, grad in jax.tree.leaves_with_path(grads):
+        want = functools.reduce(lambda tree, key: tree[key.key], path, exact_grads)
+        error = jnp.linalg.norm(grad / scale - want) / jnp.linalg.norm(want)
+        assert error < tolerance, jax.tree_util.keystr(path)
+
+
+def test_scanned_and_unrolled_agree(params):
+    scanned, unrolled = (jax.jit(jax.grad(amp.autocast(functools.partial(gpt.loss, scan=s)))) for s in (True, False))
+    for a, b in zip(jax.tree.leaves(scanned(params, TOKENS)), jax.tree.leaves(unrolled(params, TOKENS)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
