@@ -14,6 +14,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture
 def users_code():
-    """Programs as users write them: `x @ w + b` broadcasts its bias. The library itself does not rely on it."""
-    with jax.numpy_rank_promotion("allow"):
+    """Programs as users, and optax, write them; the library itself relies on no promotion."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield

@@ -34,6 +34,31 @@ def _(primals, tangents):
     return doubled(*primals), 10 * (tangents[0] @ W)
 
 
+@jax.custom_vjp
+def clipped(x, n):
+    return jnp.tanh(x @ W) * n, n
+
+
+def clipped_forward(x, n):
+    y = jnp.tanh(x @ W)
+    return (y * n, n), (x, y, n)
+
+
+def clipped_backward(residuals, cotangents):
+    # Not the derivative, so that a lost rule is seen.
+    _, y, n = residuals
+    return 10 * ((cotangents[0] * (1 - y**2)) @ W) * n, None
+
+
+clipped.defvjp(clipped_forward, clipped_backward)
+
+
+def psum_of_shards(x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    return jax.shard_map(lambda x: lax.pmean(layer(x), "data") + layer(x), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
 PROGRAMS = {
     "jit": lambda x: jax.jit(layer)(x),
     "nested jit": lambda x: jax.jit(lambda x: jax.jit(layer)(x))(x),
@@ -48,6 +73,10 @@ PROGRAMS = {
     "remat in scan": lambda x: lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, jnp.stack([W] * 3))[0],
     "scan in remat": lambda x: jax.checkpoint(scan_layers)(x),
     "custom_jvp": doubled,
+    "custom_vjp": lambda x: clipped(x, 2)[0],
+    "custom_vjp in scan": lambda x: lax.scan(lambda x, _: (clipped(x, 2)[0], None), x, None, length=2)[0],
+    "custom_vjp in remat": lambda x: jax.checkpoint(lambda x: clipped(x @ W, 2)[0])(x),
+    "shard_map": psum_of_shards,
     "relu": lambda x: jax.nn.relu(x @ W),
     "silu": lambda x: jax.nn.silu(x @ W),
     "vmap": lambda x: jax.vmap(layer)(x),

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Step, dtype_of, shape_of
+from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
+from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Step, cast_results, shape_of
 from jmp_amp._autocast._values import Origin, Value, join, origin_of_input
 
 Values = tuple[Value, ...]
@@ -52,7 +52,7 @@ class _Branches:
 
         def run(args: Sequence[Any]) -> Sequence[Any]:
             index, *operands = args
-            return lax.switch(index, [_cast_results(plan.run, outs) for plan in plans], *operands)
+            return lax.switch(index, [cast_results(plan.run, outs) for plan in plans], *operands)
 
         return Step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed)
 
@@ -78,7 +78,7 @@ class _Scan:
 
         def run(args: Sequence[Any]) -> Sequence[Any]:
             consts, init, xs = args[:n_consts], args[n_consts:n_fixed], args[n_fixed:]
-            step = _cast_results(plan.run, outs)
+            step = cast_results(plan.run, outs)
 
             def call(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
                 results = step(*consts, *carry, *x)
@@ -112,7 +112,7 @@ class _While:
 
         def run(args: Sequence[Any]) -> Sequence[Any]:
             cond_consts, body_consts, init = args[:n_cond], args[n_cond:n_consts], args[n_consts:]
-            step = _cast_results(body.run, carry)
+            step = cast_results(body.run, carry)
             return lax.while_loop(
                 lambda carry: cond.run(*cond_consts, *carry)[0],
                 lambda carry: step(*body_consts, *carry),
@@ -150,16 +150,6 @@ def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:
     return tuple(w.dtype if w.dtype != v.dtype else None for v, w in zip(values, wanted, strict=True))
 
 
-def _cast_results(fun: Callable[..., Sequence[Any]], outs: Values) -> Callable[..., list[Any]]:
-    def cast(*args: Any) -> list[Any]:
-        return [
-            lax.convert_element_type(x, out.dtype) if jnp.result_type(x) != out.dtype else x
-            for x, out in zip(fun(*args), outs, strict=True)
-        ]
-
-    return cast
-
-
 def _as_traced(eqn: JaxprEqn) -> Run:
     return functools.partial(_compat.bind, eqn)
 
@@ -172,6 +162,14 @@ def _inline(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     return lambda args: plan.run(*args)
 
 
+def _shard_map(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    sharded = jax.shard_map(
+        lambda *args: tuple(plan.run(*args)), axis_names=set(eqn.params["newly_manual_axes"]), **options
+    )
+    return lambda args: sharded(*args)
+
+
 def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     # The parameters say whether this is a recomputation, so they are kept: `jax.checkpoint` cannot be told.
     def run(args: Sequence[Any]) -> Sequence[Any]:
@@ -181,58 +179,14 @@ def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     return run
 
 
-def _custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
-    """The user's rule is kept: what `jax.jvp` makes of the traced call is planned and run as well."""
-    values = tuple(plan.values[var] for var in plan.jaxpr.invars)
-    floating = [jnp.issubdtype(dtype_of(var), jnp.inexact) for var in plan.jaxpr.invars]
-    floating_out = [jnp.issubdtype(dtype_of(var), jnp.inexact) for var in eqn.outvars]
-
-    def as_traced(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        def call(*moved: Any) -> list[Any]:
-            return _compat.bind(eqn, _merge(floating, moved, primals))
-
-        moved = [x for x, f in zip(primals, floating, strict=True) if f]
-        results, result_tangents = jax.jvp(call, moved, list(tangents))
-        return [*results, *(t for t, f in zip(result_tangents, floating_out, strict=True) if f)]
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        tangents = [t for t, f in zip(tangents, floating, strict=True) if f]
-        n = len(primals)
-        types = [_compat.with_dtype(x, dtype_of(var)) for x, var in zip(primals, plan.jaxpr.invars, strict=True)]
-        jaxpr = _compat.trace(
-            lambda *args: as_traced(args[:n], args[n:]),
-            [*types, *(t for t, f in zip(types, floating, strict=True) if f)],
-        )
-        moved = tuple(Value(value.dtype) for value, f in zip(values, floating, strict=True) if f)
-        moved_outs = tuple(out for out, f in zip(plan.outs, floating_out, strict=True) if f)
-        outs = plan.outs + moved_outs
-        jvp_plan = planner.plan(jaxpr, values + moved, (False,) * len(outs), plan.low)
-        results = _cast_results(jvp_plan.run, outs)(*primals, *tangents)
-        results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
-        nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
-        return results, _merge(floating_out, result_tangents, nothing)
-
-    def call(*args: Any) -> list[Any]:
-        return plan.run(*args)
-
-    call.__name__ = eqn.params.get("name", "custom_jvp")
-    custom = jax.custom_jvp(call)
-    custom.defjvp(jvp)
-    return lambda args: custom(*args)
-
-
-def _merge(chosen: Sequence[bool], these: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Returns `others` with `these` in the chosen places."""
-    it = iter(these)
-    return [next(it) if c else other for c, other in zip(chosen, others, strict=True)]
-
-
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "jit": _Call(_jit),
     "closed_call": _Call(_inline, "call_jaxpr"),
     "eval_jaxpr": _Call(_inline, "call_jaxpr"),  # the name of `closed_call` in JAX 0.12
     "remat2": _Call(_remat),
-    "custom_jvp_call": _Call(_custom_jvp, "call_jaxpr"),
+    "custom_jvp_call": _Call(custom_jvp, "call_jaxpr"),
+    "custom_vjp_call": _Call(custom_vjp, "call_jaxpr"),
+    "shard_map": _Call(_shard_map),
     "cond": _Branches(),
     "scan": _Scan(),
     "while": _While(),

@@ -233,6 +233,18 @@ class Planner:
         return Step(eqn, casts, outs, functools.partial(_bind, eqn, params), changed)
 
 
+def cast_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:
+    """Returns `fun` with its results in the dtypes of `outs`."""
+
+    def cast(*args: Any) -> list[Any]:
+        return [
+            lax.convert_element_type(x, out.dtype) if jax.numpy.result_type(x) != out.dtype else x
+            for x, out in zip(fun(*args), outs, strict=True)
+        ]
+
+    return cast
+
+
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:
     """Whether a value will have another dtype than it was traced in."""
     return any(value.dtype != dtype_of(atom) for atom, value in known)

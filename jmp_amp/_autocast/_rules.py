@@ -108,7 +108,8 @@ RULES: Rules = _table(
         "neg abs sign square is_finite reduce_max reduce_min": _FUSED_FOLLOW,
         "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FOLLOW,
         "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k": _FOLLOW,
-        "psum pmax pmin ppermute all_gather all_to_all reduce_scatter": _FOLLOW,
+        "psum psum_invariant pmax pmin reduce_scatter all_to_all": _FOLLOW,
+        "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
         "broadcast_in_dim reshape squeeze stop_gradient": _FUSED_MOVE,
         "transpose slice dynamic_slice gather rev split unstack tile copy name": _MOVE,

@@ -1,0 +1,140 @@
+"""`custom_jvp` and `custom_vjp`: the user's rule is kept, and runs under autocast as the function does.
+
+The rule itself is never touched. `jax.jvp` and `jax.vjp` of the traced call apply it at the traced dtypes; what they do
+is traced, planned and run like any other program, inside a new function with a custom derivative.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._interpreter import Plan, Planner, cast_results, dtype_of
+from jmp_amp._autocast._values import Value
+
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
+    """Returns the planned function with the tangent rule of `eqn`."""
+    moved, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
+
+    def as_traced(*args: Any) -> list[Any]:
+        primals, tangents = args[: len(moved)], args[len(moved) :]
+        results, result_tangents = jax.jvp(_of_moved(eqn, moved, primals), _chosen(moved, primals), list(tangents))
+        return [*results, *_chosen(moved_outs, result_tangents)]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        tangents = _chosen(moved, tangents)
+        outs = (*plan.outs, *_tangents(_chosen(moved_outs, plan.outs)))
+        rule = planner.plan(
+            _compat.trace(as_traced, [*(types := _types(primals, eqn.invars)), *_chosen(moved, types)]),
+            (*_inputs(plan), *_tangents(_chosen(moved, _inputs(plan)))),
+            (False,) * len(outs),
+            plan.low,
+        )
+        results = cast_results(rule.run, outs)(*primals, *tangents)
+        results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
+        return results, _merged(moved_outs, result_tangents, map(_no_tangent, results))
+
+    def call(*args: Any) -> list[Any]:
+        return plan.run(*args)
+
+    call.__name__ = eqn.params.get("name", "custom_jvp")
+    function = jax.custom_jvp(call)
+    function.defjvp(jvp)
+    return lambda args: function(*args)
+
+
+def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
+    """Returns the planned function with the cotangent rule of `eqn`; residuals may be low precision."""
+    moved, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
+    n_outs = len(eqn.outvars)
+
+    def forward(*args: Any) -> tuple[list[Any], Any]:
+        pullback_tree: Any = None
+
+        def as_traced(*args: Any) -> list[Any]:
+            nonlocal pullback_tree
+            results, pullback = jax.vjp(_of_moved(eqn, moved, args), *_chosen(moved, args))
+            residuals, pullback_tree = jax.tree.flatten(pullback)
+            return [*results, *residuals]
+
+        traced = _compat.trace(as_traced, _types(args, eqn.invars))
+        outvars = _compat.open_jaxpr(traced)[0].outvars
+        rule = planner.plan(traced, _inputs(plan), (False,) * len(outvars), plan.low)
+        outs = (*plan.outs, *rule.outs[n_outs:])
+        results = cast_results(rule.run, outs)(*args)
+        residual_types = _types(results[n_outs:], outvars[n_outs:])
+
+        def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+            nothing = list(map(_no_tangent, cotangents))
+            cotangents = _chosen(moved_outs, cotangents)
+
+            def as_traced(*args: Any) -> list[Any]:
+                pullback = jax.tree.unflatten(pullback_tree, args[: len(residuals)])
+                return list(pullback(_merged(moved_outs, args[len(residuals) :], nothing)))
+
+            types = _types(cotangents, _chosen(moved_outs, eqn.outvars))
+            values = (*_tangents(outs[n_outs:]), *_tangents(_chosen(moved_outs, plan.outs)))
+            traced = _compat.trace(as_traced, [*residual_types, *types])
+            grads = _tangents(_chosen(moved, _inputs(plan)))
+            rule = planner.plan(traced, values, (False,) * len(grads), plan.low)
+            return cast_results(rule.run, grads)(*residuals, *cotangents)
+
+        return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
+
+    def call(*args: Any) -> list[Any]:
+        return plan.run(*args)
+
+    call.__name__ = eqn.params.get("name", "custom_vjp")
+    function = jax.custom_vjp(call)
+    function.defvjp(forward, lambda pull, cotangents: tuple(_merged(moved, pull(cotangents), [None] * len(moved))))
+    return lambda args: function(*args)
+
+
+def _of_moved(eqn: JaxprEqn, moved: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Returns the traced call as a function of its differentiable operands."""
+    return lambda *values: _compat.bind(eqn, _merged(moved, values, args))
+
+
+def _differentiable(eqn: JaxprEqn) -> list[bool]:
+    """Whether the rule is asked about each operand: not about integers, nor about what the function closed over."""
+    n_consts = eqn.params["num_consts"]
+    return [i >= n_consts and inexact for i, inexact in enumerate(_inexact(eqn.invars))]
+
+
+def _inexact(variables: Sequence[Any]) -> list[bool]:
+    return [jnp.issubdtype(dtype_of(var), jnp.inexact) for var in variables]
+
+
+def _inputs(plan: Plan) -> tuple[Value, ...]:
+    return tuple(plan.values[var] for var in plan.jaxpr.invars)
+
+
+def _tangents(values: Sequence[Value]) -> tuple[Value, ...]:
+    """What is known of tangents and cotangents: their dtype."""
+    return tuple(Value(value.dtype) for value in values)
+
+
+def _types(args: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the types of `args` in the dtypes that the variables were traced in."""
+    return [_compat.with_dtype(x, dtype_of(var)) for x, var in zip(args, variables, strict=True)]
+
+
+def _no_tangent(x: Any) -> np.ndarray:
+    return np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+
+def _chosen(mask: Sequence[bool], items: Sequence[Any]) -> list[Any]:
+    return [item for item, chosen in zip(items, mask, strict=True) if chosen]
+
+
+def _merged(mask: Sequence[bool], chosen: Sequence[Any], others: Any) -> list[Any]:
+    """Returns `others` with the `chosen` in the places of the mask."""
+    items = iter(chosen)
+    return [next(items) if is_chosen else other for is_chosen, other in zip(mask, others, strict=True)]

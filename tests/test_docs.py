@@ -1,0 +1,61 @@
+"""What the README and the docs show runs as it stands."""
+
+import importlib
+import inspect
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
+
+
+def code(page):
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code(page)])
+def test_code_of_a_page_runs(page):
+    exec(compile(code(page), page, "exec"), {})
+
+
+def test_readme_train_step_trains():
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]) - 0.5) ** 2)
+
+    params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    step = {"loss_fn": loss_fn, "params": params}
+    exec(compile(code("README.md"), "README.md", "exec"), step)
+    state, losses = step["opt_state"], []
+    for _ in range(20):
+        params, state, loss = step["train_step"](params, state, jnp.ones((4, 3)))
+        losses.append(float(loss))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    # The first step fits into the scale that it starts with; an overflow halves it and moves nothing.
+    skipped, state, _ = step["train_step"](params, state, jnp.full((4, 3), jnp.nan))
+    assert all(np.array_equal(skipped[k], params[k]) for k in params)
+    assert amp.get_loss_scale(state) == 2**15
+
+
+def test_every_public_name_has_an_example_and_a_place_in_the_reference():
+    reference = (ROOT / "docs/reference.md").read_text()
+    for name in amp.__all__:
+        if name == "__version__":
+            continue
+        assert f"::: jmp_amp.{name}\n" in reference, name
+        assert inspect.getdoc(getattr(amp, name)), name
+        if inspect.isfunction(getattr(amp, name)):
+            assert ">>> " in inspect.getdoc(getattr(amp, name)), name
+
+
+def test_reference_names_exist():
+    for module, name in re.findall(r"^::: (\w+)\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.M):
+        assert hasattr(importlib.import_module(module), name), name
