@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +76,7 @@ class Policy:
         param_dtype: Dtype of the parameters, as the optimizer keeps them.
         compute_dtype: Dtype of the computation, for parameters and inputs alike.
         output_dtype: Dtype of the results.
+        rules: Overrides for `autocast`, as pairs; see `with_rules`. They are not part of the string.
 
     Raises:
         ValueError: If a dtype is not floating or its name is unknown.
@@ -97,12 +99,20 @@ class Policy:
     param_dtype: np.dtype
     compute_dtype: np.dtype
     output_dtype: np.dtype
+    rules: tuple[tuple[Any, Any], ...] = ()
 
     # Written out, so that type checkers let any dtype-like in and see dtypes on the attributes.
-    def __init__(self, param_dtype: DTypeLike, compute_dtype: DTypeLike, output_dtype: DTypeLike) -> None:
+    def __init__(
+        self,
+        param_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        output_dtype: DTypeLike,
+        rules: tuple[tuple[Any, Any], ...] = (),
+    ) -> None:
         object.__setattr__(self, "param_dtype", parse_dtype(param_dtype, "param_dtype"))
         object.__setattr__(self, "compute_dtype", parse_dtype(compute_dtype, "compute_dtype"))
         object.__setattr__(self, "output_dtype", parse_dtype(output_dtype, "output_dtype"))
+        object.__setattr__(self, "rules", tuple(rules))
 
     def __str__(self) -> str:
         return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
@@ -149,6 +159,18 @@ class Policy:
             params=float16,compute=float16,output=float32
         """
         return dataclasses.replace(self, output_dtype=parse_dtype(dtype, "output_dtype"))
+
+    def with_rules(self, rules: Mapping[Any, Any]) -> Policy:
+        """Returns the same policy with more overrides for `autocast`, which documents them.
+
+        Example:
+            >>> import jax
+            >>> import jmp_amp as amp
+            >>> policy = amp.get_policy("mixed_float16").with_rules({jax.lax.tanh_p: "full"})
+            >>> policy.rules
+            ((tanh, 'full'),)
+        """
+        return dataclasses.replace(self, rules=tuple({**dict(self.rules), **rules}.items()))
 
 
 _KEYS = {key: name for name in ("params", "compute", "output") for key in (name, name[0])}

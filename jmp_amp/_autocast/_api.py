@@ -1,7 +1,8 @@
 """`autocast`: the function transformation."""
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from jax import lax
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
-from jmp_amp._autocast._interpreter import Planner, dtype_of, shape_of
+from jmp_amp._autocast._interpreter import Planner, Region, dtype_of, shape_of
+from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import FLOAT32, Value, origin_of_input
@@ -23,6 +25,7 @@ def autocast(
     dtype: Any = "float16",
     *,
     policy: Policy | str | None = None,
+    rules: Mapping[Any, Any] | None = None,
     enabled: bool = True,
 ) -> Any:
     """Returns `fun` with each of its ops run in the precision that suits it.
@@ -42,6 +45,11 @@ def autocast(
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
         policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
           are cast to its `output_dtype`. Parameters are taken as they come.
+        rules: overrides, added to those of `policy`. A primitive is given a class, `{lax.tanh_p: "full"}` ("lower",
+          "promote", "follow" and "original" are the others; this also registers a primitive of your own). A pattern of
+          named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
+          `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. A pattern may start at any scope and holds for all that
+          the scope contains; the last one that matches counts, and a region in the code comes before it.
         enabled: False returns `fun` as it is.
 
     Returns:
@@ -49,8 +57,9 @@ def autocast(
         accumulate in float32 where the hardware does (every GPU and TPU matrix unit); sums accumulate in float32.
 
     Raises:
-        TypeError: `fun` is not callable.
-        ValueError: `dtype` is not one of the three.
+        TypeError: `fun` is not callable, or a rule is for neither a primitive nor a string.
+        ValueError: `dtype` is not one of the three, or a rule's value is no class or dtype. A pattern that matches
+          nothing warns, with the scopes that there are.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -67,12 +76,13 @@ def autocast(
         The op classes are those of PyTorch's `torch.autocast`.
     """
     if fun is None:
-        return functools.partial(autocast, dtype=dtype, policy=policy, enabled=enabled)
+        return functools.partial(autocast, dtype=dtype, policy=policy, rules=rules, enabled=enabled)
     if not callable(fun):
         raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
     policy = None if policy is None else get_policy(policy)
     low = compute_dtype(dtype if policy is None else policy.compute_dtype)
-    if not enabled or (low == FLOAT32 and policy is None):
+    overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
+    if not enabled or (low == FLOAT32 and policy is None and not rules):
         return fun
 
     @functools.wraps(fun, updated=())
@@ -89,7 +99,10 @@ def autocast(
         closed = _compat.trace(flat, arrays)
         jaxpr, _ = _compat.open_jaxpr(closed)
         values = tuple(Value(dtype_of(var), origin_of_input(shape_of(var))) for var in jaxpr.invars)
-        plan = Planner(RULES, HIGHER_ORDER).plan(closed, values, (False,) * len(jaxpr.outvars), low)
+        planner = Planner(RULES, HIGHER_ORDER, overrides)
+        plan = planner.plan(closed, values, (False,) * len(jaxpr.outvars), Region(low))
+        for pattern in overrides.scopes.keys() - planner.matched:
+            warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=2)
         results = plan.run(*arrays)
         out = rebuild_out(
             [
@@ -100,6 +113,12 @@ def autocast(
         return out if policy is None else policy.cast_to_output(out)
 
     return autocasted
+
+
+def _unmatched(pattern: str, scopes: set[str]) -> str:
+    known = sorted(scope for scope in scopes if scope)
+    shown = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+    return f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}"
 
 
 def _split(tree: Any) -> tuple[list[Any], Callable[..., Any]]:

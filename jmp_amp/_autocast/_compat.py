@@ -62,3 +62,10 @@ def with_dtype(x: Any, dtype: Any) -> Any:
     """Returns the type of `x`, sharding and all, in another dtype."""
     aval = jax.typeof(x)
     return aval.update(dtype=dtype) if aval.dtype != dtype else aval
+
+
+def retyped(jaxpr: Any, dtype: Any) -> Jaxpr:
+    """Returns an open jaxpr without constants, traced again with inputs of another dtype."""
+    opened, consts = open_jaxpr(jaxpr)
+    args = [var.aval.update(dtype=dtype) for var in opened.invars]
+    return open_jaxpr(trace(lambda *xs: jax.core.eval_jaxpr(opened, consts, *xs), args))[0]

@@ -35,7 +35,7 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             _compat.trace(as_traced, [*(types := _types(primals, eqn.invars)), *_chosen(moved, types)]),
             (*_inputs(plan), *_tangents(_chosen(moved, _inputs(plan)))),
             (False,) * len(outs),
-            plan.low,
+            plan.region,
         )
         results = cast_results(rule.run, outs)(*primals, *tangents)
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
@@ -66,7 +66,7 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
         traced = _compat.trace(as_traced, _types(args, eqn.invars))
         outvars = _compat.open_jaxpr(traced)[0].outvars
-        rule = planner.plan(traced, _inputs(plan), (False,) * len(outvars), plan.low)
+        rule = planner.plan(traced, _inputs(plan), (False,) * len(outvars), plan.region)
         outs = (*plan.outs, *rule.outs[n_outs:])
         results = cast_results(rule.run, outs)(*args)
         residual_types = _types(results[n_outs:], outvars[n_outs:])
@@ -83,7 +83,7 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             values = (*_tangents(outs[n_outs:]), *_tangents(_chosen(moved_outs, plan.outs)))
             traced = _compat.trace(as_traced, [*residual_types, *types])
             grads = _tangents(_chosen(moved, _inputs(plan)))
-            rule = planner.plan(traced, values, (False,) * len(grads), plan.low)
+            rule = planner.plan(traced, values, (False,) * len(grads), plan.region)
             return cast_results(rule.run, grads)(*residuals, *cotangents)
 
         return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])

@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
-from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Step, cast_results, shape_of
+from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Region, Step, cast_results, shape_of
 from jmp_amp._autocast._values import Origin, Value, join, origin_of_input
 
 Values = tuple[Value, ...]
@@ -26,11 +25,11 @@ class _Call:
         self._rebuild = rebuild
         self._param = param
 
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
-        return planner.reads_full(eqn.params[self._param], wanted, low)
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
+        return planner.reads_full(eqn.params[self._param], wanted, region)
 
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
-        plan = planner.plan(eqn.params[self._param], values, wanted, low)
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
+        plan = planner.plan(eqn.params[self._param], values, wanted, region)
         run = self._rebuild(planner, eqn, plan) if plan.changed else _as_traced(eqn)
         return Step(eqn, (None,) * len(values), plan.outs, run, plan.changed)
 
@@ -38,13 +37,13 @@ class _Call:
 class _Branches:
     """`cond` and `switch`: each result has the widest dtype over the branches."""
 
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
         return (False,) * len(eqn.invars)
 
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
         # What leaves a branch is stored, so float32 would cost memory there, whoever reads it.
         stored = (False,) * len(wanted)
-        plans = [planner.plan(branch, values[1:], stored, low) for branch in eqn.params["branches"]]
+        plans = [planner.plan(branch, values[1:], stored, region) for branch in eqn.params["branches"]]
         outs = tuple(
             functools.reduce(join, of_branches) for of_branches in zip(*(plan.outs for plan in plans), strict=True)
         )
@@ -60,10 +59,10 @@ class _Branches:
 class _Scan:
     """`scan`: each carry has the dtype that the body, once it gets it, returns again."""
 
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
         return (False,) * len(eqn.invars)
 
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
         n_consts, n_carry = _compat.scan_sizes(eqn)
         body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
         invars = _compat.open_jaxpr(body)[0].invars
@@ -71,7 +70,7 @@ class _Scan:
         xs = tuple(_sliced(value, shape_of(var)) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
 
         def plan_body(carry: Values) -> Plan:
-            return planner.plan(body, (*consts, *carry, *xs), (False,) * len(wanted), low)
+            return planner.plan(body, (*consts, *carry, *xs), (False,) * len(wanted), region)
 
         carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed])
         outs = carry + tuple(Value(out.dtype) for out in plan.outs[n_carry:])
@@ -95,19 +94,19 @@ class _Scan:
 class _While:
     """`while_loop` and `fori_loop`: carries as in `scan`."""
 
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, low: np.dtype) -> Flags:
+    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
         return (False,) * len(eqn.invars)
 
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, low: np.dtype) -> Step:
+    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
         n_cond = eqn.params["cond_nconsts"]
         n_consts = n_cond + eqn.params["body_nconsts"]
         body_consts = values[n_cond:n_consts]
 
         def plan_body(carry: Values) -> Plan:
-            return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), (False,) * len(wanted), low)
+            return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), (False,) * len(wanted), region)
 
         carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:])
-        cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (False,), low)
+        cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (False,), region)
         changed = body.changed or cond.changed
 
         def run(args: Sequence[Any]) -> Sequence[Any]:
@@ -181,8 +180,9 @@ def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "jit": _Call(_jit),
+    "call": _Call(_inline, "call_jaxpr"),
     "closed_call": _Call(_inline, "call_jaxpr"),
-    "eval_jaxpr": _Call(_inline, "call_jaxpr"),  # the name of `closed_call` in JAX 0.12
+    "eval_jaxpr": _Call(_inline, "call_jaxpr"),  # the name of both from JAX 0.12 on
     "remat2": _Call(_remat),
     "custom_jvp_call": _Call(custom_jvp, "call_jaxpr"),
     "custom_vjp_call": _Call(custom_vjp, "call_jaxpr"),

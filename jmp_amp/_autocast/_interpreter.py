@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._autocast import _compat
+from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
 from jmp_amp._autocast._values import FLOAT32, Origin, Value, common_dtype, constant, origin_of_input, widest
@@ -40,10 +41,22 @@ class Step(NamedTuple):
     changed: bool
 
 
+class Region(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+        low: the compute dtype; float32 runs everything in its traced dtypes.
+        path: the named scopes around the jaxpr; empty where no rule asks for them, so that plans can be shared.
+    """
+
+    low: np.dtype
+    path: str = ""
+
+
 class HigherOrder(Protocol):
     """A rule for a primitive that holds jaxprs."""
 
-    def reads_full(self, planner: "Planner", eqn: JaxprEqn, wanted: tuple[bool, ...], low: np.dtype) -> Sequence[bool]:
+    def reads_full(self, planner: "Planner", eqn: JaxprEqn, wanted: tuple[bool, ...], region: Region) -> Sequence[bool]:
         """Whether only float32 ops read each operand, given whether only such ops read each result."""
         ...
 
@@ -53,7 +66,7 @@ class HigherOrder(Protocol):
         eqn: JaxprEqn,
         values: tuple[Value, ...],
         wanted: tuple[bool, ...],
-        low: np.dtype,
+        region: Region,
     ) -> Step:
         """Decides the equation."""
         ...
@@ -68,7 +81,7 @@ class Plan:
     values: Mapping[Var, Value]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
-    low: np.dtype
+    region: Region
 
     def run(self, *args: Any) -> list[Any]:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
@@ -128,26 +141,29 @@ class Plan:
 class Planner:
     """Plans jaxprs for one compute dtype; everything it remembers dies with it."""
 
-    def __init__(self, rules: Rules, higher_order: Mapping[str, HigherOrder]) -> None:
-        self._rules = rules
+    def __init__(self, rules: Rules, higher_order: Mapping[str, HigherOrder], overrides: Overrides) -> None:
+        self._rules = {**rules, **overrides.primitives}
         self._higher_order = higher_order
+        self._overrides = overrides
+        self.scopes: set[str] = set()
+        self.matched: set[str] = set()
         self._plans: dict[Any, Plan] = {}
         self._readers: dict[Any, tuple[list[tuple[bool, ...]], tuple[bool, ...]]] = {}
 
-    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[bool, ...], low: np.dtype) -> Plan:
+    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[bool, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
 
         Args:
             jaxpr: closed or open.
             values: what is known of its inputs.
             wanted: whether only float32 ops read each of its results.
-            low: the compute dtype; float32 runs everything in its traced dtypes.
+            region: where it stands.
         """
         # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
         opened, consts = _compat.open_jaxpr(jaxpr)
-        key = id(opened), values, wanted, low
+        key = id(opened), values, wanted, region
         if key not in self._plans:
-            self._plans[key] = self._plan(opened, consts, values, wanted, low)
+            self._plans[key] = self._plan(opened, consts, values, wanted, region)
         return self._plans[key]
 
     def _plan(
@@ -156,7 +172,7 @@ class Planner:
         consts: Sequence[Any],
         values: tuple[Value, ...],
         wanted: tuple[bool, ...],
-        low: np.dtype,
+        region: Region,
     ) -> Plan:
         known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
         known |= dict(zip(jaxpr.invars, values, strict=True))
@@ -165,29 +181,29 @@ class Planner:
             return constant(atom.val) if isinstance(atom, Literal) else known[atom]
 
         steps = []
-        for eqn, eqn_wanted in zip(jaxpr.eqns, self._wanted(jaxpr, wanted, low)[0], strict=True):
+        for eqn, eqn_wanted in zip(jaxpr.eqns, self._wanted(jaxpr, wanted, region)[0], strict=True):
             operands = tuple(map(read, eqn.invars))
-            eqn_low = region_of(eqn.source_info.name_stack) or low
+            inner = self._enter(region, eqn)
             if rule := self._higher_order.get(eqn.primitive.name):
-                step = rule.step(self, eqn, operands, eqn_wanted, eqn_low)
+                step = rule.step(self, eqn, operands, eqn_wanted, inner)
             else:
-                step = self._first_order(eqn, operands, all(eqn_wanted), eqn_low)
+                step = self._first_order(eqn, operands, all(eqn_wanted), inner.low)
             steps.append(step)
             known |= dict(zip(eqn.outvars, step.outs, strict=True))
-        return Plan(jaxpr, consts, known, steps, tuple(map(read, jaxpr.outvars)), low)
+        return Plan(jaxpr, consts, known, steps, tuple(map(read, jaxpr.outvars)), region)
 
-    def reads_full(self, jaxpr: Any, wanted: tuple[bool, ...], low: np.dtype) -> tuple[bool, ...]:
+    def reads_full(self, jaxpr: Any, wanted: tuple[bool, ...], region: Region) -> tuple[bool, ...]:
         """Whether only float32 ops read each input of a jaxpr, given the same of its results."""
-        return self._wanted(_compat.open_jaxpr(jaxpr)[0], wanted, low)[1]
+        return self._wanted(_compat.open_jaxpr(jaxpr)[0], wanted, region)[1]
 
     def _wanted(
-        self, jaxpr: Jaxpr, wanted: tuple[bool, ...], low: np.dtype
+        self, jaxpr: Jaxpr, wanted: tuple[bool, ...], region: Region
     ) -> tuple[list[tuple[bool, ...]], tuple[bool, ...]]:
         """Finds the values that only float32 ops read, through cheap ops that can be evaluated in float32 with them.
 
         Returns it for the results of each equation, and for the inputs.
         """
-        key = id(jaxpr), wanted, low
+        key = id(jaxpr), wanted, region
         if key in self._readers:
             return self._readers[key]
         only_full: dict[Var, bool] = {}
@@ -202,16 +218,28 @@ class Planner:
         for eqn in reversed(jaxpr.eqns):
             outs = tuple(only_full.get(var, False) for var in eqn.outvars)
             results.append(outs)
-            eqn_low = region_of(eqn.source_info.name_stack) or low
+            inner = self._enter(region, eqn)
             if rule := self._higher_order.get(eqn.primitive.name):
-                reads(eqn.invars, rule.reads_full(self, eqn, outs, eqn_low))
+                reads(eqn.invars, rule.reads_full(self, eqn, outs, inner))
             else:
                 simple = self._rule(eqn)
-                full = simple.op_class is OpClass.FULL or (simple.fuses and all(outs)) or eqn_low == FLOAT32
+                full = simple.op_class is OpClass.FULL or (simple.fuses and all(outs)) or inner.low == FLOAT32
                 reads(eqn.invars, [full] * len(eqn.invars))
         inputs = tuple(only_full.get(var, False) for var in jaxpr.invars)
         self._readers[key] = results[::-1], inputs
         return self._readers[key]
+
+    def _enter(self, region: Region, eqn: JaxprEqn) -> Region:
+        """Returns the region of an equation: what its code says comes before what a pattern says."""
+        low, path = region
+        name_stack = eqn.source_info.name_stack
+        if self._overrides.scopes:
+            path = scope_path(path, name_stack)
+            self.scopes.add(path)
+            for pattern in self._overrides.matching(path):
+                low = self._overrides.scopes[pattern]
+                self.matched.add(pattern)
+        return Region(region_of(name_stack) or low, path)
 
     def _rule(self, eqn: JaxprEqn) -> Rule:
         rule = self._rules.get(eqn.primitive.name, ORIGINAL)
@@ -227,7 +255,7 @@ class Planner:
             for value, is_float32 in zip(values, traced, strict=True)
         )
         operands = tuple(dtype or value.dtype for value in eligible)
-        params = {name: dtype for name in rule.dtype_params if dtype != FLOAT32 and eqn.params.get(name) == FLOAT32}
+        params = _params(rule, eqn, widest(operands)) if operands else {}
         outs = _results(rule, eqn, values, operands)
         changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
         return Step(eqn, casts, outs, functools.partial(_bind, eqn, params), changed)
@@ -273,6 +301,15 @@ def _operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted:
         floating = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.floating)}
         return low if floating == {FLOAT32} else FLOAT32
     return common_dtype(eligible)
+
+
+def _params(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameters that name float32 and must name the dtype of the operands."""
+    if dtype == FLOAT32:
+        return {}
+    params = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
+    jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
+    return params | {name: _compat.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
 
 
 def _results(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any]) -> tuple[Value, ...]:

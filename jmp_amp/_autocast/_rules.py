@@ -30,12 +30,14 @@ class Rule(NamedTuple):
         fuses: the op is cheap and elementwise: where only float32 ops read its result, float32 costs no memory, so it
           is evaluated in float32.
         dtype_params: parameters that name the dtype of the result.
+        jaxpr_params: parameters that are jaxprs over scalars of the operands' dtype.
     """
 
     op_class: OpClass
     moves: bool = False
     fuses: bool = False
     dtype_params: tuple[str, ...] = ()
+    jaxpr_params: tuple[str, ...] = ()
 
 
 Rules = Mapping[str, Rule | Callable[[Mapping[str, Any]], Rule]]
@@ -44,10 +46,12 @@ _LOWER = Rule(OpClass.LOWER, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
+_SCATTER = Rule(OpClass.PROMOTE, jaxpr_params=("update_jaxpr",))
 _FUSED_PROMOTE = Rule(OpClass.PROMOTE, fuses=True)
 _FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
 _MOVE = Rule(OpClass.FOLLOW, moves=True)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
+_SAME = Rule(OpClass.FOLLOW, moves=True, fuses=True, dtype_params=("new_dtype",))
 _JOIN = Rule(OpClass.PROMOTE, moves=True)
 ORIGINAL = Rule(OpClass.ORIGINAL)
 
@@ -67,7 +71,7 @@ def _integer_pow(params: Mapping[str, Any]) -> Rule:
 
 def _convert(params: Mapping[str, Any]) -> Rule:
     """A cast from float32 to float32 changes the weak type only; any other is the user's and is honoured."""
-    return _FUSED_MOVE if params["new_dtype"] == np.float32 else ORIGINAL
+    return _SAME if params["new_dtype"] == np.float32 else ORIGINAL
 
 
 def _mul(params: Mapping[str, Any]) -> Rule:
@@ -90,7 +94,7 @@ RULES: Rules = _table(
         "dot_general conv_general_dilated": _matmul,
         "ragged_dot_general": _matmul,
         # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
-        "exp exp2 expm1 log log1p log2 pow rsqrt": _FULL,
+        "exp exp2 expm1 log log1p log2 pow polynomial rsqrt": _FULL,
         "acos acosh asin asinh atan atanh cosh sinh tan erf_inv": _FULL,
         "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
         "regularized_incomplete_beta zeta": _FULL,
@@ -101,11 +105,11 @@ RULES: Rules = _table(
         "add sub div max min select_n add_any clamp eq ne lt le gt ge": _FUSED_PROMOTE,
         "mul": _mul,
         "rem atan2 nextafter": _PROMOTE,
-        "scatter scatter-add scatter_sub scatter-mul scatter-min scatter-max": _PROMOTE,
+        "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": _SCATTER,
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE,
         "concatenate pad stack": _JOIN,
         # Bounded or exact in any dtype.
-        "neg abs sign square is_finite reduce_max reduce_min": _FUSED_FOLLOW,
+        "neg abs sign square one_minus_square is_finite reduce_max reduce_min": _FUSED_FOLLOW,
         "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FOLLOW,
         "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k": _FOLLOW,
         "psum psum_invariant pmax pmin reduce_scatter all_to_all": _FOLLOW,
