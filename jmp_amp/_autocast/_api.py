@@ -12,7 +12,7 @@ from jax import lax
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
-from jmp_amp._autocast._interpreter import Planner, Region, dtype_of, shape_of
+from jmp_amp._autocast._interpreter import Options, Planner, Region, dtype_of, shape_of
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES
@@ -26,6 +26,8 @@ def autocast(
     *,
     policy: Policy | str | None = None,
     rules: Mapping[Any, Any] | None = None,
+    save: str = "all",
+    weight_grad_dtype: Any = None,
     enabled: bool = True,
 ) -> Any:
     """Returns `fun` with each of its ops run in the precision that suits it.
@@ -50,6 +52,12 @@ def autocast(
           named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
           `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. A pattern may start at any scope and holds for all that
           the scope contains; the last one that matches counts, and a region in the code comes before it.
+        save: what the bodies of scans keep for the backward pass. `"all"` keeps what JAX keeps; `"matmuls"` keeps the
+          results of low-precision products alone and computes the rest again, which costs no product, much less memory
+          and, where memory is the limit, less time.
+        weight_grad_dtype: `"float32"` takes the gradients of weights (inputs of `fun` that are operands of products)
+          from the matrix unit in float32, without a float16 in between that could overflow. Such a product cannot be
+          differentiated forward (`jax.jvp`). None leaves them to JAX.
         enabled: False returns `fun` as it is.
 
     Returns:
@@ -76,12 +84,25 @@ def autocast(
         The op classes are those of PyTorch's `torch.autocast`.
     """
     if fun is None:
-        return functools.partial(autocast, dtype=dtype, policy=policy, rules=rules, enabled=enabled)
+        return functools.partial(
+            autocast,
+            dtype=dtype,
+            policy=policy,
+            rules=rules,
+            save=save,
+            weight_grad_dtype=weight_grad_dtype,
+            enabled=enabled,
+        )
     if not callable(fun):
         raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
     policy = None if policy is None else get_policy(policy)
     low = compute_dtype(dtype if policy is None else policy.compute_dtype)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
+    if save not in ("all", "matmuls"):
+        raise ValueError(f'`save` must be "all" or "matmuls", got {save!r}')
+    if weight_grad_dtype is not None and compute_dtype(weight_grad_dtype) != FLOAT32:
+        raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {weight_grad_dtype!r}")
+    options = Options(overrides, save, None if weight_grad_dtype is None else FLOAT32)
     if not enabled or (low == FLOAT32 and policy is None and not rules):
         return fun
 
@@ -99,7 +120,7 @@ def autocast(
         closed = _compat.trace(flat, arrays)
         jaxpr, _ = _compat.open_jaxpr(closed)
         values = tuple(Value(dtype_of(var), origin_of_input(shape_of(var))) for var in jaxpr.invars)
-        planner = Planner(RULES, HIGHER_ORDER, overrides)
+        planner = Planner(RULES, HIGHER_ORDER, options)
         plan = planner.plan(closed, values, (False,) * len(jaxpr.outvars), Region(low))
         for pattern in overrides.scopes.keys() - planner.matched:
             warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=2)

@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._interpreter import Plan, Planner, cast_results, dtype_of
+from jmp_amp._autocast._masks import chosen, merged
 from jmp_amp._autocast._values import Value
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -25,21 +26,21 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
     def as_traced(*args: Any) -> list[Any]:
         primals, tangents = args[: len(moved)], args[len(moved) :]
-        results, result_tangents = jax.jvp(_of_moved(eqn, moved, primals), _chosen(moved, primals), list(tangents))
-        return [*results, *_chosen(moved_outs, result_tangents)]
+        results, result_tangents = jax.jvp(_of_moved(eqn, moved, primals), chosen(moved, primals), list(tangents))
+        return [*results, *chosen(moved_outs, result_tangents)]
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        tangents = _chosen(moved, tangents)
-        outs = (*plan.outs, *_tangents(_chosen(moved_outs, plan.outs)))
+        tangents = chosen(moved, tangents)
+        outs = (*plan.outs, *_tangents(chosen(moved_outs, plan.outs)))
         rule = planner.plan(
-            _compat.trace(as_traced, [*(types := _types(primals, eqn.invars)), *_chosen(moved, types)]),
-            (*_inputs(plan), *_tangents(_chosen(moved, _inputs(plan)))),
+            _compat.trace(as_traced, [*(types := _types(primals, eqn.invars)), *chosen(moved, types)]),
+            (*_inputs(plan), *_tangents(chosen(moved, _inputs(plan)))),
             (False,) * len(outs),
             plan.region,
         )
         results = cast_results(rule.run, outs)(*primals, *tangents)
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
-        return results, _merged(moved_outs, result_tangents, map(_no_tangent, results))
+        return results, merged(moved_outs, result_tangents, map(_no_tangent, results))
 
     def call(*args: Any) -> list[Any]:
         return plan.run(*args)
@@ -60,7 +61,7 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
         def as_traced(*args: Any) -> list[Any]:
             nonlocal pullback_tree
-            results, pullback = jax.vjp(_of_moved(eqn, moved, args), *_chosen(moved, args))
+            results, pullback = jax.vjp(_of_moved(eqn, moved, args), *chosen(moved, args))
             residuals, pullback_tree = jax.tree.flatten(pullback)
             return [*results, *residuals]
 
@@ -73,16 +74,16 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
         def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
             nothing = list(map(_no_tangent, cotangents))
-            cotangents = _chosen(moved_outs, cotangents)
+            cotangents = chosen(moved_outs, cotangents)
 
             def as_traced(*args: Any) -> list[Any]:
                 pullback = jax.tree.unflatten(pullback_tree, args[: len(residuals)])
-                return list(pullback(_merged(moved_outs, args[len(residuals) :], nothing)))
+                return list(pullback(merged(moved_outs, args[len(residuals) :], nothing)))
 
-            types = _types(cotangents, _chosen(moved_outs, eqn.outvars))
-            values = (*_tangents(outs[n_outs:]), *_tangents(_chosen(moved_outs, plan.outs)))
+            types = _types(cotangents, chosen(moved_outs, eqn.outvars))
+            values = (*_tangents(outs[n_outs:]), *_tangents(chosen(moved_outs, plan.outs)))
             traced = _compat.trace(as_traced, [*residual_types, *types])
-            grads = _tangents(_chosen(moved, _inputs(plan)))
+            grads = _tangents(chosen(moved, _inputs(plan)))
             rule = planner.plan(traced, values, (False,) * len(grads), plan.region)
             return cast_results(rule.run, grads)(*residuals, *cotangents)
 
@@ -93,13 +94,13 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
     call.__name__ = eqn.params.get("name", "custom_vjp")
     function = jax.custom_vjp(call)
-    function.defvjp(forward, lambda pull, cotangents: tuple(_merged(moved, pull(cotangents), [None] * len(moved))))
+    function.defvjp(forward, lambda pull, cotangents: tuple(merged(moved, pull(cotangents), [None] * len(moved))))
     return lambda args: function(*args)
 
 
 def _of_moved(eqn: JaxprEqn, moved: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
     """Returns the traced call as a function of its differentiable operands."""
-    return lambda *values: _compat.bind(eqn, _merged(moved, values, args))
+    return lambda *values: _compat.bind(eqn, merged(moved, values, args))
 
 
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
@@ -128,13 +129,3 @@ def _types(args: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 
 def _no_tangent(x: Any) -> np.ndarray:
     return np.zeros(jnp.shape(x), jax.dtypes.float0)
-
-
-def _chosen(mask: Sequence[bool], items: Sequence[Any]) -> list[Any]:
-    return [item for item, chosen in zip(items, mask, strict=True) if chosen]
-
-
-def _merged(mask: Sequence[bool], chosen: Sequence[Any], others: Any) -> list[Any]:
-    """Returns `others` with the `chosen` in the places of the mask."""
-    items = iter(chosen)
-    return [next(items) if is_chosen else other for is_chosen, other in zip(mask, others, strict=True)]

@@ -83,6 +83,8 @@ class _Scan:
                 results = step(*consts, *carry, *x)
                 return results[:n_carry], results[n_carry:]
 
+            if planner.options.save == "matmuls" and not plan.jaxpr.effects:
+                call = jax.checkpoint(call, policy=planner.saves, prevent_cse=False)
             options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
             carried, ys = lax.scan(call, list(init), list(xs), **options)
             return [*carried, *ys]

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
+from jmp_amp._autocast import _weight_grad as weight_grad
+from jmp_amp._autocast._masks import merged
 from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
@@ -51,6 +53,14 @@ class Region(NamedTuple):
 
     low: np.dtype
     path: str = ""
+
+
+class Options(NamedTuple):
+    """What a user chooses for a whole function; `autocast` documents it."""
+
+    overrides: Overrides
+    save: str = "all"
+    weight_grad_dtype: np.dtype | None = None
 
 
 class HigherOrder(Protocol):
@@ -141,10 +151,10 @@ class Plan:
 class Planner:
     """Plans jaxprs for one compute dtype; everything it remembers dies with it."""
 
-    def __init__(self, rules: Rules, higher_order: Mapping[str, HigherOrder], overrides: Overrides) -> None:
-        self._rules = {**rules, **overrides.primitives}
+    def __init__(self, rules: Rules, higher_order: Mapping[str, HigherOrder], options: Options) -> None:
+        self._rules = {**rules, **options.overrides.primitives}
         self._higher_order = higher_order
-        self._overrides = overrides
+        self.options = options
         self.scopes: set[str] = set()
         self.matched: set[str] = set()
         self._plans: dict[Any, Plan] = {}
@@ -222,31 +232,35 @@ class Planner:
             if rule := self._higher_order.get(eqn.primitive.name):
                 reads(eqn.invars, rule.reads_full(self, eqn, outs, inner))
             else:
-                simple = self._rule(eqn)
+                simple = self._rule(eqn.primitive, eqn.params)
                 full = simple.op_class is OpClass.FULL or (simple.fuses and all(outs)) or inner.low == FLOAT32
                 reads(eqn.invars, [full] * len(eqn.invars))
         inputs = tuple(only_full.get(var, False) for var in jaxpr.invars)
         self._readers[key] = results[::-1], inputs
         return self._readers[key]
 
+    def saves(self, primitive: Primitive, *_: Any, **params: Any) -> bool:
+        """The policy of `jax.checkpoint` that keeps the results of low-precision products, and recomputes the rest."""
+        return self._rule(primitive, params).op_class is OpClass.LOWER
+
     def _enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation: what its code says comes before what a pattern says."""
         low, path = region
         name_stack = eqn.source_info.name_stack
-        if self._overrides.scopes:
+        if self.options.overrides.scopes:
             path = scope_path(path, name_stack)
             self.scopes.add(path)
-            for pattern in self._overrides.matching(path):
-                low = self._overrides.scopes[pattern]
+            for pattern in self.options.overrides.matching(path):
+                low = self.options.overrides.scopes[pattern]
                 self.matched.add(pattern)
         return Region(region_of(name_stack) or low, path)
 
-    def _rule(self, eqn: JaxprEqn) -> Rule:
-        rule = self._rules.get(eqn.primitive.name, ORIGINAL)
-        return rule if isinstance(rule, Rule) else rule(eqn.params)
+    def _rule(self, primitive: Primitive, params: Mapping[str, Any]) -> Rule:
+        rule = self._rules.get(primitive.name, ORIGINAL)
+        return rule if isinstance(rule, Rule) else rule(params)
 
     def _first_order(self, eqn: JaxprEqn, values: tuple[Value, ...], wanted: bool, low: np.dtype) -> Step:
-        rule = self._rule(eqn) if low != FLOAT32 else ORIGINAL
+        rule = self._rule(eqn.primitive, eqn.params) if low != FLOAT32 else ORIGINAL
         traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
         eligible = [value for value, is_float32 in zip(values, traced, strict=True) if is_float32]
         dtype = _operand_dtype(rule, eqn, eligible, wanted, low)
@@ -258,7 +272,13 @@ class Planner:
         params = _params(rule, eqn, widest(operands)) if operands else {}
         outs = _results(rule, eqn, values, operands)
         changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
-        return Step(eqn, casts, outs, functools.partial(_bind, eqn, params), changed)
+        run = functools.partial(_bind, eqn, params)
+        if rule.op_class is OpClass.LOWER and dtype == low and self.options.weight_grad_dtype == FLOAT32:
+            weights = [c is not None and v.origin is not Origin.COMPUTED for c, v in zip(casts, values, strict=True)]
+            if any(weights):
+                run = functools.partial(weight_grad.product, eqn, params, weights, low)
+                casts = tuple(merged(weights, [None] * sum(weights), casts))
+        return Step(eqn, casts, outs, run, changed)
 
 
 def cast_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:

@@ -1,0 +1,199 @@
+"""Models in plain JAX, each written once for two uses.
+
+With `low=None` a model holds no cast: that is what `autocast` takes, and float32 as it stands. With a dtype it is mixed
+by hand the usual way: products, activations and the residual stream in `low`; norms, softmax and the loss in float32.
+Every `*_case(low)` returns `(loss_fn, args)`, the arguments as shapes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+F32 = jnp.float32
+Shape = jax.ShapeDtypeStruct
+
+
+def to(x, dtype):
+    """Casts where the hand would; does nothing in the model without casts."""
+    return x if dtype is None else x.astype(dtype)
+
+
+def full(x, low):
+    """Casts up to float32 where the hand would."""
+    return x if low is None else x.astype(F32)
+
+
+def dense(p, x, low):
+    return to(x, low) @ to(p["w"], low) + to(p["b"], low)
+
+
+def norm(p, x, low):
+    x = full(x, low)
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean(jnp.square(x - mean), -1, keepdims=True)
+    return to((x - mean) * lax.rsqrt(variance + 1e-5) * p["scale"] + p["bias"], low)
+
+
+def cross_entropy(logits, labels, low):
+    logits = full(logits, low)
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+
+def attention(p, x, low, heads, causal):
+    batch, length, dim = x.shape
+    q, k, v = jnp.moveaxis(dense(p["qkv"], x, low).reshape(batch, length, 3, heads, -1), 2, 0)
+    scores = full(jnp.einsum("bqhd,bkhd->bhqk", q, k) / (dim // heads) ** 0.5, low)
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+    weights = to(jax.nn.softmax(scores), low)
+    return dense(p["proj"], jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape), low)
+
+
+def transformer_layer(p, x, low, heads, causal=True, dropout=lambda i, x: x):
+    x = x + dropout(0, attention(p, norm(p["norm1"], x, low), low, heads, causal))
+    h = jax.nn.gelu(dense(p["up"], norm(p["norm2"], x, low), low))
+    return x + dropout(1, dense(p["down"], h, low))
+
+
+def transformer_shapes(dim, layers, stacked):
+    def dense(n, m):
+        return {"w": Shape((n, m), F32), "b": Shape((m,), F32)}
+
+    norm = {"scale": Shape((dim,), F32), "bias": Shape((dim,), F32)}
+    layer = {
+        "norm1": norm,
+        "qkv": dense(dim, 3 * dim),
+        "proj": dense(dim, dim),
+        "norm2": norm,
+        "up": dense(dim, 4 * dim),
+        "down": dense(4 * dim, dim),
+    }
+    if stacked:
+        return jax.tree.map(lambda s: Shape((layers, *s.shape), s.dtype), layer), norm
+    return [layer] * layers, norm
+
+
+def gpt_case(low, layers=12, scan=False, remat=False, batch=8, length=1024, dim=768, heads=12, vocab=50257):
+    """GPT-2 small: token and position embeddings, tied output."""
+    blocks, last = transformer_shapes(dim, layers, scan)
+    params = {"token": Shape((vocab, dim), F32), "position": Shape((length, dim), F32), "blocks": blocks, "norm": last}
+
+    def body(x, p):
+        return transformer_layer(p, x, low, heads), None
+
+    if remat:
+        body = jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
+
+    def loss_fn(params, tokens):
+        x = to(params["token"][tokens[:, :-1]] + params["position"], low)
+        if scan:
+            x, _ = lax.scan(body, x, params["blocks"])
+        else:
+            for p in params["blocks"]:
+                x, _ = body(x, p)
+        logits = norm(params["norm"], x, low) @ to(params["token"].T, low)
+        return cross_entropy(logits, tokens[:, 1:], low)
+
+    return loss_fn, (params, Shape((batch, length + 1), jnp.int32))
+
+
+def encoder_case(low, layers=6, batch=32, length=256, dim=512, heads=8, vocab=32000, rate=0.1):
+    """A Transformer encoder with dropout, that reconstructs its tokens."""
+    blocks, last = transformer_shapes(dim, layers, stacked=True)
+    params = {"token": Shape((vocab, dim), F32), "blocks": blocks, "norm": last}
+
+    def loss_fn(params, tokens, seed):
+        def body(x, p_key):
+            p, key = p_key
+
+            def dropout(i, h):
+                keep = jax.random.bernoulli(jax.random.fold_in(key, i), 1 - rate, h.shape)
+                return jnp.where(keep, h / (1 - rate), 0)
+
+            return transformer_layer(p, x, low, heads, causal=False, dropout=dropout), None
+
+        keys = jax.random.split(jax.random.key(seed), layers)
+        x, _ = lax.scan(body, to(params["token"][tokens], low), (params["blocks"], keys))
+        return cross_entropy(norm(params["norm"], x, low) @ to(params["token"].T, low), tokens, low)
+
+    return loss_fn, (params, Shape((batch, length), jnp.int32), Shape((), jnp.int32))
+
+
+def lstm_case(low, batch=64, steps=512, dim=512, classes=256):
+    """One LSTM layer over 512 steps, with the input product inside the loop."""
+    params = {
+        "embed": Shape((classes, dim), F32),
+        "gates": {"w": Shape((2 * dim, 4 * dim), F32), "b": Shape((4 * dim,), F32)},
+        "out": {"w": Shape((dim, classes), F32), "b": Shape((classes,), F32)},
+    }
+
+    def loss_fn(params, tokens):
+        def step(carry, x):
+            h, c = carry
+            i, f, g, o = jnp.split(dense(params["gates"], jnp.concatenate([to(x, low), h], -1), low), 4, -1)
+            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zeros = jnp.zeros((batch, dim), F32 if low is None else low)
+        _, hs = lax.scan(step, (zeros, zeros), params["embed"][tokens[:-1]])
+        return cross_entropy(dense(params["out"], hs, low), tokens[1:], low)
+
+    return loss_fn, (params, Shape((steps + 1, batch), jnp.int32))
+
+
+def resnet_case(low, batch=64, size=224, blocks=(3, 4, 6, 3), width=64, classes=1000):
+    """ResNet-50: bottleneck blocks with BatchNorm over the batch."""
+    params = []  # in the order of use
+
+    def conv_shape(n_in, n_out, kernel):
+        params.append({"w": Shape((kernel, kernel, n_in, n_out), F32)})
+        params.append({"scale": Shape((n_out,), F32), "bias": Shape((n_out,), F32)})
+
+    conv_shape(3, width, 7)
+    n_in = width
+    for stage, count in enumerate(blocks):
+        n = width * 2**stage
+        for block in range(count):
+            if block == 0:
+                conv_shape(n_in, 4 * n, 1)
+            conv_shape(n_in, n, 1)
+            conv_shape(n, n, 3)
+            conv_shape(n, 4 * n, 1)
+            n_in = 4 * n
+    params.append({"w": Shape((n_in, classes), F32), "b": Shape((classes,), F32)})
+
+    def conv_norm(params, x, stride=1):
+        w, p = next(params)["w"], next(params)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = lax.conv_general_dilated(to(x, low), to(w, low), (stride, stride), "SAME", dimension_numbers=numbers)
+        h = full(x, low)
+        mean, square = jnp.mean(h, (0, 1, 2)), jnp.mean(jnp.square(h), (0, 1, 2))
+        scale = p["scale"] * lax.rsqrt(square - jnp.square(mean) + 1e-5)
+        return to((h - mean) * scale + p["bias"], low)
+
+    def loss_fn(params, images, labels):
+        params = iter(params)
+        x = jax.nn.relu(conv_norm(params, images, 2))
+        x = lax.reduce_window(x, jnp.array(-jnp.inf, x.dtype), lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                stride = 2 if stage > 0 and block == 0 else 1
+                skip = conv_norm(params, x, stride) if block == 0 else x
+                h = jax.nn.relu(conv_norm(params, x))
+                h = jax.nn.relu(conv_norm(params, h, stride))
+                x = jax.nn.relu(skip + conv_norm(params, h))
+        return cross_entropy(dense(next(params), jnp.mean(full(x, low), (1, 2)), low), labels, low)
+
+    return loss_fn, (params, Shape((batch, size, size, 3), F32), Shape((batch,), jnp.int32))
+
+
+CASES = {
+    "GPT-2 small, unrolled": gpt_case,
+    "GPT-2 small, scanned": lambda low: gpt_case(low, scan=True),
+    "GPT-2 small, scanned, remat": lambda low: gpt_case(low, scan=True, remat=True),
+    "ResNet-50": resnet_case,
+    "encoder with dropout": encoder_case,
+    "LSTM, 512 steps": lstm_case,
+}
