@@ -7,6 +7,7 @@ Every `*_case(low)` returns `(loss_fn, args)`, the arguments as shapes.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 F32 = jnp.float32
@@ -176,7 +177,7 @@ def resnet_case(low, batch=64, size=224, blocks=(3, 4, 6, 3), width=64, classes=
     def loss_fn(params, images, labels):
         params = iter(params)
         x = jax.nn.relu(conv_norm(params, images, 2))
-        x = lax.reduce_window(x, jnp.array(-jnp.inf, x.dtype), lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        x = lax.reduce_window(x, np.array(-np.inf, x.dtype), lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
         for stage, count in enumerate(blocks):
             for block in range(count):
                 stride = 2 if stage > 0 and block == 0 else 1

@@ -19,9 +19,9 @@ def value_and_grad(
 ) -> Callable:
     """Returns a function that evaluates `fun` and the gradient of its scaled loss.
 
-    The loss is cast to float32 *before* it is scaled (a float16 loss of 1 times 2^16 would be `inf`), and comes back
-    unscaled. The gradients come back scaled: `unscale_and_check` or `dynamic_loss_scale` unscale them, by the same
-    scale.
+    The loss is cast to float32 *before* it is scaled (a float16 loss of 1 times 2^16 would be `inf`, and so would the
+    cotangent of any float16 loss: above 2^15 the rest of the scale multiplies its gradients), and comes back unscaled.
+    The gradients come back scaled: `unscale_and_check` or `dynamic_loss_scale` unscale them, by the same scale.
 
     Args:
         fun: returns a scalar floating loss of any precision, or `(loss, aux)` with `has_aux`.
@@ -34,9 +34,8 @@ def value_and_grad(
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. `loss` is
-        float32[]
-        (float64[] for a float64 loss); each gradient has the dtype of its parameter and is `loss_scale` times the true
-        one.
+        float32[] (float64[] for a float64 loss); each gradient has the dtype of its parameter and is `loss_scale`
+        times the true one.
 
     Raises:
         TypeError: the loss is not a floating scalar (when the returned function is called), or `loss_scale` is not a
@@ -46,8 +45,8 @@ def value_and_grad(
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda w: jnp.square(w).astype(jnp.float16)
-        >>> loss, grad = amp.value_and_grad(loss_fn, loss_scale=2.0**10)(jnp.float32(3))
-        >>> print(loss, loss.dtype, grad / 2**10)
+        >>> loss, grad = amp.value_and_grad(loss_fn, loss_scale=2.0**16)(jnp.float32(3))
+        >>> print(loss, loss.dtype, grad / 2**16)
         9.0 float32 6.0
 
     References:
@@ -64,8 +63,9 @@ def value_and_grad(
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         out = fun(*args, **kwargs)
         loss, aux = out if has_aux else (out, None)
-        loss = _float32(loss)
-        return loss * jnp.asarray(loss_scale, loss.dtype), (loss, aux)
+        narrow, loss = loss, _float32(loss)
+        scale, rest = _split(jnp.asarray(loss_scale, loss.dtype), jnp.result_type(narrow))
+        return loss * scale, (loss, aux, rest)
 
     # Some transforms, Equinox's among them, have no `argnums`.
     chosen = {} if argnums == 0 else {"argnums": argnums}
@@ -73,7 +73,9 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        (_, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
+        (_, (loss, aux, rest)), grads = scaled_value_and_grad(*args, **kwargs)
+        if rest is not None:
+            grads = jax.tree.map(lambda g: _times(g, rest), grads)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_scaled_grad
@@ -99,6 +101,25 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
         return (grads, value[1]) if has_aux else grads
 
     return scaled_grad
+
+
+def _split(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Splits the scale into what multiplies the loss and what is left for the gradients, if anything.
+
+    The cotangent of a float16 loss is what multiplies it, and float16 holds no more than 2^15 (in powers of two).
+    """
+    exponent = jnp.finfo(dtype).maxexp
+    if exponent >= jnp.finfo(scale.dtype).maxexp:
+        return scale, None
+    first = jnp.minimum(scale, 2.0 ** (exponent - 1))
+    return first, scale / first
+
+
+def _times(g: Any, factor: jax.Array) -> Any:
+    if not jnp.issubdtype(g.dtype, jnp.inexact):
+        return g
+    wide = g if jnp.finfo(g.dtype).bits >= 32 else g.astype(jnp.float32)
+    return (wide * factor.astype(wide.dtype)).astype(g.dtype)
 
 
 def _float32(loss: Any) -> jax.Array:

@@ -103,6 +103,9 @@ def dynamic_loss_scale(
     included, stays bitwise what it was, and the updates are zero. Then the scale adapts, so the scale that unscales is
     the one that scaled, on growth steps too. Nothing in it touches the host.
 
+    The check comes before `inner`. What `inner` itself makes non-finite passes in that step; parameters are not finite
+    from then on, so every later step is skipped, and `check_health` raises.
+
     `inner` gets `loss_scale=` (float32[]) and `grads_finite=` (bool[]) as extra arguments. If it contains
     `unscale_and_check()`, what stands before that sees scaled gradients; if it does not, all of it sees true ones.
 

@@ -383,8 +383,8 @@ MAX_STEPS = 48
     # Runs of equal steps, because hysteresis and intervals only show in these.
     runs=st.lists(st.tuples(st.booleans(), st.integers(1, 7)), max_size=16),
     init=st.integers(0, 20).map(lambda exponent: 2.0**exponent),
-    interval=st.sampled_from([1, 2, 3, 5]),
-    hysteresis=st.sampled_from([1, 2, 3]),
+    interval=st.sampled_from([1, 2, 5]),
+    hysteresis=st.sampled_from([2, 3]),
 )
 def test_presets_follow_the_code_of_their_systems(system, runs, init, interval, hysteresis):
     preset, model = MODELS[system]
@@ -418,7 +418,7 @@ def test_300_overflows_and_300_growths_stay_within_floor_and_ceiling(name, steps
     assert np.isfinite(seen).all()
     assert seen.min() == rule.min_scale
     # Growth is refused, not clipped, so the scale stays a power of two.
-    assert seen.max() == 2.0 ** math.floor(math.log2(rule.max_scale) - 1e-9 * (rule.max_scale == HUGE))
+    assert seen.max() == 2.0 ** math.floor(math.log2(rule.max_scale))
 
 
 def test_custom_floor_and_ceiling_hold():

@@ -1,0 +1,265 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_amp as amp
+from jmp_amp import LossScale
+
+RULE = LossScale(init_scale=64)
+
+
+def scaler(rule=RULE):
+    return amp.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9), rule)
+
+
+def after(steps, rule=RULE):
+    """The state after clean steps and overflows (`x`)."""
+    state = rule.init()
+    for step in steps:
+        state = rule.update(state, step != "x")
+    return state
+
+
+# Where the state may hide
+HIDING_PLACES = {
+    "bare": lambda: RULE.init(),
+    "dynamic_loss_scale": lambda: scaler().init(jnp.ones(2)),
+    "chain": lambda: optax.chain(optax.identity(), scaler(), optax.scale(1.0)).init(jnp.ones(2)),
+    "multi_steps": lambda: optax.MultiSteps(scaler(), 2).init(jnp.ones(2)),
+    "masked": lambda: optax.masked(scaler(), {"w": True, "b": False}).init({"w": jnp.ones(2), "b": jnp.ones(1)}),
+    "train_state": lambda: {"params": jnp.ones(2), "opt": (None, scaler().init(jnp.ones(2))), "step": 3},
+}
+
+
+@pytest.fixture(params=HIDING_PLACES)
+def hidden(request):
+    return HIDING_PLACES[request.param]()
+
+
+def test_get_finds_the_scale_wherever_it_hides(hidden):
+    for get in (amp.get_loss_scale, jax.jit(amp.get_loss_scale)):
+        scale = get(hidden)
+        assert (scale, scale.shape, scale.dtype) == (64, (), jnp.float32)
+
+
+def test_set_replaces_the_scale_and_nothing_else(hidden):
+    for set_ in (amp.set_loss_scale, jax.jit(amp.set_loss_scale)):
+        new = set_(hidden, 8.0)
+        assert amp.get_loss_scale(new) == 8
+        assert jax.tree.structure(new) == jax.tree.structure(hidden)
+        changed = [
+            jax.tree_util.keystr(path)
+            for (path, x), y in zip(jax.tree.leaves_with_path(hidden), jax.tree.leaves(new), strict=True)
+            if not (jnp.result_type(x) == jnp.result_type(y) and np.array_equal(x, y))
+        ]
+        assert len(changed) == 1
+        assert changed[0].endswith(".loss_scale")
+
+
+def test_metrics_are_the_fields_of_the_state(hidden):
+    for metrics in (amp.metrics, jax.jit(amp.metrics)):
+        values = metrics(hidden)
+        assert set(values) == set(amp.LossScaleState._fields)
+        assert {name: value.item() for name, value in values.items()} == {
+            "loss_scale": 64.0,
+            "growth_tracker": 0,
+            "hysteresis_tracker": 1,
+            "last_finite": True,
+            "notfinite_count": 0,
+            "total_notfinite": 0,
+        }
+
+
+def test_metrics_count_skips():
+    values = amp.metrics(after(".xx.x"))
+    assert (values["loss_scale"], values["notfinite_count"], values["total_notfinite"]) == (8, 1, 3)
+    assert not values["last_finite"]
+
+
+def test_metrics_do_not_read_the_device():
+    state = after("x")
+    with jax.transfer_guard("disallow"):
+        assert all(isinstance(value, jax.Array) for value in amp.metrics(state).values())
+
+
+# Setting
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_setting_resets_the_growth_tracker_and_keeps_the_counters(jit):
+    state = after("x.x...")
+    assert state.growth_tracker == 3
+    new = (jax.jit(amp.set_loss_scale) if jit else amp.set_loss_scale)(state, 1024)
+    assert [leaf.item() for leaf in new] == [1024, 0, state.hysteresis_tracker, True, 0, 2]
+    assert [(leaf.dtype, leaf.weak_type) for leaf in new] == [(leaf.dtype, False) for leaf in state]
+
+
+def test_after_setting_a_whole_interval_passes_before_the_scale_grows():
+    rule = LossScale(init_scale=64, growth_interval=3)
+    state = amp.set_loss_scale(after("..", rule), 16)
+    seen = []
+    for _ in range(3):
+        state = rule.update(state, True)
+        seen.append(float(state.loss_scale))
+    assert seen == [16, 16, 32]
+
+
+@pytest.mark.parametrize("value", [4, 4.0, np.float64(4), np.float16(4), jnp.float32(4), jnp.bfloat16(4)], ids=repr)
+def test_any_scalar_number_can_be_set(value):
+    scale = amp.get_loss_scale(amp.set_loss_scale(RULE.init(), value))
+    assert (scale, scale.dtype, scale.weak_type) == (4, jnp.float32, False)
+
+
+def test_a_scale_beyond_floor_and_ceiling_can_be_set():
+    assert amp.get_loss_scale(amp.set_loss_scale(RULE.init(), 2.0**30)) == 2.0**30
+    assert amp.get_loss_scale(amp.set_loss_scale(RULE.init(), 2.0**-30)) == 2.0**-30
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        *[(value, ValueError) for value in (0, 0.0, -1.0, np.inf, -np.inf, np.nan, 1e39, 1e-39, 10**400)],
+        (jnp.float32(np.nan), ValueError),
+        *[(value, TypeError) for value in (None, "4", True, 4j, np.ones(1), [4.0])],
+    ],
+)
+def test_a_value_that_is_no_scale_is_refused(value, error):
+    with pytest.raises(error, match="`value` must be"):
+        amp.set_loss_scale(RULE.init(), value)
+
+
+def test_setting_does_not_recompile_the_step():
+    rule, traces = RULE, []
+
+    @jax.jit
+    def step(state):
+        traces.append(state)
+        return rule.update(state, True)
+
+    step(amp.set_loss_scale(step(rule.init()), 7))
+    assert len(traces) == 1
+
+
+# Under vmap
+
+
+def test_vmapped_states_are_read_set_and_logged_with_their_axis():
+    tx = scaler()
+    state = jax.vmap(tx.init)(jnp.ones((3, 2)))
+    assert amp.get_loss_scale(state).tolist() == [64] * 3
+    new = amp.set_loss_scale(state, 8)
+    assert amp.get_loss_scale(new).tolist() == [8] * 3
+    assert new.loss_scale.growth_tracker.shape == (3,)
+    assert amp.metrics(state)["total_notfinite"].tolist() == [0] * 3
+    per_seed = jax.vmap(amp.set_loss_scale)(state, jnp.float32([1, 2, 4]))
+    assert amp.get_loss_scale(per_seed).tolist() == [1, 2, 4]
+
+
+# None, or more than one
+
+READERS = {
+    "get_loss_scale": amp.get_loss_scale,
+    "set_loss_scale": functools.partial(amp.set_loss_scale, value=2.0),
+    "metrics": amp.metrics,
+    "check_health": amp.check_health,
+    "state_dict": amp.state_dict,
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("state", [(), None, {"w": np.ones(2)}, optax.sgd(0.1).init(np.ones(2)), LossScale()], ids=repr)
+def test_a_state_without_a_loss_scale_is_an_error_with_the_cure(read, state):
+    with pytest.raises(ValueError, match=r"no `LossScaleState` in this \w+; .*`amp.dynamic_loss_scale"):
+        READERS[read](state)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_two_loss_scales_are_an_error_that_lists_where(read):
+    states = {"generator": scaler().init(jnp.ones(2)), "critic": [RULE.init()]}
+    with pytest.raises(ValueError, match="2 loss scales") as info:
+        READERS[read](states)
+    assert "opt_state['generator'].loss_scale" in str(info.value)
+    assert "opt_state['critic'][0]" in str(info.value)
+
+
+# Health
+
+
+@pytest.mark.parametrize("steps", ["", "...", "x", "xxx..", "xxxxx", "x.x.x.x."])
+def test_a_run_that_can_recover_is_healthy(steps):
+    amp.check_health(after(steps))
+
+
+@pytest.mark.parametrize("steps", ["xxxxxxx", "...xxxxxxxx"])
+def test_an_overflow_at_the_floor_is_an_error(steps):
+    with pytest.raises(amp.LossScaleError, match=r"loss scale is down to 1\.0") as info:
+        amp.check_health(after(steps))
+    assert f"{steps.count('x')} of all steps skipped, the last {steps.count('x')} in a row" in str(info.value)
+    assert "full_precision" in str(info.value)
+
+
+def test_a_clean_step_at_the_floor_is_healthy():
+    amp.check_health(after("xxxxxxxxx."))
+
+
+def test_the_floor_of_the_rule_in_use_can_be_given():
+    rule = LossScale(init_scale=64, min_scale=16)
+    amp.check_health(after("xxx", rule))
+    with pytest.raises(amp.LossScaleError, match=r"16\.0"):
+        amp.check_health(after("xxx", rule), min_scale=16)
+
+
+@pytest.mark.parametrize("max_skips", [1, 3, 5])
+def test_too_many_skips_in_a_row_are_an_error(max_skips):
+    rule = LossScale.torch()
+    amp.check_health(after("x." + "x" * (max_skips - 1), rule), max_skips=max_skips)
+    with pytest.raises(amp.LossScaleError, match=f"the last {max_skips} steps overflowed, the loss scale is"):
+        amp.check_health(after("x." + "x" * max_skips, rule), max_skips=max_skips)
+
+
+def test_fifty_skips_in_a_row_are_too_many():
+    state = RULE.init()._replace(notfinite_count=jnp.int32(49))
+    amp.check_health(state)
+    with pytest.raises(amp.LossScaleError, match="last 50"):
+        amp.check_health(state._replace(notfinite_count=jnp.int32(50)))
+
+
+def test_the_state_is_found_inside_a_chain():
+    tx = optax.chain(scaler(LossScale(init_scale=1)), optax.identity())
+    _, state = tx.update(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)))
+    with pytest.raises(amp.LossScaleError):
+        amp.check_health(state)
+
+
+def test_one_unhealthy_seed_of_several_is_an_error():
+    states = jax.vmap(lambda _: RULE.init())(jnp.arange(3))
+    states = states._replace(notfinite_count=jnp.array([0, 5, 0]))
+    amp.check_health(states)
+    with pytest.raises(amp.LossScaleError):
+        amp.check_health(states, max_skips=5)
+    with pytest.raises(amp.LossScaleError):
+        amp.check_health(states._replace(loss_scale=jnp.float32([64, 1, 64])))
+
+
+def test_a_seed_at_the_floor_and_another_that_overflows_far_above_it_are_healthy():
+    states = jax.vmap(lambda _: RULE.init())(jnp.arange(2))
+    amp.check_health(states._replace(loss_scale=jnp.float32([1, 64]), notfinite_count=jnp.array([0, 1])))
+
+
+def test_inside_jit_health_cannot_be_checked():
+    with pytest.raises(TypeError, match="cannot run inside `jit`"):
+        jax.jit(amp.check_health)(RULE.init())
+
+
+@pytest.mark.parametrize("max_skips", [0, -1])
+def test_max_skips_must_be_positive(max_skips):
+    with pytest.raises(ValueError, match=f"`max_skips` must be at least 1, got {max_skips}"):
+        amp.check_health(RULE.init(), max_skips=max_skips)
+
+
+def test_the_error_is_an_arithmetic_error():
+    assert issubclass(amp.LossScaleError, ArithmeticError)
