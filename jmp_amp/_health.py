@@ -94,10 +94,11 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one.
         max_skips: so many skipped steps in a row are too many; a scale of 2^24 needs 24 to reach 1.
-        min_scale: a step that overflows at this scale or below is an error; the `min_scale` of the rule in use.
+        min_scale: two overflows in a row, the last at this scale or below, are an error; the `min_scale` of the rule in
+          use. Give 0 with `LossScale.none()`, whose scale is always 1, if single bad batches may come in pairs.
 
     Raises:
-        LossScaleError: the gradients of the last `max_skips` steps were not finite, or those of the last step were not
+        LossScaleError: the gradients of the last `max_skips` steps were not finite, or those of the last two were not
           although the scale is at `min_scale`: scaling is not the cause then. The message says what to try.
         TypeError: called inside `jit`, where nothing can be raised.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
@@ -105,15 +106,16 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
     Example:
         >>> import jmp_amp as amp
         >>> rule = amp.LossScale(init_scale=1.0)
-        >>> amp.check_health(rule.init())
-        >>> amp.check_health(rule.update(rule.init(), False))
+        >>> state = rule.update(rule.init(), False)
+        >>> amp.check_health(state)
+        >>> amp.check_health(rule.update(state, False))
         Traceback (most recent call last):
           ...
-        jmp_amp._health.LossScaleError: the gradients overflow although the loss scale is down to 1.0 (1 of all steps
+        jmp_amp._health.LossScaleError: the gradients overflow although the loss scale is down to 1.0 (2 of all steps
         ...
 
     References:
-        DeepSpeed raises at the floor; torch and apex go on without a word.
+        DeepSpeed raises on an overflow at the floor; torch and apex go on without a word.
     """
     if max_skips < 1:
         raise ValueError(f"`max_skips` must be at least 1, got {max_skips}")
@@ -130,7 +132,7 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
         "look for non-finite inputs or parameters, a division or logarithm of zero, "
         "or a value beyond the range of the compute dtype; run that part in `amp.full_precision()`"
     )
-    if ((state.notfinite_count > 0) & (state.loss_scale <= min_scale)).any():
+    if ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
         raise LossScaleError(f"the gradients overflow although the loss scale is down to {scale} {seen}; {cure}")
     if in_a_row >= max_skips:
         raise LossScaleError(f"the last {in_a_row} steps overflowed, the loss scale is {scale} {seen}; {cure}")

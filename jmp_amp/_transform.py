@@ -77,9 +77,12 @@ def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransf
         *,
         loss_scale: jax.typing.ArrayLike = 1.0,
         grads_finite: jax.Array | None = None,
+        unscaled_by: list[str] | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
         del state, params, extra_args
+        if unscaled_by is not None:
+            unscaled_by.append("unscale_and_check")
         scale = jnp.asarray(loss_scale, jnp.float32)
         scaled, updates = updates, unscale(updates, scale)
         if grads_finite is None:
@@ -115,7 +118,8 @@ def dynamic_loss_scale(
         axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
           overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed.
         skip: `"cond"` runs `inner` only on finite steps (under `vmap`, JAX makes a select of it); `"select"` always
-          runs it and discards the result. Both give the same bits.
+          runs it and discards the result. Both give the same results; the same bits where XLA does
+          not fuse `inner` differently, as it may around a branch.
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
@@ -164,12 +168,20 @@ def dynamic_loss_scale(
         scale = state.loss_scale.loss_scale
         finite = _everywhere(finite_unscaled(updates, scale), axis_name)
         unscales_itself = _contains(UnscaleAndCheckState, state.inner_state)
-        extra_args |= {"loss_scale": scale, "grads_finite": finite}
+        unscaled_by: list[str] = []
+        extra_args |= {"loss_scale": scale, "grads_finite": finite, "unscaled_by": unscaled_by}
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Unscaled here, not where the check did it, so that it fuses into `inner`.
             grads = updates if unscales_itself else unscale(updates, scale)
-            return inner.update(grads, state.inner_state, params, **extra_args)
+            updates_and_state = inner.update(grads, state.inner_state, params, **extra_args)
+            if unscales_itself and not unscaled_by:
+                raise ValueError(
+                    "the `unscale_and_check()` inside `inner` was not handed the loss scale: what it is wrapped in, such "
+                    "as `optax.MultiSteps(...).gradient_transformation()`, drops extra arguments; leave it out, and the "
+                    "gradients are unscaled in front of `inner`"
+                )
+            return updates_and_state
 
         new_updates, inner_state = _SKIP[skip](finite, step, state.inner_state)
         return new_updates, DynamicLossScaleState(loss_scale.update(state.loss_scale, finite), inner_state)

@@ -239,7 +239,7 @@ def check_same_leaves(grads: Any, params: Any) -> None:
         where = jax.tree_util.keystr(path)
         if not _is_value(leaf):
             continue
-        if path not in want:
+        if not _is_value(want.get(path)):
             raise ValueError(
                 f"the gradients have a leaf `{where}` that the parameters do not have; pass `tx.update` the gradient "
                 "with respect to the very tree that `params` is"

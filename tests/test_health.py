@@ -232,7 +232,14 @@ def test_the_state_is_found_inside_a_chain():
     tx = optax.chain(scaler(LossScale(init_scale=1)), optax.identity())
     _, state = tx.update(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)))
     with pytest.raises(amp.LossScaleError):
-        amp.check_health(state)
+        amp.check_health(state, max_skips=1)
+
+
+def test_one_bad_batch_without_scaling_is_healthy_and_two_in_a_row_are_not():
+    amp.check_health(after("x.x.x", LossScale.none()))
+    with pytest.raises(amp.LossScaleError):
+        amp.check_health(after("xx", LossScale.none()))
+    amp.check_health(after("xx", LossScale.none()), min_scale=0)
 
 
 def test_one_unhealthy_seed_of_several_is_an_error():

@@ -805,3 +805,18 @@ def test_gradients_that_inner_makes_infinite_stop_the_next_steps_and_check_healt
     assert state.loss_scale.notfinite_count == 3
     with pytest.raises(amp.LossScaleError):
         amp.check_health(state, max_skips=3)
+
+
+@pytest.mark.usefixtures("users_code")
+def test_a_wrapper_that_keeps_the_scale_from_unscale_and_check_is_an_error():
+    chain = optax.chain(amp.unscale_and_check(), optax.sgd(1.0))
+    tx = amp.dynamic_loss_scale(optax.MultiSteps(chain, 2).gradient_transformation())
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"was not handed the loss scale.*MultiSteps"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_a_gradient_of_a_parameter_that_is_none_is_an_error():
+    tx = amp.dynamic_loss_scale(optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"leaf `\['w'\]` that the parameters do not have"):
+        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}), {"w": None})

@@ -8,6 +8,7 @@ found by planning its body until they no longer change, and a body that is calle
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -190,14 +191,27 @@ class Planner:
         def read(atom: Any) -> Value:
             return constant(atom.val) if isinstance(atom, Literal) else known[atom]
 
+        stored = {
+            atom
+            for eqn in jaxpr.eqns
+            if self._rule(eqn.primitive, eqn.params).stores
+            for atom in eqn.invars
+            if isinstance(atom, Var)
+        }
         steps = []
         for eqn, eqn_wanted in zip(jaxpr.eqns, self._wanted(jaxpr, wanted, region)[0], strict=True):
             operands = tuple(map(read, eqn.invars))
+            # A norm of low-precision data is float32, but what a product reads of it is stored in low precision. Where
+            # it meets other data, as in a residual sum, float32 would only be stored a second time.
+            meets = any(
+                isinstance(atom, Var) and atom in stored and value.as_native().dtype != value.dtype
+                for atom, value in zip(eqn.invars, operands, strict=True)
+            )
             inner = self._enter(region, eqn)
             if rule := self._higher_order.get(eqn.primitive.name):
                 step = rule.step(self, eqn, operands, eqn_wanted, inner)
             else:
-                step = self._first_order(eqn, operands, all(eqn_wanted), inner.low)
+                step = self._first_order(eqn, operands, all(eqn_wanted), meets, inner.low)
             steps.append(step)
             known |= dict(zip(eqn.outvars, step.outs, strict=True))
         return Plan(jaxpr, consts, known, steps, tuple(map(read, jaxpr.outvars)), region)
@@ -259,18 +273,19 @@ class Planner:
         rule = self._rules.get(primitive.name, ORIGINAL)
         return rule if isinstance(rule, Rule) else rule(params)
 
-    def _first_order(self, eqn: JaxprEqn, values: tuple[Value, ...], wanted: bool, low: np.dtype) -> Step:
+    def _first_order(self, eqn: JaxprEqn, values: tuple[Value, ...], wanted: bool, meets: bool, low: np.dtype) -> Step:
         rule = self._rule(eqn.primitive, eqn.params) if low != FLOAT32 else ORIGINAL
         traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
         eligible = [value for value, is_float32 in zip(values, traced, strict=True) if is_float32]
-        dtype = _operand_dtype(rule, eqn, eligible, wanted, low)
+        compared = [value.as_native() for value in eligible] if meets else eligible
+        dtype = _operand_dtype(rule, eqn, compared, wanted, low)
         casts = tuple(
             dtype if is_float32 and value.dtype != dtype else None
             for value, is_float32 in zip(values, traced, strict=True)
         )
         operands = tuple(dtype or value.dtype for value in eligible)
         params = _params(rule, eqn, widest(operands)) if operands else {}
-        outs = _results(rule, eqn, values, operands)
+        outs = _results(rule, eqn, values, operands, low)
         changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
         run = functools.partial(_bind, eqn, params)
         if rule.op_class is OpClass.LOWER and dtype == low and self.options.weight_grad_dtype == FLOAT32:
@@ -314,7 +329,7 @@ def _operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted:
     if op_class in (OpClass.FULL, OpClass.ORIGINAL) or (rule.fuses and wanted):
         return FLOAT32
     if op_class is OpClass.FOLLOW:
-        return None
+        return None if not rule.stores else widest(value.as_native().dtype for value in eligible) if eligible else None
     if op_class is OpClass.LOWER:
         # Integers are left alone, and so is a product with an operand that the user cast.
         dtypes = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)}
@@ -332,7 +347,9 @@ def _params(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
     return params | {name: _compat.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
 
 
-def _results(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any]) -> tuple[Value, ...]:
+def _results(
+    rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any], low: np.dtype
+) -> tuple[Value, ...]:
     """Returns what is known of the results, from the dtypes that the eligible operands are cast to."""
     scalars = all(
         value.origin is Origin.UNCOMMITTED and shape_of(atom) == ()
@@ -352,8 +369,23 @@ def _results(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Seque
             magnitudes = values[0].magnitudes if len(values) == 1 else None
         elif scalars and shape_of(var) == ():
             origin = Origin.UNCOMMITTED
-        outs.append(Value(dtype, origin, magnitudes))
+        native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and operands else None
+        outs.append(Value(dtype, origin, magnitudes, native))
     return tuple(outs)
+
+
+def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: np.dtype) -> Any:
+    """Returns the native dtype of a float32 result: that of the operands it has the elements of."""
+    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
+        return None
+    same_size = [
+        value.as_native().dtype
+        for value, atom in zip(values, eqn.invars, strict=True)
+        if value.origin is not Origin.UNCOMMITTED and dtype_of(atom) == FLOAT32 and shape_of(atom) == shape_of(var)
+    ]
+    if same_size:
+        return widest(same_size)
+    return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
 
 
 def _bind(eqn: JaxprEqn, params: Mapping[str, Any], args: Sequence[Any]) -> list[Any]:

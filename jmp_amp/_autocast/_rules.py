@@ -29,6 +29,7 @@ class Rule(NamedTuple):
         moves: the op only moves values: what came straight from an input still does afterwards.
         fuses: the op is cheap and elementwise: where only float32 ops read its result, float32 costs no memory, so it
           is evaluated in float32.
+        stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
         dtype_params: parameters that name the dtype of the result.
         jaxpr_params: parameters that are jaxprs over scalars of the operands' dtype.
     """
@@ -36,17 +37,19 @@ class Rule(NamedTuple):
     op_class: OpClass
     moves: bool = False
     fuses: bool = False
+    stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
 
 
 Rules = Mapping[str, Rule | Callable[[Mapping[str, Any]], Rule]]
 
-_LOWER = Rule(OpClass.LOWER, dtype_params=("preferred_element_type",))
+_LOWER = Rule(OpClass.LOWER, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
 _SCATTER = Rule(OpClass.PROMOTE, jaxpr_params=("update_jaxpr",))
+_WINDOW = Rule(OpClass.FOLLOW, stores=True)
 _FUSED_PROMOTE = Rule(OpClass.PROMOTE, fuses=True)
 _FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
 _MOVE = Rule(OpClass.FOLLOW, moves=True)
@@ -111,7 +114,8 @@ RULES: Rules = _table(
         # Bounded or exact in any dtype.
         "neg abs sign square one_minus_square is_finite reduce_max reduce_min": _FUSED_FOLLOW,
         "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FOLLOW,
-        "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k": _FOLLOW,
+        "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
+        "reduce_window_max reduce_window_min": _WINDOW,
         "psum psum_invariant pmax pmin reduce_scatter all_to_all": _FOLLOW,
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.

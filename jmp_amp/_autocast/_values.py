@@ -26,6 +26,8 @@ class Value(NamedTuple):
 
     Attributes:
         dtype: the dtype that it will have, which may be lower than the traced one.
+        native: the dtype of the data that it is made of, whatever was broadcast over it aside: a norm of float16
+          activations is float32, but natively float16. None where it is `dtype`.
         origin: where it came from; `UNCOMMITTED` values do not widen the ops that read them.
         magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
           no such element); None for what is not known to be constant.
@@ -34,6 +36,11 @@ class Value(NamedTuple):
     dtype: Any
     origin: Origin = Origin.COMPUTED
     magnitudes: tuple[float, float] | None = None
+    native: Any = None
+
+    def as_native(self) -> "Value":
+        """Returns the value as it would be in its native dtype."""
+        return self._replace(dtype=self.native or self.dtype)
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` holds this constant, without `inf` for what is finite or 0 for what is not."""
