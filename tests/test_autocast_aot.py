@@ -1,0 +1,85 @@
+"""What autocast costs on a GPU, read from programs compiled for an H200 on any machine; see `benchmarks/gpu_aot.py`.
+
+Smaller models than in `benchmarks/autocast_cost.py`, whose table holds the figures of the real ones.
+"""
+
+import importlib.util
+import re
+
+import gpu_aot
+import jax
+import jax.numpy as jnp
+import models
+import pytest
+
+import jmp_amp as amp
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.usefixtures("users_code"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_plugins") is None,
+        reason="compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt of the same version as jax",
+    ),
+]
+
+CASES = {
+    "gpt": lambda low: models.gpt_case(low, layers=2),
+    "scanned gpt": lambda low: models.gpt_case(low, layers=2, scan=True),
+    "scanned gpt with remat": lambda low: models.gpt_case(low, layers=2, scan=True, remat=True),
+    "encoder": lambda low: models.encoder_case(low, layers=2),
+    "resnet": lambda low: models.resnet_case(low, blocks=(2, 2, 2), batch=32),
+}
+
+
+def compiled(loss_fn, args):
+    return gpu_aot.compile_for(jax.value_and_grad(loss_fn), *gpu_aot.struct(gpu_aot.h200_mesh(), args))
+
+
+def cost(loss_fn, args):
+    figures = gpu_aot.cost(compiled(loss_fn, args))
+    return figures["bytes_moved"], figures["temp_bytes"]
+
+
+def autocast(case, **options):
+    loss_fn, args = case(None)
+    return amp.autocast(loss_fn, **options), args
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moves_no_more_bytes_and_holds_no_more_memory_than_mixed_by_hand(name):
+    case = CASES[name]
+    moved, held = cost(*autocast(case))
+    moved_by_hand, held_by_hand = cost(*case(jnp.float16))
+    assert moved <= moved_by_hand
+    assert held <= held_by_hand
+
+
+def test_saving_only_products_needs_less_than_half_the_memory():
+    case = CASES["scanned gpt"]
+    moved, held = cost(*autocast(case, save="matmuls"))
+    moved_by_hand, held_by_hand = cost(*case(jnp.float16))
+    assert moved < 0.8 * moved_by_hand
+    assert held < 0.7 * held_by_hand
+
+
+def test_float32_weight_gradients_cost_nothing():
+    case = CASES["gpt"]
+    moved, held = cost(*autocast(case))
+    moved_float32, held_float32 = cost(*autocast(case, weight_grad_dtype="float32"))
+    assert moved_float32 <= 1.01 * moved
+    assert held_float32 <= held
+
+
+def test_no_weight_is_cast_in_the_loop_of_an_lstm():
+    dim = 256
+    text = compiled(*autocast(lambda low: models.lstm_case(low, steps=16, dim=dim, batch=8))).as_text()
+    bodies = set(re.findall(r"body=(%[\w.\-]+)", text))
+    computations, _ = gpu_aot._computations(text)
+    assert len(bodies) == 2  # forward and backward
+    for body in bodies:
+        lines = "\n".join(computations[body])
+        called = [computations[c] for c in re.findall(r"calls=(%[\w.\-]+)", lines) if c in computations]
+        lowered = [line for block in [computations[body], *called] for line in block if "= f16[" in line]
+        converts = [line for line in lowered if " convert(" in line]
+        assert not [line for line in converts if f"[{2 * dim},{4 * dim}]" in line or f"[{4 * dim},{2 * dim}]" in line]
