@@ -177,9 +177,9 @@ def dynamic_loss_scale(
             updates_and_state = inner.update(grads, state.inner_state, params, **extra_args)
             if unscales_itself and not unscaled_by:
                 raise ValueError(
-                    "the `unscale_and_check()` inside `inner` was not handed the loss scale: what it is wrapped in, such "
-                    "as `optax.MultiSteps(...).gradient_transformation()`, drops extra arguments; leave it out, and the "
-                    "gradients are unscaled in front of `inner`"
+                    "the `unscale_and_check()` inside `inner` was not handed the loss scale: what it is wrapped in, "
+                    "such as `optax.MultiSteps(...).gradient_transformation()`, drops extra arguments; leave it out, "
+                    "and the gradients are unscaled in front of `inner`"
                 )
             return updates_and_state
 

@@ -1,16 +1,17 @@
 """Primitives that hold jaxprs: their bodies are planned and run like the program itself."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
-from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Region, Step, cast_results, shape_of
+from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Region, Step, cast_results, dtype_of, shape_of
 from jmp_amp._autocast._values import Origin, Value, join, origin_of_input
 
 Values = tuple[Value, ...]
@@ -107,39 +108,82 @@ class _While:
         def plan_body(carry: Values) -> Plan:
             return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), (False,) * len(wanted), region)
 
-        carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:])
+        # What decides when the loop ends is not rounded: it might never end.
+        exact = _decide(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], n_cond, n_consts - n_cond)
+        carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:], exact)
         cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (False,), region)
         changed = body.changed or cond.changed
 
         def run(args: Sequence[Any]) -> Sequence[Any]:
             cond_consts, body_consts, init = args[:n_cond], args[n_cond:n_consts], args[n_consts:]
             step = cast_results(body.run, carry)
-            return lax.while_loop(
-                lambda carry: cond.run(*cond_consts, *carry)[0],
-                lambda carry: step(*body_consts, *carry),
-                list(init),
-            )
+
+            def goes_on(carry: Sequence[Any]) -> Any:
+                return cond.run(*cond_consts, *carry)[0]
+
+            def each_that_goes_on(carry: Sequence[Any]) -> list[Any]:
+                """Under `vmap` each element has a predicate; those that are done stay as they are."""
+                go, new = goes_on(carry), step(*body_consts, *carry)
+                return [
+                    lax.select(lax.broadcast_in_dim(go, jnp.shape(x), range(go.ndim)), x, old)
+                    for x, old in zip(new, carry, strict=True)
+                ]
+
+            if shape_of(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0]) == ():
+                return lax.while_loop(goes_on, lambda carry: step(*body_consts, *carry), list(init))
+            return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), each_that_goes_on, list(init))
 
         casts = _casts(values, (*values[:n_consts], *carry))
         return Step(eqn, casts, carry, run if changed else _as_traced(eqn), changed)
 
 
-def _fixpoint(plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence[Any]) -> tuple[Values, Plan]:
+def _fixpoint(
+    plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence[Any], exact: Sequence[bool] | None = None
+) -> tuple[Values, Plan]:
     """Plans a body with the carries that it returns, until these no longer change.
 
     It ends because `join` only ever widens. An array that the caller passes in as the first carry is state, not a bias,
-    and is kept in its dtype; a constant, such as zeros, takes the dtype of what replaces it.
+    and is kept in its dtype; a constant, such as zeros, takes the dtype of what replaces it. The `exact` carries keep
+    the dtypes that they were traced in.
     """
-    carry = tuple(
+
+    def kept(values: Iterable[Value]) -> Values:
+        flags = exact or [False] * len(init)
+        return tuple(
+            value._replace(dtype=dtype_of(atom), native=None) if keep else value
+            for value, atom, keep in zip(values, atoms, flags, strict=True)
+        )
+
+    carry = kept(
         Value(value.dtype) if value.magnitudes is None and shape_of(atom) else value
         for value, atom in zip(init, atoms, strict=True)
     )
     while True:
         plan = plan_body(carry)
-        joined = tuple(map(join, carry, plan.outs[: len(carry)]))
+        joined = kept(map(join, carry, plan.outs[: len(carry)]))
         if joined == carry:
             return carry, plan
         carry = joined
+
+
+def _decide(cond: Any, body: Any, n_cond: int, n_body: int) -> list[bool]:
+    """Whether the end of a `while` depends on each carry, through however many iterations."""
+    deciding = _depends_on(cond, [True])[n_cond:]
+    while True:
+        more = [a or b for a, b in zip(deciding, _depends_on(body, deciding)[n_body:], strict=True)]
+        if more == deciding:
+            return deciding
+        deciding = more
+
+
+def _depends_on(jaxpr: Any, results: Sequence[bool]) -> list[bool]:
+    """Whether the chosen results of a jaxpr depend on each of its inputs."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    needed = {atom for atom, needs in zip(opened.outvars, results, strict=True) if needs and isinstance(atom, Var)}
+    for eqn in reversed(opened.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return [var in needed for var in opened.invars]
 
 
 def _sliced(value: Value, shape: tuple[int, ...] | None) -> Value:

@@ -22,8 +22,18 @@ from jmp_amp._autocast import _weight_grad as weight_grad
 from jmp_amp._autocast._masks import merged
 from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._regions import region_of
-from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
-from jmp_amp._autocast._values import FLOAT32, Origin, Value, common_dtype, constant, origin_of_input, widest
+from jmp_amp._autocast._rules import FOLDS, ORIGINAL, OpClass, Rule, Rules
+from jmp_amp._autocast._values import (
+    FLOAT32,
+    Origin,
+    Value,
+    common_dtype,
+    constant,
+    folded,
+    merged_magnitudes,
+    origin_of_input,
+    widest,
+)
 
 
 class Step(NamedTuple):
@@ -285,7 +295,8 @@ class Planner:
         )
         operands = tuple(dtype or value.dtype for value in eligible)
         params = _params(rule, eqn, widest(operands)) if operands else {}
-        outs = _results(rule, eqn, values, operands, low)
+        cast_dtypes = [c or value.dtype for value, c in zip(values, casts, strict=True)]
+        outs = _results(rule, eqn, values, cast_dtypes, low)
         changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
         run = functools.partial(_bind, eqn, params)
         if rule.op_class is OpClass.LOWER and dtype == low and self.options.weight_grad_dtype == FLOAT32:
@@ -350,28 +361,42 @@ def _params(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
 def _results(
     rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any], low: np.dtype
 ) -> tuple[Value, ...]:
-    """Returns what is known of the results, from the dtypes that the eligible operands are cast to."""
+    """Returns what is known of the results, from the dtypes that the operands are cast to."""
     scalars = all(
         value.origin is Origin.UNCOMMITTED and shape_of(atom) == ()
         for value, atom in zip(values, eqn.invars, strict=True)
     )
-    pairwise = len(operands) == len(eqn.outvars)
+    eligible = [dtype for dtype, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
+    pairwise = rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars)
     outs = []
     for i, var in enumerate(eqn.outvars):
         dtype = dtype_of(var)
-        if dtype == FLOAT32 and rule.op_class is not OpClass.ORIGINAL and operands:
-            dtype = operands[i] if pairwise else widest(operands)
+        if dtype == FLOAT32 and rule.op_class is not OpClass.ORIGINAL and eligible:
+            dtype = operands[i] if pairwise and dtype_of(eqn.invars[i]) == FLOAT32 else widest(eligible)
         origin, magnitudes = Origin.COMPUTED, None
         if rule.moves:
             origin = max((value.origin for value in values), default=Origin.UNCOMMITTED)
             if origin is Origin.INPUT:
                 origin = origin_of_input(shape_of(var))
-            magnitudes = values[0].magnitudes if len(values) == 1 else None
+            floating = [value for value, atom in zip(values, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
+            magnitudes = merged_magnitudes(floating)
         elif scalars and shape_of(var) == ():
             origin = Origin.UNCOMMITTED
-        native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and operands else None
+        native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
         outs.append(Value(dtype, origin, magnitudes, native))
+    if scalars and shape_of(eqn.outvars[0]) == () and outs[0].dtype == FLOAT32:
+        outs[0] = _fold(eqn, values, outs[0])
     return tuple(outs)
+
+
+def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
+    """Computes a constant scalar on the host, so that `-1e9` is known however it was written."""
+    fold = FOLDS.get(eqn.primitive.name)
+    known = [value.scalar for value in values]
+    if fold is None or None in known:
+        return out
+    with np.errstate(all="ignore"):
+        return folded(out, fold(eqn.params, *map(np.float32, known)))
 
 
 def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: np.dtype) -> Any:

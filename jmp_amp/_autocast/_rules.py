@@ -77,6 +77,12 @@ def _convert(params: Mapping[str, Any]) -> Rule:
     return _SAME if params["new_dtype"] == np.float32 else ORIGINAL
 
 
+def _gather(params: Mapping[str, Any]) -> Rule:
+    """A value that fills out-of-bounds places is a constant too."""
+    fill = params["fill_value"]
+    return _MOVE if fill is None or not np.isfinite(fill) or abs(fill) <= float(np.finfo(np.float16).max) else _FULL
+
+
 def _mul(params: Mapping[str, Any]) -> Rule:
     return _FUSED_PROMOTE if params.get("out_dtype") is None else ORIGINAL
 
@@ -120,8 +126,30 @@ RULES: Rules = _table(
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
         "broadcast_in_dim reshape squeeze stop_gradient": _FUSED_MOVE,
-        "transpose slice dynamic_slice gather rev split unstack tile copy name": _MOVE,
+        "gather": _gather,
+        "transpose slice dynamic_slice rev split unstack tile copy name": _MOVE,
         "device_put sharding_constraint optimization_barrier": _MOVE,
         "convert_element_type": _convert,
     }
 )
+
+# Scalar arithmetic on constants, for the host: from the parameters of an equation and its operands.
+FOLDS: Mapping[str, Callable[..., Any]] = {
+    "abs": lambda _, x: np.abs(x),
+    "add": lambda _, x, y: x + y,
+    "convert_element_type": lambda _, x: x,
+    "div": lambda _, x, y: x / y,
+    "exp": lambda _, x: np.exp(x),
+    "integer_pow": lambda params, x: x ** params["y"],
+    "log": lambda _, x: np.log(x),
+    "max": lambda _, x, y: np.maximum(x, y),
+    "min": lambda _, x, y: np.minimum(x, y),
+    "mul": lambda _, x, y: x * y,
+    "neg": lambda _, x: -x,
+    "pow": lambda _, x, y: x**y,
+    "rsqrt": lambda _, x: 1 / np.sqrt(x),
+    "sqrt": lambda _, x: np.sqrt(x),
+    "square": lambda _, x: x * x,
+    "stop_gradient": lambda _, x: x,
+    "sub": lambda _, x, y: x - y,
+}

@@ -31,24 +31,26 @@ class Value(NamedTuple):
         origin: where it came from; `UNCOMMITTED` values do not widen the ops that read them.
         magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
           no such element); None for what is not known to be constant.
+        scalar: the value of a constant scalar, where it is known.
     """
 
     dtype: Any
     origin: Origin = Origin.COMPUTED
     magnitudes: tuple[float, float] | None = None
     native: Any = None
+    scalar: float | None = None
 
     def as_native(self) -> "Value":
         """Returns the value as it would be in its native dtype."""
         return self._replace(dtype=self.native or self.dtype)
 
     def fits(self, dtype: np.dtype) -> bool:
-        """Whether `dtype` holds this constant, without `inf` for what is finite or 0 for what is not."""
+        """Whether `dtype` holds this constant as normal numbers: `inf` for what is finite, or 0, would be wrong."""
         if self.magnitudes is None:
             return True
         smallest, largest = self.magnitudes
         info = jax.numpy.finfo(dtype)
-        return largest <= float(info.max) and smallest >= float(info.smallest_subnormal)
+        return largest <= float(info.max) and smallest >= float(info.tiny)
 
 
 def origin_of_input(shape: tuple[int, ...] | None) -> Origin:
@@ -61,12 +63,32 @@ def constant(x: Any) -> Value:
     """Describes a constant of the program; a traced one is an input whose value is not known."""
     aval = jax.typeof(x)
     origin = origin_of_input(aval.shape)
-    magnitudes = None
-    if aval.dtype == FLOAT32 and origin is Origin.UNCOMMITTED and aval.size <= _READABLE and _is_known(x):
-        size = np.abs(np.asarray(x))
-        size = size[np.isfinite(size) & (size > 0)]
-        magnitudes = float(size.min(initial=np.inf)), float(size.max(initial=0))
-    return Value(aval.dtype, origin, magnitudes)
+    if origin is not Origin.UNCOMMITTED or aval.size > _READABLE or not _is_known(x):
+        return Value(aval.dtype, origin)
+    if aval.dtype != FLOAT32:
+        is_number = aval.shape == () and jax.numpy.issubdtype(aval.dtype, np.number)
+        return Value(aval.dtype, origin, scalar=np.asarray(x).item() if is_number else None)
+    known = np.asarray(x)
+    return Value(aval.dtype, origin, _magnitudes(known), scalar=known.item() if known.shape == () else None)
+
+
+def folded(value: Value, scalar: Any) -> Value:
+    """Returns the value with a known scalar."""
+    return value._replace(magnitudes=_magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
+
+
+def _magnitudes(x: np.ndarray) -> tuple[float, float]:
+    size = np.abs(x)
+    size = size[np.isfinite(size) & (size > 0)]
+    return float(size.min(initial=np.inf)), float(size.max(initial=0))
+
+
+def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
+    """Returns the magnitudes of a value made of the elements of `values`, None where one is not known."""
+    known = [value.magnitudes for value in values if value.magnitudes is not None]
+    if not known or len(known) < len(values):
+        return None
+    return min(small for small, _ in known), max(large for _, large in known)
 
 
 def _is_known(x: Any) -> bool:
@@ -89,5 +111,5 @@ def common_dtype(values: Sequence[Value]) -> np.dtype:
 def join(a: Value, b: Value) -> Value:
     """Returns what is known of a value that is either `a` or `b`: a branch's result, or a loop's carry."""
     if a.origin is b.origin is Origin.UNCOMMITTED:
-        return a if a == b else Value(widest((a.dtype, b.dtype)), Origin.UNCOMMITTED)
+        return a if a == b else Value(widest((a.dtype, b.dtype)), Origin.UNCOMMITTED, merged_magnitudes((a, b)))
     return Value(common_dtype((a, b)), max(a.origin, b.origin))
