@@ -4,6 +4,7 @@ Where JAX has no such function, the counterpart is what users write instead. `DI
 has another dtype than in PyTorch, with the reason.
 """
 
+import pathlib
 from typing import NamedTuple
 
 import jax
@@ -386,3 +387,10 @@ def test_leaves_float16_inputs_to_the_function(name):
     fun, *inputs = COUNTERPARTS[name]
     half = [x.astype(F16) for x in inputs]
     assert jax.eval_shape(amp.autocast(fun), *half) == jax.eval_shape(fun, *half)
+
+
+def test_every_difference_is_on_the_docs_page():
+    page = (pathlib.Path(__file__).parent.parent / "docs/differences.md").read_text()
+    for name, (reason, expected) in DIFFERENCES.items():
+        assert f"`{name}`" in page
+        assert f"| {reason} | {' | '.join(map(str, expected))} |" in page
