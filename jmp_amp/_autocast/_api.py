@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 
 from jmp_amp._autocast import _compat
+from jmp_amp._autocast._decisions import dtype_of, shape_of
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
-from jmp_amp._autocast._interpreter import Options, Planner, Region, dtype_of, shape_of
+from jmp_amp._autocast._interpreter import Options, Planner, Region
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES

@@ -13,7 +13,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._interpreter import Plan, Planner, cast_results, dtype_of
+from jmp_amp._autocast._decisions import dtype_of
+from jmp_amp._autocast._interpreter import Plan, Planner, cast_results
 from jmp_amp._autocast._masks import chosen, merged
 from jmp_amp._autocast._values import Value
 

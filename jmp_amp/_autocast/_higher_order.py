@@ -11,7 +11,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
-from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Region, Step, cast_results, dtype_of, shape_of
+from jmp_amp._autocast._decisions import dtype_of, shape_of
+from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Region, Step, cast_results
 from jmp_amp._autocast._values import Origin, Value, join, origin_of_input
 
 Values = tuple[Value, ...]

@@ -1,15 +1,14 @@
 """Plans a jaxpr, then runs the plan: which dtype each op computes in is decided before anything is computed.
 
 `Planner.plan` walks a jaxpr with what is known of its inputs and decides a `Step` for each equation, by the class of
-its
-primitive (`_rules.py`). `Plan.run` evaluates the steps. Planning traces nothing, so the dtypes that a loop carries are
-found by planning its body until they no longer change, and a body that is called many times is planned once.
+its primitive (`_rules.py`, `_decisions.py`). `Plan.run` evaluates the steps. Planning traces nothing, so the dtypes
+that a loop carries are found by planning its body until they no longer change, and a body that is called many times is
+planned once.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,21 +18,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast import _weight_grad as weight_grad
+from jmp_amp._autocast._decisions import differs, dtype_of, operand_dtype, params_for, results
 from jmp_amp._autocast._masks import merged
 from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._regions import region_of
-from jmp_amp._autocast._rules import FOLDS, ORIGINAL, OpClass, Rule, Rules
-from jmp_amp._autocast._values import (
-    FLOAT32,
-    Origin,
-    Value,
-    common_dtype,
-    constant,
-    folded,
-    merged_magnitudes,
-    origin_of_input,
-    widest,
-)
+from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
+from jmp_amp._autocast._values import FLOAT32, Origin, Value, constant, widest
 
 
 class Step(NamedTuple):
@@ -124,8 +114,8 @@ class Plan:
 
         for step, dead in zip(self.steps, self._last_reads, strict=True):
             with _compat.context_of(step.eqn):
-                results = step.run(list(map(read, step.eqn.invars, step.casts)))
-            env.update(zip(step.eqn.outvars, results, strict=True))
+                outs = step.run(list(map(read, step.eqn.invars, step.casts)))
+            env.update(zip(step.eqn.outvars, outs, strict=True))
             for var in dead:
                 del env[var]
         return [read(atom) for atom in self.jaxpr.outvars]
@@ -248,10 +238,10 @@ class Planner:
                     only_full[atom] = only_full.get(atom, True) and f
 
         reads(jaxpr.outvars, wanted)
-        results = []
+        of_equations = []
         for eqn in reversed(jaxpr.eqns):
             outs = tuple(only_full.get(var, False) for var in eqn.outvars)
-            results.append(outs)
+            of_equations.append(outs)
             inner = self._enter(region, eqn)
             if rule := self._higher_order.get(eqn.primitive.name):
                 reads(eqn.invars, rule.reads_full(self, eqn, outs, inner))
@@ -260,7 +250,7 @@ class Planner:
                 full = simple.op_class is OpClass.FULL or (simple.fuses and all(outs)) or inner.low == FLOAT32
                 reads(eqn.invars, [full] * len(eqn.invars))
         inputs = tuple(only_full.get(var, False) for var in jaxpr.invars)
-        self._readers[key] = results[::-1], inputs
+        self._readers[key] = of_equations[::-1], inputs
         return self._readers[key]
 
     def saves(self, primitive: Primitive, *_: Any, **params: Any) -> bool:
@@ -288,15 +278,15 @@ class Planner:
         traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
         eligible = [value for value, is_float32 in zip(values, traced, strict=True) if is_float32]
         compared = [value.as_native() for value in eligible] if meets else eligible
-        dtype = _operand_dtype(rule, eqn, compared, wanted, low)
+        dtype = operand_dtype(rule, eqn, compared, wanted, low)
         casts = tuple(
             dtype if is_float32 and value.dtype != dtype else None
             for value, is_float32 in zip(values, traced, strict=True)
         )
         operands = tuple(dtype or value.dtype for value in eligible)
-        params = _params(rule, eqn, widest(operands)) if operands else {}
+        params = params_for(rule, eqn, widest(operands)) if operands else {}
         cast_dtypes = [c or value.dtype for value, c in zip(values, casts, strict=True)]
-        outs = _results(rule, eqn, values, cast_dtypes, low)
+        outs = results(rule, eqn, values, cast_dtypes, low)
         changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
         run = functools.partial(_bind, eqn, params)
         if rule.op_class is OpClass.LOWER and dtype == low and self.options.weight_grad_dtype == FLOAT32:
@@ -317,100 +307,6 @@ def cast_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
         ]
 
     return cast
-
-
-def differs(known: Iterable[tuple[Any, Value]]) -> bool:
-    """Whether a value will have another dtype than it was traced in."""
-    return any(value.dtype != dtype_of(atom) for atom, value in known)
-
-
-def dtype_of(atom: Any) -> Any:
-    """The dtype that a variable or literal was traced in; None for tokens and the like."""
-    return getattr(atom.aval, "dtype", None)
-
-
-def shape_of(atom: Any) -> tuple[int, ...] | None:
-    """The shape of a variable or literal; None for tokens and the like."""
-    return getattr(atom.aval, "shape", None)
-
-
-def _operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted: bool, low: np.dtype) -> Any:
-    """Returns the dtype that all eligible operands are cast to, None to take them as they come."""
-    op_class = rule.op_class
-    if op_class in (OpClass.FULL, OpClass.ORIGINAL) or (rule.fuses and wanted):
-        return FLOAT32
-    if op_class is OpClass.FOLLOW:
-        return None if not rule.stores else widest(value.as_native().dtype for value in eligible) if eligible else None
-    if op_class is OpClass.LOWER:
-        # Integers are left alone, and so is a product with an operand that the user cast.
-        dtypes = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)}
-        floating = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.floating)}
-        return low if floating == {FLOAT32} else FLOAT32
-    return common_dtype(eligible)
-
-
-def _params(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
-    """Returns the parameters that name float32 and must name the dtype of the operands."""
-    if dtype == FLOAT32:
-        return {}
-    params = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
-    jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
-    return params | {name: _compat.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
-
-
-def _results(
-    rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any], low: np.dtype
-) -> tuple[Value, ...]:
-    """Returns what is known of the results, from the dtypes that the operands are cast to."""
-    scalars = all(
-        value.origin is Origin.UNCOMMITTED and shape_of(atom) == ()
-        for value, atom in zip(values, eqn.invars, strict=True)
-    )
-    eligible = [dtype for dtype, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
-    pairwise = rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars)
-    outs = []
-    for i, var in enumerate(eqn.outvars):
-        dtype = dtype_of(var)
-        if dtype == FLOAT32 and rule.op_class is not OpClass.ORIGINAL and eligible:
-            dtype = operands[i] if pairwise and dtype_of(eqn.invars[i]) == FLOAT32 else widest(eligible)
-        origin, magnitudes = Origin.COMPUTED, None
-        if rule.moves:
-            origin = max((value.origin for value in values), default=Origin.UNCOMMITTED)
-            if origin is Origin.INPUT:
-                origin = origin_of_input(shape_of(var))
-            floating = [value for value, atom in zip(values, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
-            magnitudes = merged_magnitudes(floating)
-        elif scalars and shape_of(var) == ():
-            origin = Origin.UNCOMMITTED
-        native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
-        outs.append(Value(dtype, origin, magnitudes, native))
-    if scalars and shape_of(eqn.outvars[0]) == () and outs[0].dtype == FLOAT32:
-        outs[0] = _fold(eqn, values, outs[0])
-    return tuple(outs)
-
-
-def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
-    """Computes a constant scalar on the host, so that `-1e9` is known however it was written."""
-    fold = FOLDS.get(eqn.primitive.name)
-    known = [value.scalar for value in values]
-    if fold is None or None in known:
-        return out
-    with np.errstate(all="ignore"):
-        return folded(out, fold(eqn.params, *map(np.float32, known)))
-
-
-def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: np.dtype) -> Any:
-    """Returns the native dtype of a float32 result: that of the operands it has the elements of."""
-    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
-        return None
-    same_size = [
-        value.as_native().dtype
-        for value, atom in zip(values, eqn.invars, strict=True)
-        if value.origin is not Origin.UNCOMMITTED and dtype_of(atom) == FLOAT32 and shape_of(atom) == shape_of(var)
-    ]
-    if same_size:
-        return widest(same_size)
-    return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
 
 
 def _bind(eqn: JaxprEqn, params: Mapping[str, Any], args: Sequence[Any]) -> list[Any]:

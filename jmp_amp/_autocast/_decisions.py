@@ -1,0 +1,116 @@
+"""What is decided for one first-order op: the dtype of its operands, its parameters, what is known of its results."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._rules import FOLDS, OpClass, Rule
+from jmp_amp._autocast._values import (
+    FLOAT32,
+    Origin,
+    Value,
+    common_dtype,
+    folded,
+    merged_magnitudes,
+    origin_of_input,
+    widest,
+)
+
+
+def differs(known: Iterable[tuple[Any, Value]]) -> bool:
+    """Whether a value will have another dtype than it was traced in."""
+    return any(value.dtype != dtype_of(atom) for atom, value in known)
+
+
+def dtype_of(atom: Any) -> Any:
+    """The dtype that a variable or literal was traced in; None for tokens and the like."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def shape_of(atom: Any) -> tuple[int, ...] | None:
+    """The shape of a variable or literal; None for tokens and the like."""
+    return getattr(atom.aval, "shape", None)
+
+
+def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted: bool, low: np.dtype) -> Any:
+    """Returns the dtype that all eligible operands are cast to, None to take them as they come."""
+    op_class = rule.op_class
+    if op_class in (OpClass.FULL, OpClass.ORIGINAL) or (rule.fuses and wanted):
+        return FLOAT32
+    if op_class is OpClass.FOLLOW:
+        return None if not rule.stores else widest(value.as_native().dtype for value in eligible) if eligible else None
+    if op_class is OpClass.LOWER:
+        # Integers are left alone, and so is a product with an operand that the user cast.
+        dtypes = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)}
+        floating = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.floating)}
+        return low if floating == {FLOAT32} else FLOAT32
+    return common_dtype(eligible)
+
+
+def params_for(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameters that name float32 and must name the dtype of the operands."""
+    if dtype == FLOAT32:
+        return {}
+    params = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
+    jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
+    return params | {name: _compat.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
+
+
+def results(
+    rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any], low: np.dtype
+) -> tuple[Value, ...]:
+    """Returns what is known of the results, from the dtypes that the operands are cast to."""
+    scalars = all(
+        value.origin is Origin.UNCOMMITTED and shape_of(atom) == ()
+        for value, atom in zip(values, eqn.invars, strict=True)
+    )
+    eligible = [dtype for dtype, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
+    pairwise = rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars)
+    outs = []
+    for i, var in enumerate(eqn.outvars):
+        dtype = dtype_of(var)
+        if dtype == FLOAT32 and rule.op_class is not OpClass.ORIGINAL and eligible:
+            dtype = operands[i] if pairwise and dtype_of(eqn.invars[i]) == FLOAT32 else widest(eligible)
+        origin, magnitudes = Origin.COMPUTED, None
+        if rule.moves:
+            origin = max((value.origin for value in values), default=Origin.UNCOMMITTED)
+            if origin is Origin.INPUT:
+                origin = origin_of_input(shape_of(var))
+            floating = [value for value, atom in zip(values, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
+            magnitudes = merged_magnitudes(floating)
+        elif scalars and shape_of(var) == ():
+            origin = Origin.UNCOMMITTED
+        native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
+        outs.append(Value(dtype, origin, magnitudes, native))
+    if scalars and shape_of(eqn.outvars[0]) == () and outs[0].dtype == FLOAT32:
+        outs[0] = _fold(eqn, values, outs[0])
+    return tuple(outs)
+
+
+def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
+    """Computes a constant scalar on the host, so that `-1e9` is known however it was written."""
+    fold = FOLDS.get(eqn.primitive.name)
+    known = [value.scalar for value in values]
+    if fold is None or None in known:
+        return out
+    with np.errstate(all="ignore"):
+        return folded(out, fold(eqn.params, *map(np.float32, known)))
+
+
+def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: np.dtype) -> Any:
+    """Returns the native dtype of a float32 result: that of the operands it has the elements of."""
+    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
+        return None
+    same_size = [
+        value.as_native().dtype
+        for value, atom in zip(values, eqn.invars, strict=True)
+        if value.origin is not Origin.UNCOMMITTED and dtype_of(atom) == FLOAT32 and shape_of(atom) == shape_of(var)
+    ]
+    if same_size:
+        return widest(same_size)
+    return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
