@@ -87,7 +87,7 @@ def test_parse_dtype_rejects_values_that_are_no_dtype(value):
 def test_policy_normalises_every_dtype():
     policy = amp.Policy("f32", jnp.float16, np.dtype("bfloat16"))
     assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == (F32, F16, BF16)
-    assert all(isinstance(getattr(policy, f.name), np.dtype) for f in dataclasses.fields(policy))
+    assert all(isinstance(getattr(policy, f.name), np.dtype) for f in dataclasses.fields(policy)[:3])
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])

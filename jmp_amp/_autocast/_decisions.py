@@ -86,9 +86,8 @@ def results(
         elif scalars and shape_of(var) == ():
             origin = Origin.UNCOMMITTED
         native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
-        outs.append(Value(dtype, origin, magnitudes, native))
-    if scalars and shape_of(eqn.outvars[0]) == () and outs[0].dtype == FLOAT32:
-        outs[0] = _fold(eqn, values, outs[0])
+        out = Value(dtype, origin, magnitudes, native)
+        outs.append(_fold(eqn, values, out) if scalars and dtype == FLOAT32 and shape_of(var) == () else out)
     return tuple(outs)
 
 
