@@ -26,15 +26,15 @@ VARIANTS = {
 
 
 NOTES = """
-Bytes are what every kernel reads and writes, by one rule for all programs (`gpu_aot.cost`), so they are good for ratios.
-"By hand" is the usual way: products, activations and the residual stream in float16; norms, softmax and the loss in
-float32. The models are in `benchmarks/models.py`, each written once for both.
+Bytes are what every kernel reads and writes, by one rule for all programs (`gpu_aot.cost`): good for ratios. "By hand"
+is the usual way: products, activations and the residual stream in float16; norms, softmax and the loss in float32. The
+models are in `benchmarks/models.py`, each written once for both.
 
 Where autocast needs more than by hand:
 
 - LSTM: the float16 logits are kept for the label's logit beside the float32 ones that the loss reads, 17 MB.
-- `weight_grad_dtype="float32"` writes each weight gradient in float32. That is free where it is written once and read by
-  the optimizer; in the loop of an LSTM, which adds to it 512 times, and in the convolutions of a ResNet it is not.
+- `weight_grad_dtype="float32"` writes each weight gradient in float32. That is free where it is written once and read
+  by the optimizer; in the loop of an LSTM, which adds to it 512 times, and in the convolutions of a ResNet it is not.
 """
 
 

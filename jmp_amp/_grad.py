@@ -41,7 +41,7 @@ def value_and_grad(
         TypeError: the loss is not a floating scalar (when the returned function is called), or `loss_scale` is not a
           scalar number.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda w: jnp.square(w).astype(jnp.float16)
@@ -87,7 +87,7 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
     As `value_and_grad`, with its arguments, without the loss: the function returns `grads`, or `(grads, aux)` with
     `has_aux`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> print(amp.grad(jnp.square, loss_scale=8.0)(jnp.float32(3)))

@@ -24,7 +24,7 @@ def get_loss_scale(opt_state: Any) -> jax.Array:
     Raises:
         ValueError: `opt_state` holds none, or more than one; the message lists where.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> tx = amp.dynamic_loss_scale(optax.adam(1e-3))
@@ -52,7 +52,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array) -> Any:
         ValueError: the value is not positive, finite and a normal float32 (a traced one is the caller's care), or
           `opt_state` does not hold exactly one `LossScaleState`.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> state = amp.set_loss_scale(amp.LossScale().init(), 2.0**10)
         >>> print(amp.get_loss_scale(state))
@@ -80,7 +80,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Raises:
         ValueError: `opt_state` does not hold exactly one `LossScaleState`.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> amp.metrics(amp.LossScale().init())["loss_scale"].item()
         65536.0
@@ -103,7 +103,7 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
         TypeError: called inside `jit`, where nothing can be raised.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> rule = amp.LossScale(init_scale=1.0)
         >>> state = rule.update(rule.init(), False)

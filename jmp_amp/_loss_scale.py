@@ -65,7 +65,7 @@ class LossScale:
         TypeError: a value is not a number, or not an integer where steps are counted.
         ValueError: a value is out of its range; the message names it.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> rule = amp.LossScale(init_scale=4.0, growth_interval=2)
         >>> state = rule.init()

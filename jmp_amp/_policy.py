@@ -82,7 +82,7 @@ class Policy:
         ValueError: If a dtype is not floating or its name is unknown.
         TypeError: If a value is neither a dtype nor a string.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> policy = amp.Policy(param_dtype="float32", compute_dtype=jnp.float16, output_dtype="f32")
@@ -120,7 +120,7 @@ class Policy:
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `param_dtype`.
 
-        Example:
+        Examples:
             >>> import jax.numpy as jnp
             >>> import jmp_amp as amp
             >>> amp.get_policy("c=bf16").cast_to_param(jnp.ones(2, jnp.bfloat16)).dtype
@@ -131,7 +131,7 @@ class Policy:
     def cast_to_compute(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `compute_dtype`.
 
-        Example:
+        Examples:
             >>> import jax.numpy as jnp
             >>> import jmp_amp as amp
             >>> amp.get_policy("c=bf16").cast_to_compute(jnp.ones(2)).dtype
@@ -142,7 +142,7 @@ class Policy:
     def cast_to_output(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `output_dtype`.
 
-        Example:
+        Examples:
             >>> import jax.numpy as jnp
             >>> import jmp_amp as amp
             >>> amp.get_policy("mixed_float16").cast_to_output(jnp.ones(2, jnp.float16)).dtype
@@ -153,7 +153,7 @@ class Policy:
     def with_output_dtype(self, dtype: DTypeLike) -> Policy:
         """Returns the same policy with another `output_dtype`.
 
-        Example:
+        Examples:
             >>> import jmp_amp as amp
             >>> print(amp.get_policy("float16").with_output_dtype("f32"))
             params=float16,compute=float16,output=float32
@@ -163,7 +163,7 @@ class Policy:
     def with_rules(self, rules: Mapping[Any, Any]) -> Policy:
         """Returns the same policy with more overrides for `autocast`, which documents them.
 
-        Example:
+        Examples:
             >>> import jax
             >>> import jmp_amp as amp
             >>> policy = amp.get_policy("mixed_float16").with_rules({jax.lax.tanh_p: "full"})
@@ -212,7 +212,7 @@ def get_policy(name: str | Policy) -> Policy:
         ValueError: If a key, a dtype or a name is unknown, or a key is given twice.
         TypeError: If `name` is neither a string nor a policy.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> print(amp.get_policy("c=f16, o=f32"))
         params=float32,compute=float16,output=float32

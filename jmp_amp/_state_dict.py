@@ -25,7 +25,7 @@ def state_dict(state: Any, loss_scale: LossScale = LossScale()) -> dict[str, flo
         `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval`, `_growth_tracker` (ints); `{}` for
         `LossScale.none()`, as for a disabled `GradScaler`.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> rule = amp.LossScale.torch(init_scale=4.0)
         >>> amp.state_dict(rule.init(), rule)
@@ -55,7 +55,7 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
         ValueError: a key is unknown or missing, or a value is not finite, not positive or out of range.
         TypeError: `d` is not a dictionary, or a value is not a number.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> saved = dict(scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2, _growth_tracker=1)
         >>> rule, state = amp.load_state_dict(saved)

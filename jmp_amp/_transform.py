@@ -55,7 +55,7 @@ def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransf
         An optax transformation; `update` takes gradients in any floating dtype and returns float32 (float64 and complex
         leaves keep their dtype, others pass through).
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> tx = optax.chain(amp.unscale_and_check(), optax.sgd(0.5))
@@ -130,7 +130,7 @@ def dynamic_loss_scale(
         TypeError: `inner` or `loss_scale` is something else.
         ValueError: `skip` is neither of the two.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> tx = amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.adam(1e-3)))

@@ -47,7 +47,7 @@ def half_dtype() -> np.dtype:
         bfloat16 on a TPU, whose matrix units have no float16, and float16 elsewhere. Asking starts the
         backend.
 
-    Example:
+    Examples:
         >>> import jmp_amp as amp
         >>> amp.half_dtype()  # on a CPU or a GPU
         dtype('float16')
@@ -67,7 +67,7 @@ def cast_to_half(tree: T) -> T:
     Returns:
         A tree of the same structure and shapes.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> half = amp.cast_to_half({"w": jnp.ones(3), "step": jnp.zeros((), jnp.int32)})
@@ -89,7 +89,7 @@ def cast_to_full(tree: T) -> T:
     Returns:
         A tree of the same structure and shapes.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> amp.cast_to_full({"w": jnp.ones(3, jnp.bfloat16)})["w"].dtype
@@ -113,7 +113,7 @@ def all_finite(tree: Any) -> jax.Array:
         `bool[]`, which is True for an empty tree. Over sharded arrays it is global under `jit`, and local
         to the device inside `shard_map`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> grads = {"w": jnp.ones((2, 2), jnp.float16), "b": jnp.zeros(2)}
@@ -161,7 +161,7 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
             arrays and differ. The message names the leaf by its path.
         ValueError: If the structures differ.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> old, new = {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}

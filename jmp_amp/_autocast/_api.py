@@ -70,7 +70,7 @@ def autocast(
         ValueError: `dtype` is not one of the three, or a rule's value is no class or dtype. A pattern that matches
           nothing warns, with the scopes that there are.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> @amp.autocast

@@ -37,7 +37,7 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager:
     Raises:
         ValueError: another dtype.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> @amp.autocast
@@ -57,7 +57,7 @@ def full_precision(fun: F | None = None) -> Any:
     `custom_fwd(cast_inputs=torch.float32)` and `custom_bwd` are together in torch: what enters is cast back, and the
     backward pass runs in the same dtypes.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> @amp.autocast

@@ -20,7 +20,7 @@ def check_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
         `finite`, bool[], true for an empty tree, and the sum of squares, float32[], accumulated in float32 (in
         float64 over float64 leaves, then rounded).
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from pallas_kernels import check_finite
         >>> finite, sum_of_squares = check_finite({"w": jnp.array([3.0, 4.0]), "b": jnp.float16(0)})
