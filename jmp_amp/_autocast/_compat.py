@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax._src import core, source_info_util
+from jax._src.interpreters import ad
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -36,11 +37,20 @@ def context_of(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
+def differentiates() -> bool:
+    """Whether what is bound now is differentiated op by op."""
+    return isinstance(core.trace_ctx.trace, ad.JVPTrace | ad.LinearizeTrace)
+
+
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     """Applies the primitive of `eqn` to `args`, with some parameters replaced."""
-    bind_params = eqn.primitive.get_bind_params(eqn.params | params)
-    out = eqn.primitive.bind(*args, **bind_params)
-    return list(out) if eqn.primitive.multiple_results else [out]
+    return apply(eqn.primitive, eqn.params | params, args)
+
+
+def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """Applies a primitive, given the parameters of an equation."""
+    out = primitive.bind(*args, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
 
 
 def trace(fun: Callable, args: Sequence[Any]) -> Any:

@@ -61,6 +61,12 @@ def params_for(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
     return params | {name: _compat.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
 
 
+def broadcast_shape(rule: Rule, eqn: JaxprEqn) -> tuple[int, ...] | None:
+    """Returns the shape that an elementwise op broadcasts its operands to, None for other ops."""
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else None
+    return shape if rule.fuses and rule.op_class is OpClass.PROMOTE else None
+
+
 def results(
     rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any], low: np.dtype
 ) -> tuple[Value, ...]:

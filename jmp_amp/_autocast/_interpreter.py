@@ -17,9 +17,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast import _weight_grad as weight_grad
-from jmp_amp._autocast._decisions import differs, dtype_of, operand_dtype, params_for, results
-from jmp_amp._autocast._masks import merged
+from jmp_amp._autocast._decisions import broadcast_shape, differs, dtype_of, operand_dtype, params_for, results
+from jmp_amp._autocast._ops import Block, Op, cast, grouped
 from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
@@ -99,37 +98,47 @@ class Plan:
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         env |= dict(zip(self.jaxpr.invars, args, strict=True))
         shared: dict[tuple[Var, Any], Any] = {}
+        blocks, convert = self._single, lax.convert_element_type
+        if _compat.differentiates():
+            blocks, convert = self._grouped, cast
 
         def read(atom: Any, dtype: Any = None) -> Any:
             if isinstance(atom, Literal):
                 return atom.val if dtype is None else np.asarray(atom.val).astype(dtype)
             if dtype is None or dtype == self.values[atom].dtype:
                 return env[atom]
-            if self.values[atom].origin is not Origin.COMPUTED:
-                # One cast a use, so that the cotangents of a reused weight are summed in its own dtype.
-                return lax.convert_element_type(env[atom], dtype)
             if (atom, dtype) not in shared:
-                shared[atom, dtype] = lax.convert_element_type(env[atom], dtype)
+                shared[atom, dtype] = convert(env[atom], dtype)
             return shared[atom, dtype]
 
-        for step, dead in zip(self.steps, self._last_reads, strict=True):
-            with _compat.context_of(step.eqn):
-                outs = step.run(list(map(read, step.eqn.invars, step.casts)))
-            env.update(zip(step.eqn.outvars, outs, strict=True))
+        for block, dead in blocks:
+            with _compat.context_of(block.eqn):
+                outs = block.run(list(map(read, block.invars, block.casts)))
+            env.update(zip(block.outvars, outs, strict=True))
             for var in dead:
                 del env[var]
         return [read(atom) for atom in self.jaxpr.outvars]
 
     @functools.cached_property
-    def _last_reads(self) -> list[list[Var]]:
-        """The variables that can be freed after each step, which matters outside `jit`."""
+    def _single(self) -> list[tuple[Block, list[Var]]]:
+        return self._with_last_reads(
+            [Block(step.eqn, step.eqn.invars, step.casts, step.eqn.outvars, step.run) for step in self.steps]
+        )
+
+    @functools.cached_property
+    def _grouped(self) -> list[tuple[Block, list[Var]]]:
+        results = {atom for atom in self.jaxpr.outvars if isinstance(atom, Var)}
+        return self._with_last_reads(grouped([block for block, _ in self._single], results))
+
+    def _with_last_reads(self, blocks: Sequence[Block]) -> list[tuple[Block, list[Var]]]:
+        """Adds the variables that can be freed after each block, which matters outside `jit`."""
         seen = {atom for atom in self.jaxpr.outvars if isinstance(atom, Var)}
-        dead = []
-        for eqn in reversed(self.jaxpr.eqns):
-            atoms = {a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)}
-            dead.append(list(atoms - seen))
+        pairs = []
+        for block in reversed(blocks):
+            atoms = {atom for atom in (*block.invars, *block.outvars) if isinstance(atom, Var)}
+            pairs.append((block, list(atoms - seen)))
             seen |= atoms
-        return dead[::-1]
+        return pairs[::-1]
 
     @functools.cached_property
     def _traced(self) -> dict[Any, Any]:
@@ -288,13 +297,22 @@ class Planner:
         cast_dtypes = [c or value.dtype for value, c in zip(values, casts, strict=True)]
         outs = results(rule, eqn, values, cast_dtypes, low)
         changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
-        run = functools.partial(_bind, eqn, params)
-        if rule.op_class is OpClass.LOWER and dtype == low and self.options.weight_grad_dtype == FLOAT32:
-            weights = [c is not None and v.origin is not Origin.COMPUTED for c, v in zip(casts, values, strict=True)]
-            if any(weights):
-                run = functools.partial(weight_grad.product, eqn, params, weights, low)
-                casts = tuple(merged(weights, [None] * sum(weights), casts))
-        return Step(eqn, casts, outs, run, changed)
+        is_product = rule.op_class is OpClass.LOWER and dtype == low
+        # Each use of an input casts it for itself, so that the cotangents of a reused weight are summed in its own dtype.
+        inputs = [
+            isinstance(atom, Var) and value.origin is not Origin.COMPUTED
+            for atom, value in zip(eqn.invars, values, strict=True)
+        ]
+        each = [cast if is_input else None for is_input, cast in zip(inputs, casts, strict=True)]
+        op = Op(
+            eqn.primitive,
+            tuple((eqn.params | params).items()),
+            tuple(each),
+            broadcast_shape(rule, eqn),
+            is_product and any(each) and self.options.weight_grad_dtype == FLOAT32,
+        )
+        shared = tuple(None if is_input else cast for is_input, cast in zip(inputs, casts, strict=True))
+        return Step(eqn, shared, outs, op, changed)
 
 
 def cast_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:
@@ -308,6 +326,3 @@ def cast_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
 
     return cast
 
-
-def _bind(eqn: JaxprEqn, params: Mapping[str, Any], args: Sequence[Any]) -> list[Any]:
-    return _compat.bind(eqn, args, **params)

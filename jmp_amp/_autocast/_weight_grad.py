@@ -4,40 +4,36 @@ The transpose of a float16 product writes float16, which is then cast to the flo
 65504 is `inf` by then, and a small one is rounded. Here the product of the gradient itself is asked for float32.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 
 from jmp_amp._autocast import _compat
 
 _RESULT_DTYPE = "preferred_element_type"
 
 
-def product(
-    eqn: JaxprEqn, params: Mapping[str, Any], weights: Sequence[bool], low: np.dtype, args: Sequence[Any]
-) -> list[Any]:
+def product(apply: Callable[[Sequence[Any]], list[Any]], casts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates a product on low-precision operands and float32 weights.
 
     Args:
-        eqn: the product.
-        params: replacements for its parameters.
-        weights: which operands are weights; they are cast to `low` here.
-        low: the compute dtype.
+        apply: the product of low-precision operands.
+        casts: the dtype that each weight is cast to; None marks the other operands.
         args: the operands.
     """
 
     def lowered(args: Sequence[Any]) -> list[Any]:
         return [
-            lax.convert_element_type(x, low) if is_weight else x for x, is_weight in zip(args, weights, strict=True)
+            x if dtype is None else lax.convert_element_type(x, dtype) for x, dtype in zip(args, casts, strict=True)
         ]
 
     @jax.custom_vjp
     def call(*args: Any) -> Any:
-        return _compat.bind(eqn, lowered(args), **params)[0]
+        return apply(lowered(args))[0]
 
     def forward(*args: Any) -> tuple[Any, Any]:
         return call(*args), args
@@ -49,10 +45,8 @@ def product(
             """Returns the gradient of one operand; a product is linear in each."""
             if not jax.numpy.issubdtype(operands[i].dtype, np.inexact):
                 return None
-            transpose = jax.linear_transpose(
-                lambda x: _compat.bind(eqn, [*operands[:i], x, *operands[i + 1 :]], **params)[0], operands[i]
-            )
-            return _in_float32(transpose, cotangent) if weights[i] else transpose(cotangent)[0]
+            transpose = jax.linear_transpose(lambda x: apply([*operands[:i], x, *operands[i + 1 :]])[0], operands[i])
+            return transpose(cotangent)[0] if casts[i] is None else _in_float32(transpose, cotangent)
 
         return tuple(map(gradient, range(len(args))))
 

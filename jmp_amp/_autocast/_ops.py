@@ -1,0 +1,160 @@
+"""First-order ops as values, with the casts of their operands: equal ones are traced and differentiated once.
+
+JAX remembers how it differentiated a `jit`, but differentiates a bare primitive anew each time that it meets it. So,
+under differentiation, the ops that came from one call in the user's code are bound as one `jit`, which JAX inlines: a
+model of equal layers then costs little more than one layer, and each op keeps its source line and its scope.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast import _weight_grad as weight_grad
+
+
+class Op(NamedTuple):
+    """A primitive, and the casts of the operands that each use casts for itself.
+
+    Attributes:
+        primitive: what is applied.
+        params: its parameters, by name.
+        casts: the dtype that each operand is cast to; None leaves it.
+        shape: what operands are broadcast to before they are cast, so that their cotangents are summed in the dtype
+          that they came in; None where they have the shape that they are read in.
+        full_grad: whether the gradients of the operands that are cast leave the matrix unit in float32.
+    """
+
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
+    casts: tuple[Any, ...]
+    shape: tuple[int, ...] | None = None
+    full_grad: bool = False
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Applies the primitive to the cast operands."""
+        apply = functools.partial(_compat.apply, self.primitive, dict(self.params))
+        if self.full_grad:
+            return weight_grad.product(apply, self.casts, args)
+        return apply([x if dtype is None else self._cast(x, dtype) for x, dtype in zip(args, self.casts, strict=True)])
+
+    def _cast(self, x: Any, dtype: Any) -> Any:
+        if self.shape is not None and np.shape(x) != self.shape:
+            x = lax.broadcast_in_dim(x, self.shape, range(np.ndim(x)))
+        return lax.convert_element_type(x, dtype)
+
+
+class Block(NamedTuple):
+    """What is evaluated at once.
+
+    Attributes:
+        eqn: where it came from.
+        invars: the variables and literals that it reads.
+        casts: the dtype that each is cast to, once for all blocks that want it; None leaves it.
+        outvars: the variables that it defines.
+        run: from the operands to the results.
+    """
+
+    eqn: JaxprEqn
+    invars: Sequence[Any]
+    casts: Sequence[Any]
+    outvars: Sequence[Var]
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+def grouped(blocks: Sequence[Block], results: Collection[Any]) -> list[Block]:
+    """Joins the blocks of ops that came from one call in the user's code; `results` are read by the caller."""
+    groups: list[list[Block]] = []
+    for block in blocks:
+        if groups and _is_op(block) and _is_op(groups[-1][-1]) and _origin(block) == _origin(groups[-1][-1]):
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    read_later, joined = set(results), []
+    for group in reversed(groups):
+        joined.append(_join(group, read_later) if _is_op(group[0]) else group[0])
+        read_later.update(atom for block in group for atom in block.invars if isinstance(atom, Var))
+    return joined[::-1]
+
+
+def _is_op(block: Block) -> bool:
+    try:
+        return isinstance(block.run, Op) and not block.eqn.effects and hash(block.run) is not None
+    except TypeError:  # a parameter that cannot be hashed
+        return False
+
+
+def _origin(block: Block) -> tuple[Any, ...]:
+    source = block.eqn.source_info
+    return source.traceback, source.name_stack, block.eqn.ctx
+
+
+class _Cast(NamedTuple):
+    """A cast that several ops share."""
+
+    dtype: Any
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        return [lax.convert_element_type(args[0], self.dtype)]
+
+
+class _Group(NamedTuple):
+    """Ops one after the other, as a value: what each reads are places among the inputs and then all results so far."""
+
+    ops: tuple[Op | _Cast, ...]
+    reads: tuple[tuple[int, ...], ...]
+    results: tuple[int, ...]
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(group: _Group, *args: Any) -> list[Any]:
+    values = list(args)
+    for op, places in zip(group.ops, group.reads, strict=True):
+        values += op([values[place] for place in places])
+    return [values[place] for place in group.results]
+
+
+def _join(blocks: Sequence[Block], read_later: Collection[Var]) -> Block:
+    defined = {var for block in blocks for var in block.outvars}
+    inputs = {
+        (_key(atom), cast): atom
+        for block in blocks
+        for atom, cast in zip(block.invars, block.casts, strict=True)
+        if _key(atom) not in defined
+    }
+    places = {read: i for i, read in enumerate(inputs)}
+    ops: list[Any] = []
+    reads: list[tuple[int, ...]] = []
+
+    def add(op: Any, operands: tuple[int, ...], results: Sequence[Var], cast: Any = None) -> None:
+        ops.append(op)
+        reads.append(operands)
+        places.update({(_key(var), cast): len(places) + i for i, var in enumerate(results)})
+
+    def place(atom: Any, cast: Any) -> int:
+        if (_key(atom), cast) not in places:  # defined here, and cast here
+            add(_Cast(cast), (places[_key(atom), None],), [atom], cast)
+        return places[_key(atom), cast]
+
+    for block in blocks:
+        add(block.run, tuple(map(place, block.invars, block.casts)), block.outvars)
+    outvars = [var for block in blocks for var in block.outvars if var in read_later]
+    group = _Group(tuple(ops), tuple(reads), tuple(places[_key(var), None] for var in outvars))
+    casts = [cast for _, cast in inputs]
+    return Block(blocks[0].eqn, [*inputs.values()], casts, outvars, lambda args: _run(group, *args))
+
+
+def _key(atom: Any) -> Any:
+    """Literals cannot be hashed."""
+    return id(atom) if isinstance(atom, Literal) else atom
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def cast(x: Any, dtype: Any) -> Any:
+    """Casts; differentiated once for all casts of the same types."""
+    return lax.convert_element_type(x, dtype)
