@@ -13,8 +13,10 @@ from jax import lax
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._decisions import dtype_of, shape_of
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
-from jmp_amp._autocast._interpreter import Options, Planner, Region
+from jmp_amp._autocast._interpreter import Region
+from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._overrides import parse_rules
+from jmp_amp._autocast._planner import Options, Planner
 from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import FLOAT32, Value, origin_of_input
@@ -44,7 +46,8 @@ def autocast(
 
     Args:
         fun: any function of pytrees that JAX can trace. Arrays among the arguments are traced, everything else (Python
-          numbers, strings, None, static fields) is passed through as it is. Used as a decorator, it may be left out.
+          numbers, strings, None, static fields) is passed through as it is. Flax NNX modules, among the arguments or
+          as `fun`, are updated in place as they are without autocast. Used as a decorator, it may be left out.
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
         policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
           are cast to its `output_dtype`. Parameters are taken as they come.
@@ -107,6 +110,10 @@ def autocast(
     if not enabled or (low == FLOAT32 and policy is None and not rules):
         return fun
 
+    return with_modules(fun, functools.partial(_autocasted, policy=policy, low=low, options=options))
+
+
+def _autocasted(fun: Callable, policy: Policy | None, low: np.dtype, options: Options) -> Callable:
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         arrays, rebuild = _split((args, kwargs))
@@ -123,8 +130,8 @@ def autocast(
         values = tuple(Value(dtype_of(var), origin_of_input(shape_of(var))) for var in jaxpr.invars)
         planner = Planner(RULES, HIGHER_ORDER, options)
         plan = planner.plan(closed, values, (False,) * len(jaxpr.outvars), Region(low))
-        for pattern in overrides.scopes.keys() - planner.matched:
-            warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=2)
+        for pattern in options.overrides.scopes.keys() - planner.matched:
+            warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=3)
         results = plan.run(*arrays)
         out = rebuild_out(
             [

@@ -14,8 +14,9 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._decisions import dtype_of
-from jmp_amp._autocast._interpreter import Plan, Planner, cast_results
+from jmp_amp._autocast._interpreter import Plan, cast_results
 from jmp_amp._autocast._masks import chosen, merged
+from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Value
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]

@@ -37,19 +37,37 @@ def shape_of(atom: Any) -> tuple[int, ...] | None:
     return getattr(atom.aval, "shape", None)
 
 
-def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], wanted: bool, low: np.dtype) -> Any:
+def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], full: bool, low: np.dtype) -> Any:
     """Returns the dtype that all eligible operands are cast to, None to take them as they come."""
     op_class = rule.op_class
-    if op_class in (OpClass.FULL, OpClass.ORIGINAL) or (rule.fuses and wanted):
+    if full or op_class in (OpClass.FULL, OpClass.ORIGINAL):
         return FLOAT32
     if op_class is OpClass.FOLLOW:
         return None if not rule.stores else widest(value.as_native().dtype for value in eligible) if eligible else None
+    if op_class is OpClass.LOWER and any(value.exact for value in eligible):
+        return FLOAT32
     if op_class is OpClass.LOWER:
         # Integers are left alone, and so is a product with an operand that the user cast.
         dtypes = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)}
         floating = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.floating)}
         return low if floating == {FLOAT32} else FLOAT32
     return common_dtype(eligible)
+
+
+def without_biases(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+    """Marks the biases of products as uncommitted: inputs with no dimensions but those that the weight has alone.
+
+    A bias of one dimension is uncommitted anyway; this is for layers with several, such as the heads of an attention.
+    """
+    features = max((value.features for value in values), default=0)
+    if rule.op_class is not OpClass.PROMOTE or not features:
+        return values
+    return [
+        value._replace(origin=Origin.UNCOMMITTED)
+        if value.origin is Origin.INPUT and all(n == 1 for n in shape_of(atom)[:-features])
+        else value
+        for atom, value in zip(eqn.invars, values, strict=True)
+    ]
 
 
 def params_for(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
@@ -92,7 +110,9 @@ def results(
         elif scalars and shape_of(var) == ():
             origin = Origin.UNCOMMITTED
         native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
-        out = Value(dtype, origin, magnitudes, native)
+        exact = dtype == FLOAT32 and any(n != 1 for n in shape_of(var) or ()) and _is_exact(rule, values, low)
+        features = rule.features if rule.features and values[1].origin is Origin.INPUT else 0
+        out = Value(dtype, origin, magnitudes, native, exact=exact, features=features)
         outs.append(_fold(eqn, values, out) if scalars and dtype == FLOAT32 and shape_of(var) == () else out)
     return tuple(outs)
 
@@ -119,3 +139,10 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
     if same_size:
         return widest(same_size)
     return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
+
+
+def _is_exact(rule: Rule, values: Sequence[Value], low: np.dtype) -> bool:
+    """Whether a float32 result must not be rounded, because its operands must not, or by what the op makes of them."""
+    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
+        return rule.logarithm
+    return any(value.exceeds(low) or value.exact for value in values)

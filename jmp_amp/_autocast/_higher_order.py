@@ -12,130 +12,128 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._decisions import dtype_of, shape_of
-from jmp_amp._autocast._interpreter import HigherOrder, Plan, Planner, Region, Step, cast_results
-from jmp_amp._autocast._values import Origin, Value, join, origin_of_input
+from jmp_amp._autocast._interpreter import Plan, Region, Step, cast_results
+from jmp_amp._autocast._planner import HigherOrder, Planner
+from jmp_amp._autocast._values import FLOAT32, Origin, Value, join, origin_of_input
 
 Values = tuple[Value, ...]
 Flags = tuple[bool, ...]
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class _Call:
-    """A call of one jaxpr: `rebuild` makes the same call of the planned jaxpr."""
+def _call(
+    rebuild: Callable[[Planner, JaxprEqn, Plan], Run], param: str = "jaxpr", *, keeps_inputs: bool = False
+) -> HigherOrder:
+    """A call of one jaxpr: `rebuild` makes the same call of the planned jaxpr.
 
-    def __init__(self, rebuild: Callable[[Planner, JaxprEqn, Plan], Run], param: str = "jaxpr") -> None:
-        self._rebuild = rebuild
-        self._param = param
+    What the body reads in float32 only is cast in front of the call, where other readers can share it; not if the call
+    keeps its inputs for the backward pass, which would then be float32.
+    """
 
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
-        return planner.reads_full(eqn.params[self._param], wanted, region)
-
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
-        plan = planner.plan(eqn.params[self._param], values, wanted, region)
-        run = self._rebuild(planner, eqn, plan) if plan.changed else _as_traced(eqn)
-        return Step(eqn, (None,) * len(values), plan.outs, run, plan.changed)
-
-
-class _Branches:
-    """`cond` and `switch`: each result has the widest dtype over the branches."""
-
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
-        return (False,) * len(eqn.invars)
-
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
-        # What leaves a branch is stored, so float32 would cost memory there, whoever reads it.
-        stored = (False,) * len(wanted)
-        plans = [planner.plan(branch, values[1:], stored, region) for branch in eqn.params["branches"]]
-        outs = tuple(
-            functools.reduce(join, of_branches) for of_branches in zip(*(plan.outs for plan in plans), strict=True)
+    def decide(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
+        plan = planner.plan(eqn.params[param], values, wanted, region)
+        reads_full = (False,) * len(values) if keeps_inputs else plan.reads_full
+        full = tuple(
+            value.in_full() if is_full and dtype_of(atom) == FLOAT32 else value
+            for value, is_full, atom in zip(values, reads_full, eqn.invars, strict=True)
         )
-        changed = any(plan.changed for plan in plans)
+        plan = planner.plan(eqn.params[param], full, wanted, region)
+        run = rebuild(planner, eqn, plan) if plan.changed else _as_traced(eqn)
+        return Step(eqn, _casts(values, full), plan.outs, run, plan.changed, reads_full)
 
-        def run(args: Sequence[Any]) -> Sequence[Any]:
-            index, *operands = args
-            return lax.switch(index, [cast_results(plan.run, outs) for plan in plans], *operands)
-
-        return Step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed)
+    return decide
 
 
-class _Scan:
+def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
+    """`cond` and `switch`: each result has the widest dtype over the branches."""
+    # What leaves a branch is stored, so float32 would cost memory there, whoever reads it.
+    stored = (False,) * len(wanted)
+    plans = [planner.plan(branch, values[1:], stored, region) for branch in eqn.params["branches"]]
+    outs = tuple(
+        functools.reduce(join, of_branches) for of_branches in zip(*(plan.outs for plan in plans), strict=True)
+    )
+    changed = any(plan.changed for plan in plans)
+
+    def run(args: Sequence[Any]) -> Sequence[Any]:
+        index, *operands = args
+        return lax.switch(index, [cast_results(plan.run, outs) for plan in plans], *operands)
+
+    return _stored_step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed)
+
+
+def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
     """`scan`: each carry has the dtype that the body, once it gets it, returns again."""
+    n_consts, n_carry = _compat.scan_sizes(eqn)
+    body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
+    invars = _compat.open_jaxpr(body)[0].invars
+    consts = values[:n_consts]
+    xs = tuple(_sliced(value, shape_of(var)) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
 
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
-        return (False,) * len(eqn.invars)
+    def plan_body(carry: Values) -> Plan:
+        return planner.plan(body, (*consts, *carry, *xs), (False,) * len(wanted), region)
 
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
-        n_consts, n_carry = _compat.scan_sizes(eqn)
-        body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
-        invars = _compat.open_jaxpr(body)[0].invars
-        consts = values[:n_consts]
-        xs = tuple(_sliced(value, shape_of(var)) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
+    carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed])
+    outs = carry + tuple(Value(out.dtype, exact=out.exact) for out in plan.outs[n_carry:])
 
-        def plan_body(carry: Values) -> Plan:
-            return planner.plan(body, (*consts, *carry, *xs), (False,) * len(wanted), region)
+    def run(args: Sequence[Any]) -> Sequence[Any]:
+        consts, init, xs = args[:n_consts], args[n_consts:n_fixed], args[n_fixed:]
+        step = cast_results(plan.run, outs)
 
-        carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed])
-        outs = carry + tuple(Value(out.dtype) for out in plan.outs[n_carry:])
+        def call(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = step(*consts, *carry, *x)
+            return results[:n_carry], results[n_carry:]
 
-        def run(args: Sequence[Any]) -> Sequence[Any]:
-            consts, init, xs = args[:n_consts], args[n_consts:n_fixed], args[n_fixed:]
-            step = cast_results(plan.run, outs)
+        if planner.options.save == "matmuls" and not plan.jaxpr.effects:
+            call = jax.checkpoint(call, policy=planner.saves, prevent_cse=False)
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carried, ys = lax.scan(call, list(init), list(xs), **options)
+        return [*carried, *ys]
 
-            def call(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-                results = step(*consts, *carry, *x)
-                return results[:n_carry], results[n_carry:]
-
-            if planner.options.save == "matmuls" and not plan.jaxpr.effects:
-                call = jax.checkpoint(call, policy=planner.saves, prevent_cse=False)
-            options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-            carried, ys = lax.scan(call, list(init), list(xs), **options)
-            return [*carried, *ys]
-
-        casts = _casts(values, (*consts, *carry, *values[n_fixed:]))
-        return Step(eqn, casts, outs, run if plan.changed else _as_traced(eqn), plan.changed)
+    casts = _casts(values, (*consts, *carry, *values[n_fixed:]))
+    return _stored_step(eqn, casts, outs, run if plan.changed else _as_traced(eqn), plan.changed)
 
 
-class _While:
+def _while(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
     """`while_loop` and `fori_loop`: carries as in `scan`."""
+    n_cond = eqn.params["cond_nconsts"]
+    n_consts = n_cond + eqn.params["body_nconsts"]
+    body_consts = values[n_cond:n_consts]
 
-    def reads_full(self, planner: Planner, eqn: JaxprEqn, wanted: Flags, region: Region) -> Flags:
-        return (False,) * len(eqn.invars)
+    def plan_body(carry: Values) -> Plan:
+        return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), (False,) * len(wanted), region)
 
-    def step(self, planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
-        n_cond = eqn.params["cond_nconsts"]
-        n_consts = n_cond + eqn.params["body_nconsts"]
-        body_consts = values[n_cond:n_consts]
+    # What decides when the loop ends is not rounded: it might never end.
+    exact = _decide(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], n_cond, n_consts - n_cond)
+    carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:], exact)
+    cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (False,), region)
+    changed = body.changed or cond.changed
 
-        def plan_body(carry: Values) -> Plan:
-            return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), (False,) * len(wanted), region)
+    def run(args: Sequence[Any]) -> Sequence[Any]:
+        cond_consts, body_consts, init = args[:n_cond], args[n_cond:n_consts], args[n_consts:]
+        step = cast_results(body.run, carry)
 
-        # What decides when the loop ends is not rounded: it might never end.
-        exact = _decide(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], n_cond, n_consts - n_cond)
-        carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:], exact)
-        cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (False,), region)
-        changed = body.changed or cond.changed
+        def goes_on(carry: Sequence[Any]) -> Any:
+            return cond.run(*cond_consts, *carry)[0]
 
-        def run(args: Sequence[Any]) -> Sequence[Any]:
-            cond_consts, body_consts, init = args[:n_cond], args[n_cond:n_consts], args[n_consts:]
-            step = cast_results(body.run, carry)
+        def each_that_goes_on(carry: Sequence[Any]) -> list[Any]:
+            """Under `vmap` each element has a predicate; those that are done stay as they are."""
+            go, new = goes_on(carry), step(*body_consts, *carry)
+            return [
+                lax.select(lax.broadcast_in_dim(go, jnp.shape(x), range(go.ndim)), x, old)
+                for x, old in zip(new, carry, strict=True)
+            ]
 
-            def goes_on(carry: Sequence[Any]) -> Any:
-                return cond.run(*cond_consts, *carry)[0]
+        if shape_of(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0]) == ():
+            return lax.while_loop(goes_on, lambda carry: step(*body_consts, *carry), list(init))
+        return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), each_that_goes_on, list(init))
 
-            def each_that_goes_on(carry: Sequence[Any]) -> list[Any]:
-                """Under `vmap` each element has a predicate; those that are done stay as they are."""
-                go, new = goes_on(carry), step(*body_consts, *carry)
-                return [
-                    lax.select(lax.broadcast_in_dim(go, jnp.shape(x), range(go.ndim)), x, old)
-                    for x, old in zip(new, carry, strict=True)
-                ]
+    casts = _casts(values, (*values[:n_consts], *carry))
+    return _stored_step(eqn, casts, carry, run if changed else _as_traced(eqn), changed)
 
-            if shape_of(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0]) == ():
-                return lax.while_loop(goes_on, lambda carry: step(*body_consts, *carry), list(init))
-            return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), each_that_goes_on, list(init))
 
-        casts = _casts(values, (*values[:n_consts], *carry))
-        return Step(eqn, casts, carry, run if changed else _as_traced(eqn), changed)
+def _stored_step(eqn: JaxprEqn, casts: tuple[Any, ...], outs: Values, run: Run, changed: bool) -> Step:
+    """What enters a loop or a branch is stored, so float32 would cost memory there, whoever reads it."""
+    return Step(eqn, casts, outs, run, changed, (False,) * len(casts))
 
 
 def _fixpoint(
@@ -156,7 +154,7 @@ def _fixpoint(
         )
 
     carry = kept(
-        Value(value.dtype) if value.magnitudes is None and shape_of(atom) else value
+        Value(value.dtype, exact=value.exact) if value.magnitudes is None and shape_of(atom) else value
         for value, atom in zip(init, atoms, strict=True)
     )
     while True:
@@ -226,15 +224,15 @@ def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
 
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
-    "jit": _Call(_jit),
-    "call": _Call(_inline, "call_jaxpr"),
-    "closed_call": _Call(_inline, "call_jaxpr"),
-    "eval_jaxpr": _Call(_inline, "call_jaxpr"),  # the name of both from JAX 0.12 on
-    "remat2": _Call(_remat),
-    "custom_jvp_call": _Call(custom_jvp, "call_jaxpr"),
-    "custom_vjp_call": _Call(custom_vjp, "call_jaxpr"),
-    "shard_map": _Call(_shard_map),
-    "cond": _Branches(),
-    "scan": _Scan(),
-    "while": _While(),
+    "jit": _call(_jit),
+    "call": _call(_inline, "call_jaxpr"),
+    "closed_call": _call(_inline, "call_jaxpr"),
+    "eval_jaxpr": _call(_inline, "call_jaxpr"),  # the name of both from JAX 0.12 on
+    "remat2": _call(_remat, keeps_inputs=True),
+    "custom_jvp_call": _call(custom_jvp, "call_jaxpr"),
+    "custom_vjp_call": _call(custom_vjp, "call_jaxpr", keeps_inputs=True),
+    "shard_map": _call(_shard_map, keeps_inputs=True),
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
 }

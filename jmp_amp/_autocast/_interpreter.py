@@ -1,28 +1,24 @@
-"""Plans a jaxpr, then runs the plan: which dtype each op computes in is decided before anything is computed.
+"""Runs a plan: a jaxpr with the dtype that each op computes in, decided before anything is computed.
 
-`Planner.plan` walks a jaxpr with what is known of its inputs and decides a `Step` for each equation, by the class of
-its primitive (`_rules.py`, `_decisions.py`). `Plan.run` evaluates the steps. Planning traces nothing, so the dtypes
-that a loop carries are found by planning its body until they no longer change, and a body that is called many times is
-planned once.
+The planner (`_planner.py`) decides a `Step` for each equation; `Plan.run` evaluates the steps. Planning traces nothing,
+so the dtypes that a loop carries are found by planning its body until they no longer change, and a body that is called
+many times is planned once.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._decisions import broadcast_shape, differs, dtype_of, operand_dtype, params_for, results
-from jmp_amp._autocast._ops import Block, Op, cast, grouped
-from jmp_amp._autocast._overrides import Overrides, scope_path
-from jmp_amp._autocast._regions import region_of
-from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
-from jmp_amp._autocast._values import FLOAT32, Origin, Value, constant, widest
+from jmp_amp._autocast._decisions import differs
+from jmp_amp._autocast._ops import Block, cast, grouped
+from jmp_amp._autocast._values import Value
 
 
 class Step(NamedTuple):
@@ -34,6 +30,7 @@ class Step(NamedTuple):
         outs: what is then known of the results.
         run: evaluates the equation on its cast operands.
         changed: whether anything in it runs in another dtype than it was traced in.
+        reads_full: whether each operand is read in float32 only, so that its producer may as well be evaluated in it.
     """
 
     eqn: JaxprEqn
@@ -41,6 +38,7 @@ class Step(NamedTuple):
     outs: tuple[Value, ...]
     run: Callable[[Sequence[Any]], Sequence[Any]]
     changed: bool
+    reads_full: tuple[bool, ...]
 
 
 class Region(NamedTuple):
@@ -55,42 +53,16 @@ class Region(NamedTuple):
     path: str = ""
 
 
-class Options(NamedTuple):
-    """What a user chooses for a whole function; `autocast` documents it."""
-
-    overrides: Overrides
-    save: str = "all"
-    weight_grad_dtype: np.dtype | None = None
-
-
-class HigherOrder(Protocol):
-    """A rule for a primitive that holds jaxprs."""
-
-    def reads_full(self, planner: "Planner", eqn: JaxprEqn, wanted: tuple[bool, ...], region: Region) -> Sequence[bool]:
-        """Whether only float32 ops read each operand, given whether only such ops read each result."""
-        ...
-
-    def step(
-        self,
-        planner: "Planner",
-        eqn: JaxprEqn,
-        values: tuple[Value, ...],
-        wanted: tuple[bool, ...],
-        region: Region,
-    ) -> Step:
-        """Decides the equation."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The steps of one jaxpr, for one set of input dtypes."""
+    """The steps of one jaxpr, for one set of input dtypes; `reads_full` as in `Step`, of its inputs."""
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
     values: Mapping[Var, Value]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
+    reads_full: tuple[bool, ...]
     region: Region
 
     def run(self, *args: Any) -> list[Any]:
@@ -158,163 +130,6 @@ class Plan:
         return self._traced[types]
 
 
-class Planner:
-    """Plans jaxprs for one compute dtype; everything it remembers dies with it."""
-
-    def __init__(self, rules: Rules, higher_order: Mapping[str, HigherOrder], options: Options) -> None:
-        self._rules = {**rules, **options.overrides.primitives}
-        self._higher_order = higher_order
-        self.options = options
-        self.scopes: set[str] = set()
-        self.matched: set[str] = set()
-        self._plans: dict[Any, Plan] = {}
-        self._readers: dict[Any, tuple[list[tuple[bool, ...]], tuple[bool, ...]]] = {}
-
-    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[bool, ...], region: Region) -> Plan:
-        """Decides every equation of a jaxpr.
-
-        Args:
-            jaxpr: closed or open.
-            values: what is known of its inputs.
-            wanted: whether only float32 ops read each of its results.
-            region: where it stands.
-        """
-        # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
-        opened, consts = _compat.open_jaxpr(jaxpr)
-        key = id(opened), values, wanted, region
-        if key not in self._plans:
-            self._plans[key] = self._plan(opened, consts, values, wanted, region)
-        return self._plans[key]
-
-    def _plan(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        values: tuple[Value, ...],
-        wanted: tuple[bool, ...],
-        region: Region,
-    ) -> Plan:
-        known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
-        known |= dict(zip(jaxpr.invars, values, strict=True))
-
-        def read(atom: Any) -> Value:
-            return constant(atom.val) if isinstance(atom, Literal) else known[atom]
-
-        stored = {
-            atom
-            for eqn in jaxpr.eqns
-            if self._rule(eqn.primitive, eqn.params).stores
-            for atom in eqn.invars
-            if isinstance(atom, Var)
-        }
-        steps = []
-        for eqn, eqn_wanted in zip(jaxpr.eqns, self._wanted(jaxpr, wanted, region)[0], strict=True):
-            operands = tuple(map(read, eqn.invars))
-            # A norm of low-precision data is float32, but what a product reads of it is stored in low precision. Where
-            # it meets other data, as in a residual sum, float32 would only be stored a second time.
-            meets = any(
-                isinstance(atom, Var) and atom in stored and value.as_native().dtype != value.dtype
-                for atom, value in zip(eqn.invars, operands, strict=True)
-            )
-            inner = self._enter(region, eqn)
-            if rule := self._higher_order.get(eqn.primitive.name):
-                step = rule.step(self, eqn, operands, eqn_wanted, inner)
-            else:
-                step = self._first_order(eqn, operands, all(eqn_wanted), meets, inner.low)
-            steps.append(step)
-            known |= dict(zip(eqn.outvars, step.outs, strict=True))
-        return Plan(jaxpr, consts, known, steps, tuple(map(read, jaxpr.outvars)), region)
-
-    def reads_full(self, jaxpr: Any, wanted: tuple[bool, ...], region: Region) -> tuple[bool, ...]:
-        """Whether only float32 ops read each input of a jaxpr, given the same of its results."""
-        return self._wanted(_compat.open_jaxpr(jaxpr)[0], wanted, region)[1]
-
-    def _wanted(
-        self, jaxpr: Jaxpr, wanted: tuple[bool, ...], region: Region
-    ) -> tuple[list[tuple[bool, ...]], tuple[bool, ...]]:
-        """Finds the values that only float32 ops read, through cheap ops that can be evaluated in float32 with them.
-
-        Returns it for the results of each equation, and for the inputs.
-        """
-        key = id(jaxpr), wanted, region
-        if key in self._readers:
-            return self._readers[key]
-        only_full: dict[Var, bool] = {}
-
-        def reads(atoms: Sequence[Any], full: Sequence[bool]) -> None:
-            for atom, f in zip(atoms, full, strict=True):
-                if isinstance(atom, Var):
-                    only_full[atom] = only_full.get(atom, True) and f
-
-        reads(jaxpr.outvars, wanted)
-        of_equations = []
-        for eqn in reversed(jaxpr.eqns):
-            outs = tuple(only_full.get(var, False) for var in eqn.outvars)
-            of_equations.append(outs)
-            inner = self._enter(region, eqn)
-            if rule := self._higher_order.get(eqn.primitive.name):
-                reads(eqn.invars, rule.reads_full(self, eqn, outs, inner))
-            else:
-                simple = self._rule(eqn.primitive, eqn.params)
-                full = simple.op_class is OpClass.FULL or (simple.fuses and all(outs)) or inner.low == FLOAT32
-                reads(eqn.invars, [full] * len(eqn.invars))
-        inputs = tuple(only_full.get(var, False) for var in jaxpr.invars)
-        self._readers[key] = of_equations[::-1], inputs
-        return self._readers[key]
-
-    def saves(self, primitive: Primitive, *_: Any, **params: Any) -> bool:
-        """The policy of `jax.checkpoint` that keeps the results of low-precision products, and recomputes the rest."""
-        return self._rule(primitive, params).op_class is OpClass.LOWER
-
-    def _enter(self, region: Region, eqn: JaxprEqn) -> Region:
-        """Returns the region of an equation: what its code says comes before what a pattern says."""
-        low, path = region
-        name_stack = eqn.source_info.name_stack
-        if self.options.overrides.scopes:
-            path = scope_path(path, name_stack)
-            self.scopes.add(path)
-            for pattern in self.options.overrides.matching(path):
-                low = self.options.overrides.scopes[pattern]
-                self.matched.add(pattern)
-        return Region(region_of(name_stack) or low, path)
-
-    def _rule(self, primitive: Primitive, params: Mapping[str, Any]) -> Rule:
-        rule = self._rules.get(primitive.name, ORIGINAL)
-        return rule if isinstance(rule, Rule) else rule(params)
-
-    def _first_order(self, eqn: JaxprEqn, values: tuple[Value, ...], wanted: bool, meets: bool, low: np.dtype) -> Step:
-        rule = self._rule(eqn.primitive, eqn.params) if low != FLOAT32 else ORIGINAL
-        traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
-        eligible = [value for value, is_float32 in zip(values, traced, strict=True) if is_float32]
-        compared = [value.as_native() for value in eligible] if meets else eligible
-        dtype = operand_dtype(rule, eqn, compared, wanted, low)
-        casts = tuple(
-            dtype if is_float32 and value.dtype != dtype else None
-            for value, is_float32 in zip(values, traced, strict=True)
-        )
-        operands = tuple(dtype or value.dtype for value in eligible)
-        params = params_for(rule, eqn, widest(operands)) if operands else {}
-        cast_dtypes = [c or value.dtype for value, c in zip(values, casts, strict=True)]
-        outs = results(rule, eqn, values, cast_dtypes, low)
-        changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
-        is_product = rule.op_class is OpClass.LOWER and dtype == low
-        # Each use of an input casts it for itself, so that the cotangents of a reused weight are summed in its own dtype.
-        inputs = [
-            isinstance(atom, Var) and value.origin is not Origin.COMPUTED
-            for atom, value in zip(eqn.invars, values, strict=True)
-        ]
-        each = [cast if is_input else None for is_input, cast in zip(inputs, casts, strict=True)]
-        op = Op(
-            eqn.primitive,
-            tuple((eqn.params | params).items()),
-            tuple(each),
-            broadcast_shape(rule, eqn),
-            is_product and any(each) and self.options.weight_grad_dtype == FLOAT32,
-        )
-        shared = tuple(None if is_input else cast for is_input, cast in zip(inputs, casts, strict=True))
-        return Step(eqn, shared, outs, op, changed)
-
-
 def cast_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:
     """Returns `fun` with its results in the dtypes of `outs`."""
 
@@ -325,4 +140,3 @@ def cast_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
         ]
 
     return cast
-

@@ -25,8 +25,7 @@ class Op(NamedTuple):
         primitive: what is applied.
         params: its parameters, by name.
         casts: the dtype that each operand is cast to; None leaves it.
-        shape: what operands are broadcast to before they are cast, so that their cotangents are summed in the dtype
-          that they came in; None where they have the shape that they are read in.
+        shape: what an elementwise op broadcasts its operands to; None for other ops.
         full_grad: whether the gradients of the operands that are cast leave the matrix unit in float32.
     """
 
@@ -38,15 +37,42 @@ class Op(NamedTuple):
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to the cast operands."""
-        apply = functools.partial(_compat.apply, self.primitive, dict(self.params))
         if self.full_grad:
-            return weight_grad.product(apply, self.casts, args)
-        return apply([x if dtype is None else self._cast(x, dtype) for x, dtype in zip(args, self.casts, strict=True)])
+            return weight_grad.product(self._apply, self.casts, args)
+        if any(map(self._spreads, args, self.casts)):
+            return self._spread(args)
+        return self._apply(self._cast(args))
 
-    def _cast(self, x: Any, dtype: Any) -> Any:
-        if self.shape is not None and np.shape(x) != self.shape:
-            x = lax.broadcast_in_dim(x, self.shape, range(np.ndim(x)))
-        return lax.convert_element_type(x, dtype)
+    def _apply(self, args: Sequence[Any]) -> list[Any]:
+        return _compat.apply(self.primitive, dict(self.params), args)
+
+    def _cast(self, args: Sequence[Any]) -> list[Any]:
+        return [
+            x if dtype is None else lax.convert_element_type(x, dtype)
+            for x, dtype in zip(args, self.casts, strict=True)
+        ]
+
+    def _spreads(self, x: Any, dtype: Any) -> bool:
+        """Whether the op broadcasts an operand after its cast."""
+        return self.shape is not None and dtype is not None and np.shape(x) != self.shape
+
+    def _spread(self, args: Sequence[Any]) -> list[Any]:
+        """Sums the cotangent of a bias in the dtype of the bias: cast first, 70,000 ones would sum to inf in float16.
+
+        The derivative is that of the op with the bias broadcast before it is cast. The op itself casts it first, since
+        the large array would be kept in front of a loop, and read in every iteration.
+        """
+
+        def broadcast_first(*args: Any) -> list[Any]:
+            spread = [
+                lax.broadcast_in_dim(x, self.shape, range(np.ndim(x))) if self._spreads(x, dtype) else x
+                for x, dtype in zip(args, self.casts, strict=True)
+            ]
+            return self._apply(self._cast(spread))
+
+        call = jax.custom_jvp(lambda *args: self._apply(self._cast(args)))
+        call.defjvp(lambda primals, tangents: (call(*primals), jax.jvp(broadcast_first, primals, tangents)[1]))
+        return call(*args)
 
 
 class Block(NamedTuple):

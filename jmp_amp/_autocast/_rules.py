@@ -4,7 +4,7 @@ The classes follow PyTorch's lists (`torch.amp`, CUDA); a primitive that is not 
 """
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +27,10 @@ class Rule(NamedTuple):
     Attributes:
         op_class: the class.
         moves: the op only moves values: what came straight from an input still does afterwards.
-        fuses: the op is cheap and elementwise: where only float32 ops read its result, float32 costs no memory, so it
-          is evaluated in float32.
+        fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
+          evaluated in float32.
+        logarithm: its result is a logarithm, and large where what it stands for is small.
+        features: how many of the last dimensions of the result come from the second operand alone.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
         dtype_params: parameters that name the dtype of the result.
         jaxpr_params: parameters that are jaxprs over scalars of the operands' dtype.
@@ -37,15 +39,19 @@ class Rule(NamedTuple):
     op_class: OpClass
     moves: bool = False
     fuses: bool = False
+    logarithm: bool = False
+    features: int = 0
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
 
 
-Rules = Mapping[str, Rule | Callable[[Mapping[str, Any]], Rule]]
+# A rule may depend on the parameters of the op and the types of its operands.
+Rules = Mapping[str, Rule | Callable[[Mapping[str, Any], Sequence[Any]], Rule]]
 
 _LOWER = Rule(OpClass.LOWER, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
+_LOGARITHM = Rule(OpClass.FULL, logarithm=True)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
 _SCATTER = Rule(OpClass.PROMOTE, jaxpr_params=("update_jaxpr",))
@@ -59,7 +65,7 @@ _JOIN = Rule(OpClass.PROMOTE, moves=True)
 ORIGINAL = Rule(OpClass.ORIGINAL)
 
 
-def _matmul(params: Mapping[str, Any]) -> Rule:
+def _convolution(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """A product whose `precision` asks for float32 arithmetic gets it."""
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
@@ -67,23 +73,31 @@ def _matmul(params: Mapping[str, Any]) -> Rule:
     return ORIGINAL if full else _LOWER
 
 
-def _integer_pow(params: Mapping[str, Any]) -> Rule:
+def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """A product of vectors, row by row, is a sum over many terms; no matrix unit would speed it up."""
+    contracting, batch = params["dimension_numbers"]
+    left, right = (aval.ndim - len(c) - len(b) for aval, c, b in zip(avals, contracting, batch, strict=True))
+    rule = _convolution(params, avals)
+    return rule._replace(features=right) if left or right or rule is ORIGINAL else _FULL
+
+
+def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """`x ** -1` is torch's `reciprocal`; a square or cube (GELU) would only store more in float32."""
     return _FULL if params["y"] < 0 else _FUSED_FOLLOW
 
 
-def _convert(params: Mapping[str, Any]) -> Rule:
+def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """A cast from float32 to float32 changes the weak type only; any other is the user's and is honoured."""
     return _SAME if params["new_dtype"] == np.float32 else ORIGINAL
 
 
-def _gather(params: Mapping[str, Any]) -> Rule:
+def _gather(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """A value that fills out-of-bounds places is a constant too."""
     fill = params["fill_value"]
     return _MOVE if fill is None or not np.isfinite(fill) or abs(fill) <= float(np.finfo(np.float16).max) else _FULL
 
 
-def _mul(params: Mapping[str, Any]) -> Rule:
+def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     return _FUSED_PROMOTE if params.get("out_dtype") is None else ORIGINAL
 
 
@@ -100,10 +114,11 @@ def _table(rows: Mapping[str, Any]) -> Rules:
 RULES: Rules = _table(
     {
         # Matrix units: low precision in, float32 accumulation, low precision out.
-        "dot_general conv_general_dilated": _matmul,
-        "ragged_dot_general": _matmul,
+        "dot_general": _matmul,
+        "conv_general_dilated ragged_dot_general": _convolution,
         # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
-        "exp exp2 expm1 log log1p log2 pow polynomial rsqrt": _FULL,
+        "exp exp2 expm1 log1p pow polynomial rsqrt": _FULL,
+        "log log2": _LOGARITHM,
         "acos acosh asin asinh atan atanh cosh sinh tan erf_inv": _FULL,
         "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
         "regularized_incomplete_beta zeta": _FULL,
@@ -119,7 +134,7 @@ RULES: Rules = _table(
         "concatenate pad stack": _JOIN,
         # Bounded or exact in any dtype.
         "neg abs sign square one_minus_square is_finite reduce_max reduce_min": _FUSED_FOLLOW,
-        "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FOLLOW,
+        "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FUSED_FOLLOW,
         "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
         "reduce_window_max reduce_window_min": _WINDOW,
         "psum psum_invariant pmax pmin reduce_scatter all_to_all": _FOLLOW,

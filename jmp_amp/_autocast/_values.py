@@ -32,6 +32,10 @@ class Value(NamedTuple):
         magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
           no such element); None for what is not known to be constant.
         scalar: the value of a constant scalar, where it is known.
+        exact: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm: a
+          product of it is a loss, not a layer, and stays float32.
+        copied: there is a float32 copy of it.
+        features: of a product with a weight, how many of its last dimensions are the weight's; a bias has only them.
     """
 
     dtype: Any
@@ -39,18 +43,27 @@ class Value(NamedTuple):
     magnitudes: tuple[float, float] | None = None
     native: Any = None
     scalar: float | None = None
+    exact: bool = False
+    copied: bool = False
+    features: int = 0
 
     def as_native(self) -> "Value":
         """Returns the value as it would be in its native dtype."""
         return self._replace(dtype=self.native or self.dtype)
 
+    def in_full(self) -> "Value":
+        """Returns the value cast to float32."""
+        return self._replace(dtype=FLOAT32, native=self.native or self.dtype)
+
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` holds this constant as normal numbers: `inf` for what is finite, or 0, would be wrong."""
         if self.magnitudes is None:
             return True
-        smallest, largest = self.magnitudes
-        info = jax.numpy.finfo(dtype)
-        return largest <= float(info.max) and smallest >= float(info.tiny)
+        return not self.exceeds(dtype) and self.magnitudes[0] >= float(jax.numpy.finfo(dtype).tiny)
+
+    def exceeds(self, dtype: np.dtype) -> bool:
+        """Whether this constant has finite elements that are too large for `dtype`."""
+        return self.magnitudes is not None and self.magnitudes[1] > float(jax.numpy.finfo(dtype).max)
 
 
 def origin_of_input(shape: tuple[int, ...] | None) -> Origin:
@@ -63,7 +76,7 @@ def constant(x: Any) -> Value:
     """Describes a constant of the program; a traced one is an input whose value is not known."""
     aval = jax.typeof(x)
     origin = origin_of_input(aval.shape)
-    if origin is not Origin.UNCOMMITTED or aval.size > _READABLE or not _is_known(x):
+    if origin is not Origin.UNCOMMITTED or not _is_known(x) or aval.size > _READABLE:
         return Value(aval.dtype, origin)
     if aval.dtype != FLOAT32:
         is_number = aval.shape == () and jax.numpy.issubdtype(aval.dtype, np.number)
@@ -92,7 +105,10 @@ def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
 
 
 def _is_known(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
+    """Not a traced value, not spread over processes, and not a mutable reference."""
+    if isinstance(x, jax.Array):
+        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    return isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
 
 
 def widest(dtypes: Iterable[Any]) -> np.dtype:
@@ -112,4 +128,4 @@ def join(a: Value, b: Value) -> Value:
     """Returns what is known of a value that is either `a` or `b`: a branch's result, or a loop's carry."""
     if a.origin is b.origin is Origin.UNCOMMITTED:
         return a if a == b else Value(widest((a.dtype, b.dtype)), Origin.UNCOMMITTED, merged_magnitudes((a, b)))
-    return Value(common_dtype((a, b)), max(a.origin, b.origin))
+    return Value(common_dtype((a, b)), max(a.origin, b.origin), exact=a.exact or b.exact)

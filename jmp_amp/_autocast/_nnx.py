@@ -1,0 +1,61 @@
+"""Flax NNX modules, as arguments or as the function itself: what a call changes in them is changed after it."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Callable:
+    """Returns `transform(fun)`, where NNX modules keep their state.
+
+    A traced function works on copies of its arguments, so updates of batch statistics or of random keys would be lost.
+    Where there are modules, the function is made pure: their state goes in, and what changed of it comes out.
+
+    Args:
+        fun: a function, a module, or a method of one.
+        transform: takes a function of pytrees and returns one.
+    """
+    plain = transform(fun)
+    method = getattr(fun, "__func__", None)
+    owner = fun if method is None else fun.__self__  # type: ignore[attr-defined]
+
+    @functools.wraps(fun, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nnx = sys.modules.get("flax.nnx")  # whoever has a module has imported it
+        inputs = owner if nnx and _is_module(nnx, owner) else None, args, kwargs
+        if nnx is None or not _holds_modules(nnx, inputs):
+            return plain(*args, **kwargs)
+        graph, state = nnx.split(inputs)
+
+        def pure(state: Any) -> tuple[Any, Any]:
+            before = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(state)}
+            copies = module, args, kwargs = nnx.merge(graph, state)
+            if module is None:
+                results = fun(*args, **kwargs)
+            else:
+                results = method(module, *args, **kwargs) if method else module(*args, **kwargs)
+            after = nnx.to_flat_state(nnx.state(copies))
+            changed = [(path, x) for path, x in after if not _same(jax.tree.leaves(x), before.get(path, ()))]
+            return results, nnx.from_flat_state(changed)
+
+        results, changed = transform(pure)(state)
+        nnx.update(inputs, changed)
+        return results
+
+    return call
+
+
+def _is_module(nnx: Any, x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _holds_modules(nnx: Any, tree: Any) -> bool:
+    is_module = functools.partial(_is_module, nnx)
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

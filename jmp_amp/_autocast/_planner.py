@@ -1,0 +1,240 @@
+"""Decides in which dtype each op of a jaxpr computes, by the class of its primitive (`_rules.py`, `_decisions.py`)."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._decisions import (
+    broadcast_shape,
+    differs,
+    dtype_of,
+    operand_dtype,
+    params_for,
+    results,
+    without_biases,
+)
+from jmp_amp._autocast._interpreter import Plan, Region, Step
+from jmp_amp._autocast._masks import chosen
+from jmp_amp._autocast._ops import Op
+from jmp_amp._autocast._overrides import Overrides, scope_path
+from jmp_amp._autocast._regions import region_of
+from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
+from jmp_amp._autocast._values import FLOAT32, Origin, Value, constant, widest
+
+
+class Options(NamedTuple):
+    """What a user chooses for a whole function; `autocast` documents it."""
+
+    overrides: Overrides
+    save: str = "all"
+    weight_grad_dtype: np.dtype | None = None
+
+
+class HigherOrder(Protocol):
+    """A rule for a primitive that holds jaxprs: decides the equation."""
+
+    def __call__(
+        self,
+        planner: "Planner",
+        eqn: JaxprEqn,
+        values: tuple[Value, ...],
+        wanted: tuple[bool, ...],
+        region: Region,
+    ) -> Step: ...
+
+
+class Planner:
+    """Plans jaxprs for one compute dtype; everything it remembers dies with it."""
+
+    def __init__(self, rules: Rules, higher_order: Mapping[str, HigherOrder], options: Options) -> None:
+        self._rules = {**rules, **options.overrides.primitives}
+        self.higher_order = higher_order
+        self.options = options
+        self.scopes: set[str] = set()
+        self.matched: set[str] = set()
+        self._plans: dict[Any, Plan] = {}
+
+    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[bool, ...], region: Region) -> Plan:
+        """Decides every equation of a jaxpr.
+
+        Args:
+            jaxpr: closed or open.
+            values: what is known of its inputs.
+            wanted: whether each of its results is read in float32 only.
+            region: where it stands.
+        """
+        # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
+        opened, consts = _compat.open_jaxpr(jaxpr)
+        key = id(opened), values, wanted, region
+        if key not in self._plans:
+            self._plans[key] = _Draft(self, opened, consts, values, wanted, region).plan()
+        return self._plans[key]
+
+    def rule(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+        """Returns the rule for a first-order op."""
+        rule = self._rules.get(primitive.name, ORIGINAL)
+        return rule if isinstance(rule, Rule) else rule(params, avals)
+
+    def saves(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
+        """The policy of `jax.checkpoint` that keeps the results of low-precision products, and recomputes the rest."""
+        return self.rule(primitive, params, avals).op_class is OpClass.LOWER
+
+    def enter(self, region: Region, eqn: JaxprEqn) -> Region:
+        """Returns the region of an equation: what its code says comes before what a pattern says."""
+        low, path = region
+        name_stack = eqn.source_info.name_stack
+        if self.options.overrides.scopes:
+            path = scope_path(path, name_stack)
+            self.scopes.add(path)
+            for pattern in self.options.overrides.matching(path):
+                low = self.options.overrides.scopes[pattern]
+                self.matched.add(pattern)
+        return Region(region_of(name_stack) or low, path)
+
+
+class _Draft:
+    """A plan in the making.
+
+    Equations are decided in order, but what reads a result comes later. When all that reads the result of a cheap op
+    has turned out to read it in float32, the op is decided again: evaluated in float32 it fuses with its readers, which
+    costs no memory and rounds less. So is an op that moves values of which there is a float32 copy anyway.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        values: tuple[Value, ...],
+        wanted: tuple[bool, ...],
+        region: Region,
+    ) -> None:
+        self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
+        self._known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
+        self._known |= dict(zip(jaxpr.invars, values, strict=True))
+        self._regions = [planner.enter(region, eqn) for eqn in jaxpr.eqns]
+        self._rules = [planner.rule(eqn.primitive, eqn.params, _avals(eqn)) for eqn in jaxpr.eqns]
+        self._steps: list[Step | None] = [None] * len(jaxpr.eqns)
+        self._reasons: list[Any] = [None] * len(jaxpr.eqns)  # each step was decided as it was for these
+        self._producers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self._readers: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            for var in _variables(eqn.invars):
+                self._readers.setdefault(var, []).append(i)
+        self._stored = {
+            var
+            for rule, eqn in zip(self._rules, jaxpr.eqns, strict=True)
+            if rule.stores
+            for var in _variables(eqn.invars)
+        }
+        self._full_reads: dict[Var, set[int]] = {}  # by the equations that do
+        self._low_reads = Counter(var for eqn in jaxpr.eqns for var in {*_variables(eqn.invars)})
+        self._low_reads.update(_variables(jaxpr.outvars))
+        self._low_reads.subtract(_variables(chosen(wanted, jaxpr.outvars)))
+
+    def plan(self) -> Plan:
+        for i in range(len(self._jaxpr.eqns)):
+            pending = [i]
+            while pending:
+                pending += self._decide(pending.pop())
+        outs = tuple(map(self._read, self._jaxpr.outvars))
+        reads_full = tuple(map(self._is_wanted, self._jaxpr.invars))
+        steps = [step for step in self._steps if step is not None]
+        return Plan(self._jaxpr, self._consts, self._known, steps, outs, reads_full, self._region)
+
+    def _read(self, atom: Any) -> Value:
+        return constant(atom.val) if isinstance(atom, Literal) else self._known[atom]
+
+    def _is_wanted(self, var: Var) -> bool:
+        """Whether a variable is read in float32 only; not if it is not read at all."""
+        return self._low_reads.get(var) == 0
+
+    def _decide(self, i: int) -> list[int]:
+        """Decides an equation, and returns those that now have reason to be decided again."""
+        eqn, rule = self._jaxpr.eqns[i], self._rules[i]
+        higher_order = self._planner.higher_order.get(eqn.primitive.name)
+        wanted = tuple(map(self._is_wanted, eqn.outvars))
+        values = tuple(self._read(atom)._replace(copied=self._is_copied(atom, i)) for atom in eqn.invars)
+        copied = any(value.copied for value in values)
+        reason = wanted if higher_order else all(wanted) and (rule.fuses or (rule.moves and copied))
+        if (old := self._steps[i]) is not None and (reason, values) == self._reasons[i]:
+            return []
+        if higher_order:
+            step = higher_order(self._planner, eqn, values, wanted, self._regions[i])
+        else:
+            step = self._first_order(rule, eqn, values, reason, self._regions[i].low)
+        self._steps[i], self._reasons[i] = step, (reason, values)
+        self._known |= dict(zip(eqn.outvars, step.outs, strict=True))
+        affected = [*self._affected(i, step)]
+        if old is not None and old.outs != step.outs:
+            affected += [
+                j for var in eqn.outvars for j in self._readers.get(var, ()) if _is_neutral(self._jaxpr.eqns[j])
+            ]
+        return [j for j in affected if self._steps[j] is not None]
+
+    def _affected(self, i: int, step: Step) -> Iterator[int]:
+        """Notes what an equation reads in float32; yields the equations that this is a reason to decide again."""
+        reads = list(zip(step.eqn.invars, step.reads_full, strict=True))
+        for var in {*_variables(step.eqn.invars)}:
+            readers = self._full_reads.setdefault(var, set())
+            if i not in readers and all(is_full for atom, is_full in reads if atom is var):
+                readers.add(i)
+                self._low_reads[var] -= 1
+                if self._is_wanted(var) and var in self._producers:
+                    yield self._producers[var]
+                yield from self._readers[var]
+
+    def _is_copied(self, atom: Any, i: int) -> bool:
+        """Whether another equation reads a variable in float32."""
+        return isinstance(atom, Var) and (self._known[atom].copied or bool(self._full_reads.get(atom, set()) - {i}))
+
+    def _first_order(self, rule: Rule, eqn: JaxprEqn, values: tuple[Value, ...], full: bool, low: np.dtype) -> Step:
+        rule = rule if low != FLOAT32 else ORIGINAL
+        traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
+        eligible = chosen(traced, without_biases(rule, eqn, values))
+        # A norm of low-precision data is float32, but what a product reads of it is stored in low precision. Where it
+        # meets other data, as in a residual sum, float32 would only be stored a second time.
+        meets = any(
+            atom in self._stored and value.as_native().dtype != value.dtype
+            for atom, value in zip(eqn.invars, values, strict=True)
+            if isinstance(atom, Var)
+        )
+        compared = [value.as_native() for value in eligible] if meets else eligible
+        dtype = operand_dtype(rule, eqn, compared, full, low)
+        casts = tuple(
+            dtype if is_float32 and value.dtype != dtype else None
+            for value, is_float32 in zip(values, traced, strict=True)
+        )
+        dtypes = tuple(c or value.dtype for c, value in zip(casts, values, strict=True))
+        operands = chosen(traced, dtypes)
+        params = params_for(rule, eqn, widest(operands)) if operands else {}
+        outs = results(rule, eqn, values, dtypes, low)
+        changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
+        # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
+        inputs = [
+            isinstance(atom, Var) and value.origin is not Origin.COMPUTED
+            for atom, value in zip(eqn.invars, values, strict=True)
+        ]
+        each = tuple(c if is_input else None for c, is_input in zip(casts, inputs, strict=True))
+        shared = tuple(None if is_input else c for c, is_input in zip(casts, inputs, strict=True))
+        is_product = rule.op_class is OpClass.LOWER and dtype == low
+        full_grad = is_product and any(each) and self._planner.options.weight_grad_dtype == FLOAT32
+        op = Op(eqn.primitive, tuple((eqn.params | params).items()), each, broadcast_shape(rule, eqn), full_grad)
+        return Step(eqn, shared, outs, op, changed, tuple(d == FLOAT32 or _is_neutral(eqn) for d in dtypes))
+
+
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    return [atom for atom in atoms if isinstance(atom, Var)]
+
+
+def _is_neutral(eqn: JaxprEqn) -> bool:
+    """Whether it is all one in which dtype an op reads: a comparison, for instance."""
+    return not any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
+
+
+def _avals(eqn: JaxprEqn) -> list[Any]:
+    return [atom.aval for atom in eqn.invars]
