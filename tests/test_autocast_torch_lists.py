@@ -70,7 +70,7 @@ DIFFERENCES = {
         (
             "addmm addbmm baddbmm",
             "JAX has no fused product and sum. A bias, with at most one dimension larger than 1, counts as part of the "
-            "product; a float32 matrix that is added to it widens the sum.",
+            "product, and so does one with the dimensions of the weight alone; a float32 matrix that is added widens the sum.",
             Dtypes(F32, F16, F16),
         ),
         (
@@ -107,9 +107,15 @@ DIFFERENCES = {
             Dtypes(F32, F16, F32),
         ),
         (
-            "bilinear dot vdot tensordot",
+            "bilinear tensordot",
             "All products of arrays are one primitive in JAX, `dot_general`, and it is low precision.",
             Dtypes(F16, F16, F16),
+        ),
+        (
+            "dot vdot linalg_vecdot",
+            "A product of two vectors, or of rows, is a sum over many terms that no matrix unit computes: float32, as "
+            "`sum` is. In float16 a squared norm would be inf from 256 on.",
+            Dtypes(F32, F32, F32),
         ),
         (
             "cross",
@@ -339,7 +345,7 @@ COUNTERPARTS = counterparts(
         "bilinear": (bilinear, X, np.ones((2, 3, 3), np.float32), Y),
         "cross": (jnp.cross, X, Y),
         "dot vdot": (jnp.vdot, X, Y),
-        "tensordot": (jnp.tensordot, X, Y),
+        "tensordot": (lambda x, y: jnp.tensordot(x, y, 1), X, Y),
         "grid_sample grid_sampler": (grid_sample, X, Y),
         "index_put": (lambda x, y: x.at[INDEX].set(y[:2]), X, Y),
         "scatter_add": (lambda x, y: x.at[INDEX].add(y[:2]), X, Y),

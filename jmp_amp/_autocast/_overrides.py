@@ -45,7 +45,8 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
         if isinstance(key, Primitive):
             primitives[key.name] = Rule(_op_class(key, value), dtype_params=("preferred_element_type",))
         elif isinstance(key, str):
-            scopes[key.strip("/").removesuffix("/*")] = FLOAT32 if value == "full" else compute_dtype(value)
+            pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # it may start at any scope anyway
+            scopes[pattern] = FLOAT32 if value == "full" else compute_dtype(value)
         else:
             raise TypeError(
                 "a rule is for a primitive (`lax.tanh_p`) or for a pattern of scopes ('decoder/*'), "

@@ -158,7 +158,10 @@ class _Draft:
         eqn, rule = self._jaxpr.eqns[i], self._rules[i]
         higher_order = self._planner.higher_order.get(eqn.primitive.name)
         wanted = tuple(map(self._is_wanted, eqn.outvars))
-        values = tuple(self._read(atom)._replace(copied=self._is_copied(atom, i)) for atom in eqn.invars)
+        values = tuple(
+            self._read(atom)._replace(copied=True) if self._is_copied(atom, i) else self._read(atom)
+            for atom in eqn.invars
+        )
         copied = any(value.copied for value in values)
         reason = wanted if higher_order else all(wanted) and (rule.fuses or (rule.moves and copied))
         if (old := self._steps[i]) is not None and (reason, values) == self._reasons[i]:
