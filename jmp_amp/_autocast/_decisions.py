@@ -143,6 +143,6 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
 
 def _is_exact(rule: Rule, values: Sequence[Value], low: np.dtype) -> bool:
     """Whether a float32 result must not be rounded, because its operands must not, or by what the op makes of them."""
-    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
+    if not (rule.carries or rule.moves):
         return rule.logarithm
     return any(value.exceeds(low) or value.exact for value in values)

@@ -29,6 +29,7 @@ class Rule(NamedTuple):
         moves: the op only moves values: what came straight from an input still does afterwards.
         fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
           evaluated in float32.
+        carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
         features: how many of the last dimensions of the result come from the second operand alone.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
@@ -39,6 +40,7 @@ class Rule(NamedTuple):
     op_class: OpClass
     moves: bool = False
     fuses: bool = False
+    carries: bool = False
     logarithm: bool = False
     features: int = 0
     stores: bool = False
@@ -54,10 +56,13 @@ _FULL = Rule(OpClass.FULL)
 _LOGARITHM = Rule(OpClass.FULL, logarithm=True)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_SCATTER = Rule(OpClass.PROMOTE, jaxpr_params=("update_jaxpr",))
+_CARRYING_PROMOTE = Rule(OpClass.PROMOTE, carries=True)
+_SCATTER = Rule(OpClass.PROMOTE, carries=True, jaxpr_params=("update_jaxpr",))
 _WINDOW = Rule(OpClass.FOLLOW, stores=True)
 _FUSED_PROMOTE = Rule(OpClass.PROMOTE, fuses=True)
+_SUM = Rule(OpClass.PROMOTE, fuses=True, carries=True)
 _FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
+_SELECT = Rule(OpClass.FOLLOW, fuses=True, carries=True)
 _MOVE = Rule(OpClass.FOLLOW, moves=True)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
 _SAME = Rule(OpClass.FOLLOW, moves=True, fuses=True, dtype_params=("new_dtype",))
@@ -98,7 +103,7 @@ def _gather(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    return _FUSED_PROMOTE if params.get("out_dtype") is None else ORIGINAL
+    return _SUM if params.get("out_dtype") is None else ORIGINAL
 
 
 def _table(rows: Mapping[str, Any]) -> Rules:
@@ -126,14 +131,16 @@ RULES: Rules = _table(
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum": _FULL,
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
-        "add sub div max min select_n add_any clamp eq ne lt le gt ge": _FUSED_PROMOTE,
+        "add sub add_any max min clamp select_n": _SUM,
         "mul": _mul,
+        "div eq ne lt le gt ge": _FUSED_PROMOTE,
         "rem atan2 nextafter": _PROMOTE,
         "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": _SCATTER,
-        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE,
+        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _CARRYING_PROMOTE,
         "concatenate pad stack": _JOIN,
         # Bounded or exact in any dtype.
-        "neg abs sign square one_minus_square is_finite reduce_max reduce_min": _FUSED_FOLLOW,
+        "neg abs reduce_max reduce_min": _SELECT,
+        "sign square one_minus_square is_finite": _FUSED_FOLLOW,
         "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FUSED_FOLLOW,
         "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
         "reduce_window_max reduce_window_min": _WINDOW,
