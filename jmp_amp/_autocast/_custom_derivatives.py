@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
@@ -24,15 +25,17 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    moved, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
-
-    def as_traced(*args: Any) -> list[Any]:
-        primals, tangents = args[: len(moved)], args[len(moved) :]
-        results, result_tangents = jax.jvp(_of_moved(eqn, moved, primals), chosen(moved, primals), list(tangents))
-        return [*results, *chosen(moved_outs, result_tangents)]
+    differentiable, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moved = [d and not isinstance(t, SymbolicZero) for d, t in zip(differentiable, tangents, strict=True)]
         tangents = chosen(moved, tangents)
+
+        def as_traced(*args: Any) -> list[Any]:
+            primals, tangents = args[: len(moved)], args[len(moved) :]
+            results, result_tangents = jax.jvp(_of_moved(eqn, moved, primals), chosen(moved, primals), list(tangents))
+            return [*results, *chosen(moved_outs, result_tangents)]
+
         outs = (*plan.outs, *_tangents(chosen(moved_outs, plan.outs)))
         rule = planner.plan(
             _compat.trace(as_traced, [*(types := _types(primals, eqn.invars)), *chosen(moved, types)]),
@@ -44,21 +47,18 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
         return results, merged(moved_outs, result_tangents, map(_no_tangent, results))
 
-    def call(*args: Any) -> list[Any]:
-        return plan.run(*args)
-
-    call.__name__ = eqn.params.get("name", "custom_jvp")
-    function = jax.custom_jvp(call)
-    function.defjvp(jvp)
+    function = jax.custom_jvp(_named(plan, eqn, "custom_jvp"))
+    function.defjvp(jvp, symbolic_zeros=eqn.params["symbolic_zeros"])
     return lambda args: function(*args)
 
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`; residuals may be low precision."""
-    moved, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
+    differentiable, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
     n_outs = len(eqn.outvars)
 
-    def forward(*args: Any) -> tuple[list[Any], Any]:
+    def forward_of(moved: Sequence[bool], args: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Evaluates the user's rule for the gradients of the operands that are `moved`."""
         pullback_tree: Any = None
 
         def as_traced(*args: Any) -> list[Any]:
@@ -76,7 +76,7 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
         def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
             nothing = list(map(_no_tangent, cotangents))
-            cotangents = chosen(moved_outs, cotangents)
+            cotangents = list(map(_instantiated, chosen(moved_outs, cotangents)))
 
             def as_traced(*args: Any) -> list[Any]:
                 pullback = jax.tree.unflatten(pullback_tree, args[: len(residuals)])
@@ -87,17 +87,34 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             traced = _compat.trace(as_traced, [*residual_types, *types])
             grads = _tangents(chosen(moved, _inputs(plan)))
             rule = planner.plan(traced, values, (False,) * len(grads), plan.region)
-            return cast_results(rule.run, grads)(*residuals, *cotangents)
+            return merged(moved, cast_results(rule.run, grads)(*residuals, *cotangents), [None] * len(moved))
 
         return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
 
+    def forward(*args: Any) -> tuple[list[Any], Any]:
+        if not eqn.params["symbolic_zeros"]:
+            return forward_of(differentiable, args)
+        moved = [d and arg.perturbed for d, arg in zip(differentiable, args, strict=True)]
+        return forward_of(moved, [arg.value for arg in args])
+
+    function = jax.custom_vjp(_named(plan, eqn, "custom_vjp"))
+    function.defvjp(
+        forward, lambda pull, cotangents: tuple(pull(cotangents)), symbolic_zeros=eqn.params["symbolic_zeros"]
+    )
+    return lambda args: function(*args)
+
+
+def _named(plan: Plan, eqn: JaxprEqn, default: str) -> Callable[..., list[Any]]:
     def call(*args: Any) -> list[Any]:
         return plan.run(*args)
 
-    call.__name__ = eqn.params.get("name", "custom_vjp")
-    function = jax.custom_vjp(call)
-    function.defvjp(forward, lambda pull, cotangents: tuple(merged(moved, pull(cotangents), [None] * len(moved))))
-    return lambda args: function(*args)
+    call.__name__ = eqn.params.get("name", default)
+    return call
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """The pullback of `jax.vjp` takes arrays only."""
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _of_moved(eqn: JaxprEqn, moved: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
