@@ -19,9 +19,8 @@ VARIANTS = {
     "float32": lambda case: case(None),
     "by hand": lambda case: case(jnp.float16),
     "autocast": lambda case: autocast(case),
-    'save="matmuls"': lambda case: autocast(case, save="matmuls"),
+    'save="all"': lambda case: autocast(case, save="all"),
     'weight_grad_dtype="float32"': lambda case: autocast(case, weight_grad_dtype="float32"),
-    "both": lambda case: autocast(case, save="matmuls", weight_grad_dtype="float32"),
 }
 
 

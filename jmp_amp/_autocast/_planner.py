@@ -30,7 +30,7 @@ class Options(NamedTuple):
     """What a user chooses for a whole function; `autocast` documents it."""
 
     overrides: Overrides
-    save: str = "all"
+    save: str = "matmuls"
     weight_grad_dtype: np.dtype | None = None
 
 
@@ -80,8 +80,8 @@ class Planner:
         return rule if isinstance(rule, Rule) else rule(params, avals)
 
     def saves(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
-        """The policy of `jax.checkpoint` that keeps the results of low-precision products, and recomputes the rest."""
-        return self.rule(primitive, params, avals).op_class is OpClass.LOWER
+        """The policy of `jax.checkpoint` that keeps the results of products and computes cheaper ops again."""
+        return self.rule(primitive, params, avals).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation: what its code says comes before what a pattern says."""

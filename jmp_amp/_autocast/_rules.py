@@ -32,6 +32,7 @@ class Rule(NamedTuple):
         carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
         features: how many of the last dimensions of the result come from the second operand alone.
+        costly: the op is not computed a second time for the backward pass.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
         dtype_params: parameters that name the dtype of the result.
         jaxpr_params: parameters that are jaxprs over scalars of the operands' dtype.
@@ -43,6 +44,7 @@ class Rule(NamedTuple):
     carries: bool = False
     logarithm: bool = False
     features: int = 0
+    costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
@@ -51,7 +53,7 @@ class Rule(NamedTuple):
 # A rule may depend on the parameters of the op and the types of its operands.
 Rules = Mapping[str, Rule | Callable[[Mapping[str, Any], Sequence[Any]], Rule]]
 
-_LOWER = Rule(OpClass.LOWER, stores=True, dtype_params=("preferred_element_type",))
+_LOWER = Rule(OpClass.LOWER, costly=True, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
 _LOGARITHM = Rule(OpClass.FULL, logarithm=True)
 _PROMOTE = Rule(OpClass.PROMOTE)
@@ -68,6 +70,7 @@ _FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
 _SAME = Rule(OpClass.FOLLOW, moves=True, fuses=True, dtype_params=("new_dtype",))
 _JOIN = Rule(OpClass.PROMOTE, moves=True)
 ORIGINAL = Rule(OpClass.ORIGINAL)
+_COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 
 
 def _convolution(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -75,7 +78,7 @@ def _convolution(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
     full = any(p == lax.Precision.HIGHEST or "F32" in str(p) for p in asked)
-    return ORIGINAL if full else _LOWER
+    return _COSTLY if full else _LOWER
 
 
 def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -83,7 +86,7 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     contracting, batch = params["dimension_numbers"]
     left, right = (aval.ndim - len(c) - len(b) for aval, c, b in zip(avals, contracting, batch, strict=True))
     rule = _convolution(params, avals)
-    return rule._replace(features=right) if left or right or rule is ORIGINAL else _FULL
+    return rule._replace(features=right) if left or right or rule is _COSTLY else _FULL
 
 
 def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -148,10 +151,14 @@ RULES: Rules = _table(
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
         "broadcast_in_dim reshape squeeze stop_gradient": _FUSED_MOVE,
+        "transpose slice dynamic_slice rev split unstack": _FUSED_MOVE,
         "gather": _gather,
-        "transpose slice dynamic_slice rev split unstack tile copy name": _MOVE,
+        "tile copy name": _MOVE,
         "device_put sharding_constraint optimization_barrier": _MOVE,
         "convert_element_type": _convert,
+        # Linear algebra, transforms and kernels in their own precision.
+        "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _COSTLY,
+        "fft ffi_call pallas_call triangular_solve tridiagonal tridiagonal_solve": _COSTLY,
     }
 )
 
