@@ -37,6 +37,10 @@ def context_of(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
+# What `jax.jit(inline=...)` takes for a call that no jaxpr shows; from JAX 0.12 on, True means another one.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # type: ignore[attr-defined, unused-ignore]
+
+
 def differentiates() -> bool:
     """Whether what is bound now is differentiated op by op."""
     return isinstance(core.trace_ctx.trace, ad.JVPTrace | ad.LinearizeTrace)

@@ -37,6 +37,11 @@ def shape_of(atom: Any) -> tuple[int, ...] | None:
     return getattr(atom.aval, "shape", None)
 
 
+def is_neutral(eqn: JaxprEqn) -> bool:
+    """Whether it is all one in which dtype an op reads: a comparison, for instance."""
+    return not any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
+
+
 def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], full: bool, low: np.dtype) -> Any:
     """Returns the dtype that all eligible operands are cast to, None to take them as they come."""
     op_class = rule.op_class

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast import _weight_grad as weight_grad
+from jmp_amp._autocast._pick import pick
 
 
 class Op(NamedTuple):
@@ -27,6 +28,7 @@ class Op(NamedTuple):
         casts: the dtype that each operand is cast to; None leaves it.
         shape: what an elementwise op broadcasts its operands to; None for other ops.
         full_grad: whether the gradients of the operands that are cast leave the matrix unit in float32.
+        picks: whether it gathers one float32 element a row.
     """
 
     primitive: Primitive
@@ -34,11 +36,14 @@ class Op(NamedTuple):
     casts: tuple[Any, ...]
     shape: tuple[int, ...] | None = None
     full_grad: bool = False
+    picks: bool = False
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to the cast operands."""
         if self.full_grad:
             return weight_grad.product(self._apply, self.casts, args)
+        if self.picks:
+            return pick(self._apply, args)
         if any(map(self._spreads, args, self.casts)):
             return self._spread(args)
         return self._apply(self._cast(args))
@@ -137,7 +142,7 @@ class _Group(NamedTuple):
     results: tuple[int, ...]
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0, inline=_compat.INLINE)
 def _run(group: _Group, *args: Any) -> list[Any]:
     values = list(args)
     for op, places in zip(group.ops, group.reads, strict=True):
@@ -180,7 +185,7 @@ def _key(atom: Any) -> Any:
     return id(atom) if isinstance(atom, Literal) else atom
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
+@functools.partial(jax.jit, static_argnums=1, inline=_compat.INLINE)
 def cast(x: Any, dtype: Any) -> Any:
     """Casts; differentiated once for all casts of the same types."""
     return lax.convert_element_type(x, dtype)

@@ -12,6 +12,7 @@ from jmp_amp._autocast._decisions import (
     broadcast_shape,
     differs,
     dtype_of,
+    is_neutral,
     operand_dtype,
     params_for,
     results,
@@ -57,6 +58,7 @@ class Planner:
         self.scopes: set[str] = set()
         self.matched: set[str] = set()
         self._plans: dict[Any, Plan] = {}
+        self._steps: dict[Any, Step] = {}
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[bool, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -95,6 +97,50 @@ class Planner:
                 self.matched.add(pattern)
         return Region(region_of(name_stack) or low, path)
 
+    def first_order(
+        self, rule: Rule, eqn: JaxprEqn, values: tuple[Value, ...], full: bool, meets: bool, low: np.dtype
+    ) -> Step:
+        """Decides an op; an equal one, such as that of the layer before, is decided as it was."""
+        avals = (*_avals(eqn), *(var.aval for var in eqn.outvars))
+        literals = tuple(isinstance(atom, Literal) for atom in eqn.invars)
+        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, rule, values, full, meets, low
+        try:
+            known = self._steps.get(key)
+        except TypeError:  # a parameter that cannot be hashed
+            return self._decide(rule, eqn, values, full, meets, low)
+        if known is None:
+            known = self._steps[key] = self._decide(rule, eqn, values, full, meets, low)
+        return known._replace(eqn=eqn)
+
+    def _decide(
+        self, rule: Rule, eqn: JaxprEqn, values: tuple[Value, ...], full: bool, meets: bool, low: np.dtype
+    ) -> Step:
+        traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
+        eligible = chosen(traced, without_biases(rule, eqn, values))
+        compared = [value.as_native() for value in eligible] if meets else eligible
+        dtype = operand_dtype(rule, eqn, compared, full, low)
+        casts = tuple(
+            dtype if is_float32 and value.dtype != dtype else None
+            for value, is_float32 in zip(values, traced, strict=True)
+        )
+        dtypes = tuple(c or value.dtype for c, value in zip(casts, values, strict=True))
+        operands = chosen(traced, dtypes)
+        params = params_for(rule, eqn, widest(operands)) if operands else {}
+        outs = results(rule, eqn, values, dtypes, low)
+        picks = full and rule.picks
+        changed = picks or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
+        # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
+        inputs = [
+            isinstance(atom, Var) and value.origin is not Origin.COMPUTED
+            for atom, value in zip(eqn.invars, values, strict=True)
+        ]
+        each = tuple(c if is_input else None for c, is_input in zip(casts, inputs, strict=True))
+        shared = tuple(None if is_input else c for c, is_input in zip(casts, inputs, strict=True))
+        is_product = rule.op_class is OpClass.LOWER and dtype == low
+        full_grad = is_product and any(each) and self.options.weight_grad_dtype == FLOAT32
+        op = Op(eqn.primitive, tuple((eqn.params | params).items()), each, broadcast_shape(rule, eqn), full_grad, picks)
+        return Step(eqn, shared, outs, op, changed, tuple(d == FLOAT32 or is_neutral(eqn) for d in dtypes))
+
 
 class _Draft:
     """A plan in the making.
@@ -116,6 +162,8 @@ class _Draft:
         self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
         self._known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
         self._known |= dict(zip(jaxpr.invars, values, strict=True))
+        literals = (atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal))
+        self._literals = {id(literal): constant(literal.val) for literal in literals}
         self._regions = [planner.enter(region, eqn) for eqn in jaxpr.eqns]
         self._rules = [planner.rule(eqn.primitive, eqn.params, _avals(eqn)) for eqn in jaxpr.eqns]
         self._steps: list[Step | None] = [None] * len(jaxpr.eqns)
@@ -147,7 +195,7 @@ class _Draft:
         return Plan(self._jaxpr, self._consts, self._known, steps, outs, reads_full, self._region)
 
     def _read(self, atom: Any) -> Value:
-        return constant(atom.val) if isinstance(atom, Literal) else self._known[atom]
+        return self._known[atom] if isinstance(atom, Var) else self._literals.get(id(atom)) or constant(atom.val)
 
     def _is_wanted(self, var: Var) -> bool:
         """Whether a variable is read in float32 only; not if it is not read at all."""
@@ -158,12 +206,16 @@ class _Draft:
         eqn, rule = self._jaxpr.eqns[i], self._rules[i]
         higher_order = self._planner.higher_order.get(eqn.primitive.name)
         wanted = tuple(map(self._is_wanted, eqn.outvars))
-        values = tuple(
-            self._read(atom)._replace(copied=True) if self._is_copied(atom, i) else self._read(atom)
-            for atom in eqn.invars
-        )
-        copied = any(value.copied for value in values)
-        reason = wanted if higher_order else all(wanted) and (rule.fuses or (rule.moves and copied))
+        values = tuple(map(self._read, eqn.invars))
+        copied = False
+        if self._uses_copies(i):
+            values = tuple(
+                value._replace(copied=True) if self._is_copied(atom, i) else value
+                for atom, value in zip(eqn.invars, values, strict=True)
+            )
+            copied = any(value.copied for value in values)
+        all_wanted = any(wanted) and not any(self._low_reads[var] for var in eqn.outvars)
+        reason = wanted if higher_order else all_wanted and (rule.fuses or (rule.moves and copied))
         if (old := self._steps[i]) is not None and (reason, values) == self._reasons[i]:
             return []
         if higher_order:
@@ -175,7 +227,7 @@ class _Draft:
         affected = [*self._affected(i, step)]
         if old is not None and old.outs != step.outs:
             affected += [
-                j for var in eqn.outvars for j in self._readers.get(var, ()) if _is_neutral(self._jaxpr.eqns[j])
+                j for var in eqn.outvars for j in self._readers.get(var, ()) if is_neutral(self._jaxpr.eqns[j])
             ]
         return [j for j in affected if self._steps[j] is not None]
 
@@ -189,7 +241,12 @@ class _Draft:
                 self._low_reads[var] -= 1
                 if self._is_wanted(var) and var in self._producers:
                     yield self._producers[var]
-                yield from self._readers[var]
+                yield from (j for j in self._readers[var] if self._uses_copies(j))
+
+    def _uses_copies(self, i: int) -> bool:
+        """Whether it matters to an equation that there is a float32 copy of what it reads."""
+        rule = self._rules[i]
+        return (rule.moves and not rule.fuses) or self._jaxpr.eqns[i].primitive.name in self._planner.higher_order
 
     def _is_copied(self, atom: Any, i: int) -> bool:
         """Whether another equation reads a variable in float32."""
@@ -197,8 +254,6 @@ class _Draft:
 
     def _first_order(self, rule: Rule, eqn: JaxprEqn, values: tuple[Value, ...], full: bool, low: np.dtype) -> Step:
         rule = rule if low != FLOAT32 else ORIGINAL
-        traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
-        eligible = chosen(traced, without_biases(rule, eqn, values))
         # A norm of low-precision data is float32, but what a product reads of it is stored in low precision. Where it
         # meets other data, as in a residual sum, float32 would only be stored a second time.
         meets = any(
@@ -206,37 +261,11 @@ class _Draft:
             for atom, value in zip(eqn.invars, values, strict=True)
             if isinstance(atom, Var)
         )
-        compared = [value.as_native() for value in eligible] if meets else eligible
-        dtype = operand_dtype(rule, eqn, compared, full, low)
-        casts = tuple(
-            dtype if is_float32 and value.dtype != dtype else None
-            for value, is_float32 in zip(values, traced, strict=True)
-        )
-        dtypes = tuple(c or value.dtype for c, value in zip(casts, values, strict=True))
-        operands = chosen(traced, dtypes)
-        params = params_for(rule, eqn, widest(operands)) if operands else {}
-        outs = results(rule, eqn, values, dtypes, low)
-        changed = differs(zip(eqn.invars, values, strict=True)) or differs(zip(eqn.outvars, outs, strict=True))
-        # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
-        inputs = [
-            isinstance(atom, Var) and value.origin is not Origin.COMPUTED
-            for atom, value in zip(eqn.invars, values, strict=True)
-        ]
-        each = tuple(c if is_input else None for c, is_input in zip(casts, inputs, strict=True))
-        shared = tuple(None if is_input else c for c, is_input in zip(casts, inputs, strict=True))
-        is_product = rule.op_class is OpClass.LOWER and dtype == low
-        full_grad = is_product and any(each) and self._planner.options.weight_grad_dtype == FLOAT32
-        op = Op(eqn.primitive, tuple((eqn.params | params).items()), each, broadcast_shape(rule, eqn), full_grad)
-        return Step(eqn, shared, outs, op, changed, tuple(d == FLOAT32 or _is_neutral(eqn) for d in dtypes))
+        return self._planner.first_order(rule, eqn, values, full, meets, low)
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
     return [atom for atom in atoms if isinstance(atom, Var)]
-
-
-def _is_neutral(eqn: JaxprEqn) -> bool:
-    """Whether it is all one in which dtype an op reads: a comparison, for instance."""
-    return not any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
 
 
 def _avals(eqn: JaxprEqn) -> list[Any]:

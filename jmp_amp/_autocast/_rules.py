@@ -4,11 +4,14 @@ The classes follow PyTorch's lists (`torch.amp`, CUDA); a primitive that is not 
 """
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
+
+from jmp_amp._autocast._pick import is_pick
 
 
 class OpClass(enum.Enum):
@@ -32,6 +35,7 @@ class Rule(NamedTuple):
         carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
         features: how many of the last dimensions of the result come from the second operand alone.
+        picks: the op gathers one element a row.
         costly: the op is not computed a second time for the backward pass.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
         dtype_params: parameters that name the dtype of the result.
@@ -44,6 +48,7 @@ class Rule(NamedTuple):
     carries: bool = False
     logarithm: bool = False
     features: int = 0
+    picks: bool = False
     costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
@@ -66,6 +71,7 @@ _SUM = Rule(OpClass.PROMOTE, fuses=True, carries=True)
 _FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
 _SELECT = Rule(OpClass.FOLLOW, fuses=True, carries=True)
 _MOVE = Rule(OpClass.FOLLOW, moves=True)
+_PICK = Rule(OpClass.FOLLOW, moves=True, picks=True)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
 _SAME = Rule(OpClass.FOLLOW, moves=True, fuses=True, dtype_params=("new_dtype",))
 _JOIN = Rule(OpClass.PROMOTE, moves=True)
@@ -99,10 +105,16 @@ def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     return _SAME if params["new_dtype"] == np.float32 else ORIGINAL
 
 
-def _gather(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    """A value that fills out-of-bounds places is a constant too."""
+def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """A value that fills out-of-bounds places is a constant; to cast all of a table for a few rows would be a waste."""
     fill = params["fill_value"]
-    return _MOVE if fill is None or not np.isfinite(fill) or abs(fill) <= float(np.finfo(np.float16).max) else _FULL
+    if fill is not None and np.isfinite(fill) and abs(fill) > float(np.finfo(np.float16).max):
+        return _FULL
+    if is_pick(params, avals):
+        return _PICK
+    x, indices = avals
+    size = math.prod(indices.shape[:-1]) * math.prod(params["slice_sizes"])
+    return _FUSED_MOVE if size >= math.prod(x.shape) else _MOVE
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:

@@ -1,0 +1,41 @@
+"""The logit of the label: a gather of one float32 element a row, whose gradient is not scattered.
+
+A loss in float32 reads float32 logits, and the transpose of a gather writes into an array of zeros: the gradient of all
+logits, in float32, in memory. Written as a comparison with the index, it fuses with the gradient of the softmax and the
+cast that follow it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def is_pick(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
+    """Whether a gather is `take_along_axis` along the last axis, of one element a row."""
+    x, indices = avals
+    rows, numbers = tuple(range(x.ndim - 1)), params["dimension_numbers"]
+    return (
+        indices.shape == (*x.shape[:-1], 1, 1)
+        and numbers.operand_batching_dims == numbers.start_indices_batching_dims == rows
+        and numbers.start_index_map == (x.ndim - 1,)
+        and params["mode"] in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    )
+
+
+def pick(apply: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any]) -> list[Any]:
+    """Evaluates such a gather; out of bounds nothing is picked, so the tangent is 0."""
+
+    @jax.custom_jvp
+    def call(x: Any, indices: Any) -> Any:
+        return apply([x, indices])[0]
+
+    @call.defjvp
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        x, indices = primals
+        is_picked = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
+        return call(x, indices), jnp.sum(jnp.where(is_picked, tangents[0], 0), -1, keepdims=True)
+
+    return [call(*args)]
