@@ -28,6 +28,7 @@ CASES = {
     "scanned gpt": lambda low: models.gpt_case(low, layers=2, scan=True),
     "scanned gpt with remat": lambda low: models.gpt_case(low, layers=2, scan=True, remat=True),
     "encoder": lambda low: models.encoder_case(low, layers=2),
+    "lstm": lambda low: models.lstm_case(low, steps=32),
     "resnet": lambda low: models.resnet_case(low, blocks=(2, 2, 2), batch=32),
 }
 
@@ -55,12 +56,14 @@ def test_moves_no_more_bytes_and_holds_no_more_memory_than_mixed_by_hand(name):
     assert held <= held_by_hand
 
 
-def test_saving_only_products_needs_less_than_half_the_memory():
+def test_saving_only_products_needs_half_the_memory():
     case = CASES["scanned gpt"]
-    moved, held = cost(*autocast(case, save="matmuls"))
+    moved, held = cost(*autocast(case))
     moved_by_hand, held_by_hand = cost(*case(jnp.float16))
-    assert moved < 0.8 * moved_by_hand
-    assert held < 0.7 * held_by_hand
+    assert moved < 0.75 * moved_by_hand
+    assert held < 0.5 * held_by_hand
+    _, held_with_all = cost(*autocast(case, save="all"))
+    assert held < held_with_all <= held_by_hand
 
 
 def test_float32_weight_gradients_cost_nothing():

@@ -69,7 +69,7 @@ def without_biases(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequen
         return values
     return [
         value._replace(origin=Origin.UNCOMMITTED)
-        if value.origin is Origin.INPUT and all(n == 1 for n in shape_of(atom)[:-features])
+        if value.origin is Origin.INPUT and all(n == 1 for n in (shape_of(atom) or ())[:-features])
         else value
         for atom, value in zip(eqn.invars, values, strict=True)
     ]

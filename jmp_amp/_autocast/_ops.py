@@ -5,6 +5,7 @@ under differentiation, the ops that came from one call in the user's code are bo
 model of equal layers then costs little more than one layer, and each op keeps its source line and its scope.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from jmp_amp._autocast import _weight_grad as weight_grad
 from jmp_amp._autocast._pick import pick
 
 
-class Op(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Op:
     """A primitive, and the casts of the operands that each use casts for itself.
 
     Attributes:
@@ -67,17 +69,20 @@ class Op(NamedTuple):
         The derivative is that of the op with the bias broadcast before it is cast. The op itself casts it first, since
         the large array would be kept in front of a loop, and read in every iteration.
         """
-
-        def broadcast_first(*args: Any) -> list[Any]:
-            spread = [
-                lax.broadcast_in_dim(x, self.shape, range(np.ndim(x))) if self._spreads(x, dtype) else x
-                for x, dtype in zip(args, self.casts, strict=True)
-            ]
-            return self._apply(self._cast(spread))
-
         call = jax.custom_jvp(lambda *args: self._apply(self._cast(args)))
-        call.defjvp(lambda primals, tangents: (call(*primals), jax.jvp(broadcast_first, primals, tangents)[1]))
+
+        @call.defjvp
+        def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            return call(*primals), jax.jvp(lambda *args: self._broadcast_first(args), primals, tangents)[1]
+
         return call(*args)
+
+    def _broadcast_first(self, args: Sequence[Any]) -> list[Any]:
+        spread = [
+            lax.broadcast_in_dim(x, self.shape or (), range(np.ndim(x))) if self._spreads(x, dtype) else x
+            for x, dtype in zip(args, self.casts, strict=True)
+        ]
+        return self._apply(self._cast(spread))
 
 
 class Block(NamedTuple):

@@ -215,13 +215,14 @@ class _Draft:
             )
             copied = any(value.copied for value in values)
         all_wanted = any(wanted) and not any(self._low_reads[var] for var in eqn.outvars)
-        reason = wanted if higher_order else all_wanted and (rule.fuses or (rule.moves and copied))
+        full = all_wanted and (rule.fuses or (rule.moves and copied))
+        reason = wanted if higher_order else full
         if (old := self._steps[i]) is not None and (reason, values) == self._reasons[i]:
             return []
         if higher_order:
             step = higher_order(self._planner, eqn, values, wanted, self._regions[i])
         else:
-            step = self._first_order(rule, eqn, values, reason, self._regions[i].low)
+            step = self._first_order(rule, eqn, values, full, self._regions[i].low)
         self._steps[i], self._reasons[i] = step, (reason, values)
         self._known |= dict(zip(eqn.outvars, step.outs, strict=True))
         affected = [*self._affected(i, step)]

@@ -1,0 +1,93 @@
+"""What each rule of autocast bought: bytes and memory of the models of `autocast_cost.py` with one rule left out.
+
+python benchmarks/autocast_rules.py [--out docs/benchmarks/autocast_rules.md]
+"""
+
+import argparse
+import contextlib
+import pathlib
+from unittest import mock
+
+import gpu_aot  # first: it sets the platform
+import jax
+import jax.numpy as jnp
+import models
+from autocast_cost import autocast, measure
+
+from jmp_amp._autocast import _api, _decisions, _ops
+from jmp_amp._autocast._rules import RULES, Rule
+from jmp_amp._autocast._values import Origin
+
+CASES = {
+    "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),
+    "encoder, scanned": lambda low: models.encoder_case(low),
+    "ResNet, 7 blocks": lambda low: models.resnet_case(low, blocks=(3, 4)),
+    "LSTM, 512 steps": lambda low: models.lstm_case(low),
+}
+
+
+def changed(**fields):
+    """Replaces fields in every rule of the table."""
+
+    def change(rule):
+        if isinstance(rule, Rule):
+            return rule._replace(**fields)
+        return lambda params, avals: rule(params, avals)._replace(**fields)
+
+    return mock.patch.object(_api, "RULES", {name: change(rule) for name, rule in RULES.items()})
+
+
+@contextlib.contextmanager
+def biases_widen():
+    with (
+        changed(features=0),
+        mock.patch.object(_api, "origin_of_input", return_value=Origin.INPUT),
+        mock.patch.object(_decisions, "origin_of_input", return_value=Origin.INPUT),
+    ):
+        yield
+
+
+WITHOUT = {
+    "nothing": contextlib.nullcontext,
+    "biases are part of the layer": biases_widen,
+    "what only float32 ops read is float32": lambda: changed(fuses=False),
+    "what a product reads of a norm is stored in float16": lambda: changed(stores=False),
+    "the label's logit is not scattered": lambda: changed(picks=False),
+    "a bias is broadcast after its cast": lambda: mock.patch.object(_ops.Op, "_spread", _ops.Op._broadcast_first),
+    '`save="matmuls"`': contextlib.nullcontext,
+}
+
+NOTES = """
+Each row leaves one rule out of `autocast`; "nothing" is autocast as it is. A figure above that of "nothing" is what the
+rule saves; one below is what it costs, for accuracy.
+"""
+
+
+def table():
+    yield "| model | without | bytes x by hand | memory x by hand |"
+    yield "|---|---|---|---|"
+    for name, case in CASES.items():
+        moved_by_hand, held_by_hand = measure(*case(jnp.float16))
+        for rule, left_out in WITHOUT.items():
+            options = {"save": "all"} if "save" in rule else {}
+            with left_out():
+                moved, held = measure(*autocast(case, **options))
+            yield f"| {name} | {rule} | {moved / moved_by_hand:.3f} | {held / held_by_hand:.3f} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
+    options = parser.parse_args()
+    assert gpu_aot
+    lines = [f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_rules.py`.", ""]
+    print(*lines, sep="\n")
+    for line in table():
+        print(line, flush=True)
+        lines.append(line)
+    if options.out:
+        options.out.write_text("\n".join(["# What each rule bought", "", *lines, NOTES]))
+
+
+if __name__ == "__main__":
+    main()

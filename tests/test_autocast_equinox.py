@@ -1,0 +1,184 @@
+"""Modules of Equinox under autocast: as arguments with static fields, vmapped, stateful, in its own loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxprs import dtypes
+from test_autocast_attention import assert_close, check, quick_compile, rows  # noqa: F401
+
+import jmp_amp as amp
+
+eqx = pytest.importorskip("equinox", reason="needs Equinox")
+
+pytestmark = pytest.mark.usefixtures("users_code", "quick_compile")
+
+LOW = "float16 float16 -> float16"
+KEYS = jax.random.split(jax.random.key(0), 8)
+X = jax.random.normal(KEYS[0], (4, 6, 8))
+IMAGES = jax.random.normal(KEYS[0], (4, 3, 6, 6))
+
+
+class Layers(eqx.Module):
+    """Applies its layers in turn; `over` says how many leading axes each of them is vmapped over."""
+
+    layers: list
+    over: tuple[int, ...] = eqx.field(static=True)
+    activation: str = eqx.field(static=True, default="relu")
+
+    def __call__(self, x):
+        for i, (layer, axes) in enumerate(zip(self.layers, self.over, strict=True)):
+            for _ in range(axes):
+                layer = jax.vmap(layer)
+            with jax.named_scope(f"layer{i}"):
+                x = layer(x)
+            x = getattr(jax.nn, self.activation)(x)
+        return x
+
+
+def linear(i, size=8):
+    return eqx.nn.Linear(8, size, key=KEYS[i])
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+
+    def __call__(self, xs):
+        def over_time(xs):
+            return jax.lax.scan(lambda h, x: (self.cell(x, h),) * 2, jnp.zeros(8), xs)[1]
+
+        with jax.named_scope("layer0"):
+            return jax.vmap(over_time)(xs)
+
+
+class Repeated(eqx.Module):
+    """A loop of Equinox that can be differentiated backward, with a checkpointed body and an error check inside."""
+
+    linear: eqx.nn.Linear
+    kind: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        @eqx.filter_checkpoint
+        def body(carry):
+            step, x = carry
+            with jax.named_scope("layer0"):
+                x = jnp.tanh(jax.vmap(jax.vmap(self.linear))(x))
+            return step + 1, eqx.error_if(x, jnp.any(x > 2), "tanh is at most 1")
+
+        return eqx.internal.while_loop(lambda carry: carry[0] < 3, body, (0, x), kind=self.kind, max_steps=4)[1]
+
+
+MODELS = {
+    "mlp": lambda: (
+        Layers([eqx.nn.MLP(8, 3, 16, 2, activation=jax.nn.gelu, key=KEYS[1])], (2,), "tanh"),
+        X,
+        {"add": LOW},
+    ),
+    "norms": lambda: (
+        Layers(
+            [
+                *(linear(1), linear(2), eqx.nn.LayerNorm(8)),
+                *(linear(3), eqx.nn.RMSNorm(8)),
+                *(linear(4), eqx.nn.GroupNorm(2, 8)),
+                linear(5),
+            ],
+            (2,) * 8,
+        ),
+        X,
+        {"add": LOW},
+    ),
+    "convolutions": lambda: (
+        Layers(
+            [
+                eqx.nn.Conv2d(3, 4, 3, key=KEYS[1]),
+                eqx.nn.ConvTranspose2d(4, 4, 3, key=KEYS[2]),
+                eqx.nn.GroupNorm(2, 4),
+                eqx.nn.MaxPool2d(2, 2),
+                eqx.nn.Conv2d(4, 2, 3, key=KEYS[3]),
+            ],
+            (1, 1, 1, 1, 1),
+        ),
+        IMAGES,
+        {"add": LOW},
+    ),
+    "embedding": lambda: (
+        Layers([eqx.nn.Embedding(16, 8, key=KEYS[1]), linear(2), linear(3)], (2, 2, 2)),
+        jnp.arange(16).reshape(4, 4),
+        None,
+    ),
+    "gru": lambda: (Recurrent(eqx.nn.GRUCell(8, 8, key=KEYS[1])), X, {"add": LOW, "logistic": "float16 -> float16"}),
+    "checkpointed loop": lambda: (Repeated(linear(1), "checkpointed"), X, None),
+    "bounded loop": lambda: (Repeated(linear(1), "bounded"), X, {"tanh": "float16 -> float16"}),
+}
+
+
+def loss_fn(model, x):
+    out = model(x)
+    return jnp.mean(out**2), out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_module_is_an_argument_and_close_to_float32(name):
+    model, x, expected = MODELS[name]()
+    program = check(loss_fn, model, x, transform=eqx.filter_value_and_grad)
+    for primitive, row in (expected or {}).items():
+        assert rows(program, primitive, "layer0") == {row}, primitive
+
+
+def test_state_of_batch_norm_is_returned_in_float32_and_close():
+    def init():
+        return eqx.nn.BatchNorm(8, axis_name="batch", mode="batch"), linear(1), linear(2)
+
+    layers, state = eqx.nn.make_with_state(init)()
+
+    def loss(layers, state, x):
+        def model(x, state):
+            norm, inner, outer = layers
+            x, state = norm(inner(x), state)
+            return outer(jax.nn.relu(x)), state
+
+        out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return jnp.mean(out**2), (out, state)
+
+    program = check(loss, layers, state, X[0], transform=eqx.filter_value_and_grad)
+    assert rows(program, "sqrt") == {"float32 -> float32"}
+
+
+def test_dropout_draws_the_same_mask():
+    def loss(model, x, key):
+        out = eqx.nn.Dropout(0.5)(jax.vmap(jax.vmap(model))(x), key=key)
+        return jnp.mean(out**2), (out, out == 0)
+
+    check(loss, linear(1), X, KEYS[1], transform=eqx.filter_value_and_grad)
+
+
+@pytest.mark.parametrize("x", [1.0, -1.0])
+def test_error_if_raises_as_it_does_without_autocast(x):
+    def fun(model, x):
+        return model(eqx.error_if(x, x < 0, "negative"))
+
+    fun = functools.partial(eqx.filter_jit(amp.autocast(fun)), linear(1), jnp.full(8, x))
+    if x > 0:
+        fun()
+    else:
+        with pytest.raises(RuntimeError, match="negative"):
+            fun()
+
+
+def test_composes_with_filtered_transformations_either_way_round():
+    model, x, _ = MODELS["mlp"]()
+
+    def transform(fun):
+        return eqx.filter_jit(eqx.filter_grad(fun))
+
+    def loss(model, x):
+        return loss_fn(model, x)[0]
+
+    want = transform(loss)(model, x)
+    params, static = eqx.partition(model, eqx.is_array)
+    for fun in (transform(amp.autocast(loss)), amp.autocast(transform(loss))):
+        assert_close(fun(model, x), want)
+        products = dtypes(lambda p, x, f=fun: f(eqx.combine(p, static), x), params, x, primitive="dot_general")
+        assert len(products) == 8
+        assert set(products) == {LOW}

@@ -1,0 +1,93 @@
+"""Models of Haiku under autocast: layers, state, loops, rules for module scopes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxprs import row, scoped_equations
+from test_autocast_attention import check, rows, run
+
+import jmp_amp as amp
+
+hk = pytest.importorskip("haiku", reason="needs Haiku")
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (4, 6, 8))
+IMAGES = jax.random.normal(KEY, (4, 6, 6, 3))
+
+
+class Norms(hk.Module):
+    def __call__(self, x):
+        for norm in (hk.LayerNorm(-1, True, True), hk.RMSNorm(-1), hk.GroupNorm(2)):
+            x = jax.nn.relu(norm(hk.Linear(8)(x)))
+        return hk.Linear(3)(hk.Linear(8, name="inner")(x))
+
+
+def norms(x):
+    return Norms()(x)
+
+
+def convolutions(x):
+    x = jax.nn.relu(hk.Conv2D(4, 3)(x))
+    x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Conv2D(4, 3)(x), is_training=True))
+    x = hk.max_pool(hk.Conv2DTranspose(4, 3, 2)(x), (2, 2, 1), (2, 2, 1), "VALID")
+    return hk.Linear(5)(jnp.mean(hk.Conv2D(4, 3)(x), (1, 2)))
+
+
+def recurrent(x):
+    core = hk.DeepRNN([hk.LSTM(8), jax.nn.relu, hk.GRU(8)])
+    return hk.Linear(3)(hk.dynamic_unroll(core, x, core.initial_state(4), time_major=False)[0])
+
+
+def transformer(x):
+    mask = jnp.tril(jnp.ones((6, 6)))[None, None]
+
+    def block(x):
+        h = hk.LayerNorm(-1, True, True)(x)
+        x = x + hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling())(h, h, h, mask=mask)
+        h = hk.dropout(hk.next_rng_key(), 0.5, hk.LayerNorm(-1, True, True)(x))
+        return x + hk.Linear(8)(jax.nn.gelu(hk.Linear(16)(h)))
+
+    return hk.Linear(3)(hk.layer_stack(2)(hk.remat(block))(x))
+
+
+def setup(model, x):
+    """Parameters, state, and a loss of them that returns the model's output and new state."""
+    transformed = hk.transform_with_state(model)
+
+    def loss(params, state, x):
+        out, state = transformed.apply(params, state, jax.random.key(1), x)
+        return jnp.mean(out**2), (out, state)
+
+    return *run(transformed.init, KEY, x), loss
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "expected"),
+    [
+        (norms, X, {("add", "jvp(norms)/inner"): LOW, ("add", "jvp(norms)/layer_norm"): FULL}),
+        (convolutions, IMAGES, {("add", "jvp(conv2_d)"): LOW, ("rsqrt", "batch_norm"): "float32 -> float32"}),
+        (recurrent, X, {("add", "lstm/linear"): LOW, ("mul", "gru"): LOW}),
+        (transformer, X, {("add", "multi_head_attention/value"): LOW, ("rsqrt", "layer_norm"): "float32 -> float32"}),
+    ],
+)
+def test_model_and_its_state_are_close_to_float32(model, x, expected):
+    params, state, loss = setup(model, x)
+    program = check(loss, params, state, x)
+    for (primitive, scope), dtypes in expected.items():
+        assert rows(program, primitive, scope) == {dtypes}, (primitive, scope)
+
+
+@pytest.mark.parametrize("pattern", ["*/layer_norm*", "layer_norm", "norms/layer_*"])
+def test_patterns_match_modules(pattern):
+    params, state, loss = setup(norms, X)
+    # A pattern that matches nothing warns, and warnings are errors here.
+    fun = amp.autocast(loss, rules={pattern: "full", "linear_[12]": "bfloat16", "*/linear_3": "full"})
+    program = [(scope, e.primitive.name, row(e)) for scope, e in scoped_equations(fun, params, state, X)]
+    products = [r.split()[0] for _, name, r in program if name == "dot_general"]
+    assert products == ["float16", "bfloat16", "bfloat16", "float16", "float32"]
+    norm = [r for scope, name, r in program if "layer_norm" in scope and name != "convert_element_type"]
+    assert norm
+    assert not any("16" in r for r in norm)
