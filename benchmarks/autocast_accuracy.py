@@ -36,12 +36,6 @@ same float32 values, and the gradients are those of 1024 times the loss, so that
 the state of an ODE and the log-determinant of a flow in float32; logits cast to float32 before the loss. The models are
 in `benchmarks/accuracy_models.py`, each written once for both. Activations are smooth: at the kink of a ReLU a rounding
 error flips a whole unit, and the error of a gradient is then a matter of luck.
-
-Where the error of autocast is larger than by hand, and not by luck:
-
-- Normalising flow, loss, bfloat16: a tie to the bit as written. XLA leaves out the rounding to bfloat16 where a cast to
-  float32 follows at once, as by hand; autocast casts after the split into scale and shift. With
-  `xla_allow_excess_precision=False` both sides have equal losses.
 """
 
 # It takes longer to compile the code than to run it. With these, all errors are the same to two digits.

@@ -42,8 +42,7 @@ class TestSave:
 
     def test_gradients_are_the_same(self, params):
         plain, saving = (
-            jax.jit(jax.grad(amp.autocast(gpt.loss, **options)))(params, TOKENS)
-            for options in ({"save": "all"}, {})
+            jax.jit(jax.grad(amp.autocast(gpt.loss, **options)))(params, TOKENS) for options in ({"save": "all"}, {})
         )
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(saving), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-4)

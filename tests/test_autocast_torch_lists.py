@@ -69,8 +69,8 @@ DIFFERENCES = {
     for names, *row in [
         (
             "addmm addbmm baddbmm",
-            "JAX has no fused product and sum. A bias, with one dimension or those of the weight, counts as part of the "
-            "product; any other float32 matrix that is added to it widens the sum.",
+            "JAX has no fused product and sum. A bias, with one dimension or those of the weight, counts as part of "
+            "the product; any other float32 matrix that is added to it widens the sum.",
             Dtypes(F32, F16, F16),
         ),
         (

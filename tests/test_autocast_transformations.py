@@ -148,6 +148,22 @@ class TestSymbolicZeros:
             np.testing.assert_allclose(grad(X, X), want, atol=1e-2)
         assert set(seen) == {(True, False)}
 
+    def test_of_the_cotangents_of_custom_vjp(self):
+        seen = []
+
+        @jax.custom_vjp
+        def two(x):
+            return x, 2 * x
+
+        def backward(_, cotangents):
+            seen.append(isinstance(cotangents[1], SymbolicZero))
+            return (cotangents[0],)
+
+        two.defvjp(lambda x: (two(x.value), None), backward, symbolic_zeros=True)
+        grad = jax.grad(amp.autocast(lambda x: jnp.sum(two(x @ W)[0])))
+        np.testing.assert_allclose(grad(X), jnp.ones((4, 8)) @ W.T, atol=1e-2)
+        assert seen == [True]
+
     def test_of_custom_jvp(self):
         seen = []
 

@@ -57,6 +57,11 @@ def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> 
     return list(out) if primitive.multiple_results else [out]
 
 
+def zero_cotangent(aval: Any) -> Any:
+    """A cotangent for the pullback of `jax.vjp` that is known to be zero."""
+    return ad.Zero(aval.to_tangent_aval())
+
+
 def trace(fun: Callable, args: Sequence[Any]) -> Any:
     """Traces a flat function to a closed jaxpr."""
     return jax.make_jaxpr(fun)(*args)

@@ -75,15 +75,16 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         residual_types = _types(results[n_outs:], outvars[n_outs:])
 
         def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-            nothing = list(map(_no_tangent, cotangents))
-            cotangents = list(map(_instantiated, chosen(moved_outs, cotangents)))
+            given = [m and not isinstance(ct, SymbolicZero) for m, ct in zip(moved_outs, cotangents, strict=True)]
+            nothing = [_compat.zero_cotangent(var.aval) for var in eqn.outvars]
+            cotangents = chosen(given, cotangents)
 
             def as_traced(*args: Any) -> list[Any]:
                 pullback = jax.tree.unflatten(pullback_tree, args[: len(residuals)])
-                return list(pullback(merged(moved_outs, args[len(residuals) :], nothing)))
+                return list(pullback(merged(given, args[len(residuals) :], nothing)))
 
-            types = _types(cotangents, chosen(moved_outs, eqn.outvars))
-            values = (*_tangents(outs[n_outs:]), *_tangents(chosen(moved_outs, plan.outs)))
+            types = _types(cotangents, chosen(given, eqn.outvars))
+            values = (*_tangents(outs[n_outs:]), *_tangents(chosen(given, plan.outs)))
             traced = _compat.trace(as_traced, [*residual_types, *types])
             grads = _tangents(chosen(moved, _inputs(plan)))
             rule = planner.plan(traced, values, (False,) * len(grads), plan.region)
@@ -110,11 +111,6 @@ def _named(plan: Plan, eqn: JaxprEqn, default: str) -> Callable[..., list[Any]]:
 
     call.__name__ = eqn.params.get("name", default)
     return call
-
-
-def _instantiated(cotangent: Any) -> Any:
-    """The pullback of `jax.vjp` takes arrays only."""
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _of_moved(eqn: JaxprEqn, moved: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
