@@ -17,3 +17,11 @@ def users_code():
     """Programs as users, and optax, write them; the library itself relies on no promotion."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """What libraries compile for themselves is compiled for longer than it runs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

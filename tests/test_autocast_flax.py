@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from agreement import assert_close, check, rows, run
 from jaxprs import row, scoped_equations
-from test_autocast_attention import assert_close, check, rows, run
 
 import jmp_amp as amp
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from agreement import check, rows, run
 from jaxprs import row, scoped_equations
-from test_autocast_attention import check, rows, run
 
 import jmp_amp as amp
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from agreement import PRODUCTS, QUICK, assert_close, check, rows, run
 from jaxprs import row, scoped_equations
-from test_autocast_attention import PRODUCTS, QUICK, assert_close, check, quick_compile, rows, run  # noqa: F401
 
 import jmp_amp as amp
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import assert_close, check, rows
 from jaxprs import dtypes
-from test_autocast_attention import assert_close, check, quick_compile, rows  # noqa: F401
 
 import jmp_amp as amp
 

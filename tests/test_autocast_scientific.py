@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from agreement import assert_close, run
 from jaxprs import row, scoped_equations
-from test_autocast_attention import assert_close, run
 
 import jmp_amp as amp
 
