@@ -14,6 +14,13 @@ def scoped_equations(fun, *args):
     yield from _equations(jax.make_jaxpr(fun)(*args), "")
 
 
+def inner_equations(eqn):
+    """Yields the equations of the jaxprs that an equation holds."""
+    for param in eqn.params.values():
+        if hasattr(param, "eqns"):
+            yield from (inner for _, inner in _equations(param, ""))
+
+
 def _equations(jaxpr, outer):
     for eqn in jaxpr.eqns:
         scope = f"{outer}/{eqn.source_info.name_stack}"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import dtypes, equations
+from jaxprs import dtypes, equations, inner_equations, row
 
 import jmp_amp as amp
 
@@ -68,6 +68,16 @@ class TestSave:
             )
 
         np.testing.assert_allclose(grads(amp.autocast(loss)), grads(loss), atol=2e-2)
+
+    def test_keeps_the_cast_of_a_weight_that_all_iterations_share(self):
+        def loss(w, x):
+            step = jax.jit(lambda h: jnp.tanh(h @ w.T))
+            return jnp.sum(lax.scan(lambda h, _: (step(h), None), x, length=3)[0])
+
+        _, backward = (e for e in equations(jax.grad(amp.autocast(loss)), W, X) if e.primitive.name == "scan")
+        casts = [e for e in inner_equations(backward) if e.primitive.name == "convert_element_type"]
+        assert casts  # of the cotangents
+        assert [e for e in casts if row(e) == "float32 -> float16" and e.outvars[0].aval.shape == (8, 8)] == []
 
     def test_leaves_bodies_with_effects_alone(self, capfd):
         def loss(x):

@@ -117,7 +117,8 @@ def results(
         native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
         exact = dtype == FLOAT32 and any(n != 1 for n in shape_of(var) or ()) and _is_exact(rule, values, low)
         features = rule.features if rule.features and values[1].origin is Origin.INPUT else 0
-        out = Value(dtype, origin, magnitudes, native, exact=exact, features=features)
+        held = rule.moves and all(value.held for value in values)
+        out = Value(dtype, origin, magnitudes, native, exact=exact, held=held, features=features)
         outs.append(_fold(eqn, values, out) if scalars and dtype == FLOAT32 and shape_of(var) == () else out)
     return tuple(outs)
 

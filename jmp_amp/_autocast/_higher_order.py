@@ -66,7 +66,8 @@ def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region
     n_consts, n_carry = _compat.scan_sizes(eqn)
     body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
     invars = _compat.open_jaxpr(body)[0].invars
-    consts = values[:n_consts]
+    keeps_products = planner.options.save == "matmuls"
+    consts = tuple(value._replace(held=keeps_products) for value in values[:n_consts])
     xs = tuple(_sliced(value, shape_of(var)) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
 
     def plan_body(carry: Values) -> Plan:
@@ -83,7 +84,7 @@ def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region
             results = step(*consts, *carry, *x)
             return results[:n_carry], results[n_carry:]
 
-        if planner.options.save == "matmuls" and not plan.jaxpr.effects:
+        if keeps_products and not plan.jaxpr.effects:
             call = jax.checkpoint(call, policy=planner.saves, prevent_cse=False)
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         carried, ys = lax.scan(call, list(init), list(xs), **options)
@@ -187,6 +188,7 @@ def _depends_on(jaxpr: Any, results: Sequence[bool]) -> list[bool]:
 
 def _sliced(value: Value, shape: tuple[int, ...] | None) -> Value:
     """What is known of the slices along the first axis."""
+    value = value._replace(held=False)
     return value._replace(origin=origin_of_input(shape)) if value.origin is Origin.INPUT else value
 
 

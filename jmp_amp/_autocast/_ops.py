@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast import _weight_grad as weight_grad
 from jmp_amp._autocast._pick import pick
+
+HELD = "amp:held"  # the name of what a loop keeps for the backward pass, by `jax.checkpoint`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Op:
         params: its parameters, by name.
         casts: the dtype that each operand is cast to; None leaves it.
         shape: what an elementwise op broadcasts its operands to; None for other ops.
+        held: the operands whose casts a loop keeps for the backward pass.
         full_grad: whether the gradients of the operands that are cast leave the matrix unit in float32.
         picks: whether it gathers one float32 element a row.
     """
@@ -37,6 +41,7 @@ class Op:
     params: tuple[tuple[str, Any], ...]
     casts: tuple[Any, ...]
     shape: tuple[int, ...] | None = None
+    held: tuple[int, ...] = ()
     full_grad: bool = False
     picks: bool = False
 
@@ -54,10 +59,11 @@ class Op:
         return _compat.apply(self.primitive, dict(self.params), args)
 
     def _cast(self, args: Sequence[Any]) -> list[Any]:
-        return [
+        cast = [
             x if dtype is None else lax.convert_element_type(x, dtype)
             for x, dtype in zip(args, self.casts, strict=True)
         ]
+        return [checkpoint_name(x, HELD) if i in self.held else x for i, x in enumerate(cast)]
 
     def _spreads(self, x: Any, dtype: Any) -> bool:
         """Whether the op broadcasts an operand after its cast."""

@@ -20,7 +20,7 @@ from jmp_amp._autocast._decisions import (
 )
 from jmp_amp._autocast._interpreter import Plan, Region, Step
 from jmp_amp._autocast._masks import chosen
-from jmp_amp._autocast._ops import Op
+from jmp_amp._autocast._ops import HELD, Op
 from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
@@ -83,7 +83,7 @@ class Planner:
 
     def saves(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """The policy of `jax.checkpoint` that keeps the results of products and computes cheaper ops again."""
-        return self.rule(primitive, params, avals).costly
+        return params.get("name") == HELD or self.rule(primitive, params, avals).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation: what its code says comes before what a pattern says."""
@@ -138,7 +138,9 @@ class Planner:
         shared = tuple(None if is_input else c for c, is_input in zip(casts, inputs, strict=True))
         is_product = rule.op_class is OpClass.LOWER and dtype == low
         full_grad = is_product and any(each) and self.options.weight_grad_dtype == FLOAT32
-        op = Op(eqn.primitive, tuple((eqn.params | params).items()), each, broadcast_shape(rule, eqn), full_grad, picks)
+        held = tuple(i for i, value in enumerate(values) if each[i] is not None and value.held)
+        all_params = tuple((eqn.params | params).items())
+        op = Op(eqn.primitive, all_params, each, broadcast_shape(rule, eqn), held, full_grad, picks)
         return Step(eqn, shared, outs, op, changed, tuple(d == FLOAT32 or is_neutral(eqn) for d in dtypes))
 
 

@@ -35,6 +35,7 @@ class Value(NamedTuple):
         exact: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm: a
           product of it is a loss, not a layer, and stays float32.
         copied: there is a float32 copy of it.
+        held: it is the same in all iterations of a loop, so that its cast need not be made again for the backward pass.
         features: of a product with a weight, how many of its last dimensions are the weight's; a bias has only them.
     """
 
@@ -45,6 +46,7 @@ class Value(NamedTuple):
     scalar: float | None = None
     exact: bool = False
     copied: bool = False
+    held: bool = False
     features: int = 0
 
     def as_native(self) -> "Value":
