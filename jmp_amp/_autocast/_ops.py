@@ -48,7 +48,7 @@ class Op:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to the cast operands."""
         if self.full_grad:
-            return weight_grad.product(self._apply, self.casts, args)
+            return weight_grad.product(self._apply, self.casts, dict.fromkeys(self.held, _keep), args)
         if self.picks:
             return pick(self._apply, args)
         if any(map(self._spreads, args, self.casts)):
@@ -63,7 +63,7 @@ class Op:
             x if dtype is None else lax.convert_element_type(x, dtype)
             for x, dtype in zip(args, self.casts, strict=True)
         ]
-        return [checkpoint_name(x, HELD) if i in self.held else x for i, x in enumerate(cast)]
+        return [_keep(x) if i in self.held else x for i, x in enumerate(cast)]
 
     def _spreads(self, x: Any, dtype: Any) -> bool:
         """Whether the op broadcasts an operand after its cast."""
@@ -89,6 +89,10 @@ class Op:
             for x, dtype in zip(args, self.casts, strict=True)
         ]
         return self._apply(self._cast(spread))
+
+
+def _keep(x: Any) -> Any:
+    return checkpoint_name(x, HELD)
 
 
 class Block(NamedTuple):

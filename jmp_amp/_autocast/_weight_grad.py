@@ -4,7 +4,7 @@ The transpose of a float16 product writes float16, which is then cast to the flo
 65504 is `inf` by then, and a small one is rounded. Here the product of the gradient itself is asked for float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,18 @@ from jmp_amp._autocast import _compat
 _RESULT_DTYPE = "preferred_element_type"
 
 
-def product(apply: Callable[[Sequence[Any]], list[Any]], casts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def product(
+    apply: Callable[[Sequence[Any]], list[Any]],
+    casts: Sequence[Any],
+    keep: Mapping[int, Callable[[Any], Any]],
+    args: Sequence[Any],
+) -> list[Any]:
     """Evaluates a product on low-precision operands and float32 weights.
 
     Args:
         apply: the product of low-precision operands.
         casts: the dtype that each weight is cast to; None marks the other operands.
+        keep: for the weights whose casts are kept for the backward pass, what to do so.
         args: the operands.
     """
 
@@ -36,7 +42,8 @@ def product(apply: Callable[[Sequence[Any]], list[Any]], casts: Sequence[Any], a
         return apply(lowered(args))[0]
 
     def forward(*args: Any) -> tuple[Any, Any]:
-        return call(*args), args
+        operands = [keep[i](x) if i in keep else x for i, x in enumerate(lowered(args))]
+        return apply(operands)[0], [operands[i] if i in keep else x for i, x in enumerate(args)]
 
     def backward(args: Sequence[Any], cotangent: jax.Array) -> tuple[Any, ...]:
         operands = lowered(args)
