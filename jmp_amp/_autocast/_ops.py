@@ -7,6 +7,7 @@ model of equal layers then costs little more than one layer, and each op keeps i
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -115,12 +116,7 @@ class Block(NamedTuple):
 
 def grouped(blocks: Sequence[Block], results: Collection[Any]) -> list[Block]:
     """Joins the blocks of ops that came from one call in the user's code; `results` are read by the caller."""
-    groups: list[list[Block]] = []
-    for block in blocks:
-        if groups and _is_op(block) and _is_op(groups[-1][-1]) and _origin(block) == _origin(groups[-1][-1]):
-            groups[-1].append(block)
-        else:
-            groups.append([block])
+    groups = [list(group) for _, group in itertools.groupby(blocks, lambda b: _origin(b) if _is_op(b) else id(b))]
     read_later, joined = set(results), []
     for group in reversed(groups):
         joined.append(_join(group, read_later) if _is_op(group[0]) else group[0])
