@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from accuracy_models import CASES
 from jax import lax
+from report import report
 
 import jmp_amp as amp
 
@@ -107,14 +108,14 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     options = parser.parse_args()
     seeds = options.sets * SEEDS
-    lines = [f"{seeds} seeds with JAX {jax.__version__} on the CPU, by `benchmarks/autocast_accuracy.py`.", ""]
-    print(*lines, sep="\n")
-    for line in table({name: case for name, case in CASES.items() if options.only in name}, options.sets):
-        print(line, flush=True)
-        lines.append(line)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(["# How accurate autocast is", "", *lines, NOTES]))
+    head = f"{seeds} seeds with JAX {jax.__version__} on the CPU, by `benchmarks/autocast_accuracy.py`."
+    report(
+        "How accurate autocast is",
+        head,
+        table({name: case for name, case in CASES.items() if options.only in name}, options.sets),
+        NOTES,
+        options.out,
+    )
 
 
 if __name__ == "__main__":

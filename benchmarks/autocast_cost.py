@@ -12,6 +12,7 @@ import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
 from models import CASES
+from report import report
 
 import jmp_amp as amp
 
@@ -66,14 +67,14 @@ def main():
     parser.add_argument("--only", default="", help="the models whose name contains this")
     parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     options = parser.parse_args()
-    lines = [f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_cost.py`.", ""]
-    print(*lines, sep="\n")
-    for line in table({name: case for name, case in CASES.items() if options.only in name}):
-        print(line, flush=True)
-        lines.append(line)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(["# What autocast costs", "", *lines, NOTES]))
+    head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_cost.py`."
+    report(
+        "What autocast costs",
+        head,
+        table({name: case for name, case in CASES.items() if options.only in name}),
+        NOTES,
+        options.out,
+    )
 
 
 if __name__ == "__main__":

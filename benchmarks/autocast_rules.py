@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import models
 from autocast_cost import autocast, measure
+from report import report
 
 from jmp_amp._autocast import _api, _decisions, _ops
 from jmp_amp._autocast._rules import RULES, Rule
@@ -83,13 +84,8 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     options = parser.parse_args()
     assert gpu_aot
-    lines = [f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_rules.py`.", ""]
-    print(*lines, sep="\n")
-    for line in table():
-        print(line, flush=True)
-        lines.append(line)
-    if options.out:
-        options.out.write_text("\n".join(["# What each rule bought", "", *lines, NOTES]))
+    head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_rules.py`."
+    report("What each rule bought", head, table(), NOTES, options.out)
 
 
 if __name__ == "__main__":

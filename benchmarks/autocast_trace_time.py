@@ -16,6 +16,7 @@ import time
 import jax
 import jax.numpy as jnp
 from models import gpt_case
+from report import report
 
 import jmp_amp as amp
 
@@ -90,17 +91,11 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     options = parser.parse_args()
     variants = [name for name in VARIANTS if name not in PEERS or importlib.util.find_spec(name)]
-    lines = [
+    head = (
         f"Tracing `jit(grad(f))`, x plain, with JAX {jax.__version__} on Python {platform.python_version()} "
-        f"({platform.machine()}), by `benchmarks/autocast_trace_time.py`.",
-        "",
-    ]
-    print(*lines, sep="\n")
-    for line in table(options.repeats, variants):
-        print(line, flush=True)
-        lines.append(line)
-    if options.out:
-        options.out.write_text("\n".join(["# How long autocast takes to trace", "", *lines, NOTES]))
+        f"({platform.machine()}), by `benchmarks/autocast_trace_time.py`."
+    )
+    report("How long autocast takes to trace", head, table(options.repeats, variants), NOTES, options.out)
 
 
 if __name__ == "__main__":
