@@ -1,0 +1,56 @@
+"""The kernel for NVIDIA GPUs before Hopper, through Pallas' Triton backend.
+
+JAX deprecates that backend since 0.11 and means to remove it; this file can then go, and nothing else changes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.finite_check.config import Config
+from pallas_kernels.finite_check.segments import Segment, dispatch, segments, squares
+
+
+def unscale_check(
+    leaves: Sequence[jax.Array],
+    inv_scale: jax.Array,
+    *,
+    out_dtype: Any,
+    config: Config,
+    interpret: bool = False,
+) -> tuple[list[jax.Array], jax.Array]:
+    """See `reference.unscale_check`; the leaves are views of `segments.view`."""
+    table, programs = segments([x.shape for x in leaves], config.block)
+    outs = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in leaves]
+
+    def kernel(inv_scale_ref: Any, *refs: Any) -> None:
+        in_refs, out_refs, partials = refs[: len(leaves)], refs[len(leaves) : -1], refs[-1]
+        program = pl.program_id(0)
+        factor = inv_scale_ref[0]
+
+        def body(segment: Segment, index: jax.Array, total: jax.Array) -> jax.Array:
+            at = (jnp.int32(segment.row), pl.ds(segment.start + index * segment.size, config.block))
+            mask = None if segment.size == config.block else jnp.arange(config.block) < segment.size
+            other = None if mask is None else 0.0
+            x = plgpu.load(in_refs[segment.leaf].at[at], mask=mask, other=other).astype(jnp.float32) * factor
+            if out_refs:
+                out = x.astype(out_dtype)
+                plgpu.store(out_refs[segment.leaf].at[at], out, mask=mask)
+                x = out.astype(jnp.float32)
+            return total + (squares(x) if mask is None else jnp.where(mask, squares(x), 0.0))
+
+        partials[program] = jnp.sum(dispatch(table, program, body, jnp.zeros(config.block, jnp.float32)))
+
+    *outs, partials = pl.pallas_call(
+        kernel,
+        out_shape=(*outs, jax.ShapeDtypeStruct((programs,), jnp.float32)),
+        grid=(programs,),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        interpret=interpret,
+        name="unscale_check",
+    )(inv_scale.reshape(1), *leaves)
+    return outs, jnp.sum(partials)
