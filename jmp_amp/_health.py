@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp._loss_scale import LossScaleState, to_number
+from jmp_amp._transform import DynamicLossScaleState
 
 
 class LossScaleError(ArithmeticError):
@@ -49,7 +50,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array) -> Any:
 
     Raises:
         TypeError: the value is not a number.
-        ValueError: the value is not positive, finite and a normal float32 (a traced one is the caller's care), or
+        ValueError: the value is not between 2^-126 and 2^126 (a traced one is the caller's care), or
           `opt_state` does not hold exactly one `LossScaleState`.
 
     Examples:
@@ -75,7 +76,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
 
     Returns:
-        The fields of `LossScaleState` by name, as the arrays that they are: nothing waits for the device.
+        The fields of `LossScaleState` by name, and `grad_norm` where `opt_state` is that of `dynamic_loss_scale`: the
+        global norm of the true gradients of the last step, before any clipping, NaN where they were not finite. They
+        are the arrays of the state: nothing is computed, and nothing waits for the device.
 
     Raises:
         ValueError: `opt_state` does not hold exactly one `LossScaleState`.
@@ -85,7 +88,11 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         >>> amp.metrics(amp.LossScale().init())["loss_scale"].item()
         65536.0
     """
-    return find_state(opt_state)._asdict()
+    found = find_state(opt_state)._asdict()
+    for x in jax.tree.leaves(opt_state, is_leaf=_is_wrapper):
+        if _is_wrapper(x):
+            found["grad_norm"] = x.grad_norm
+    return found
 
 
 def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0) -> None:
@@ -154,3 +161,7 @@ def find_state(opt_state: Any) -> LossScaleState:
 
 def _is_state(x: Any) -> bool:
     return isinstance(x, LossScaleState)
+
+
+def _is_wrapper(x: Any) -> bool:
+    return isinstance(x, DynamicLossScaleState)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pallas_kernels import check_finite
+from jmp_amp._unscale import map_wide, unscale_and_look
 
-_FLOAT32 = np.finfo(np.float32)
-_NO_FLOOR = float(_FLOAT32.tiny)
-_NO_CEILING = float(_FLOAT32.max)
+_NO_FLOOR = 2.0**-126
+_NO_CEILING = 2.0**126
+"""Between the two, float32 holds a scale and its reciprocal as normal numbers; devices flush others to zero."""
 
 
 class LossScaleState(NamedTuple):
@@ -53,8 +53,8 @@ class LossScale:
         growth_factor: multiplies the scale after `growth_interval` clean steps; greater than 1.
         backoff_factor: multiplies the scale on overflow; between 0 and 1.
         growth_interval: clean steps between growths.
-        min_scale: the scale never falls below it; at least the smallest normal float32.
-        max_scale: the scale never grows above it.
+        min_scale: the scale never falls below it; at least 2^-126, the smallest normal float32.
+        max_scale: the scale never grows above it; at most 2^126, whose reciprocal float32 still holds.
         hysteresis: the scale backs off from this overflow on; the ones before are skipped at the same scale.
         consecutive_hysteresis: refill the hysteresis at every clean step, so that only overflows in a row count;
           otherwise it is refilled when the scale grows.
@@ -135,9 +135,9 @@ class LossScale:
         Returns:
             The tree in float32 (wider leaves keep their dtype).
         """
-        return _map_wide(lambda x: x * state.loss_scale.astype(x.dtype), tree)
+        return map_wide(lambda x: x * state.loss_scale.astype(x.dtype), tree)
 
-    def unscale(self, state: LossScaleState, tree: Any) -> tuple[Any, jax.Array]:
+    def unscale(self, state: LossScaleState, tree: Any, *, implementation: str | None = None) -> tuple[Any, jax.Array]:
         """Divides gradients by the scale that made them, and checks the result.
 
         The check follows the division, so gradients that only overflow when they are unscaled are seen too.
@@ -145,11 +145,12 @@ class LossScale:
         Args:
             state: the state whose `loss_scale` scaled the loss.
             tree: gradients of any shape; leaves that are not floating or complex pass through.
+            implementation: what reads and writes them, see `pallas_kernels.unscale_check`.
 
         Returns:
             The tree in float32 (wider leaves keep their dtype), and bool[], whether all of it is finite.
         """
-        return unscale(tree, state.loss_scale), finite_unscaled(tree, state.loss_scale)
+        return unscale_and_look(tree, state.loss_scale, implementation)
 
     def update(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:
         """Moves the state on by one step.
@@ -259,8 +260,7 @@ def to_number(name: str, value: Any) -> float:
         raise TypeError(f"`{name}` must be a number, got {value!r} of type {type(value).__name__}") from None
     if not (math.isfinite(number) and _NO_FLOOR <= number <= _NO_CEILING):
         raise ValueError(
-            f"`{name}` must be positive, finite and a normal float32 "
-            f"({_NO_FLOOR:.3g} to {_NO_CEILING:.3g}), got {value!r}"
+            f"`{name}` must be a number from 2^-126 to 2^126, where float32 holds its reciprocal too, got {value!r}"
         )
     return number
 
@@ -272,34 +272,3 @@ def to_count(name: str, value: Any, least: int) -> int:
     if not least <= value <= np.iinfo(np.int32).max:
         raise ValueError(f"`{name}` must be at least {least} and fit into int32, got {value}")
     return int(value)
-
-
-def unscale(tree: Any, loss_scale: jax.Array) -> Any:
-    """Divides the floating and complex leaves by the scale, in float32 or wider.
-
-    XLA turns a division by the scale into a multiplication by its reciprocal in some programs and not in others. So
-    that all round alike, this is the multiplication, in two factors where the scale is above 2^126: its reciprocal is
-    subnormal, and devices flush that to zero. The step is bound by memory, so the second factor costs nothing.
-    """
-    first = jnp.where(loss_scale > 2.0**126, 0.25, 1.0)
-
-    def leaf(x: jax.Array) -> jax.Array:
-        factor = first.astype(x.dtype)
-        return x * factor * (1 / (loss_scale.astype(x.dtype) * factor))
-
-    return _map_wide(leaf, tree)
-
-
-def finite_unscaled(tree: Any, loss_scale: jax.Array) -> jax.Array:
-    """Whether the gradients are finite once they are unscaled: bool[], from one read of them."""
-    return check_finite(unscale(tree, loss_scale))[0]
-
-
-def _map_wide(fun: Any, tree: Any) -> Any:
-    def leaf(x: Any) -> Any:
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            return x
-        x = jnp.asarray(x)
-        return fun(x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32))
-
-    return jax.tree.map(leaf, tree)

@@ -1,6 +1,6 @@
 """The optax side of loss scaling: unscale in a chain, skip on overflow, adapt the scale."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmp_amp._loss_scale import LossScale, LossScaleState, finite_unscaled, unscale
+from jmp_amp._loss_scale import LossScale, LossScaleState, to_number
 from jmp_amp._tree import check_same_leaves, select_tree
-
-AxisName = Hashable | tuple[Hashable, ...]
+from jmp_amp._unscale import AxisName, look, unscale
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -30,13 +29,18 @@ class DynamicLossScaleState(NamedTuple):
     Attributes:
         loss_scale: the scale and its counters.
         inner_state: the state of the wrapped transformation.
+        grad_norm: float32[], the global norm of the true gradients of the last step, before any clipping; NaN where
+          they were not finite, 0 before the first step.
     """
 
     loss_scale: LossScaleState
     inner_state: optax.OptState
+    grad_norm: jax.Array
 
 
-def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransformationExtraArgs:
+def unscale_and_check(
+    axis_name: AxisName | None = None, *, implementation: str | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Unscales gradients where it stands in a chain.
 
     Before it, gradients are scaled; after it, they are the true ones, in float32. Inside `dynamic_loss_scale` that is
@@ -50,6 +54,7 @@ def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransf
     Args:
         axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
           overflow on one device is then an overflow on all. Under plain `jit`, sharded or not, it is not needed.
+        implementation: what reads the gradients, see `pallas_kernels.check_finite`.
 
     Returns:
         An optax transformation; `update` takes gradients in any floating dtype and returns float32 (float64 and complex
@@ -77,6 +82,7 @@ def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransf
         *,
         loss_scale: jax.typing.ArrayLike = 1.0,
         grads_finite: jax.Array | None = None,
+        clip_factor: jax.typing.ArrayLike = 1.0,
         unscaled_by: list[str] | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
@@ -84,9 +90,9 @@ def unscale_and_check(axis_name: AxisName | None = None) -> optax.GradientTransf
         if unscaled_by is not None:
             unscaled_by.append("unscale_and_check")
         scale = jnp.asarray(loss_scale, jnp.float32)
-        scaled, updates = updates, unscale(updates, scale)
+        scaled, updates = updates, unscale(updates, scale, clip_factor)
         if grads_finite is None:
-            grads_finite = _everywhere(finite_unscaled(scaled, scale), axis_name)
+            grads_finite = look(scaled, scale, axis_name, implementation).finite
             updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, UnscaleAndCheckState(last_finite=grads_finite)
 
@@ -98,28 +104,38 @@ def dynamic_loss_scale(
     loss_scale: LossScale = LossScale(),  # noqa: B008 (frozen)
     axis_name: AxisName | None = None,
     skip: str = "cond",
+    *,
+    clip_global_norm: float | None = None,
+    implementation: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a transformation so that it sees true gradients, skips overflows and adapts the loss scale.
 
     `update` takes gradients of a loss that was multiplied by `get_loss_scale(opt_state)`. One read of them tells
-    whether the step is finite. If it is, `inner` runs. If not, every leaf of `inner`'s state, its counts and schedules
-    included, stays bitwise what it was, and the updates are zero. Then the scale adapts, so the scale that unscales is
-    the one that scaled, on growth steps too. Nothing in it touches the host.
+    whether the step is finite, and their global norm. If it is finite, `inner` runs. If not, every leaf of `inner`'s
+    state, its counts and schedules included, stays bitwise what it was, and the updates are zero. Then the scale
+    adapts, so the scale that unscales is the one that scaled, on growth steps too. Nothing in it touches the host.
 
     The check comes before `inner`. What `inner` itself makes non-finite passes in that step; parameters are not finite
     from then on, so every later step is skipped, and `check_health` raises.
 
-    `inner` gets `loss_scale=` (float32[]) and `grads_finite=` (bool[]) as extra arguments. If it contains
+    `inner` gets `loss_scale=` (float32[]), `grads_finite=` (bool[]) and, with `clip_global_norm`, `clip_factor=`
+    (float32[], at most 1, multiplies true gradients) as extra arguments. If it contains
     `unscale_and_check()`, what stands before that sees scaled gradients; if it does not, all of it sees true ones.
 
     Args:
         inner: any optax transformation, with float32 parameters in mind.
         loss_scale: the rule of the scale; `LossScale.none()` only skips.
         axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
-          overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed.
+          overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed. The norm
+          adds up what the types of `shard_map` say is sharded; under `pmap`, `vmap` or `check_vma=False` every device
+          takes the norm of the gradients that it has.
         skip: `"cond"` runs `inner` only on finite steps (under `vmap`, JAX makes a select of it); `"select"` always
           runs it and discards the result. Both give the same results; the same bits where XLA does
           not fuse `inner` differently, as it may around a branch.
+        clip_global_norm: the true gradients are multiplied by `clip_global_norm / norm` where their global norm is
+          larger, in the multiplication that unscales them. That is `optax.clip_by_global_norm` right behind the
+          unscaling, without its reading them once more; the norm is of the gradients that `update` is given.
+        implementation: what reads the gradients, see `pallas_kernels.check_finite`.
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
@@ -127,8 +143,8 @@ def dynamic_loss_scale(
         state. Gradients that are not finite never raise.
 
     Raises:
-        TypeError: `inner` or `loss_scale` is something else.
-        ValueError: `skip` is neither of the two.
+        TypeError: `inner` or `loss_scale` is something else, or `clip_global_norm` no number.
+        ValueError: `skip` is neither of the two, or `clip_global_norm` is not positive.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -152,10 +168,12 @@ def dynamic_loss_scale(
         )
     if skip not in _SKIP:
         raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
+    if clip_global_norm is not None:
+        clip_global_norm = to_number("clip_global_norm", clip_global_norm)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> DynamicLossScaleState:
-        return DynamicLossScaleState(loss_scale.init(), inner.init(params))
+        return DynamicLossScaleState(loss_scale.init(), inner.init(params), jnp.zeros((), jnp.float32))
 
     def update(
         updates: optax.Updates,
@@ -166,14 +184,16 @@ def dynamic_loss_scale(
         if params is not None:
             check_same_leaves(updates, params)
         scale = state.loss_scale.loss_scale
-        finite = _everywhere(finite_unscaled(updates, scale), axis_name)
+        finite, norm = look(updates, scale, axis_name, implementation)
         unscales_itself = _contains(UnscaleAndCheckState, state.inner_state)
         unscaled_by: list[str] = []
         extra_args |= {"loss_scale": scale, "grads_finite": finite, "unscaled_by": unscaled_by}
+        if clip_global_norm is not None:
+            extra_args["clip_factor"] = jnp.minimum(1.0, clip_global_norm / norm)
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Unscaled here, not where the check did it, so that it fuses into `inner`.
-            grads = updates if unscales_itself else unscale(updates, scale)
+            grads = updates if unscales_itself else unscale(updates, scale, extra_args.get("clip_factor", 1.0))
             updates_and_state = inner.update(grads, state.inner_state, params, **extra_args)
             if unscales_itself and not unscaled_by:
                 raise ValueError(
@@ -184,7 +204,7 @@ def dynamic_loss_scale(
             return updates_and_state
 
         new_updates, inner_state = _SKIP[skip](finite, step, state.inner_state)
-        return new_updates, DynamicLossScaleState(loss_scale.update(state.loss_scale, finite), inner_state)
+        return new_updates, DynamicLossScaleState(loss_scale.update(state.loss_scale, finite), inner_state, norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -221,12 +241,6 @@ def _check_unchanged(state: optax.OptState, new_state: optax.OptState) -> None:
         raise TypeError(
             f"`inner` changes the structure of its state, so a step could not be skipped: {before} became {after}"
         )
-
-
-def _everywhere(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    if axis_name is None:
-        return finite
-    return lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
 
 def _contains(kind: type, tree: Any) -> bool:

@@ -57,6 +57,15 @@ def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> 
     return list(out) if primitive.multiple_results else [out]
 
 
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The mesh axes along which the type of `x` says that it differs: those of `shard_map` with `check_vma=True`.
+
+    The type has them in `mat` since JAX 0.10, in `vma` before.
+    """
+    aval = jax.typeof(x)
+    return aval.mat.varying if hasattr(aval, "mat") else aval.vma
+
+
 def zero_cotangent(aval: Any) -> Any:
     """A cotangent for the pullback of `jax.vjp` that is known to be zero."""
     return ad.Zero(aval.to_tangent_aval())

@@ -1,5 +1,6 @@
 """The ops as users call them: any tree, any device."""
 
+import re
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ def _run(
     factor = jnp.asarray(inv_scale, jnp.float32)
     paths, structure = jax.tree.flatten_with_path(tree)
     leaves = [x for _, x in paths]
-    floating = [k for k, x in enumerate(leaves) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
+    floating = [k for k, x in enumerate(leaves) if _is_floating(x)]
     for k in floating:
         leaves[k] = jnp.asarray(leaves[k])
 
@@ -142,33 +143,34 @@ def _run(
     return jax.tree.unflatten(structure, leaves), ~jnp.isnan(sum_of_squares), sum_of_squares
 
 
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
+
+
 def _check_serves(implementation: str, leaves: dict[Any, jax.Array], interpret: bool) -> None:
     """Raises where a kernel that was asked for by name cannot read a leaf, or run on this GPU."""
-    cure = "pass `implementation=None`, which reads the rest in plain JAX"
     for path, x in leaves.items():
         if x.size and not primitive.serves(x):
             allowed = ", ".join(dtype.name for dtype in primitive.DTYPES)
             raise NotImplementedError(
-                f'implementation="{implementation}" reads {allowed}, and the leaf{jax.tree_util.keystr(path)} is '
-                f"{x.dtype.name}{list(x.shape)}; {cure}"
+                f'implementation="{implementation}" reads {allowed}, of at most 2^31 elements or equal parts of fewer, '
+                f"and the leaf{jax.tree_util.keystr(path)} is {x.dtype.name}{list(x.shape)}; "
+                "pass `implementation=None`, which reads such leaves in plain JAX"
             )
-    if implementation == "mosaic_gpu" and not interpret and _described_device() is None:
-        capability = getattr(jax.devices()[0], "compute_capability", None)
-        if capability is not None and float(capability) < 9:
-            raise NotImplementedError(
-                f'implementation="mosaic_gpu" needs a GPU of compute capability 9.0 (Hopper) or newer, and '
-                f'{jax.devices()[0].device_kind} has {capability}; pass `implementation="triton"` or `None`'
-            )
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are no numbers
+    too_old = re.fullmatch(r"\d+\.\d+", capability) and float(capability) < 9
+    if implementation == "mosaic_gpu" and not interpret and too_old and _device_kind() == device.device_kind:
+        raise NotImplementedError(
+            'implementation="mosaic_gpu" needs a GPU of compute capability 9.0 (Hopper) or newer, and '
+            f'{device.device_kind} has {capability}; pass `implementation="triton"` or `None`'
+        )
 
 
 def _device_kind() -> str | None:
     """The kind of GPU that programs are traced for; `None` where it is no GPU."""
-    described = _described_device()
+    # Programs can be compiled for a device that is only described (`AbstractDevice`).
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
         return described.device_kind
     return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
-
-
-def _described_device() -> Any:
-    """The device that programs are compiled for without being there (`AbstractDevice`)."""
-    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

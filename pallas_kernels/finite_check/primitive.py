@@ -113,7 +113,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return jax.jvp(fun, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
-unscale_check_p.def_impl(lambda *args, **params: jax.jit(functools.partial(unscale_check_p.bind, **params))(*args))
+@functools.cache
+def _eager(**params: Any) -> Callable[..., list[jax.Array]]:
+    return jax.jit(functools.partial(unscale_check_p.bind, **params))
+
+
+unscale_check_p.def_impl(lambda *args, **params: _eager(**params)(*args))
 unscale_check_p.def_abstract_eval(
     lambda *avals, **params: jax.make_jaxpr(functools.partial(_reference, **params))(*avals).out_avals
 )

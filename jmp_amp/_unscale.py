@@ -1,0 +1,90 @@
+"""Scaled gradients become true ones, and are looked at once: what loss scaling does with `pallas_kernels`."""
+
+import collections
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_amp._autocast._compat import varying_axes
+from pallas_kernels import check_finite, unscale_check
+
+AxisName = Hashable | tuple[Hashable, ...]
+
+
+class Seen(NamedTuple):
+    """What one read of the gradients tells.
+
+    Attributes:
+        finite: bool[], whether all of them are finite once they are unscaled, on every device.
+        norm: float32[], the global norm of the true gradients, NaN where they are not finite.
+    """
+
+    finite: jax.Array
+    norm: jax.Array
+
+
+def unscale(tree: Any, loss_scale: jax.Array, clip_factor: jax.typing.ArrayLike = 1.0) -> Any:
+    """Divides the floating and complex leaves by the scale, in float32 or wider.
+
+    The division is a multiplication by the reciprocal: one rounding more where the scale is no power of two, and none
+    where it is. Clipping is a factor of the same multiplication. Plain JAX, so that it fuses into what follows.
+
+    Args:
+        tree: gradients of any shape; other leaves pass through.
+        loss_scale: float32[], divides.
+        clip_factor: float32[], multiplies.
+    """
+    factor = clip_factor / loss_scale
+
+    def leaf(x: jax.Array) -> jax.Array:
+        return x * factor.astype(x.dtype)
+
+    return map_wide(leaf, tree)
+
+
+def unscale_and_look(tree: Any, loss_scale: jax.Array, implementation: str | None) -> tuple[Any, jax.Array]:
+    """Both at once, where all of the result is wanted: the unscaled tree, and whether it is finite."""
+    tree, finite, _ = unscale_check(tree, 1 / loss_scale, implementation=implementation)
+    return tree, finite
+
+
+def look(tree: Any, loss_scale: jax.Array, axis_name: AxisName | None, implementation: str | None) -> Seen:
+    """Reads scaled gradients once, and writes nothing.
+
+    Over mapped axes it takes one scalar collective. Under `shard_map`, the types say which leaves differ along them:
+    those are shards of one gradient, so their squares add up. Without such types (`pmap`, `vmap`, `check_vma=False`)
+    gradients are taken for copies of one gradient, each of which may have overflowed.
+
+    Args:
+        tree: gradients of any shape; other leaves are not read.
+        loss_scale: float32[], that of the gradients.
+        axis_name: the mapped axes over which gradients are sharded or differ.
+        implementation: as for `pallas_kernels.check_finite`.
+    """
+    names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    typed = any(varying_axes(lax.axis_index(name)) for name in names)
+    shards = collections.defaultdict(list)
+    for x in jax.tree.leaves(tree):
+        shards[tuple(name for name in names if typed and name in varying_axes(x))].append(x)
+    total = jnp.float32(0)
+    for axes, leaves in shards.items():
+        _, sum_of_squares = check_finite(leaves, 1 / loss_scale, implementation=implementation)
+        total += lax.psum(sum_of_squares, axes) if axes else sum_of_squares
+    if names and not typed:
+        total = jnp.where(lax.psum(jnp.isnan(total).astype(jnp.float32), names) > 0, jnp.nan, total)
+    return Seen(~jnp.isnan(total), jnp.sqrt(total))
+
+
+def map_wide(fun: Any, tree: Any) -> Any:
+    """Applies `fun` to the floating and complex leaves, in float32 or wider; other leaves pass through."""
+
+    def leaf(x: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return x
+        x = jnp.asarray(x)
+        return fun(x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32))
+
+    return jax.tree.map(leaf, tree)
