@@ -78,7 +78,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
         The fields of `LossScaleState` by name, and `grad_norm` where `opt_state` is that of `dynamic_loss_scale`: the
         global norm of the true gradients of the last step, before any clipping, NaN where they were not finite. They
-        are the arrays of the state: nothing is computed, and nothing waits for the device.
+        stay on the device: nothing waits for it.
 
     Raises:
         ValueError: `opt_state` does not hold exactly one `LossScaleState`.
@@ -91,7 +91,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     found = find_state(opt_state)._asdict()
     for x in jax.tree.leaves(opt_state, is_leaf=_is_wrapper):
         if _is_wrapper(x):
-            found["grad_norm"] = x.grad_norm
+            found["grad_norm"] = jnp.sqrt(x.sum_of_squares)
     return found
 
 

@@ -150,7 +150,7 @@ class LossScale:
         Returns:
             The tree in float32 (wider leaves keep their dtype), and bool[], whether all of it is finite.
         """
-        return unscale_and_look(tree, state.loss_scale, implementation)
+        return unscale_and_look(tree, 1 / state.loss_scale, implementation)
 
     def update(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:
         """Moves the state on by one step.

@@ -29,13 +29,13 @@ class DynamicLossScaleState(NamedTuple):
     Attributes:
         loss_scale: the scale and its counters.
         inner_state: the state of the wrapped transformation.
-        grad_norm: float32[], the global norm of the true gradients of the last step, before any clipping; NaN where
-          they were not finite, 0 before the first step.
+        sum_of_squares: float32[], of the true gradients of the last step, before any clipping; NaN where they were not
+          finite, 0 before the first step.
     """
 
     loss_scale: LossScaleState
     inner_state: optax.OptState
-    grad_norm: jax.Array
+    sum_of_squares: jax.Array
 
 
 def unscale_and_check(
@@ -82,17 +82,17 @@ def unscale_and_check(
         *,
         loss_scale: jax.typing.ArrayLike = 1.0,
         grads_finite: jax.Array | None = None,
-        clip_factor: jax.typing.ArrayLike = 1.0,
+        unscale_factor: jax.Array | None = None,
         unscaled_by: list[str] | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
         del state, params, extra_args
         if unscaled_by is not None:
             unscaled_by.append("unscale_and_check")
-        scale = jnp.asarray(loss_scale, jnp.float32)
-        scaled, updates = updates, unscale(updates, scale, clip_factor)
+        factor = 1 / jnp.asarray(loss_scale, jnp.float32) if unscale_factor is None else unscale_factor
+        scaled, updates = updates, unscale(updates, factor)
         if grads_finite is None:
-            grads_finite = look(scaled, scale, axis_name, implementation).finite
+            grads_finite = look(scaled, factor, axis_name, implementation).finite
             updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, UnscaleAndCheckState(last_finite=grads_finite)
 
@@ -118,8 +118,8 @@ def dynamic_loss_scale(
     The check comes before `inner`. What `inner` itself makes non-finite passes in that step; parameters are not finite
     from then on, so every later step is skipped, and `check_health` raises.
 
-    `inner` gets `loss_scale=` (float32[]), `grads_finite=` (bool[]) and, with `clip_global_norm`, `clip_factor=`
-    (float32[], at most 1, multiplies true gradients) as extra arguments. If it contains
+    `inner` gets `loss_scale=` (float32[]), `grads_finite=` (bool[]) and `unscale_factor=` (float32[], what scaled
+    gradients are multiplied by: the reciprocal of the scale, and the clipping) as extra arguments. If it contains
     `unscale_and_check()`, what stands before that sees scaled gradients; if it does not, all of it sees true ones.
 
     Args:
@@ -184,16 +184,18 @@ def dynamic_loss_scale(
         if params is not None:
             check_same_leaves(updates, params)
         scale = state.loss_scale.loss_scale
-        finite, norm = look(updates, scale, axis_name, implementation)
+        factor = 1 / scale
+        finite, sum_of_squares = look(updates, factor, axis_name, implementation)
+        if clip_global_norm is not None:
+            factor *= jnp.minimum(1.0, clip_global_norm / jnp.sqrt(sum_of_squares))
         unscales_itself = _contains(UnscaleAndCheckState, state.inner_state)
         unscaled_by: list[str] = []
-        extra_args |= {"loss_scale": scale, "grads_finite": finite, "unscaled_by": unscaled_by}
-        if clip_global_norm is not None:
-            extra_args["clip_factor"] = jnp.minimum(1.0, clip_global_norm / norm)
+        extra_args |= {"loss_scale": scale, "grads_finite": finite}
+        extra_args |= {"unscale_factor": factor, "unscaled_by": unscaled_by}
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Unscaled here, not where the check did it, so that it fuses into `inner`.
-            grads = updates if unscales_itself else unscale(updates, scale, extra_args.get("clip_factor", 1.0))
+            grads = updates if unscales_itself else unscale(updates, factor)
             updates_and_state = inner.update(grads, state.inner_state, params, **extra_args)
             if unscales_itself and not unscaled_by:
                 raise ValueError(
@@ -204,7 +206,9 @@ def dynamic_loss_scale(
             return updates_and_state
 
         new_updates, inner_state = _SKIP[skip](finite, step, state.inner_state)
-        return new_updates, DynamicLossScaleState(loss_scale.update(state.loss_scale, finite), inner_state, norm)
+        return new_updates, DynamicLossScaleState(
+            loss_scale.update(state.loss_scale, finite), inner_state, sum_of_squares
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 

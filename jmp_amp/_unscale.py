@@ -19,39 +19,33 @@ class Seen(NamedTuple):
 
     Attributes:
         finite: bool[], whether all of them are finite once they are unscaled, on every device.
-        norm: float32[], the global norm of the true gradients, NaN where they are not finite.
+        sum_of_squares: float32[], of the true gradients, NaN where they are not finite.
     """
 
     finite: jax.Array
-    norm: jax.Array
+    sum_of_squares: jax.Array
 
 
-def unscale(tree: Any, loss_scale: jax.Array, clip_factor: jax.typing.ArrayLike = 1.0) -> Any:
-    """Divides the floating and complex leaves by the scale, in float32 or wider.
+def unscale(tree: Any, factor: jax.Array) -> Any:
+    """Multiplies the floating and complex leaves by the reciprocal of the scale, in float32 or wider.
 
-    The division is a multiplication by the reciprocal: one rounding more where the scale is no power of two, and none
-    where it is. Clipping is a factor of the same multiplication. Plain JAX, so that it fuses into what follows.
+    Not a division: XLA makes a multiplication of some divisions by a scalar, and not of others. Plain JAX, so that it
+    fuses into what follows; clipping is a part of the same factor.
 
     Args:
         tree: gradients of any shape; other leaves pass through.
-        loss_scale: float32[], divides.
-        clip_factor: float32[], multiplies.
+        factor: float32[].
     """
-    factor = clip_factor / loss_scale
-
-    def leaf(x: jax.Array) -> jax.Array:
-        return x * factor.astype(x.dtype)
-
-    return map_wide(leaf, tree)
+    return map_wide(lambda x: x * factor.astype(x.dtype), tree)
 
 
-def unscale_and_look(tree: Any, loss_scale: jax.Array, implementation: str | None) -> tuple[Any, jax.Array]:
+def unscale_and_look(tree: Any, factor: jax.Array, implementation: str | None) -> tuple[Any, jax.Array]:
     """Both at once, where all of the result is wanted: the unscaled tree, and whether it is finite."""
-    tree, finite, _ = unscale_check(tree, 1 / loss_scale, implementation=implementation)
+    tree, finite, _ = unscale_check(tree, factor, implementation=implementation)
     return tree, finite
 
 
-def look(tree: Any, loss_scale: jax.Array, axis_name: AxisName | None, implementation: str | None) -> Seen:
+def look(tree: Any, factor: jax.Array, axis_name: AxisName | None, implementation: str | None) -> Seen:
     """Reads scaled gradients once, and writes nothing.
 
     Over mapped axes it takes one scalar collective. Under `shard_map`, the types say which leaves differ along them:
@@ -60,7 +54,7 @@ def look(tree: Any, loss_scale: jax.Array, axis_name: AxisName | None, implement
 
     Args:
         tree: gradients of any shape; other leaves are not read.
-        loss_scale: float32[], that of the gradients.
+        factor: float32[], the reciprocal of the scale.
         axis_name: the mapped axes over which gradients are sharded or differ.
         implementation: as for `pallas_kernels.check_finite`.
     """
@@ -71,11 +65,11 @@ def look(tree: Any, loss_scale: jax.Array, axis_name: AxisName | None, implement
         shards[tuple(name for name in names if typed and name in varying_axes(x))].append(x)
     total = jnp.float32(0)
     for axes, leaves in shards.items():
-        _, sum_of_squares = check_finite(leaves, 1 / loss_scale, implementation=implementation)
+        _, sum_of_squares = check_finite(leaves, factor, implementation=implementation)
         total += lax.psum(sum_of_squares, axes) if axes else sum_of_squares
     if names and not typed:
         total = jnp.where(lax.psum(jnp.isnan(total).astype(jnp.float32), names) > 0, jnp.nan, total)
-    return Seen(~jnp.isnan(total), jnp.sqrt(total))
+    return Seen(~jnp.isnan(total), total)
 
 
 def map_wide(fun: Any, tree: Any) -> Any:

@@ -487,15 +487,15 @@ def test_params_and_state_can_be_donated(skip, place):
     # The updates are left out, or they would take the buffer of the parameters.
     donating = jax.jit(lambda *args: step(*args)[:2], donate_argnums=(0, 1))
     compiled = donating.lower(params, state, true_grads()).compile()
-    # All of it but the old flag and norm, which nothing reads.
-    unread = state.loss_scale.last_finite.nbytes + state.grad_norm.nbytes
+    # All of it but the old flag and sum, which nothing reads.
+    unread = state.loss_scale.last_finite.nbytes + state.sum_of_squares.nbytes
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state))) - unread
     assert compiled.memory_analysis().alias_size_in_bytes == size
     for i in range(3):
         old = params, state
         params, state = donating(params, state, spoil(true_grads(i)) if i == 1 else true_grads(i))
         kept = [leaf for leaf in jax.tree.leaves(old) if not leaf.is_deleted()]
-        assert {id(leaf) for leaf in kept} <= {id(old[1].loss_scale.last_finite), id(old[1].grad_norm)}
+        assert {id(leaf) for leaf in kept} <= {id(old[1].loss_scale.last_finite), id(old[1].sum_of_squares)}
     assert int(state.loss_scale.total_notfinite) == 1
 
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -102,7 +103,7 @@ def sharded_step(tx, check_vma=True):
     )
     def step(grads, params):
         updates, state = tx.update(grads, tx.init(params), params)
-        seen = state.grad_norm
+        seen = jnp.sqrt(state.sum_of_squares)
         return updates, seen if check_vma else seen[None]
 
     return jax.jit(step)
