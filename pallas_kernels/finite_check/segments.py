@@ -34,8 +34,12 @@ class Segment(NamedTuple):
 
 
 def rows(size: int) -> int | None:
-    """The fewest equal rows that `size` elements can be viewed as so that int32 indexes each; `None` if too many."""
-    return next((n for n in range(1, 65) if size % n == 0 and size // n < INDEX_LIMIT), None)
+    """The fewest equal rows as which `size` elements can be viewed so that int32 indexes each; `None` if too many.
+
+    Several rows begin at multiples of 8 elements, for loads of 16 bytes.
+    """
+    fits = (n for n in range(1, 65) if size % n == 0 and size // n < INDEX_LIMIT)
+    return next((n for n in fits if n == 1 or size // n % 8 == 0), None)
 
 
 def view(leaf: jax.Array) -> jax.Array:
