@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_amp._deepspeed import arguments
 from jmp_amp._unscale import map_wide, unscale_and_look
 
 _NO_FLOOR = 2.0**-126
@@ -217,6 +219,28 @@ class LossScale:
     def deepspeed_consecutive(cls, **overrides: Any) -> Self:
         """DeepSpeed's rule with `consecutive_hysteresis`: only overflows in a row use the hysteresis up."""
         return cls.deepspeed(**{"consecutive_hysteresis": True} | overrides)
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any]) -> Self:
+        """The rule that a DeepSpeed config asks for.
+
+        Args:
+            config: the config, of which the section `fp16` is read: `enabled`, `loss_scale` (0 is dynamic),
+              `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`,
+              with DeepSpeed's defaults. What `auto_cast` and `fp16_master_weights_and_grads` ask for is not the
+              scale's affair. Without the section, or where it is not enabled, nothing is scaled.
+
+        Raises:
+            TypeError: the section is no mapping.
+            ValueError: a name is unknown, or a value out of its range.
+
+        Examples:
+            >>> import jmp_amp as amp
+            >>> rule = amp.LossScale.from_deepspeed({"fp16": {"enabled": True, "initial_scale_power": 12}})
+            >>> rule == amp.LossScale.deepspeed(init_scale=2.0**12)
+            True
+        """
+        return cls.deepspeed(**arguments(config))
 
     @classmethod
     def megatron(cls, **overrides: Any) -> Self:
