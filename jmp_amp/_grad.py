@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_amp._accumulate import REDUCTIONS, accumulate
+
 
 def value_and_grad(
     fun: Callable,
@@ -14,6 +16,9 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     loss_scale: jax.typing.ArrayLike = 1.0,
+    accumulate_steps: int = 1,
+    reduction: str = "mean",
+    batch_argnums: int | Sequence[int] | None = None,
     transform: Callable = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable:
@@ -28,6 +33,13 @@ def value_and_grad(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`; `aux` is passed through.
         loss_scale: float32[], multiplies the loss; usually `get_loss_scale(opt_state)`.
+        accumulate_steps: the batch is cut into so many micro-batches, which are evaluated one after the other in a
+          `lax.scan`, all with the same scale. Gradients are added up in float32, and so they come back, whatever the
+          dtype of the parameters; `aux` is stacked along a new first axis. One micro-batch that overflows makes the sum
+          overflow.
+        reduction: `"mean"` over the micro-batches, or `"sum"`: of the losses and of the gradients.
+        batch_argnums: the arguments whose arrays are cut along their first axes; all positional ones that are not
+          differentiated if not given.
         transform: makes the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
           `nnx.value_and_grad`.
         **kwargs: passed on to `transform`.
@@ -40,6 +52,8 @@ def value_and_grad(
     Raises:
         TypeError: the loss is not a floating scalar (when the returned function is called), or `loss_scale` is not a
           scalar number.
+        ValueError: `accumulate_steps` is not positive or does not divide a first axis (the message says which), or
+          `reduction` is neither of the two.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -48,9 +62,13 @@ def value_and_grad(
         >>> loss, grad = amp.value_and_grad(loss_fn, loss_scale=2.0**16)(jnp.float32(3))
         >>> print(loss, loss.dtype, grad / 2**16)
         9.0 float32 6.0
+        >>> loss_fn = lambda w, x: jnp.mean(w * x)
+        >>> loss, grad = amp.value_and_grad(loss_fn, accumulate_steps=2)(jnp.float32(3), jnp.arange(4.0))
+        >>> print(loss, grad)
+        4.5 1.5
 
     References:
-        The order of cast and scale is apex's `scale_loss`.
+        The order of cast and scale is apex's `scale_loss`. `reduction="sum"` is DeepSpeed's `scale_wrt_gas=False`.
     """
     is_number = hasattr(loss_scale, "shape") or type(loss_scale) in (int, float)
     if not is_number or jnp.shape(loss_scale) != ():
@@ -58,6 +76,11 @@ def value_and_grad(
             f"`loss_scale` must be a scalar, got {type(loss_scale).__name__}; "
             "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
         )
+
+    if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+        raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f'`reduction` must be "mean" or "sum", got {reduction!r}')
 
     @functools.wraps(fun, updated=())
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -71,12 +94,21 @@ def value_and_grad(
     chosen = {} if argnums == 0 else {"argnums": argnums}
     scaled_value_and_grad = transform(scaled, has_aux=True, **chosen, **kwargs)
 
-    @functools.wraps(fun, updated=())
-    def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def one_batch(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
         (_, (loss, aux, rest)), grads = scaled_value_and_grad(*args, **kwargs)
         if rest is not None:
             grads = jax.tree.map(lambda g: _times(g, rest), grads)
-        return ((loss, aux) if has_aux else loss), grads
+        return (loss, aux), grads
+
+    @functools.wraps(fun, updated=())
+    def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        evaluate = one_batch
+        if accumulate_steps > 1:
+            cut = range(len(args)) if batch_argnums is None else _several(batch_argnums)
+            kept = _several(argnums) if batch_argnums is None else ()
+            evaluate = accumulate(one_batch, accumulate_steps, reduction, [i for i in cut if i not in kept])
+        value, grads = evaluate(*args, **kwargs)
+        return (value if has_aux else value[0]), grads
 
     return value_and_scaled_grad
 
@@ -101,6 +133,10 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
         return (grads, value[1]) if has_aux else grads
 
     return scaled_grad
+
+
+def _several(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def _split(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

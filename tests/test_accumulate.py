@@ -1,0 +1,203 @@
+"""A large batch as micro-batches: the same gradients, the memory of one, one check, one scale."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+P = PartitionSpec
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(4, 8)).astype(np.float32), "v": RNG.normal(size=(8,)).astype(np.float32)}
+BATCH = {"x": RNG.normal(size=(32, 4)).astype(np.float32), "y": RNG.normal(size=(32,)).astype(np.float32)}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
+
+
+def allclose(tree, expected, **tolerance):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), tree, expected)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8, 32])
+def test_the_mean_over_micro_batches_is_that_over_the_batch(steps):
+    expected = jax.value_and_grad(loss_fn)(PARAMS, BATCH)
+    accumulated = jax.jit(amp.value_and_grad(loss_fn, accumulate_steps=steps))(PARAMS, BATCH)
+    allclose(accumulated, expected, rtol=1e-5, atol=1e-6)
+    loss, grads = amp.value_and_grad(loss_fn, loss_scale=2.0**10, accumulate_steps=steps)(PARAMS, BATCH)
+    allclose((loss, jax.tree.map(lambda g: g / 2**10, grads)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_sum_is_the_mean_times_the_steps():
+    mean = amp.value_and_grad(loss_fn, accumulate_steps=4)(PARAMS, BATCH)
+    total = amp.value_and_grad(loss_fn, accumulate_steps=4, reduction="sum")(PARAMS, BATCH)
+    allclose(total, jax.tree.map(lambda x: 4 * x, mean), rtol=1e-6)
+
+
+def test_aux_is_stacked_and_grad_takes_the_arguments_too():
+    def with_aux(params, batch):
+        return loss_fn(params, batch), {"size": batch["x"].shape[0], "seen": batch["y"]}
+
+    (_, aux), grads = amp.value_and_grad(with_aux, has_aux=True, accumulate_steps=4)(PARAMS, BATCH)
+    assert aux["size"].tolist() == [8] * 4
+    assert sorted(aux["seen"].ravel()) == sorted(BATCH["y"])
+    again, _ = amp.grad(with_aux, has_aux=True, accumulate_steps=4)(PARAMS, BATCH)
+    allclose(again, grads)
+
+
+def test_gradients_are_added_up_in_float32():
+    # In float16, 2048 + 1 is 2048.
+    params, x = jnp.float16(1), np.ones(4096, np.float16)
+    loss, grad = amp.value_and_grad(lambda w, x: (w * x).sum(), accumulate_steps=4096, reduction="sum")(params, x)
+    assert (loss, loss.dtype, grad, grad.dtype) == (4096, jnp.float32, 4096, jnp.float32)
+
+
+def test_arguments_to_cut_can_be_named():
+    def fun(params, temperature, batch, mask):
+        return loss_fn(params, batch) * temperature.sum() * mask.mean()
+
+    args = PARAMS, np.full(3, 0.5, np.float32), BATCH, np.ones(32, np.float32)
+    expected = jax.value_and_grad(fun)(*args)
+    allclose(amp.value_and_grad(fun, accumulate_steps=4, batch_argnums=(2, 3))(*args), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"accumulate_steps=4 cuts .* argument 1 has shape \(3,\).*`batch_argnums`"):
+        amp.value_and_grad(fun, accumulate_steps=4)(*args)
+    with pytest.raises(ValueError, match=r"argument 1\['x'\] has shape \(32, 4\)"):
+        amp.value_and_grad(loss_fn, accumulate_steps=5)(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_steps": 0}, {"accumulate_steps": True}, {"accumulate_steps": 2.0}])
+def test_steps_are_counted(options):
+    with pytest.raises(ValueError, match="`accumulate_steps` must be an integer of at least 1, got"):
+        amp.value_and_grad(loss_fn, **options)
+
+
+def test_the_reduction_is_a_mean_or_a_sum():
+    with pytest.raises(ValueError, match='`reduction` must be "mean" or "sum", got \'max\''):
+        amp.value_and_grad(loss_fn, accumulate_steps=2, reduction="max")
+
+
+def test_memory_is_that_of_one_micro_batch():
+    def deep(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params, x = [jnp.ones((32, 32))] * 4, jnp.ones((1024, 32))
+
+    def held(steps):
+        program = jax.jit(amp.value_and_grad(deep, accumulate_steps=steps)).lower(params, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    batch, gradients = x.nbytes, sum(w.nbytes for w in params)
+    whole, quarter, sixteenth = held(1), held(4), held(16)
+    assert whole > 4 * batch  # the activations
+    # What is left is the batch, cut, and the sums.
+    assert quarter < whole / 4 + 1.5 * (batch + 2 * gradients)
+    assert sixteenth < whole / 16 + 1.5 * (batch + 2 * gradients)
+
+
+def training(tx, steps=2):
+    @jax.jit
+    def step(params, state, batch):
+        scale = amp.get_loss_scale(state)
+        loss, grads = amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale, accumulate_steps=steps)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def test_two_micro_batches_a_step_of_the_standard_rig():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), amp.LossScale(init_scale=128, growth_interval=1))
+    step, params, state = training(tx), PARAMS, tx.init(PARAMS)
+    for _ in range(2):
+        params, state, _ = step(params, state, BATCH)
+    assert amp.get_loss_scale(state) == 512
+    control = PARAMS
+    for _ in range(2):
+        control = jax.tree.map(lambda p, g: p - 0.1 * g, control, jax.grad(loss_fn)(control, BATCH))
+    allclose(params, control, rtol=1e-2, atol=1e-3)
+
+
+def test_one_bad_micro_batch_poisons_its_window_and_only_that():
+    tx = amp.dynamic_loss_scale(optax.adam(0.1), amp.LossScale(init_scale=128, growth_interval=1))
+    step, state = training(tx), tx.init(PARAMS)
+    bad = BATCH | {"x": BATCH["x"].copy()}
+    bad["x"][5, 0] = np.inf
+    params, after, _ = step(PARAMS, state, bad)
+    jax.tree.map(np.testing.assert_array_equal, (params, after.inner_state), (PARAMS, state.inner_state))
+    assert amp.get_loss_scale(after) == 64
+    params, after, _ = step(params, after, BATCH)
+    assert after.loss_scale.last_finite
+    assert not np.array_equal(params["w"], PARAMS["w"])
+
+
+def test_losses_weighted_by_tokens_are_divided_by_what_all_micro_batches_held():
+    weights = (RNG.random(32) < 0.4).astype(np.float32)
+
+    def summed(params, batch, weights):
+        errors = (jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2
+        return (errors * weights).sum(), weights.sum()
+
+    def mean(params):
+        loss, count = summed(params, BATCH, weights)
+        return loss / count
+
+    value_and_grad = amp.value_and_grad(summed, has_aux=True, accumulate_steps=8, reduction="sum")
+    (loss, counts), grads = value_and_grad(PARAMS, BATCH, weights)
+    accumulated = jax.tree.map(lambda x: x / counts.sum(), (loss, grads))
+    allclose(accumulated, jax.value_and_grad(mean)(PARAMS), rtol=1e-5, atol=1e-6)
+
+
+def test_a_short_last_window_divides_by_what_it_held():
+    short = jax.tree.map(lambda x: x[:24], BATCH)  # 3 micro-batches of 8 instead of 4
+    expected = jax.value_and_grad(loss_fn)(PARAMS, short)
+    allclose(amp.value_and_grad(loss_fn, accumulate_steps=3)(PARAMS, short), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sharded_batch_stays_where_it_is():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    step = jax.jit(amp.value_and_grad(loss_fn, accumulate_steps=4))
+    allclose(step(params, batch), jax.value_and_grad(loss_fn)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+    text = step.lower(params, batch).compile().as_text()
+    assert "all-reduce" in text
+    for moves in ("all-gather", "all-to-all", "collective-permute"):
+        assert moves not in text
+
+
+def micro_steps(tx, bad=()):
+    """Four micro-batches through `optax.MultiSteps`, some of them not finite."""
+    params, state = jnp.float32(0), tx.init(jnp.float32(0))
+    for i in range(4):
+        scale = float(amp.get_loss_scale(state))
+        grad = np.float32(np.inf if i in bad else (i + 1) * scale)
+        updates, state = jax.jit(tx.update)(grad, state, params)
+        params = optax.apply_updates(params, updates)
+        yield float(params), scale
+
+
+RULE = amp.LossScale(init_scale=4, growth_interval=1)
+
+
+def test_around_the_scale_multi_steps_keeps_the_scale_in_a_window_but_never_forgets_an_overflow():
+    tx = optax.MultiSteps(amp.dynamic_loss_scale(optax.sgd(1.0), RULE), 2)
+    assert list(micro_steps(tx)) == [(0, 4), (-1.5, 4), (-1.5, 8), (-5, 8)]
+    # Its sums are emptied by a multiplication with 0, and 0 times inf is NaN: the docs warn of it.
+    assert list(micro_steps(tx, bad=[0])) == [(0, 4), (0, 4), (0, 2), (0, 2)]
+
+
+def test_inside_the_scale_multi_steps_leaves_the_micro_batch_out():
+    inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    tx = amp.dynamic_loss_scale(inner, RULE)
+    assert list(micro_steps(tx)) == [(0, 4), (-1.5, 8), (-1.5, 16), (-5, 32)]
+    # The window is filled by the two that are finite.
+    assert list(micro_steps(tx, bad=[0])) == [(0, 4), (0, 2), (-2.5, 4), (-2.5, 8)]
