@@ -1,0 +1,471 @@
+"""The kernels next to XLA: launches and bytes by the compiler for an H200, and times where there is a GPU.
+
+    python benchmarks/kernels.py [--only ResNet] [--out docs/benchmarks/kernels.md]
+    python benchmarks/kernels.py --interpret
+
+Without a GPU it compiles (see `gpu_aot.py` for what that needs) and measures nothing. With one it measures, and torch
+too where that is installed, and compiles only with `--compile-only`; it needs `ptxas` on the PATH. `--out` replaces the
+section that was run and keeps the other. `--interpret` runs all that measures on any machine, at tiny sizes and with
+the kernels in Pallas' interpreter, and fails where a result is wrong: for CI.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import pathlib
+import re
+import statistics
+import sys
+import time
+from functools import partial
+
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # lets the CUDA plugin load where there is no GPU
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves room for torch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from models import gpt_case
+from report import report
+
+import jmp_amp as amp
+from pallas_kernels import check_finite, unscale_check
+from pallas_kernels.finite_check.arg_specs import TREES, Shape
+from pallas_kernels.finite_check.config import fastest
+
+try:
+    import torch
+except (ImportError, OSError):
+    torch = None
+TORCH = "cuda" if torch and torch.cuda.is_available() else None  # where it runs
+
+OPS = {"check_finite": check_finite, "unscale_check": unscale_check}
+KERNELS = ("mosaic_gpu", "triton")
+DTYPES = ("float16", "float32")
+SCALAR = Shape((), jnp.float32)
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+scaled = partial(amp.dynamic_loss_scale, loss_scale=amp.LossScale(init_scale=1.0))  # 1: all steps agree with plain
+STEPS = {
+    "AdamW": {
+        "plain": ADAMW,
+        "cond, xla": scaled(ADAMW, implementation="xla"),
+        "cond, mosaic_gpu": scaled(ADAMW, implementation="mosaic_gpu"),
+        "select, xla": scaled(ADAMW, skip="select", implementation="xla"),
+        "select, mosaic_gpu": scaled(ADAMW, skip="select", implementation="mosaic_gpu"),
+    },
+    "clip, AdamW": {
+        "plain": CLIPPED,
+        "optax's clip, xla": scaled(CLIPPED, implementation="xla"),
+        "clip_global_norm, xla": scaled(ADAMW, clip_global_norm=1.0, implementation="xla"),
+        "clip_global_norm, mosaic_gpu": scaled(ADAMW, clip_global_norm=1.0, implementation="mosaic_gpu"),
+    },
+}
+MODEL = "GPT of 2 layers"
+ALONE = ("nothing", "the call alone")
+LATEST = 300  # seconds after which nothing more is lowered, so that a run ends within 8 minutes
+
+COMPILED, MEASURED = "Compiled for an H200", "On a GPU"
+NOTES = """## What the figures are
+
+Launches are the kernels of one call, GB what they read and write, by one rule for all programs (`gpu_aot.cost`; of a
+`cond` the dearer branch). XLA checks each leaf in a kernel of its own, large ones in two or three; the Pallas kernels
+read up to 250 leaves in one launch, and two or three small kernels add up what it found.
+
+The steps update donated float32 parameters and the state of AdamW; the gradients are an argument. Scaled, they read the
+gradients twice: whether these are finite, and their norm, must be known before anything is written. So 28 bytes a
+parameter are the floor of plain AdamW, and 32 that of a scaled or clipped step.
+
+In a whole train step the kernel wants the gradients in memory, in float32 where autocast casts them to it, while XLA
+can read what they are cast from: fewer launches, and 0.1 to 0.5% more bytes.
+
+`implementation=None` is XLA until a GPU says otherwise: fewer launches are a lead, not a time. To measure, run
+`python benchmarks/kernels.py --out docs/benchmarks/kernels.md` on a machine with an NVIDIA GPU; it ends with the entry
+for `FASTEST` in `pallas_kernels/finite_check/config.py`. A time is the median of batches of calls that are queued back
+to back, on random data that does not fit into the cache. The error is that of the sum of squares against float64; of a
+step, the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the
+share of a device-to-device copy in the same run. "The call alone" takes the same arguments and does nothing with them:
+rows near it wait for the host.
+"""
+
+
+def head(*cells):
+    return "", f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"
+
+
+def optimizer_step(tx, params):
+    """A step of an optimizer, and its arguments as shapes: parameters, state, gradients."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, params, jax.eval_shape(tx.init, params), params
+
+
+def train_step(by, weight_grad_dtype):
+    """A step of a GPT under autocast, and its arguments as shapes: parameters, state, tokens."""
+    loss_fn, (params, tokens) = gpt_case(None, layers=2)
+    loss_fn = amp.autocast(loss_fn, weight_grad_dtype=weight_grad_dtype)
+    update, _, state, _ = optimizer_step(STEPS["AdamW"][by], params)
+
+    def step(params, state, tokens):
+        scale = 1.0 if by == "plain" else amp.get_loss_scale(state)
+        loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, tokens)
+        return *update(params, state, grads), loss
+
+    return step, params, state, tokens
+
+
+def compiled(only):
+    """Yields what the compiler says."""
+    import gpu_aot  # here, for it sets the platform
+
+    mesh = gpu_aot.h200_mesh()
+    trees = [name for name in TREES if only in name]
+
+    def cost(fun, *args, **options):
+        return gpu_aot.cost(gpu_aot.compile_for(fun, *gpu_aot.struct(mesh, args), **options))
+
+    def rows(label, steps):
+        costs = {by: cost(*step, donate_argnums=(0, 1)) for by, step in steps.items()}
+        for by, c in costs.items():
+            gb = {key: c[key] / 1e9 for key in ("bytes_moved", "temp_bytes", "alias_bytes")}
+            ratio = c["bytes_moved"] / costs["plain"]["bytes_moved"]
+            cells = (f"{x:.3f}" for x in (gb["bytes_moved"], ratio, gb["temp_bytes"], gb["alias_bytes"]))
+            yield f"| {label} | {by} | {c['kernels']} | {' | '.join(cells)} |"
+
+    yield f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/kernels.py`."
+    names = ("xla", *KERNELS)
+    yield from head("tree", "gradients", "op", *(f"{what}, {by}" for what in ("launches", "GB") for by in names))
+    for tree, dtype, op in itertools.product(trees, DTYPES, OPS):
+        costs = [cost(partial(OPS[op], implementation=by), TREES[tree](dtype), SCALAR) for by in names]
+        cells = [str(c["kernels"]) for c in costs] + [f"{c['bytes_moved'] / 1e9:.3f}" for c in costs]
+        yield f"| {tree} | {dtype} | {op} | {' | '.join(cells)} |"
+    figures = ("step", "launches", "GB", "x plain", "temporary GB", "aliased GB")
+    yield from head("tree", "optimizer", *figures)
+    for tree, name in itertools.product(trees, STEPS):
+        steps = {by: optimizer_step(tx, TREES[tree]("float32")) for by, tx in STEPS[name].items()}
+        yield from rows(f"{tree} | {name}", steps)
+    yield from head("model", "weight_grad_dtype", *figures)
+    for weights in (None, "float32") if only in MODEL else ():
+        steps = {by: train_step(by, weights) for by in ("plain", "cond, xla", "cond, mosaic_gpu")}
+        yield from rows(f"{MODEL} | {weights}", steps)
+
+
+@dataclasses.dataclass
+class Run:
+    """What is measured: batches of `calls` of an op, or of `steps`; one to warm up, and `repeats` for the median."""
+
+    trees: dict
+    calls: int = 20
+    steps: int = 100
+    repeats: int = 11
+    copied: int = 2**30  # bytes of the buffer whose copy is the measure
+    rotated: int = 2**28  # least bytes of the arguments taken in turn, more than the cache
+    interpret: bool = False  # the kernels interpreted, no times shown
+    bandwidth: float = math.nan  # of the copy, bytes a second
+    seconds: dict = dataclasses.field(default_factory=dict)  # by (tree, dtype, op, by whom)
+    shares: dict = dataclasses.field(default_factory=dict)  # of the copy's bandwidth, likewise
+    failed: list = dataclasses.field(default_factory=list)
+
+
+def tiny(dtype):
+    return [Shape(shape, dtype) for shape in ((9000,), (7, 129), (3, 1, 5), (), (128,))]
+
+
+def random(shapes):
+    """Fresh numbers between -0.5 and 0.5, on the host."""
+    rng = np.random.default_rng()
+    return [np.asarray(rng.random(x.shape, np.float32) - np.float32(0.5)).astype(x.dtype) for x in shapes]
+
+
+def jobs(run, trees):
+    """Yields what has to be compiled: key, function, shapes of its arguments, options of `jax.jit`."""
+    for tree, name in itertools.product(trees[:1], STEPS):
+        for by, tx in STEPS[name].items():
+            if not (run.interpret and "mosaic_gpu" in by):
+                step, *shapes = optimizer_step(tx, run.trees[tree]("float32"))
+                yield (tree, "float32", name, by), step, shapes, {"donate_argnums": (0, 1)}
+    for tree, dtype in itertools.product(trees, DTYPES):
+        shapes = run.trees[tree](dtype), SCALAR
+        yield (tree, dtype, *ALONE), lambda leaves, factor: factor + 1, shapes, {"keep_unused": True}
+        for op, by in itertools.product(OPS, ("xla", *KERNELS)):
+            interpret = {"interpret": True} if run.interpret and by in KERNELS else {}
+            yield (tree, dtype, op, by), partial(OPS[op], implementation=by, **interpret), shapes, {}
+
+
+def build(run, trees):
+    """Returns a future program by key. Lowered one after the other, for that is Python, and compiled side by side."""
+    start, built = time.monotonic(), {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for key, fun, shapes, options in jobs(run, trees):
+            try:
+                if time.monotonic() - start > LATEST:
+                    raise TimeoutError("not compiled, out of time")
+                built[key] = pool.submit(jax.jit(fun, **options).lower(*shapes).compile)
+            except Exception as error:
+                built[key] = concurrent.futures.Future()
+                built[key].set_exception(error)
+    return built
+
+
+def wait(out):
+    jax.block_until_ready(out)
+    if TORCH:
+        getattr(torch, TORCH).synchronize()
+
+
+def median(run, calls, call, inputs):
+    """Returns the seconds of a call."""
+    inputs, times = itertools.cycle(inputs), []
+    for _ in range(run.repeats + 1):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = call(*next(inputs))
+        wait(out)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])
+
+
+def brief(error):
+    return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:200]
+
+
+def row(run, key, moved, reference, measure):
+    """Returns a line of the table. `measure` returns error and seconds; where it raises, the line says what."""
+    line = f"| {' | '.join(key)} | "
+    try:
+        error, seconds = measure()
+    except Exception as error:
+        run.failed.append(key)
+        return line + brief(error) + " | | | | |"
+    run.seconds[key], run.shares[key] = seconds, moved / seconds / run.bandwidth
+    line += "| " if error is None else f"{error:.0e} | "
+    if run.interpret:
+        return line + "interpreted, no timing | | | |"
+    ratio = f"{run.seconds[*key[:3], reference] / seconds:.2f}" if (*key[:3], reference) in run.seconds else ""
+    return line + f"{seconds * 1e6:.0f} | {moved / seconds / 1e9:.0f} | {run.shares[key]:.2f} | {ratio} |"
+
+
+def disagreement(call, on_device, leaves, squares):
+    """Returns the relative error of the sum of squares; raises where values or flags are not those of float64."""
+    # Another factor each time, so that what an earlier program left in memory cannot pass for a result.
+    factor = np.float32(np.random.default_rng().uniform(0.5, 2.0))
+    *outs, finite, total = call(on_device, factor)
+    for x, out in zip(leaves, *outs, strict=True) if outs else ():
+        if not np.array_equal(out, (x.astype(np.float64) * np.float64(factor)).astype(out.dtype)):
+            raise ValueError("wrong values")
+    error = abs(float(total) / (squares * float(factor) ** 2) - 1)
+    worse = leaves[-1].copy()
+    worse.flat[-1] = np.inf
+    *_, overflown, nan = call([*on_device[:-1], worse], factor)
+    if not (finite and error < 1e-4 and not overflown and np.isnan(nan)):
+        raise ValueError(f"wrong: {finite}, error {error:.0e}; with an infinity {overflown}, {nan}")
+    return error
+
+
+def op_rows(run, tree, dtype, built):
+    """Yields the lines of the ops on one tree."""
+    leaves = random(run.trees[tree](dtype))
+    read, size = sum(x.nbytes for x in leaves), sum(x.size for x in leaves)
+    turns = range(max(2, -(-run.rotated // read)))
+    inputs = [(jax.device_put(leaves), jnp.float32(0.75)) for _ in turns]
+    squares = sum(np.square(x, dtype=np.float64).sum() for x in leaves)
+
+    @functools.cache
+    def error(call):
+        return disagreement(call, inputs[0][0], leaves, squares)
+
+    def measure(op, program):
+        call = built[tree, dtype, op, program].result()
+        return error(call) if op in OPS else None, median(run, run.calls, call, inputs)
+
+    yield row(run, (tree, dtype, *ALONE), 0, None, partial(measure, *ALONE))
+    for op in OPS:
+        moved = read + (4 * size if op == "unscale_check" else 0)
+        taken = fastest(jax.devices()[0].device_kind, op, len(leaves))
+        programs = {"xla": "xla", "xla again": "xla", f"None ({taken})": taken, **{by: by for by in KERNELS}}
+        for by, program in programs.items():
+            yield row(run, (tree, dtype, op, by), moved, "xla", partial(measure, op, program))
+    if TORCH:
+        grads = [to_torch(leaves) for _ in turns]
+        params = [with_grads([x.detach() for x in some], some) for some in grads]
+        found, factor = torch.zeros((), device=TORCH), torch.full((), -1.0, device=TORCH)  # in place: the sizes stay
+        calls = {
+            "check_finite": (grads, lambda xs: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs)))),
+            "unscale_check": (grads, lambda xs: torch._amp_foreach_non_finite_check_and_unscale_(xs, found, factor)),
+            "clip_grad_norm_": (params, lambda xs: torch.nn.utils.clip_grad_norm_(xs, 1.0, foreach=True)),
+        }
+        for passes, (op, (args, call)) in enumerate(calls.items(), 1):
+            time_it = partial(median, run, run.calls, call, [(xs,) for xs in args])
+            yield row(run, (tree, dtype, op, "torch"), passes * read, "xla", lambda f=time_it: (None, f()))
+
+
+def step_rows(run, tree, built):
+    """Yields the lines of the steps: all train equal parameters on equal gradients, which stay as they are."""
+    params, grads = (random(run.trees[tree]("float32")) for _ in range(2))
+    size = sum(x.size for x in params)
+    plain = []
+
+    def measure(start):
+        step = start()
+        seconds = median(run, run.steps, step, [()])
+        trained = [np.asarray(x if isinstance(x, jax.Array) else x.detach().cpu()) for x in step()]
+        plain[:] = plain or trained
+        off = math.hypot(*(np.linalg.norm(x - y) for x, y in zip(trained, plain, strict=True)))
+        error = off / math.hypot(*map(np.linalg.norm, plain))
+        if not error < 1e-3:
+            raise ValueError(f"the parameters are {error:.0e} off those of the plain step")
+        return error, seconds
+
+    for name, steps in STEPS.items():
+        plain.clear()
+        programs = {by: built[key] for by in steps if (key := (tree, "float32", name, by)) in built}
+        starts = {by: partial(jax_steps, steps[by], program, params, grads) for by, program in programs.items()}
+        if TORCH:
+            starts["torch"] = partial(torch_steps, name != "AdamW", params, grads)
+        for by, start in starts.items():
+            moved = (28 if (name, by) == ("AdamW", "plain") else 32) * size
+            yield row(run, (tree, "float32", name, by), moved, "plain", partial(measure, start))
+
+
+def jax_steps(tx, program, params, grads):
+    """Returns a function that makes one step more."""
+    program = program.result()
+    params, grads = [jnp.array(x) for x in params], [jnp.array(x) for x in grads]
+    state = tx.init(params)
+
+    def step():
+        nonlocal params, state
+        params, state = program(params, state, grads)
+        return params
+
+    return step
+
+
+def torch_steps(clip, params, grads):
+    params = with_grads([torch.nn.Parameter(x) for x in to_torch(params)], to_torch(grads))
+    optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=1e-4, fused=True)
+    scaler = torch.amp.GradScaler(TORCH, init_scale=1.0, growth_interval=2**30)
+    scaler.scale(torch.ones((), device=TORCH))  # makes its state
+
+    def step():
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+        return params
+
+    return step
+
+
+def to_torch(leaves):
+    return [torch.from_numpy(x).to(TORCH, copy=True) for x in leaves]
+
+
+def with_grads(params, grads):
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
+
+
+def verdict(run):
+    """Yields the entry of `FASTEST` that the run supports, and whether the goals hold."""
+    leaves = {tree: len(make("float32")) for tree, make in run.trees.items()}
+    many, *_, large = run.trees
+
+    def gain(mine, theirs, *key):
+        return run.seconds.get((*key, theirs), math.nan) / run.seconds.get((*key, mine), math.nan)
+
+    def wins(by, op, tree):
+        return all(gain(by, xla, tree, dtype, op) > 1 for dtype in DTYPES for xla in ("xla", "xla again"))
+
+    entry = {}
+    for op, by in itertools.product(OPS, KERNELS):
+        won = list(itertools.takewhile(partial(wins, by, op), sorted(leaves, key=leaves.get, reverse=True)))
+        if won:
+            most = sum(run.seconds[won[0], dtype, op, by] for dtype in DTYPES)
+            entry[op] = min(entry.get(op, (math.inf,)), (most, by, leaves[won[-1]]))
+    measured = ", ".join(f'"{op}": Measured("{by}", {least})' for op, (_, by, least) in entry.items())
+    yield from ("", "The entry of `FASTEST`, of what beat XLA on every tree of as many leaves or more:", "")
+    yield from (f'    "{jax.devices()[0].device_kind}": {{{measured}}},', "", "The goals, by the least figure:", "")
+    both = list(itertools.product(DTYPES, OPS))
+    kernel = KERNELS[0]
+    goals = [
+        ("of the copy, on the large leaf", 0.9, [run.shares.get((large, *of, kernel), math.nan) for of in both]),
+        ("x XLA, on many leaves", 2, [gain(kernel, "xla", many, *of) for of in both]),
+        ("x torch, check_finite", 1, [gain(kernel, "torch", many, dtype, "check_finite") for dtype in DTYPES]),
+        ("x torch, unscale_check in float32", 1, [gain(kernel, "torch", many, "float32", "unscale_check")]),
+        ("x torch, AdamW", 1, [gain("cond, mosaic_gpu", "torch", many, "float32", "AdamW")]),
+        ("x torch, clip", 1, [gain("clip_global_norm, mosaic_gpu", "torch", many, "float32", "clip, AdamW")]),
+    ]
+    for goal, least, figures in goals:
+        holds = "not measured" if any(map(math.isnan, figures)) else "holds" if min(figures) >= least else "missed"
+        yield f"- {min(figures):.2f} {goal}; at least {least} is wanted: {holds}"
+
+
+def measured(run, only=""):
+    """Yields what a GPU says, or the interpreter."""
+    how = "Interpreted" if run.interpret else f"Measured on one {jax.devices()[0].device_kind}"
+    by = f"JAX {jax.__version__}" + (f" and torch {torch.__version__}" if TORCH else "")
+    yield f"{how} with {by}, by `benchmarks/kernels.py`."
+    trees = [name for name in run.trees if only in name]
+    built = build(run, trees)
+    (buffer,) = map(jnp.asarray, random([Shape((run.copied // 4,), jnp.float32)]))
+    run.bandwidth = 2 * buffer.nbytes / median(run, run.calls, jax.jit(jnp.copy), [(buffer,)])
+    del buffer
+    if not run.interpret:
+        yield f"The copy of {run.copied / 1e9:.2f} GB moved {run.bandwidth / 1e9:.0f} GB/s, read and written."
+    yield from head("tree", "gradients", "op", "by", "error", "µs", "GB/s", "of copy", "x as fast as XLA or plain")
+    blocks = [step_rows(run, tree, built) for tree in trees[:1]]
+    blocks += [op_rows(run, tree, dtype, built) for tree, dtype in itertools.product(trees, DTYPES)]
+    for block in blocks:
+        try:
+            yield from block
+        except Exception as error:  # not of one row: a kernel before it broke the device, say
+            run.failed.append(error)
+            yield brief(error)
+    lines = list(verdict(run))
+    yield from () if run.interpret else lines
+
+
+def section(title, lines, out):
+    """Yields a section of the page; without lines, what stands there so far."""
+    page = out.read_text() if out and out.exists() else ""
+    found = re.search(rf"^## {title}\n\n(.*?)\n*^## ", page, re.M | re.S)
+    old = found.group(1).splitlines() if found else ["Not compiled." if title == COMPILED else "Not measured: no GPU."]
+    yield from (f"## {title}", "")
+    yield from old if lines is None else lines
+    yield ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--interpret", action="store_true", help="run what measures, in Pallas' interpreter, for CI")
+    parser.add_argument("--compile-only", action="store_true", help="compile, though there is a GPU")
+    parser.add_argument("--only", default="", help="the trees and models whose name contains this")
+    parser.add_argument("--out", type=pathlib.Path, help="also write the section to this page")
+    options = parser.parse_args()
+    if options.interpret:
+        trees = {"5 leaves": tiny, "one leaf": lambda dtype: tiny(dtype)[:1]}
+        run = Run(trees, calls=2, steps=2, repeats=1, copied=2**12, rotated=2**10, interpret=True)
+        print(*measured(run), sep="\n")
+        sys.exit(f"failed: {run.failed}" if run.failed else 0)
+    gpu = jax.default_backend() == "gpu" and not options.compile_only
+    lines = {
+        COMPILED: None if gpu else compiled(options.only),
+        MEASURED: measured(Run(TREES), options.only) if gpu else None,
+    }
+    sections = itertools.chain(*(section(title, lines[title], options.out) for title in lines))
+    report("What the kernels cost", "The ops of `pallas_kernels`, and AdamW with them.", sections, NOTES, options.out)
+
+
+if __name__ == "__main__":
+    main()
