@@ -4,6 +4,7 @@ from jmp_amp._autocast import autocast, full_precision, precision
 from jmp_amp._grad import grad, value_and_grad
 from jmp_amp._health import LossScaleError, check_health, get_loss_scale, metrics, set_loss_scale
 from jmp_amp._loss_scale import LossScale, LossScaleState
+from jmp_amp._master import MasterWeightsState, master_weights
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._state_dict import load_state_dict, state_dict
 from jmp_amp._transform import (
@@ -35,6 +36,8 @@ __all__ = [  # noqa: RUF022
     "UnscaleAndCheckState",
     "dynamic_loss_scale",
     "DynamicLossScaleState",
+    "master_weights",
+    "MasterWeightsState",
     "get_loss_scale",
     "set_loss_scale",
     "metrics",

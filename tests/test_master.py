@@ -1,0 +1,128 @@
+"""Masters in float32, parameters in float16 or bfloat16."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+LOW = [jnp.float16, jnp.bfloat16]
+
+
+def equal(tree, expected):
+    jax.tree.map(np.testing.assert_array_equal, tree, expected)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("jit", [False, True])
+def test_parameters_are_exactly_the_rounded_masters(dtype, jit):
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=4096).astype(dtype), "tiny": (rng.normal(size=4096) * 1e-6).astype(dtype)}
+    tx = amp.master_weights(optax.sgd(1.0))
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    for size in (1e-1, 1e-4, 1e-7, 1e-8, 1e-2):  # down to steps below float16's smallest number
+        grads = jax.tree.map(lambda p, size=size: (size * rng.normal(size=p.shape)).astype(np.float32), params)
+        moved = jax.tree.map(lambda m, g: m - g, state.master, grads)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert all(p.dtype == dtype for p in jax.tree.leaves(params))
+        equal(state.master, moved)
+        equal(params, jax.tree.map(lambda m: m.astype(dtype), moved))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_steps_that_the_parameters_cannot_hold_add_up(dtype):
+    params, tx = jnp.ones(3, dtype), amp.master_weights(optax.sgd(1.0))
+    state = tx.init(params)
+    for _ in range(100):
+        updates, state = tx.update(jnp.full(3, 1e-4, dtype), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(state.master, 1 - 100 * float(dtype(1e-4)), atol=1e-5)
+    np.testing.assert_allclose(params.astype(jnp.float32), 0.99, atol=4e-3)
+    assert (params < 1).all()
+
+
+def test_the_inner_transformation_works_in_float32():
+    params = {"low": jnp.ones(2, jnp.float16), "full": jnp.ones(2), "count": jnp.int32(3)}
+    seen = {}
+
+    def look(updates, params):
+        seen.update(grads=updates, params=params)
+        return updates
+
+    tx = amp.master_weights(optax.chain(optax.stateless(look), optax.adam(1e-3)))
+    state = tx.init(params)
+    assert isinstance(state.master["full"], optax.MaskedNode)
+    grads = {"low": jnp.ones(2, jnp.float16), "full": jnp.ones(2), "count": jnp.zeros((), jnp.int32)}
+    updates, _ = tx.update(grads, state, params)
+    for tree in (seen["grads"], seen["params"], updates):
+        assert [x.dtype for x in (tree["low"], tree["full"])] == [jnp.float32] * 2
+
+
+def test_with_float32_parameters_nothing_changes():
+    params, inner = {"w": jnp.arange(3.0)}, optax.adam(0.1)
+    tx = amp.master_weights(inner)
+    updates, state = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+    expected, inner_state = inner.update({"w": jnp.ones(3)}, inner.init(params), params)
+    equal(updates, expected)
+    equal(state.inner_state, inner_state)
+    assert not jax.tree.leaves(state.master)
+
+
+def test_a_skipped_step_leaves_masters_and_parameters():
+    params = {"w": jnp.full(3, 0.3, jnp.float16)}
+    tx = amp.dynamic_loss_scale(amp.master_weights(optax.adam(0.1)))
+    state = tx.init(params)
+    _, state = tx.update({"w": jnp.ones(3, jnp.float16)}, state, params)
+    updates, after = tx.update({"w": jnp.array([1, np.inf, 1], jnp.float16)}, state, params)
+    equal(after.inner_state, state.inner_state)
+    equal(optax.apply_updates(params, updates), params)
+
+
+def test_wrong_calls_say_what_is_missing():
+    with pytest.raises(TypeError, match="`inner` must be an optax transformation, got float"):
+        amp.master_weights(0.1)
+    tx = amp.master_weights(optax.sgd(0.1))
+    params = jnp.ones(2, jnp.float16)
+    with pytest.raises(ValueError, match=r"needs the parameters: call `tx.update\(grads, opt_state, params\)`"):
+        tx.update(params, tx.init(params))
+
+
+def toy(unit, scale, inject=None, iterations=2):
+    """apex's toy: a float32 and a float16 parameter, loss = sum(w0 * w1), known results."""
+    params = {
+        "w0": jnp.float32([unit, unit + 1]),
+        "w1": jnp.float16([1 + unit, 2 + unit]),
+    }
+    learning_rate = {1: 0.25, 2: 0.5}[unit]
+    inner = optax.chain(amp.unscale_and_check(), optax.trace(0.125), optax.scale(-learning_rate))
+    rule = amp.LossScale.static(scale)
+    tx = amp.dynamic_loss_scale(amp.master_weights(inner), rule)
+    state = tx.init(params)
+    for i in range(iterations):
+        grads = amp.grad(lambda p: (p["w0"] * p["w1"].astype(jnp.float32)).sum(), loss_scale=scale)(params)
+        if inject and inject[0] == i:
+            grads[inject[1]] = grads[inject[1]].at[0].set(inject[2])
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+EXPECTED = {
+    1: {"w0": [0, 0.53125], "w1": [1.59375, 2.125]},
+    2: {"w0": [-0.6875, -0.5], "w1": [1.625, 1.8125]},
+}
+
+
+@pytest.mark.parametrize(("unit", "scale"), [(1, 4.0), (2, 16.0)])
+def test_the_toy_of_apex_ends_at_its_numbers_wherever_an_overflow_was(unit, scale):
+    expected = {name: np.array(value) for name, value in EXPECTED[unit].items()}
+    equal(toy(unit, scale), expected)
+    for i, name, bad in itertools.product((0, 1), ("w0", "w1"), (np.inf, np.nan)):
+        equal(toy(unit, scale, inject=(i, name, bad), iterations=3), expected)
