@@ -3,7 +3,6 @@
 Smaller models than in `benchmarks/autocast_cost.py`, whose table holds the figures of the real ones.
 """
 
-import importlib.util
 import re
 
 import gpu_aot
@@ -14,14 +13,7 @@ import pytest
 
 import jmp_amp as amp
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.usefixtures("users_code"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_plugins") is None,
-        reason="compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt of the same version as jax",
-    ),
-]
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 
 CASES = {
     "gpt": lambda low: models.gpt_case(low, layers=2),

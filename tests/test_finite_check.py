@@ -189,7 +189,7 @@ def test_results_are_rounded_to_nearest_even(way, out_dtype):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_no_floating_array_passes_through(way):
+def test_what_is_no_floating_number_passes_through(way):
     others = {
         "int": np.arange(3),
         "uint8": jnp.uint8(7),
@@ -200,14 +200,14 @@ def test_what_is_no_floating_array_passes_through(way):
         "function": len,
         "number": 1,
     }
-    tree = {"w": np.float32([6, 8]), "a": [jnp.float16(2), None, others, ()], "z": np.zeros((3, 0), np.float16)}
-    assert_is(check_finite(tree, 0.5, **way._asdict()), True, 26.0)
+    tree = {"w": np.float32([6, 8]), "a": [jnp.float16(2), None, others, 4.0], "z": np.zeros((3, 0), np.float16)}
+    assert_is(check_finite(tree, 0.5, **way._asdict()), True, 30.0)
     out, *result = unscale_check(tree, 0.5, **way._asdict())
-    assert_is(result, True, 26.0)
+    assert_is(result, True, 30.0)
     assert list(out) == sorted(tree)
     assert out["w"].tolist() == [3, 4]
     assert (out["z"].shape, out["z"].dtype) == ((3, 0), jnp.float32)
-    assert (len(out["a"]), float(out["a"][0]), out["a"][1], out["a"][3]) == (4, 1, None, ())
+    assert (len(out["a"]), float(out["a"][0]), out["a"][1], float(out["a"][3])) == (4, 1, None, 2)
     assert out["a"][2].keys() == others.keys()
     for name, leaf in others.items():
         assert out["a"][2][name] is leaf
@@ -433,11 +433,11 @@ def test_each_program_runs_the_body_of_its_segment_alone():
     assert second.tolist() == expected
 
 
-leaf = st.tuples(st.integers(0, 3000), st.sampled_from(READ), st.floats(0, 1), st.sampled_from([None, *BAD]))
+random_leaf = st.tuples(st.integers(0, 3000), st.sampled_from(READ), st.floats(0, 1), st.sampled_from([None, *BAD]))
 
 
 @settings(derandomize=True, deadline=None, max_examples=8)
-@given(st.lists(leaf, min_size=1, max_size=3), st.sampled_from([1.0, 2.0**-16, 2.0**5, 0.3, -1.7]))
+@given(st.lists(random_leaf, min_size=1, max_size=3), st.sampled_from([1.0, 2.0**-16, 2.0**5, 0.3, -1.7]))
 def test_random_trees_in_the_triton_interpreter(leaves, inv_scale):
     tree = [normal(size, dtype, seed) for seed, (size, dtype, _, _) in enumerate(leaves)]
     for x, (size, _, where, bad) in zip(tree, leaves, strict=True):
@@ -729,6 +729,8 @@ def test_the_imaginary_part_counts(plain, bad):
 @pytest.mark.parametrize("bad", BAD)
 def test_a_scalar_can_be_bad(plain, bad):
     assert not plain({"w": np.ones(3, np.float32), "s": np.float32(bad)})[0]
+    assert not plain({"w": np.ones(3, np.float32), "s": float(bad)})[0]
+    assert not plain({"w": np.ones(3, np.float32), "s": complex(1, bad)})[0]
 
 
 def test_the_largest_finite_values_are_finite(plain):
@@ -758,3 +760,11 @@ def test_the_sum_of_squares_is_differentiable():
 def test_the_package_stands_alone():
     code = "import sys, pallas_kernels; sys.exit(any(name.startswith(('jmp_amp', 'optax')) for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_backend_that_jax_has_removed_is_plain_jax(fastest, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pallas_kernels.finite_check.triton", None)
+    fastest("triton")
+    assert check_finite(TREE)[0]
+    with pytest.raises(NotImplementedError, match=r'implementation="triton" needs a backend that JAX .* does not have'):
+        check_finite(TREE, implementation="triton")

@@ -122,6 +122,8 @@ def _run(
     device = _device_kind()
     forced = implementation is not None
     implementation = implementation or fastest(device, op, len(floating))
+    if implementation != "xla" and not _exists(implementation, forced):
+        implementation = "xla"
     if forced and implementation != "xla":
         _check_serves(implementation, {paths[k][0]: leaves[k] for k in floating}, interpret)
     served = [k for k in floating if implementation != "xla" and primitive.serves(leaves[k])]
@@ -145,6 +147,19 @@ def _run(
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _exists(implementation: str, forced: bool) -> bool:
+    try:
+        primitive.kernel(implementation)
+    except ImportError as error:
+        if forced:
+            raise NotImplementedError(
+                f'implementation="{implementation}" needs a backend that JAX {jax.__version__} does not have '
+                f"({error}); pass another one, or `implementation=None`"
+            ) from error
+        return False
+    return True
 
 
 def _check_serves(implementation: str, leaves: dict[Any, jax.Array], interpret: bool) -> None:

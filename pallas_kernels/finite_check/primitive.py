@@ -5,6 +5,7 @@ while it is transformed. There the primitive becomes the reference, unless a ker
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,16 +14,21 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pallas_kernels._compat import deprecated_triton
-from pallas_kernels.finite_check import mosaic_gpu, reference, triton
+from pallas_kernels._compat import lowering_kernels
+from pallas_kernels.finite_check import reference
 from pallas_kernels.finite_check.config import Config
 from pallas_kernels.finite_check.segments import rows, view
 
-KERNELS = {"mosaic_gpu": mosaic_gpu.unscale_check, "triton": triton.unscale_check}
+KERNELS = ("mosaic_gpu", "triton")
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 
 unscale_check_p = Primitive("unscale_check")
 unscale_check_p.multiple_results = True
+
+
+def kernel(implementation: str) -> Callable[..., tuple[list[jax.Array], jax.Array]]:
+    """Imports a backend when it is first wanted: that takes a second, and JAX may have removed it (ImportError)."""
+    return importlib.import_module(f"{__package__}.{implementation}").unscale_check
 
 
 def serves(x: jax.Array) -> bool:
@@ -68,7 +74,7 @@ def _kernel(
     interpret: bool,
     **_: Any,
 ) -> list[jax.Array]:
-    outs, total = KERNELS[implementation](
+    outs, total = kernel(implementation)(
         [view(x) for x in leaves], inv_scale, out_dtype=out_dtype, config=config, interpret=interpret
     )
     return [total, *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
@@ -93,7 +99,7 @@ def _lower(platform_has_kernels: bool, ctx: Any, *args: Any, **params: Any) -> A
         fun = _instead("cannot be partitioned over devices by itself, only inside `jax.shard_map`", **params)
     else:
         fun = functools.partial(_kernel, **params)
-    with deprecated_triton():
+    with lowering_kernels():
         return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
 
 

@@ -1,0 +1,199 @@
+"""What the kernels cost on a GPU, read from programs compiled for an H200 on any machine: `benchmarks/gpu_aot.py`."""
+
+import functools
+import warnings
+
+import gpu_aot
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import check_finite, unscale_check
+from pallas_kernels.finite_check import arg_specs, config, primitive, segments
+from pallas_kernels.finite_check.arg_specs import Shape
+
+pytestmark = pytest.mark.aot
+
+OPS = {"check_finite": check_finite, "unscale_check": unscale_check}
+SIZES = [5, 128, 1000, 8192, 8193, 30000]
+SHARDED = [Shape((64, 64), jnp.float32), Shape((128,), jnp.float16), Shape((8, 8, 16), jnp.bfloat16)]
+EVERY = PartitionSpec()
+DATA = PartitionSpec("data")
+
+for_every_kernel = pytest.mark.parametrize("kernel", primitive.KERNELS)
+for_both_ops = pytest.mark.parametrize("op", OPS)
+
+
+@functools.cache
+def mesh(devices=1):
+    return gpu_aot.h200_mesh(devices)
+
+
+def cost(fun, leaves, devices=1, spec=EVERY):
+    """Figures of `fun(leaves, inv_scale)`, compiled."""
+    (inv_scale,) = gpu_aot.struct(mesh(devices), [Shape((), jnp.float32)])
+    return gpu_aot.cost(gpu_aot.compile_for(fun, gpu_aot.struct(mesh(devices), leaves, spec), inv_scale))
+
+
+def run(op, implementation, **options):
+    return functools.partial(OPS[op], implementation=implementation, **options)
+
+
+@functools.cache
+def bytes_of_xla(tree, op):
+    return cost(run(op, "xla"), arg_specs.TREES[tree](jnp.float32))["bytes_moved"]
+
+
+def launches(figures):
+    return figures["kinds"].get("custom-call", 0)
+
+
+@pytest.fixture
+def fastest(monkeypatch):
+    """Makes `None` choose a kernel on the H200."""
+
+    def choose(implementation):
+        monkeypatch.setitem(config.FASTEST, "NVIDIA H200", dict.fromkeys(OPS, config.Measured(implementation, 1)))
+
+    return choose
+
+
+GPT2, RESNET, ONE_LEAF = arg_specs.TREES
+CASES = [
+    # These compile for 10 seconds and more: each kernel reads each tree, by one of the ops.
+    (GPT2, "mosaic_gpu", "check_finite"),
+    (GPT2, "triton", "unscale_check"),
+    (RESNET, "mosaic_gpu", "unscale_check"),
+    (RESNET, "triton", "check_finite"),
+    *((ONE_LEAF, kernel, op) for kernel in primitive.KERNELS for op in OPS),
+]
+
+
+@pytest.mark.parametrize(("tree", "kernel", "op"), CASES)
+def test_a_whole_tree_is_one_launch_and_each_byte_moves_once(tree, kernel, op):
+    figures = cost(run(op, kernel), arg_specs.TREES[tree](jnp.float32))
+    assert launches(figures) == 1
+    assert figures["kernels"] <= 4
+    assert figures["bytes_moved"] <= 1.001 * bytes_of_xla(tree, op)
+
+
+@for_every_kernel
+@pytest.mark.parametrize("out_dtype", [None, *primitive.DTYPES], ids=str)
+def test_float16_is_read_as_such_and_results_are_written_as_asked(kernel, out_dtype):
+    leaves = [Shape((size,), jnp.float16) for size in SIZES] + [Shape((size, 3), jnp.bfloat16) for size in SIZES]
+    fun = run("unscale_check", kernel, out_dtype=out_dtype) if out_dtype else run("check_finite", kernel)
+    figures = cost(fun, leaves)
+    assert launches(figures) == 1
+    assert figures["kernels"] <= 3
+    elements = sum(x.size for x in leaves)
+    assert figures["bytes_moved"] <= 1.01 * elements * (2 + (out_dtype.itemsize if out_dtype else 0))
+
+
+@for_every_kernel
+@for_both_ops
+def test_a_leaf_too_large_for_int32_is_one_launch(kernel, op):
+    leaf = Shape((2**31 + 16,), jnp.float16)
+    figures = cost(run(op, kernel, **({"out_dtype": jnp.float16} if op == "unscale_check" else {})), [leaf])
+    assert launches(figures) == 1
+    assert figures["kernels"] <= 4
+    assert figures["bytes_moved"] <= 1.001 * leaf.size * (4 if op == "unscale_check" else 2)
+
+
+@for_every_kernel
+def test_a_leaf_that_no_kernel_can_index_is_plain_jax(kernel, fastest):
+    fastest(kernel)
+    leaves = [Shape((2**31 + 11,), jnp.float16), Shape((1000,), jnp.float32)]
+    assert segments.rows(leaves[0].size) is None
+    assert launches(cost(run("check_finite", None), leaves)) == 1
+    assert launches(cost(run("check_finite", None), leaves[:1])) == 0
+    with pytest.raises(NotImplementedError, match=r"leaf\[0\] is float16\[2147483659\]"):
+        cost(run("check_finite", kernel), leaves)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op", "leaves"), [("mosaic_gpu", "unscale_check", 750), ("triton", "check_finite", 600)]
+)
+def test_hundreds_of_leaves_are_three_launches(kernel, op, leaves, monkeypatch):
+    monkeypatch.setattr(config, "DEFAULT", config.Config(block=1024))  # compiles faster
+    figures = cost(run(op, kernel), [Shape((1024,), jnp.float32)] * leaves)
+    assert launches(figures) == 3
+    assert figures["kernels"] <= 7
+
+
+@for_every_kernel
+@for_both_ops
+def test_64_bit_programs_compile(kernel, op):
+    with jax.enable_x64(True):
+        leaves = [Shape((size,), dtype) for size in (5, 129, 9000) for dtype in primitive.DTYPES]
+        assert launches(cost(run(op, kernel), leaves)) == 1
+        assert launches(cost(run(op, kernel), [Shape((2**31 + 16,), jnp.float16)])) == 1
+
+
+def psum_of_shards(op, devices, **options):
+    def shard(leaves, inv_scale):
+        *out, _, total = op(leaves, inv_scale)
+        return *out, jax.lax.psum(total, "data")
+
+    def fun(leaves, inv_scale):
+        n = len(jax.eval_shape(op, leaves, inv_scale))
+        specs = (DATA, EVERY)[-(n - 1) :]
+        return jax.shard_map(shard, mesh=devices, in_specs=(DATA, EVERY), out_specs=specs, **options)(leaves, inv_scale)
+
+    return fun
+
+
+@for_both_ops
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ("mosaic_gpu", {}),
+        ("mosaic_gpu", {"check_vma": False}),
+        ("triton", {}),
+        ("triton", {"check_vma": False}),
+    ],
+)
+def test_inside_shard_map_each_device_runs_the_kernel_on_its_shard(kernel, options, by_name, op, fastest):
+    fastest(kernel)
+    fun = psum_of_shards(run(op, kernel if by_name else None), mesh(8), **options)
+    figures = cost(fun, SHARDED, devices=8, spec=DATA)
+    assert launches(figures) == 1
+    assert figures["collectives"] == ["all-reduce f32[]"]
+
+
+@for_every_kernel
+@for_both_ops
+def test_what_the_compiler_partitions_is_plain_jax_with_one_collective(kernel, op, fastest):
+    fastest(kernel)
+    assert launches(cost(run(op, None), SHARDED)) == 1  # on one device
+    figures = cost(run(op, None), SHARDED, devices=8, spec=DATA)
+    assert launches(figures) == 0
+    assert figures["collectives"] == ["all-reduce f32[]"]
+    with pytest.raises(NotImplementedError, match=rf'implementation="{kernel}" .* inside `jax.shard_map`'):
+        cost(run(op, kernel), SHARDED, devices=8, spec=DATA)
+
+
+@for_every_kernel
+def test_a_shard_map_that_leaves_an_axis_to_the_compiler_is_plain_jax(kernel, fastest):
+    fastest(kernel)
+    grid = Mesh(mesh(8).devices.reshape(2, 4), ("data", "model"))
+    (inv_scale,) = gpu_aot.struct(grid, [Shape((), jnp.float32)])
+    leaves = gpu_aot.struct(grid, [Shape((64, 64), jnp.float32)], PartitionSpec("data", "model"))
+
+    def compiled(implementation):
+        fun = psum_of_shards(run("check_finite", implementation), grid, axis_names={"data"})
+        return gpu_aot.cost(gpu_aot.compile_for(fun, leaves, inv_scale))
+
+    assert launches(compiled(None)) == 0
+    with pytest.raises(NotImplementedError, match=rf'implementation="{kernel}" .* inside `jax.shard_map`'):
+        compiled(kernel)
+
+
+def test_who_asks_for_triton_is_not_warned_and_other_warnings_are():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert launches(cost(run("check_finite", "triton"), [Shape((100,), jnp.float32)])) == 1
+        assert [str(w.message) for w in caught] == []
+        warnings.warn("Pallas' Triton backend is deprecated", DeprecationWarning, stacklevel=1)
+        assert len(caught) == 1
