@@ -5,6 +5,7 @@ from jmp_amp._grad import grad, value_and_grad
 from jmp_amp._health import LossScaleError, check_health, get_loss_scale, metrics, set_loss_scale
 from jmp_amp._loss_scale import LossScale, LossScaleState
 from jmp_amp._master import MasterWeightsState, master_weights
+from jmp_amp._params import cast_params, is_norm
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._state_dict import load_state_dict, state_dict
 from jmp_amp._transform import (
@@ -22,6 +23,8 @@ __all__ = [  # noqa: RUF022
     "get_policy",
     "cast_to_half",
     "cast_to_full",
+    "cast_params",
+    "is_norm",
     "half_dtype",
     "all_finite",
     "select_tree",
