@@ -36,7 +36,7 @@ def value_and_grad(
         accumulate_steps: the batch is cut into so many micro-batches, which are evaluated one after the other in a
           `lax.scan`, all with the same scale. Gradients are added up in float32, and so they come back, whatever the
           dtype of the parameters; `aux` is stacked along a new first axis. One micro-batch that overflows makes the sum
-          overflow.
+          overflow. Flax NNX modules raise here, since they change inside the scan: split them into graph and state.
         reduction: `"mean"` over the micro-batches, or `"sum"`: of the losses and of the gradients.
         batch_argnums: the arguments whose arrays are cut along their first axes; all positional ones that are not
           differentiated if not given.
