@@ -82,6 +82,7 @@ def unscale_check(
 
     Raises:
         ValueError: `implementation` or `out_dtype` is none of these, or `inv_scale` is not a scalar.
+        TypeError: `out_dtype` is no dtype.
         NotImplementedError: an implementation that was asked for by name cannot serve; the message says why.
 
     Examples:

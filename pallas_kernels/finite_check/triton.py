@@ -41,7 +41,7 @@ def unscale_check(
                 out = x.astype(out_dtype)
                 plgpu.store(out_refs[segment.leaf].at[at], out, mask=mask)
                 x = out.astype(jnp.float32)
-            return total + (squares(x) if mask is None else jnp.where(mask, squares(x), 0.0))
+            return total + squares(x)
 
         partials[program] = jnp.sum(dispatch(table, program, body, jnp.zeros(config.block, jnp.float32)))
 
