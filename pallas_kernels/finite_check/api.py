@@ -128,7 +128,7 @@ def _run(
     if forced and implementation != "xla":
         _check_serves(implementation, {paths[k][0]: leaves[k] for k in floating}, interpret)
     served = [k for k in floating if implementation != "xla" and primitive.serves(leaves[k])]
-    rest = [k for k in floating if k not in served]
+    rest = sorted({*floating} - {*served})
     outs, sum_of_squares = reference.unscale_check([leaves[k] for k in rest], factor, out_dtype=out_dtype)
     if served:
         more, seen = primitive.unscale_check(
