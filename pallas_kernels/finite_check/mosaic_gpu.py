@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._compat import interpret_mosaic_gpu
 from pallas_kernels.finite_check.config import Config
-from pallas_kernels.finite_check.segments import Segment, dispatch, segments, squares
+from pallas_kernels.finite_check.segments import Segment, dispatch, squares
 
 VECTORS = {1024: 8, 128: 1}
 """Elements that a warpgroup loads at once, and how many of them a thread has: 8 of float16 are 16 bytes."""
@@ -46,18 +46,16 @@ def pieces(segment: Segment, length: int) -> list[Piece]:
     return found
 
 
-def unscale_check(
+def launch(
     leaves: Sequence[jax.Array],
     inv_scale: jax.Array,
-    *,
-    out_dtype: Any,
+    table: Sequence[Segment],
+    out_types: Sequence[jax.ShapeDtypeStruct],
     config: Config,
-    interpret: bool = False,
-) -> tuple[list[jax.Array], jax.Array]:
-    """See `reference.unscale_check`; the leaves are views of `segments.view`."""
-    table, programs = segments([x.shape for x in leaves], config.block)
-    outs = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in leaves]
-
+    interpret: bool,
+) -> Sequence[jax.Array]:
+    """See `primitive.Launch`."""
+    del config  # a program is always one warpgroup
     # The interpreter knows no layouts.
     layout_cast = (lambda x, layout: x) if interpret else plgpu.layout_cast
 
@@ -69,7 +67,7 @@ def unscale_check(
         def unscaled(segment: Segment, at: Any, x: jax.Array) -> jax.Array:
             x = x.astype(jnp.float32) * factor
             if out_refs:
-                out = x.astype(out_dtype)
+                out = x.astype(out_refs[segment.leaf].dtype)
                 out_refs[segment.leaf][segment.row, at] = out
                 x = out.astype(jnp.float32)
             return squares(x)
@@ -107,18 +105,17 @@ def unscale_check(
         total = dispatch(table, program, body, nothing | {1: jnp.float32(0)})
         partials[program] = total[1] + sum(jnp.sum(total[width]) for width in VECTORS)
 
-    *outs, partials = plgpu.kernel(
+    return plgpu.kernel(
         kernel,
-        out_type=(*outs, jax.ShapeDtypeStruct((programs,), jnp.float32)),
-        grid=(programs,),
+        out_type=tuple(out_types),
+        grid=out_types[-1].shape,
         grid_names=("program",),
-        # Every element is read and written by the thread that owns it, so threads need not wait for each other.
+        # Barriers would order writes after reads of the same memory, and nothing that is read is written.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret_mosaic_gpu() if interpret else None,
-    )(inv_scale.reshape(1), *leaves)
-    return outs, jnp.sum(partials)
+    )(inv_scale, *leaves)
 
 
 def _layout(width: int) -> Any:

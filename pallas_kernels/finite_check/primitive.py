@@ -7,7 +7,7 @@ while it is transformed. There the primitive becomes the reference, unless a ker
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_kernels._compat import lowering_kernels
 from pallas_kernels.finite_check import reference
 from pallas_kernels.finite_check.config import Config
-from pallas_kernels.finite_check.segments import rows, view
+from pallas_kernels.finite_check.segments import Segment, rows, segments, view
 
 KERNELS = ("mosaic_gpu", "triton")
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
@@ -26,9 +26,35 @@ unscale_check_p = Primitive("unscale_check")
 unscale_check_p.multiple_results = True
 
 
-def kernel(implementation: str) -> Callable[..., tuple[list[jax.Array], jax.Array]]:
+class Launch(Protocol):
+    """Reads all leaves in one launch: what each file of `KERNELS` does."""
+
+    def __call__(
+        self,
+        leaves: Sequence[jax.Array],
+        inv_scale: jax.Array,
+        table: Sequence[Segment],
+        out_types: Sequence[jax.ShapeDtypeStruct],
+        config: Config,
+        interpret: bool,
+    ) -> Sequence[jax.Array]:
+        """Returns arrays of `out_types`.
+
+        Args:
+            leaves: views of `segments.view`.
+            inv_scale: float32[1], the factor.
+            table: which program works on which part.
+            out_types: the products, as many as leaves or none, and float32[programs], what each program's squares sum
+              up to; its length is the grid.
+            config: the sizes.
+            interpret: whether to run in Pallas' interpreter.
+        """
+        ...
+
+
+def kernel(implementation: str) -> Launch:
     """Imports a backend when it is first wanted: that takes a second, and JAX may have removed it (ImportError)."""
-    return importlib.import_module(f"{__package__}.{implementation}").unscale_check
+    return importlib.import_module(f"{__package__}.{implementation}").launch
 
 
 def serves(x: jax.Array) -> bool:
@@ -74,10 +100,12 @@ def _kernel(
     interpret: bool,
     **_: Any,
 ) -> list[jax.Array]:
-    outs, total = kernel(implementation)(
-        [view(x) for x in leaves], inv_scale, out_dtype=out_dtype, config=config, interpret=interpret
-    )
-    return [total, *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
+    views = [view(x) for x in leaves]
+    table, programs = segments([x.shape for x in views], config.block)
+    out_types = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in views]
+    out_types.append(jax.ShapeDtypeStruct((programs,), jnp.float32))
+    *outs, sums = kernel(implementation)(views, inv_scale.reshape(1), table, out_types, config, interpret)
+    return [jnp.sum(sums), *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
 
 
 def _instead(reason: str, *, forced: bool, implementation: str, **params: Any) -> Callable[..., list[jax.Array]]:

@@ -12,20 +12,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.finite_check.config import Config
-from pallas_kernels.finite_check.segments import Segment, dispatch, segments, squares
+from pallas_kernels.finite_check.segments import Segment, dispatch, squares
 
 
-def unscale_check(
+def launch(
     leaves: Sequence[jax.Array],
     inv_scale: jax.Array,
-    *,
-    out_dtype: Any,
+    table: Sequence[Segment],
+    out_types: Sequence[jax.ShapeDtypeStruct],
     config: Config,
-    interpret: bool = False,
-) -> tuple[list[jax.Array], jax.Array]:
-    """See `reference.unscale_check`; the leaves are views of `segments.view`."""
-    table, programs = segments([x.shape for x in leaves], config.block)
-    outs = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in leaves]
+    interpret: bool,
+) -> Sequence[jax.Array]:
+    """See `primitive.Launch`."""
 
     def kernel(inv_scale_ref: Any, *refs: Any) -> None:
         in_refs, out_refs, partials = refs[: len(leaves)], refs[len(leaves) : -1], refs[-1]
@@ -38,19 +36,18 @@ def unscale_check(
             other = None if mask is None else 0.0
             x = plgpu.load(in_refs[segment.leaf].at[at], mask=mask, other=other).astype(jnp.float32) * factor
             if out_refs:
-                out = x.astype(out_dtype)
+                out = x.astype(out_refs[segment.leaf].dtype)
                 plgpu.store(out_refs[segment.leaf].at[at], out, mask=mask)
                 x = out.astype(jnp.float32)
             return total + squares(x)
 
         partials[program] = jnp.sum(dispatch(table, program, body, jnp.zeros(config.block, jnp.float32)))
 
-    *outs, partials = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
-        out_shape=(*outs, jax.ShapeDtypeStruct((programs,), jnp.float32)),
-        grid=(programs,),
+        out_shape=tuple(out_types),
+        grid=out_types[-1].shape,
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
         name="unscale_check",
-    )(inv_scale.reshape(1), *leaves)
-    return outs, jnp.sum(partials)
+    )(inv_scale, *leaves)
