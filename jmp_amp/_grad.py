@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp._accumulate import REDUCTIONS, accumulate
+from jmp_amp._unscale import to_scale
 
 
 def value_and_grad(
@@ -70,13 +71,7 @@ def value_and_grad(
     References:
         The order of cast and scale is apex's `scale_loss`. `reduction="sum"` is DeepSpeed's `scale_wrt_gas=False`.
     """
-    is_number = hasattr(loss_scale, "shape") or type(loss_scale) in (int, float)
-    if not is_number or jnp.shape(loss_scale) != ():
-        raise TypeError(
-            f"`loss_scale` must be a scalar, got {type(loss_scale).__name__}; "
-            "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
-        )
-
+    multiplier = to_scale(loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
     if reduction not in REDUCTIONS:
@@ -87,7 +82,7 @@ def value_and_grad(
         out = fun(*args, **kwargs)
         loss, aux = out if has_aux else (out, None)
         narrow, loss = loss, _float32(loss)
-        scale, rest = _split(jnp.asarray(loss_scale, loss.dtype), jnp.result_type(narrow))
+        scale, rest = _split(multiplier.astype(loss.dtype), jnp.result_type(narrow))
         return loss * scale, (loss, aux, rest)
 
     # Some transforms, Equinox's among them, have no `argnums`.

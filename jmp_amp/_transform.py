@@ -10,7 +10,7 @@ from jax import lax
 
 from jmp_amp._loss_scale import LossScale, LossScaleState, to_number
 from jmp_amp._tree import check_same_leaves, select_tree
-from jmp_amp._unscale import AxisName, look, unscale
+from jmp_amp._unscale import AxisName, look, to_scale, unscale
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -89,7 +89,7 @@ def unscale_and_check(
         del state, params, extra_args
         if unscaled_by is not None:
             unscaled_by.append("unscale_and_check")
-        factor = 1 / jnp.asarray(loss_scale, jnp.float32) if unscale_factor is None else unscale_factor
+        factor = 1 / to_scale(loss_scale) if unscale_factor is None else unscale_factor
         scaled, updates = updates, unscale(updates, factor)
         if grads_finite is None:
             grads_finite = look(scaled, factor, axis_name, implementation).finite
@@ -117,6 +117,9 @@ def dynamic_loss_scale(
 
     The check comes before `inner`. What `inner` itself makes non-finite passes in that step; parameters are not finite
     from then on, so every later step is skipped, and `check_health` raises.
+
+    Where several optimizers share one scale, `update` takes it as `loss_scale=` (float32[], instead of the one in the
+    state), and `grads_finite=` (bool[], `False` skips as an overflow does) from those that skip together.
 
     `inner` gets `loss_scale=` (float32[]), `grads_finite=` (bool[]) and `unscale_factor=` (float32[], what scaled
     gradients are multiplied by: the reciprocal of the scale, and the clipping) as extra arguments. If it contains
@@ -183,9 +186,15 @@ def dynamic_loss_scale(
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
         if params is not None:
             check_same_leaves(updates, params)
-        scale = state.loss_scale.loss_scale
+        if "unscaled_by" in extra_args:
+            raise ValueError(
+                "there is a `dynamic_loss_scale` inside another one, so gradients would be unscaled twice; "
+                "wrap the whole optimizer once"
+            )
+        scale = to_scale(extra_args.pop("loss_scale", state.loss_scale.loss_scale))
         factor = 1 / scale
         finite, sum_of_squares = look(updates, factor, axis_name, implementation)
+        finite &= extra_args.pop("grads_finite", True)
         if clip_global_norm is not None:
             factor *= jnp.minimum(1.0, clip_global_norm / jnp.sqrt(sum_of_squares))
         unscales_itself = _contains(UnscaleAndCheckState, state.inner_state)

@@ -26,6 +26,17 @@ class Seen(NamedTuple):
     sum_of_squares: jax.Array
 
 
+def to_scale(value: Any) -> jax.Array:
+    """Returns a scale that a user handed in as float32[]."""
+    is_number = hasattr(value, "shape") or type(value) in (int, float)
+    if not is_number or jnp.shape(value) != ():
+        raise TypeError(
+            f"`loss_scale` must be a scalar, got {type(value).__name__}; "
+            "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
+        )
+    return jnp.asarray(value, jnp.float32)
+
+
 def unscale(tree: Any, factor: jax.Array) -> Any:
     """Multiplies the floating and complex leaves by the reciprocal of the scale, in float32 or wider.
 

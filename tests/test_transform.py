@@ -372,7 +372,7 @@ def test_inner_gets_the_scale_the_flag_and_the_callers_extra_arguments():
     seen = []
     tx = amp.dynamic_loss_scale(recorder(seen), LossScale(init_scale=8), skip="select")
     params = params_()
-    tx.update(true_grads(), tx.init(params), params, value=3.0, loss_scale="ignored")
+    tx.update(true_grads(), tx.init(params), params, value=3.0)
     assert seen[0]["value"] == 3.0
     assert seen[0]["params"] is params
     assert (seen[0]["loss_scale"], seen[0]["loss_scale"].dtype) == (8, jnp.float32)
