@@ -602,25 +602,48 @@ def test_bfloat16_computes_what_the_plain_function_does(fun, inputs):
     check(fun, inputs, BF16)
 
 
+@table(NN, CONTROL)
+def test_parameters_of_a_low_precision_policy_compute_what_float32_ones_do(fun, inputs):
+    check_parameters(fun, inputs, F16)
+
+
+def check_parameters(fun, inputs, dtype):
+    """Compares value and gradient of `fun` in float32 with those under autocast of inputs that are `dtype`."""
+    autocast = amp.autocast(fun, policy=amp.Policy(dtype, dtype, F32))
+    low = [x.astype(dtype) if is_float(x) else x for x in inputs]
+
+    def low_grad(*low):
+        grads = grad(autocast, low)
+        assert all(g.dtype == dtype for g in grads)
+        return [g.astype(F32) for g in grads]
+
+    compare(autocast, low, low_grad, fun, inputs, dtype)
+
+
 def check(fun, inputs, dtype):
-    """Compares value and gradient of `fun` with those under autocast, in one program that compiles quickly."""
+    """Compares value and gradient of `fun` with those under autocast."""
     low = [is_float(x) and bool(np.isfinite(x).all()) for x in inputs]
 
     def plain(*inputs):
         return fun(*[through_a_product(x) if is_low else x for x, is_low in zip(inputs, low, strict=True)])
 
     autocast = amp.autocast(plain, dtype=dtype)
+    compare(autocast, inputs, lambda *inputs: grad(autocast, inputs), plain, inputs, dtype)
 
-    def both(*inputs):
-        values = autocast(*inputs), plain(*inputs)
+
+def compare(autocast, low, low_grad, plain, inputs, dtype):
+    """Runs both, value and gradient, in one program that compiles quickly."""
+
+    def both(low, inputs):
+        values = autocast(*low), plain(*inputs)
         try:
             gradient = grad(plain, inputs)
         except (TypeError, ValueError, NotImplementedError):  # what JAX raises where it cannot differentiate
             return [values]
-        return [values, (grad(autocast, inputs), gradient)]
+        return [values, (low_grad(*low), gradient)]
 
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    for got, expected in jax.jit(both, compiler_options=options)(*inputs):
+    for got, expected in jax.jit(both, compiler_options=options)(low, inputs):
         assert_same(got, expected, 8 * float(jnp.finfo(dtype).eps))
 
 

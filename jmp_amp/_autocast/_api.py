@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._decisions import dtype_of, shape_of
+from jmp_amp._autocast._decisions import dtype_of
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
 from jmp_amp._autocast._interpreter import Region
 from jmp_amp._autocast._nnx import with_modules
@@ -21,6 +21,7 @@ from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import FLOAT32, Value, origin_of_input
 from jmp_amp._policy import Policy, get_policy
+from jmp_amp._tree import cast_floating
 
 
 def autocast(
@@ -50,7 +51,9 @@ def autocast(
           as `fun`, are updated in place as they are without autocast. Used as a decorator, it may be left out.
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
         policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
-          are cast to its `output_dtype`. Parameters are taken as they come.
+          are cast to its `output_dtype`. Where its `param_dtype` is float16 or bfloat16, arrays of that dtype among the
+          arguments are parameters: `fun` is traced as if they were float32, which it was written for, and each op
+          reads them in its own dtype.
         rules: overrides, added to those of `policy`. A primitive is given a class, `{lax.tanh_p: "full"}` ("lower",
           "promote", "follow" and "original" are the others; this also registers a primitive of your own). A pattern of
           named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
@@ -125,9 +128,12 @@ def _autocasted(fun: Callable, policy: Policy | None, low: np.dtype, options: Op
             results, rebuild_out = _split(fun(*args, **kwargs))
             return results
 
-        closed = _compat.trace(flat, arrays)
+        # Arrays of a low `param_dtype` are traced as the float32 ones that they stand for; the casts are dead code.
+        low_params = policy is not None and policy.param_dtype.itemsize == 2
+        full = [cast_floating(x, FLOAT32) if low_params and x.dtype == policy.param_dtype else x for x in arrays]
+        closed = _compat.trace(flat, full)
         jaxpr, _ = _compat.open_jaxpr(closed)
-        values = tuple(Value(dtype_of(var), origin_of_input(shape_of(var))) for var in jaxpr.invars)
+        values = tuple(Value(x.dtype, origin_of_input(x.shape)) for x in arrays)
         planner = Planner(RULES, HIGHER_ORDER, options)
         plan = planner.plan(closed, values, (False,) * len(jaxpr.outvars), Region(low))
         for pattern in options.overrides.scopes.keys() - planner.matched:
