@@ -3,8 +3,9 @@
 from jmp_amp._autocast import autocast, full_precision, precision
 from jmp_amp._grad import grad, value_and_grad
 from jmp_amp._health import LossScaleError, check_health, get_loss_scale, metrics, set_loss_scale
+from jmp_amp._initialize import initialize
 from jmp_amp._loss_scale import LossScale, LossScaleState
-from jmp_amp._master import MasterWeightsState, master_weights
+from jmp_amp._master import MasterWeightsState, RoundedWeightsState, master_weights, rounded_weights
 from jmp_amp._params import cast_params, is_norm
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._state_dict import load_state_dict, state_dict
@@ -41,6 +42,9 @@ __all__ = [  # noqa: RUF022
     "DynamicLossScaleState",
     "master_weights",
     "MasterWeightsState",
+    "rounded_weights",
+    "RoundedWeightsState",
+    "initialize",
     "get_loss_scale",
     "set_loss_scale",
     "metrics",

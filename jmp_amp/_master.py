@@ -1,4 +1,4 @@
-"""Float32 masters of low-precision parameters, inside the optimizer state."""
+"""Low-precision parameters: with float32 masters inside the optimizer state, or rounded where they are."""
 
 from typing import Any, NamedTuple
 
@@ -56,8 +56,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     References:
         Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), 2018, section 3.1; apex's O2.
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
+    _check_inner(inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> MasterWeightsState:
@@ -70,18 +69,119 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        if params is None:
-            raise ValueError("`master_weights` needs the parameters: call `tx.update(grads, opt_state, params)`")
+        _check_params("master_weights", params)
         full = jax.tree.map(lambda p, m: m if _is_low(p) else p, params, state.master)
         steps, inner_state = inner.update(jax.tree.map(_full, updates), state.inner_state, full, **extra_args)
         moved = optax.apply_updates(full, steps)
-
-        def way(p: Any, m: Any, step: Any) -> Any:
-            return _full(m.astype(p.dtype)) - _full(p) if _is_low(p) else step
-
-        return jax.tree.map(way, params, moved, steps), MasterWeightsState(_low_only(params, moved), inner_state)
+        return _ways(params, moved, steps), MasterWeightsState(_low_only(params, moved), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class RoundedWeightsState(NamedTuple):
+    """State of `rounded_weights`.
+
+    Attributes:
+        step: int32[], the steps so far; with the seed it makes the random bits of the next one.
+        inner_state: the state of the wrapped transformation, over float32 parameters.
+    """
+
+    step: jax.Array
+    inner_state: optax.OptState
+
+
+def rounded_weights(
+    inner: optax.GradientTransformation, rounding: str = "nearest", seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps a transformation so that it works in float32 on low-precision parameters that have no masters.
+
+    `inner` gets float32 gradients and parameters and keeps its state in float32. What it makes of the parameters is
+    rounded to their dtype. Rounded to the nearest, steps of less than half a unit in the last place are lost;
+    stochastically, to one of the two neighbours with the odds of the distances, they arrive on average.
+
+    Args:
+        inner: any optax transformation.
+        rounding: `"nearest"` or `"stochastic"`.
+        seed: of the random bits of stochastic rounding.
+
+    Returns:
+        An optax transformation whose `update` needs `params`; put it inside `dynamic_loss_scale`. Updates are float32,
+        the way from each parameter to where it goes, so that `optax.apply_updates` rounds no more.
+
+    Raises:
+        TypeError: `inner` is something else.
+        ValueError: `rounding` is neither of the two, or `update` is called without `params`.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> params = {"w": jnp.ones(1000, jnp.bfloat16)}
+        >>> for rounding in ("nearest", "stochastic"):  # bfloat16 has nothing between 1 - 2**-8 and 1
+        ...     tx = amp.rounded_weights(optax.sgd(2.0**-10), rounding)
+        ...     updates, _ = tx.update({"w": jnp.ones(1000)}, tx.init(params), params)
+        ...     print(bool((optax.apply_updates(params, updates)["w"] < 1).any()))
+        False
+        True
+
+    References:
+        Gupta et al., [Deep Learning with Limited Numerical Precision](https://arxiv.org/abs/1502.02551), 2015; apex's
+        O3 has no masters either.
+    """
+    _check_inner(inner)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f'`rounding` must be "nearest" or "stochastic", got {rounding!r}')
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> RoundedWeightsState:
+        return RoundedWeightsState(jnp.zeros((), jnp.int32), inner.init(jax.tree.map(_full, params)))
+
+    def update(
+        updates: optax.Updates,
+        state: RoundedWeightsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, RoundedWeightsState]:
+        _check_params("rounded_weights", params)
+        full = jax.tree.map(_full, params)
+        steps, inner_state = inner.update(jax.tree.map(_full, updates), state.inner_state, full, **extra_args)
+        moved = optax.apply_updates(full, steps)
+        if rounding == "stochastic":
+            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            keys = optax.tree.split_key_like(key, moved)
+            moved = jax.tree.map(_round_stochastically, keys, moved, params)
+        return _ways(params, moved, steps), RoundedWeightsState(optax.safe_increment(state.step), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _round_stochastically(key: jax.Array, x: jax.Array, like: jax.Array) -> jax.Array:
+    """Rounds float32 values to neighbours that the dtype of `like` holds, up or down with the odds of the distances."""
+    if not _is_low(like):
+        return x
+    info = jnp.finfo(like.dtype)
+    _, exponent = jnp.frexp(x)
+    last_place = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, info.minexp) - info.nmant)
+    rounded = jnp.floor(x / last_place + jax.random.uniform(key, x.shape)) * last_place
+    return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def _ways(params: Any, moved: Any, steps: Any) -> Any:
+    """What takes each parameter to where it goes, rounded to its dtype; float32 ones take the steps as they are."""
+
+    def way(p: Any, m: Any, step: Any) -> Any:
+        return _full(m.astype(p.dtype)) - _full(p) if _is_low(p) else step
+
+    return jax.tree.map(way, params, moved, steps)
+
+
+def _check_inner(inner: Any) -> None:
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
+
+
+def _check_params(name: str, params: Any) -> None:
+    if params is None:
+        raise ValueError(f"`{name}` needs the parameters: call `tx.update(grads, opt_state, params)`")
 
 
 def _is_low(x: Any) -> bool:

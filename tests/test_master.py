@@ -1,4 +1,4 @@
-"""Masters in float32, parameters in float16 or bfloat16."""
+"""Parameters in float16 or bfloat16, with masters in float32 or rounded where they are."""
 
 import itertools
 
@@ -126,3 +126,108 @@ def test_the_toy_of_apex_ends_at_its_numbers_wherever_an_overflow_was(unit, scal
     equal(toy(unit, scale), expected)
     for i, name, bad in itertools.product((0, 1), ("w0", "w1"), (np.inf, np.nan)):
         equal(toy(unit, scale, inject=(i, name, bad), iterations=3), expected)
+
+
+# Without masters
+
+
+def moved_by(tx, params, step):
+    """The parameters after one step of gradient descent from `params` by `step`."""
+    updates, _ = jax.jit(tx.update)(step, tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_rounded_to_the_nearest_parameters_are_what_float32_makes_of_them(dtype):
+    rng = np.random.default_rng(0)
+    params, step = rng.normal(size=1000).astype(dtype), (1e-2 * rng.normal(size=1000)).astype(np.float32)
+    moved = moved_by(amp.rounded_weights(optax.sgd(1.0)), params, step)
+    equal(moved, (params.astype(np.float32) - step).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("size", [1.0, 3e4, 2.0**-20])  # 2^-20 is subnormal in float16
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_stochastic_rounding_goes_to_one_of_two_neighbours_and_is_right_on_average(dtype, size, sign):
+    low = np.asarray(sign * size, dtype)
+    last_place = abs(float(np.nextafter(low, dtype(sign * np.inf))) - float(low))
+    way = np.float32(sign * 0.3 * last_place)
+    params = np.full(40_000, low)
+    moved = np.float64(moved_by(amp.rounded_weights(optax.sgd(-1.0), "stochastic"), params, np.full(40_000, way)))
+    assert set(np.unique(moved - float(low))) == {0.0, sign * last_place}
+    np.testing.assert_allclose((moved - float(low)).mean(), way, rtol=0.03)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_stochastic_rounding_leaves_what_the_dtype_holds_and_what_is_not_finite(dtype):
+    values = np.array([0, -0.0, 1, -1.5, 2.0**-20, np.inf, -np.inf, np.nan], dtype)
+    tx = amp.rounded_weights(optax.sgd(1.0), "stochastic")
+    for params in (values, np.random.default_rng(0).normal(size=1000).astype(dtype)):
+        step = jnp.zeros(params.shape, jnp.float32)
+        moved = moved_by(tx, params, step)
+        finite = np.isfinite(params)
+        equal(moved[finite], params[finite])
+        assert not np.isfinite(np.asarray(moved)[~finite]).any()
+
+
+def test_random_bits_differ_between_steps_leaves_and_seeds_and_stay_after_a_skip():
+    params = {"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1000, jnp.bfloat16), "full": jnp.ones(1000)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-10), params)
+
+    def run(seed, steps):
+        tx = amp.dynamic_loss_scale(amp.rounded_weights(optax.sgd(1.0), "stochastic", seed), amp.LossScale.none())
+        state, seen = tx.init(params), []
+        for bad in steps:
+            updates, state = tx.update(jax.tree.map(lambda g, bad=bad: g + bad, grads), state, params)
+            seen.append(updates)
+        assert state.inner_state.step == steps.count(0)
+        return seen
+
+    first, second = run(0, [0, 0])
+    bits = [first["a"], first["b"], second["a"], run(1, [0])[0]["a"]]
+    assert len({np.asarray(x).tobytes() for x in bits}) == 4
+    equal(run(0, [0, np.inf, 0])[2], second)
+    equal(first["full"], -grads["full"])
+
+
+def test_stochastic_rounding_trains_where_rounding_to_the_nearest_stands_still():
+    target = np.random.default_rng(0).uniform(1, 2, 256).astype(np.float32)
+
+    def train(tx):
+        params = jnp.ones(256, jnp.bfloat16)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(_, carry):
+            params, state = carry
+            grads = jax.grad(lambda p: 0.5 * jnp.sum((p.astype(jnp.float32) - target) ** 2))(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, _ = jax.lax.fori_loop(0, 2000, step, (params, state))
+        return np.abs(np.float32(params) - target).mean()
+
+    sgd = optax.sgd(3e-3)
+    assert train(amp.rounded_weights(sgd)) > 0.2
+    assert train(amp.rounded_weights(sgd, "stochastic")) < 0.03
+    assert train(amp.master_weights(sgd)) < 0.01
+
+
+def test_without_masters_the_state_of_the_optimizer_is_float32():
+    params = {"w": jnp.ones(2, jnp.float16)}
+    for rounding in ("nearest", "stochastic"):
+        tx = amp.dynamic_loss_scale(amp.rounded_weights(optax.adam(1e-3), rounding))
+        state = tx.init(params)
+        updates, state = tx.update(params, state, params)
+        assert {x.dtype for x in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype("float32")}
+        assert np.isfinite(updates["w"]).all()
+
+
+def test_wrong_calls_of_rounded_weights_say_what_is_missing():
+    with pytest.raises(TypeError, match="`inner` must be an optax transformation, got float"):
+        amp.rounded_weights(0.1)
+    with pytest.raises(ValueError, match=r"`rounding` must be .*, got 'up'"):
+        amp.rounded_weights(optax.sgd(0.1), "up")
+    tx = amp.rounded_weights(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="`rounded_weights` needs the parameters"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -1,0 +1,77 @@
+"""What training at each of apex's levels needs on a GPU, by the compiler: memory and bytes moved of a whole train step.
+
+    python benchmarks/opt_levels.py [--out docs/benchmarks/opt_levels.md]
+
+Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is.
+"""
+
+import argparse
+import pathlib
+
+import gpu_aot  # first: it sets the platform
+import jax
+import jax.numpy as jnp
+import optax
+from models import CASES
+from report import report
+
+import jmp_amp as amp
+
+CASE = "GPT-2 small, scanned"
+LEVELS = {level: (level, optax.adamw(1e-3)) for level in ("O0", "O1", "O2", "O3")}
+LEVELS["O2, first moments in bfloat16"] = "O2", optax.adamw(1e-3, mu_dtype=jnp.bfloat16)
+
+NOTES = """
+One train step of {case} (batch 8, 1024 tokens, AdamW, parameters and state donated), assembled by
+`amp.initialize(loss_fn, params, tx, level)`. Parameters and state are what stays between steps: bytes a parameter are 4
+for a float32 parameter or master, 2 for a float16 one, 8 for AdamW's two moments. Temporary memory is what the step
+needs besides: activations and gradients. Bytes moved are what every kernel reads and writes, by one rule for all
+programs (`gpu_aot.cost`): good for ratios.
+"""
+
+
+def measure(loss_fn, params, args, level, tx):
+    """Returns the figures of a compiled train step, and the bytes of a parameter and its state."""
+
+    def step(params, state, *args):
+        loss, grads = amp.value_and_grad(fun, loss_scale=amp.get_loss_scale(state))(params, *args)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    size = sum(x.size for x in jax.tree.leaves(params))
+    fun, _, scaled_tx = amp.initialize(loss_fn, {}, tx, level)
+    params = jax.eval_shape(lambda params: amp.initialize(loss_fn, params, tx, level)[1], params)
+    tx = scaled_tx
+    carried = params, jax.eval_shape(tx.init, params)
+    args = gpu_aot.struct(gpu_aot.h200_mesh(), (*carried, *args))
+    cost = gpu_aot.cost(gpu_aot.compile_for(step, *args, donate_argnums=(0, 1)))
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carried))
+    return cost | {"kept": kept, "bytes_a_parameter": kept / size}
+
+
+def table():
+    """Yields the lines of a Markdown table; ratios are to O0."""
+    yield "| level | bytes a parameter, with its state | GB kept | temporary GB | both, x O0 | GB moved | x O0 |"
+    yield "|---|---|---|---|---|---|---|"
+    loss_fn, (params, *args) = CASES[CASE](None)
+    base = None
+    for name, (level, tx) in LEVELS.items():
+        cost = measure(loss_fn, params, args, level, tx)
+        memory, moved = cost["kept"] + cost["temp_bytes"], cost["bytes_moved"]
+        base = base or (memory, moved)
+        yield (
+            f"| {name} | {cost['bytes_a_parameter']:.2f} | {cost['kept'] / 1e9:.3f} | {cost['temp_bytes'] / 1e9:.3f} "
+            f"| {memory / base[0]:.3f} | {moved / 1e9:.1f} | {moved / base[1]:.3f} |"
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
+    head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/opt_levels.py`."
+    notes = NOTES.format(case=CASE)
+    report("What O0 to O3 need", head, table(), notes, parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
