@@ -615,7 +615,7 @@ def check_parameters(fun, inputs, dtype):
     def low_grad(*low):
         grads = grad(autocast, low)
         assert all(g.dtype == dtype for g in grads)
-        return [g.astype(F32) for g in grads]
+        return tuple(g.astype(F32) for g in grads)
 
     compare(autocast, low, low_grad, fun, inputs, dtype)
 

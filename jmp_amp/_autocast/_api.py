@@ -129,8 +129,8 @@ def _autocasted(fun: Callable, policy: Policy | None, low: np.dtype, options: Op
             return results
 
         # Arrays of a low `param_dtype` are traced as the float32 ones that they stand for; the casts are dead code.
-        low_params = policy is not None and policy.param_dtype.itemsize == 2
-        full = [cast_floating(x, FLOAT32) if low_params and x.dtype == policy.param_dtype else x for x in arrays]
+        stored = FLOAT32 if policy is None else policy.param_dtype
+        full = [cast_floating(x, FLOAT32) if x.dtype == stored and stored.itemsize == 2 else x for x in arrays]
         closed = _compat.trace(flat, full)
         jaxpr, _ = _compat.open_jaxpr(closed)
         values = tuple(Value(x.dtype, origin_of_input(x.shape)) for x in arrays)
