@@ -95,30 +95,36 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return found
 
 
-def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0) -> None:
+def check_health(
+    opt_state: Any, params: Any = None, *, grads: Any = None, max_skips: int = 50, min_scale: float = 1.0
+) -> None:
     """Raises when a run cannot recover by itself. Waits for the device: call it now and then, outside `jit`.
 
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one.
+        params: parameters to look at; one that is not finite never becomes so again.
+        grads: the gradients of the last step, if at hand: the message then names those that were not finite.
         max_skips: so many skipped steps in a row are too many; a scale of 2^24 needs 24 to reach 1.
         min_scale: two overflows in a row, the last at this scale or below, are an error; the `min_scale` of the rule in
           use. Give 0 with `LossScale.none()`, whose scale is always 1, if single bad batches may come in pairs.
 
     Raises:
-        LossScaleError: the gradients of the last `max_skips` steps were not finite, or those of the last two were not
-          although the scale is at `min_scale`: scaling is not the cause then. The message says what to try.
+        LossScaleError: parameters are not finite, or the gradients of the last `max_skips` steps were not, or those of
+          the last two were not although the scale is at `min_scale`: scaling is not the cause then. The message names
+          the leaves by their paths, and says how the scale got there and what to try.
         TypeError: called inside `jit`, where nothing can be raised.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> rule = amp.LossScale(init_scale=1.0)
         >>> state = rule.update(rule.init(), False)
-        >>> amp.check_health(state)
-        >>> amp.check_health(rule.update(state, False))
+        >>> amp.check_health(state, {"w": jnp.ones(2)})
+        >>> amp.check_health(state, {"w": jnp.array([1.0, jnp.nan])})
         Traceback (most recent call last):
           ...
-        jmp_amp._health.LossScaleError: the gradients overflow although the loss scale is down to 1.0 (2 of all steps
+        jmp_amp._health.LossScaleError: parameters are not finite: ['w'] (1 of 2 values). The loss scale is 1.0; 1 of all
         ...
 
     References:
@@ -127,22 +133,46 @@ def check_health(opt_state: Any, *, max_skips: int = 50, min_scale: float = 1.0)
     if max_skips < 1:
         raise ValueError(f"`max_skips` must be at least 1, got {max_skips}")
     state = find_state(opt_state)
-    if isinstance(state.loss_scale, jax.core.Tracer):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, params, grads))):
         raise TypeError(
             "`check_health` reads values and raises, so it cannot run inside `jit`; "
-            "call it on the state that the jitted step returns, or log `amp.metrics(opt_state)`"
+            "call it on what the jitted step returns, or log `amp.metrics(opt_state)`"
         )
     state = jax.device_get(state)
-    scale, in_a_row, total = state.loss_scale.min(), state.notfinite_count.max(), state.total_notfinite.max()
-    seen = f"({total} of all steps skipped, the last {in_a_row} in a row)"
-    cure = (
-        "look for non-finite inputs or parameters, a division or logarithm of zero, "
-        "or a value beyond the range of the compute dtype; run that part in `amp.full_precision()`"
+    in_a_row = state.notfinite_count.max()
+    if bad_params := _notfinite(params):
+        fact = f"parameters are not finite: {bad_params}"
+        cure = "go back to the last checkpoint, and look for what makes updates infinite behind the check"
+    elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
+        fact, cure = "the gradients overflow although the loss scale has nowhere left to go", _CURE
+    elif in_a_row >= max_skips:
+        fact, cure = f"the last {in_a_row} steps overflowed", _CURE
+    else:
+        return
+    if bad_grads := _notfinite(grads):
+        fact += f"; gradients that are not finite: {bad_grads}"
+    raise LossScaleError(
+        f"{fact}. The loss scale is {state.loss_scale.min()}; {state.total_notfinite.max()} of all steps were skipped, "
+        f"the last {in_a_row} in a row; {max(state.growth_tracker.min(), 0)} clean steps since it last moved. "
+        f"To mend it: {cure}"
     )
-    if ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
-        raise LossScaleError(f"the gradients overflow although the loss scale is down to {scale} {seen}; {cure}")
-    if in_a_row >= max_skips:
-        raise LossScaleError(f"the last {in_a_row} steps overflowed, the loss scale is {scale} {seen}; {cure}")
+
+
+_CURE = (
+    "look for non-finite inputs or parameters, a division or logarithm of zero, "
+    "or a value beyond the range of the compute dtype; run that part in `amp.full_precision()`"
+)
+
+
+def _notfinite(tree: Any, shown: int = 5) -> str:
+    """Says which leaves have values that are not finite, and how many."""
+    counts = [
+        (jax.tree_util.keystr(path), jnp.sum(~jnp.isfinite(x)), jnp.size(x))
+        for path, x in jax.tree.leaves_with_path(tree)
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
+    bad = [f"{path} ({count} of {size} values)" for path, count, size in jax.device_get(counts) if count]
+    return ", ".join(bad[:shown]) + (f" and {len(bad) - shown} more leaves" if len(bad) > shown else "")
 
 
 def find_state(opt_state: Any) -> LossScaleState:

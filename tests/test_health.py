@@ -198,9 +198,9 @@ def test_a_run_that_can_recover_is_healthy(steps):
 
 @pytest.mark.parametrize("steps", ["xxxxxxx", "...xxxxxxxx"])
 def test_an_overflow_at_the_floor_is_an_error(steps):
-    with pytest.raises(amp.LossScaleError, match=r"loss scale is down to 1\.0") as info:
+    with pytest.raises(amp.LossScaleError, match=r"nowhere left to go\. The loss scale is 1\.0") as info:
         amp.check_health(after(steps))
-    assert f"{steps.count('x')} of all steps skipped, the last {steps.count('x')} in a row" in str(info.value)
+    assert f"{steps.count('x')} of all steps were skipped, the last {steps.count('x')} in a row" in str(info.value)
     assert "full_precision" in str(info.value)
 
 
@@ -219,7 +219,7 @@ def test_the_floor_of_the_rule_in_use_can_be_given():
 def test_too_many_skips_in_a_row_are_an_error(max_skips):
     rule = LossScale.torch()
     amp.check_health(after("x." + "x" * (max_skips - 1), rule), max_skips=max_skips)
-    with pytest.raises(amp.LossScaleError, match=f"the last {max_skips} steps overflowed, the loss scale is"):
+    with pytest.raises(amp.LossScaleError, match=f"the last {max_skips} steps overflowed. The loss scale is"):
         amp.check_health(after("x." + "x" * max_skips, rule), max_skips=max_skips)
 
 
@@ -262,6 +262,41 @@ def test_a_seed_at_the_floor_and_another_that_overflows_far_above_it_are_healthy
 def test_inside_jit_health_cannot_be_checked():
     with pytest.raises(TypeError, match="cannot run inside `jit`"):
         jax.jit(amp.check_health)(RULE.init())
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_parameters_that_are_not_finite_are_named_by_their_paths(bad):
+    params = {"dense": [{"w": jnp.ones((2, 3)), "b": np.float16([1, bad])}], "steps": jnp.int32(3), "none": None}
+    params["key"] = jax.random.key(0)
+    params["dense"][0]["w"] = params["dense"][0]["w"].at[0].set(bad)
+    state = after("..x...")
+    with pytest.raises(amp.LossScaleError) as info:
+        amp.check_health(state, params)
+    assert str(info.value) == (
+        "parameters are not finite: ['dense'][0]['b'] (1 of 2 values), ['dense'][0]['w'] (3 of 6 values). The loss "
+        "scale is 32.0; 1 of all steps were skipped, the last 0 in a row; 3 clean steps since it last moved. To mend "
+        "it: go back to the last checkpoint, and look for what makes updates infinite behind the check"
+    )
+    amp.check_health(state, {"dense": jnp.ones(3), "key": jax.random.key(0)})
+
+
+def test_only_the_first_of_many_bad_leaves_are_named():
+    with pytest.raises(amp.LossScaleError, match=r"\[4\] \(1 of 1 values\) and 15 more leaves\. "):
+        amp.check_health(after("."), [jnp.float32(np.nan)] * 20)
+
+
+def test_gradients_that_are_at_hand_are_named_but_are_no_reason():
+    grads = {"w": jnp.float32([1, np.inf])}
+    amp.check_health(after("x"), grads=grads)
+    with pytest.raises(amp.LossScaleError, match=r"overflowed; gradients that are not finite: \['w'\] \(1 of 2"):
+        amp.check_health(after("xx"), grads=grads, max_skips=2)
+
+
+def test_sharded_parameters_are_looked_at_where_they_are():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(jnp.arange(16.0).at[13].set(np.nan), jax.NamedSharding(mesh, jax.P("data")))
+    with pytest.raises(amp.LossScaleError, match="1 of 16 values"):
+        amp.check_health(after("."), {"w": spread})
 
 
 @pytest.mark.parametrize("max_skips", [0, -1])
