@@ -1,5 +1,9 @@
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import jmp_amp as amp
 from jmp_amp import LossScale
 
 
@@ -61,3 +65,20 @@ def test_an_unknown_name_is_an_error_that_knows_the_right_one():
         rule(loss_scale_windw=100)
     with pytest.raises(TypeError, match="`fp16` must be a mapping, got True"):
         LossScale.from_deepspeed({"fp16": True})
+
+
+@pytest.mark.usefixtures("users_code")
+@pytest.mark.parametrize("checked", [True, False])
+def test_bfloat16_without_scaling_skips_an_overflow_if_it_is_checked(checked):
+    adam = optax.adam(0.1)
+    tx = amp.dynamic_loss_scale(adam, LossScale.from_deepspeed({"bf16": {"enabled": True}})) if checked else adam
+    params = jnp.ones((2, 2))
+    state = tx.init(params)
+    for x in (1.0, jnp.inf, 2.0, jnp.nan):
+        grads = jax.grad(amp.autocast(lambda w, x: jnp.mean(w @ (x * jnp.ones((2, 2)))), "bfloat16"))(params, x)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert jnp.isfinite(params).all() == checked
+    if checked:
+        assert amp.metrics(state)["total_notfinite"] == 2
+        assert optax.tree.get(state, "count") == 2

@@ -156,3 +156,20 @@ def test_inner_gradients_that_float16_flushes_to_zero_survive_with_a_scale_insid
     assert optax.tree.norm(jax.grad(low)(w, x)) == 0
     penalty = optax.tree.norm(amp.grad(low, loss_scale=2.0**16)(w, x) / 2**16)
     np.testing.assert_allclose(penalty, expected, rtol=1e-2)
+
+
+def test_evaluation_between_steps_leaves_no_cast_behind():
+    # torch caches casts of weights, which an evaluation without gradients once poisoned; here there is no cache.
+    low, tx = amp.autocast(loss_fn), amp.dynamic_loss_scale(optax.sgd(0.5), RULE)
+
+    def run(evaluate):
+        params, state = initial_params(), tx.init(initial_params())
+        step = jax.jit(lambda params, scale, batch: amp.grad(low, loss_scale=scale)(params, *batch))
+        for batch in batches():
+            if evaluate:
+                jax.jit(low)(params, *batch)
+            updates, state = tx.update(step(params, amp.get_loss_scale(state), batch), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    jax.tree.map(np.testing.assert_array_equal, run(evaluate=True), run(evaluate=False))

@@ -1,0 +1,93 @@
+"""Recurrent cells under `lax.scan`: float16 inside the loop, and what a hand would have cast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import equations
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+WIDTH, STEPS, BATCH = 8, 5, 4
+
+
+def dense(p, x):
+    return x @ p["w"] + p["b"]
+
+
+def vanilla(p, h, x):
+    h = jnp.tanh(dense(p["in"], x) + h @ p["hidden"])
+    return h, h
+
+
+def lstm(p, carry, x):
+    h, c = carry
+    i, f, g, o = jnp.split(dense(p["in"], x) + h @ p["hidden"], 4, axis=-1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return (h, c), h
+
+
+def gru(p, h, x):
+    r, z, n = jnp.split(dense(p["in"], x), 3, axis=-1)
+    hr, hz, hn = jnp.split(h @ p["hidden"], 3, axis=-1)
+    z = jax.nn.sigmoid(z + hz)
+    h = (1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + hr) * hn) + z * h
+    return h, h
+
+
+# The cell, how many gates it has, and how many parts its state.
+CELLS = {"vanilla": (vanilla, 1, 1), "lstm": (lstm, 4, 2), "gru": (gru, 3, 1)}
+
+
+def model(name, low=None):
+    """Loss of the last of all outputs; with `low`, cast by hand."""
+    cell, _, parts = CELLS[name]
+
+    def loss_fn(params, xs):
+        params, xs = (tree if low is None else jax.tree.map(lambda x: x.astype(low), tree) for tree in (params, xs))
+        zeros = jnp.zeros((BATCH, WIDTH), xs.dtype)
+        _, hs = lax.scan(lambda carry, x: cell(params, carry, x), zeros if parts == 1 else (zeros,) * parts, xs)
+        return jnp.mean(hs[-1].astype(jnp.float32) ** 2)
+
+    return loss_fn
+
+
+def inputs(name):
+    rng, width = np.random.default_rng(0), CELLS[name][1] * WIDTH
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)  # noqa: E731
+    params = {"in": {"w": normal(WIDTH, width), "b": normal(width)}, "hidden": normal(WIDTH, width)}
+    return params, 3 * normal(STEPS, BATCH, WIDTH)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_result_is_that_of_the_hand_cast_cell(name):
+    value = jax.jit(amp.autocast(model(name)))(*inputs(name))
+    by_hand = jax.jit(model(name, jnp.float16))(*inputs(name))
+    full = model(name)(*inputs(name))
+    np.testing.assert_allclose(value, by_hand, rtol=1e-3)
+    np.testing.assert_allclose(value, full, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_gradients_are_those_of_the_hand_cast_cell(name):
+    grads = jax.jit(jax.grad(amp.autocast(model(name))))(*inputs(name))
+    by_hand = jax.jit(jax.grad(model(name, jnp.float16)))(*inputs(name))
+    largest = max(jnp.abs(g).max() for g in jax.tree.leaves(by_hand))
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=2e-2, atol=5e-3 * largest), grads, by_hand)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_everything_in_the_loop_is_float16(name):
+    (loop,) = (eqn for eqn in equations(amp.autocast(model(name)), *inputs(name)) if eqn.primitive.name == "scan")
+    carried = [var.aval.dtype.name for var in loop.outvars]
+    assert carried == ["float16"] * len(carried)
+    products = [
+        {var.aval.dtype.name for var in (*eqn.invars, *eqn.outvars)}
+        for eqn in equations(jax.value_and_grad(amp.autocast(model(name))), *inputs(name))
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert len(products) == 5  # two forward, three backward: nobody asks for the gradient of the inputs
+    assert all(dtypes == {"float16"} for dtypes in products)
