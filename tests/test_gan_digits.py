@@ -1,0 +1,44 @@
+"""The GAN example, run through its command line for a few steps."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.usefixtures("users_code")
+PATH = Path(__file__).parent.parent / "examples/gan_digits.py"
+pytest.importorskip("sklearn", reason="the example trains on scikit-learn's digits")
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("gan_digits", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(capsys, out, precision):
+    load().main(["--steps", "20", "--precision", precision, "--out", str(out)])
+    said = capsys.readouterr().out
+    losses = {name: float(value) for name, value in re.findall(r"^(\w+) +loss ([\d.]+)", said, re.M)}
+    scales = {name: float(value) for name, value in re.findall(r"^(\w+) .*scale (\d+)", said, re.M)}
+    assert losses.keys() == scales.keys() == {"critic", "generator"}
+    assert (out / "digits.png").stat().st_size > 1000
+    return losses, scales
+
+
+def test_both_players_train_in_float16_as_in_float32(tmp_path, capsys):
+    expected, none = run(capsys, tmp_path / "full", "float32")
+    losses, scales = run(capsys, tmp_path / "low", "float16")
+    for name, loss in losses.items():
+        np.testing.assert_allclose(loss, expected[name], rtol=0.02)
+    assert set(none.values()) == {1}
+    assert min(scales.values()) >= 2**10
+
+
+def test_too_few_steps_are_named(capsys):
+    with pytest.raises(SystemExit):
+        load().main(["--steps", "2"])
+    assert "argument --steps: must be at least 5, got 2" in capsys.readouterr().err
