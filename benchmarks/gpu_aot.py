@@ -11,7 +11,7 @@ version, and `ptxas` (on PATH, under /usr/local/cuda*, or from `pip install nvid
 As a program:  python gpu_aot.py FILE.py:CASE [--devices 8] [--hlo OUT.txt]
     CASE is a function in FILE.py that takes the mesh and returns (fun, args) or (fun, args, jit_kwargs),
     args being jax.ShapeDtypeStruct with shardings (see `struct`).
-As a module:   from gpu_aot import h200_mesh, struct, compile_for, cost
+As a module:   from gpu_aot import h200_mesh, struct, compile_for, cost, collectives
 """
 
 import argparse
@@ -94,7 +94,8 @@ _COMPUTATION = re.compile(r"(ENTRY )?(%[\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id"}
 _CONTROL = {"while", "conditional", "call"}
-_COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_COLLECTIVES)})(?:-start)?\(")
 
 
 def _nbytes(type_text):
@@ -122,6 +123,19 @@ def _computations(text):
     return bodies, entry
 
 
+def _called(line):
+    """The computations that a loop, a branch or a call runs."""
+    named = re.findall(
+        r"(?:body|to_apply|true_computation|false_computation|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)", line
+    )
+    return [name for group in named for name in group.split(", ")]
+
+
+def _times(line):
+    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    return int(trips.group(1)) if trips and " while(" in line else 1
+
+
 def _traffic(bodies, name):
     """(kernels by op, bytes moved) of one run of a computation. A loop counts its body times its known trip
     count (once where unknown); a conditional counts its dearest branch."""
@@ -135,14 +149,8 @@ def _traffic(bodies, name):
         if op in _FREE or op.endswith("-done"):
             continue
         if op in _CONTROL:
-            named = re.findall(
-                r"(?:body|to_apply|true_computation|false_computation|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)",
-                line,
-            )
-            branches = [_traffic(bodies, b) for group in named for b in group.split(", ") if b in bodies]
-            if branches:
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-                n = int(trips.group(1)) if trips and op == "while" else 1
+            if branches := [_traffic(bodies, b) for b in _called(line) if b in bodies]:
+                n = _times(line)
                 inner_kinds, inner_moved = max(branches, key=lambda b: b[1])
                 moved += n * inner_moved
                 for kind, count in inner_kinds.items():
@@ -189,6 +197,31 @@ def _fusion_traffic(body, operands):
                 whole.add(index[arg])
     read = sum(size if i in whole or i not in sliced else min(size, sliced[i]) for i, size in enumerate(operands))
     return read + max(written, 0)
+
+
+def collectives(compiled):
+    """Yields (operation, times, {dtype: bytes}) for every collective: how often a step runs it, and what one device
+    hands in each time. In loops they count as in `cost`; those in the branches of a conditional count all."""
+    bodies, entry = _computations(compiled.as_text())
+    yield from _collectives(bodies, entry, 1)
+
+
+def _collectives(bodies, name, times):
+    types = {}
+    for line in bodies[name]:
+        if not (m := _INSTRUCTION.match(line)):
+            continue
+        result, types[result], op, rest = m.groups()
+        if op in _CONTROL:
+            for body in _called(line):
+                if body in bodies:
+                    yield from _collectives(bodies, body, times * _times(line))
+        elif op.removesuffix("-start") in _COLLECTIVES:
+            handed_in = collections.Counter()
+            for operand in re.findall(r"%[\w.\-]+", rest.split("), ")[0]):
+                dtype = _ARRAY.search(types[operand]).group(1)
+                handed_in[dtype] += _nbytes(types[operand])
+            yield op.removesuffix("-start"), times, dict(handed_in)
 
 
 def cost(compiled):
