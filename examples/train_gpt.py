@@ -2,15 +2,19 @@
 
     python examples/train_gpt.py                        # float16, a few minutes on two CPU cores
     python examples/train_gpt.py --precision compare    # float32, float16 without loss scaling, and with it
+    python examples/train_gpt.py --checkpoint DIR       # and the same with --resume, after an interruption
 
 The model holds no cast: `amp.autocast` gives every operation its dtype. Writes `metrics.csv` and `loss.png`.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
+import itertools
 import math
+import signal
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -38,6 +43,7 @@ RUNS = {  # what autocast gets, and how the curve is drawn
     "mixed_bfloat16": ("bfloat16", {"color": "C2"}),
 }
 COMPARED = ("float32", "float16_unscaled", "mixed_float16")
+MAY_DIFFER = {"precision", "out", "checkpoint", "resume"}  # in a run that is resumed; a precision has its own folder
 
 Params = dict[str, Any]
 Rows = list[dict[str, Any]]  # one a step
@@ -63,6 +69,8 @@ class Config:
     inject_overflow: int = option(0, "puts inf into the gradients of this step; 0: of none", metavar="STEP")
     seed: int = option(0, "of the initial parameters and the batches")
     out: str = option("runs/train_gpt", "where metrics.csv and loss.png go")
+    checkpoint: str = option("", f"where to save, every {EVAL_EVERY} steps, at the end and at Ctrl-C", metavar="DIR")
+    resume: bool = option(False, "go on from the last checkpoint in DIR", action="store_true")
 
 
 def read_text(limit: int = 4_000_000) -> tuple[np.ndarray, np.ndarray]:
@@ -167,29 +175,76 @@ def measure(loss: jax.Array, grads: Params, scaling: dict[str, jax.Array]) -> di
     return row | {"zero_grads": jnp.mean(jnp.concatenate(matrices) == 0)}
 
 
-def train(name: str, config: Config, text: Sequence[np.ndarray], progress: Progress, rows: Rows) -> Params:
+def save(name: str, config: Config, state: Any, rows: Rows) -> None:
+    state, history = (ocp.args.StandardSave(x) for x in (state, {field: column(rows, field) for field in rows[0]}))
+    items = ocp.args.Composite(state=state, history=history, config=ocp.args.JsonSave(dataclasses.asdict(config)))
+    options = ocp.CheckpointManagerOptions(max_to_keep=3, cleanup_tmp_directories=True)
+    with ocp.CheckpointManager(Path(config.checkpoint, name).absolute(), options=options) as manager:
+        manager.save(len(rows), args=items)
+
+
+def restore(name: str, config: Config, state: Any, rows: Rows) -> Any:
+    """Returns the saved state and fills `rows`; where the run has not begun, `state` as it is."""
+    folder = Path(config.checkpoint, name).absolute()
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(create=False)) as manager:
+        if manager.latest_step() is None:
+            if config.resume and name in (config.precision, COMPARED[0]):
+                raise SystemExit(f"--resume: there is no checkpoint in {folder}")
+            return state
+        if not config.resume:
+            raise SystemExit(f"--checkpoint: there is a run in {folder}; add --resume, or name another directory")
+        old = manager.restore(None, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
+        for field, value in dataclasses.asdict(config).items():
+            if value != old.get(field) and field not in MAY_DIFFER:
+                flag = "--" + field.replace("_", "-")
+                raise SystemExit(f"{flag} {value}: the run in {folder} was started with {flag} {old.get(field)}")
+        state, history = ocp.args.StandardRestore(state), ocp.args.StandardRestore()
+        saved = manager.restore(None, args=ocp.args.Composite(state=state, history=history))
+    rows += [dict(zip(saved.history, row, strict=True)) for row in zip(*saved.history.values(), strict=True)]
+    return saved.state
+
+
+@contextlib.contextmanager
+def ctrl_c_after_the_step() -> Iterator[list]:
+    """Yields a list that Ctrl-C fills, so that a step is finished and saved; a second Ctrl-C stops at once."""
+    stop, at_once = [], signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *args: at_once(*args) if stop else stop.append(args))
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, at_once)
+
+
+def train(name: str, config: Config, text: Sequence[np.ndarray], progress: Progress, rows: Rows, stop: list) -> Params:
     """Returns trained parameters and fills `rows`; waits for the device once in `FETCH_EVERY` steps."""
     loss, tx = amp.autocast(loss_fn, dtype=RUNS[name][0]), make_optimizer(name, config)
     step_fn, evaluate = functools.partial(train_step, loss_fn=loss, tx=tx), jax.jit(loss)
     params = init_params(config)
     opt_state = tx.init(params)
+    if config.checkpoint:
+        params, opt_state = restore(name, config, (params, opt_state), rows)
     training, validation = batches(text[0], config.batch, config), next(batches(text[1], EVAL_WINDOWS, config))
-    task = progress.add_task(name, total=config.steps, status="compiling")
-    fetched, start, speed = 0, time.perf_counter(), math.nan
-    for step in range(1, config.steps + 1):
-        params, opt_state, measured = step_fn(params, opt_state, next(training), step == config.inject_overflow)
-        rows.append({"step": step, "run": name, "val_loss": math.nan, "tokens_per_s": speed, **measured})
-        if step % FETCH_EVERY and step < config.steps:
+    task = progress.add_task(name, total=config.steps, completed=len(rows), status="compiling")
+    fetched, start, speed = len(rows), time.perf_counter(), math.nan
+    for step, batch in enumerate(itertools.islice(training, len(rows), config.steps), len(rows) + 1):
+        params, opt_state, measured = step_fn(params, opt_state, batch, step == config.inject_overflow)
+        rows.append({"step": step, "val_loss": math.nan, "tokens_per_s": speed, **measured})
+        last = bool(stop) or step == config.steps
+        if step % FETCH_EVERY and not last:
             continue
         rows[fetched:] = jax.device_get(rows[fetched:])
         speed = (step - fetched) * config.batch * config.context / (time.perf_counter() - start)
         rows[fetched:] = [row | {"tokens_per_s": speed} for row in rows[fetched:]]
         if step % EVAL_EVERY == 0 or step == config.steps:
             rows[-1]["val_loss"] = evaluate(params, validation).item()
+        if config.checkpoint and (step % EVAL_EVERY == 0 or last):
+            save(name, config, (params, opt_state), rows)
         row, skips = rows[-1], column(rows, "skipped").sum()
         status = f"loss {row['loss']:.3f} scale 2^{np.log2(row['loss_scale']):g} skips {skips} {speed:,.0f} tokens/s"
         progress.update(task, completed=step, status=status)
         fetched, start = step, time.perf_counter()
+        if last and stop:
+            raise KeyboardInterrupt
     return params
 
 
@@ -202,7 +257,7 @@ def validated(rows: Rows) -> Rows:
 
 
 def write_csv(runs: dict[str, Rows], path: Path) -> None:
-    rows = [row for rows in runs.values() for row in rows]
+    rows = [{"run": name, **row} for name, rows in runs.items() for row in rows]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -250,7 +305,8 @@ def parse(argv: Sequence[str] | None) -> Config:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=formatter)
     flags = {"--" + field.name.replace("_", "-"): field for field in dataclasses.fields(Config)}
     for flag, field in flags.items():
-        parser.add_argument(flag, type=field.type, default=field.default, **field.metadata)
+        kind = {} if field.type is bool else {"type": field.type}
+        parser.add_argument(flag, default=field.default, **kind, **field.metadata)
     config = Config(**vars(parser.parse_args(argv)))
     for flag, field in flags.items():
         value = getattr(config, field.name)
@@ -260,6 +316,8 @@ def parse(argv: Sequence[str] | None) -> Config:
         make_optimizer("mixed_float16", config)
     except ValueError as error:
         parser.error(f"argument --init-scale: {error}")
+    if config.resume and not config.checkpoint:
+        parser.error("argument --resume: needs --checkpoint DIR")
     if config.dim % HEADS:
         parser.error(f"argument --dim: must be a multiple of the {HEADS} heads, got {config.dim}")
     if config.inject_overflow > config.steps:
@@ -275,9 +333,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs, params = {name: [] for name in names}, None
     columns = ("{task.description}", BarColumn(None), MofNCompleteColumn(), "{task.fields[status]}")
     try:
-        with Progress(*columns, TimeRemainingColumn(compact=True), console=console) as progress:
+        progress = Progress(*columns, TimeRemainingColumn(compact=True), console=console)
+        with progress, ctrl_c_after_the_step() as stop:
             for name, rows in runs.items():
-                params = train(name, config, text, progress, rows)
+                params = train(name, config, text, progress, rows, stop)
     except KeyboardInterrupt:
         console.print("Interrupted: here is what there is.")
     runs = {name: jax.device_get(rows) for name, rows in runs.items() if rows}

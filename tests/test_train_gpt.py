@@ -3,7 +3,8 @@
 import csv
 import importlib.util
 import math
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,22 +92,49 @@ def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys):
     assert all(name in output for name in runs)
 
 
-def test_ctrl_c_writes_what_there_is(example, tmp_path, capsys, monkeypatch):
-    steps = iter(range(7))
+def press_ctrl_c(example: ModuleType, monkeypatch: pytest.MonkeyPatch, step_fn: Callable, at: int) -> list[int]:
+    """While step `at` runs; returns a list that grows by one a step."""
+    steps: list[int] = []
 
-    def until_ctrl_c(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if next(steps, None) is None:
-            raise KeyboardInterrupt
+    def step(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        steps.append(len(steps) + 1)
+        if len(steps) == at:
+            signal.raise_signal(signal.SIGINT)
+        return step_fn(*args, **kwargs)
+
+    monkeypatch.setattr(example, "train_step", step)
+    return steps
+
+
+def unmoved(example: ModuleType) -> Callable:
+    """A step that takes no time to compile."""
+
+    def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         grads = jax.tree.map(jnp.ones_like, params)
         return params, opt_state, example.measure(jnp.float32(5), grads, amp.metrics(opt_state))
 
-    monkeypatch.setattr(example, "train_step", until_ctrl_c)
+    return step
+
+
+def test_ctrl_c_writes_what_there_is(example, tmp_path, capsys, monkeypatch):
+    press_ctrl_c(example, monkeypatch, unmoved(example), at=7)
     example.main([*TINY.split(), "--out", str(tmp_path)])
     (rows,) = read_runs(tmp_path).values()
     assert column(rows, "step").tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert column(rows, "loss").tolist() == [5] * 7
     assert is_png(tmp_path / "loss.png")
     assert "Interrupted" in capsys.readouterr().out
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(example, tmp_path, capsys, monkeypatch):
+    def impatient(*args: object, **kwargs: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the step went on")
+
+    press_ctrl_c(example, monkeypatch, impatient, at=1)
+    example.main([*TINY.split(), "--out", str(tmp_path)])
+    assert "Interrupted" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_before_the_first_step_ends_quietly(example, tmp_path, monkeypatch):
@@ -116,6 +144,60 @@ def test_ctrl_c_before_the_first_step_ends_quietly(example, tmp_path, monkeypatc
     monkeypatch.setattr(example, "train_step", interrupted)
     example.main([*TINY.split(), "--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_uninterrupted_one(example, tmp_path, monkeypatch):
+    final = []
+    train, train_step = example.train, example.train_step
+    monkeypatch.setattr(example, "train", lambda *args: final.append(train(*args)) or final[-1])
+    options = [*TINY.split(), "--growth-interval", "8", "--inject-overflow", "25", "--out", str(tmp_path)]
+    example.main(options)
+    (expected,) = read_runs(tmp_path).values()
+
+    options += ["--checkpoint", str(tmp_path / "saved")]
+    press_ctrl_c(example, monkeypatch, train_step, at=23)
+    example.main(options)
+    assert [len(rows) for rows in read_runs(tmp_path).values()] == [23]
+    resumed_steps = press_ctrl_c(example, monkeypatch, train_step, at=0)
+    example.main([*options, "--resume"])
+    assert len(resumed_steps) == 7
+    (rows,) = read_runs(tmp_path).values()
+    for field in expected[0].keys() - {"tokens_per_s"}:
+        np.testing.assert_array_equal(column(rows, field), column(expected, field), field)
+    uninterrupted, resumed = final
+    jax.tree.map(np.testing.assert_array_equal, resumed, uninterrupted)
+    assert sorted(path.name for path in (tmp_path / "saved" / "mixed_float16").iterdir()) == ["20", "23", "30"]
+
+
+def test_a_comparison_is_resumed_in_the_run_that_was_stopped(example, tmp_path, monkeypatch):
+    options = [*TINY.split(), "--precision", "compare", "--out", str(tmp_path), "--checkpoint", str(tmp_path / "saved")]
+    press_ctrl_c(example, monkeypatch, unmoved(example), at=37)
+    example.main(options)
+    assert [len(rows) for rows in read_runs(tmp_path).values()] == [30, 7]
+    resumed_steps = press_ctrl_c(example, monkeypatch, unmoved(example), at=0)
+    example.main([*options, "--resume"])
+    assert len(resumed_steps) == 23 + 30
+    assert [column(rows, "step").tolist() for rows in read_runs(tmp_path).values()] == [list(range(1, 31))] * 3
+
+
+def test_resuming_what_is_not_there_or_another_run_says_what_is_wrong(example, tmp_path, monkeypatch):
+    saved = tmp_path / "saved"
+    options = [*TINY.split(), "--out", str(tmp_path), "--checkpoint", str(saved)]
+    for precision in ("mixed_float16", "compare"):
+        with pytest.raises(SystemExit, match=f"--resume: there is no checkpoint in {saved}"):
+            example.main([*options, "--precision", precision, "--resume"])
+    assert not saved.exists()
+
+    press_ctrl_c(example, monkeypatch, unmoved(example), at=3)
+    example.main(options)
+    with pytest.raises(SystemExit, match=f"there is a run in {saved}/mixed_float16; add --resume, or name another"):
+        example.main(options)
+    with pytest.raises(SystemExit, match=f"--lr 0.5: the run in {saved}/mixed_float16 was started with --lr 0.01"):
+        example.main([*options, "--resume", "--lr", "0.5"])
+    with pytest.raises(SystemExit, match=r"--steps 31: the run in .* was started with --steps 30"):
+        example.main([*options, "--resume", "--steps", "31"])
+    with pytest.raises(SystemExit, match=f"--resume: there is no checkpoint in {saved}/float32"):
+        example.main([*options, "--resume", "--precision", "float32"])
 
 
 @pytest.mark.parametrize(
@@ -129,6 +211,7 @@ def test_ctrl_c_before_the_first_step_ends_quietly(example, tmp_path, monkeypatc
         ("--init-scale 1e30", "--init-scale: a loss scale needs"),
         ("--inject-overflow -3", "--inject-overflow: must be positive, got -3"),
         ("--inject-overflow 31", "--inject-overflow: step 31 of 30 never comes"),
+        ("--resume", "--resume: needs --checkpoint DIR"),
         ("--precision float8", "--precision: invalid choice: 'float8'"),
         ("--context 9999999", "--context 9999999: there are only"),
     ],
