@@ -43,7 +43,7 @@ def runs():
     chain = optax.chain(amp.unscale_and_check(), optax.clip_by_global_norm(0.5), adamw)
     low = amp.cast_params(params, "O2")
     lowest = amp.cast_params(params, "O3", keep=lambda path, x: False)
-    sgd = optax.sgd(1e-2, momentum=0.9, accumulator_dtype=jnp.float16)
+    rounded = amp.rounded_weights(adamw, "stochastic")
     inside = amp.dynamic_loss_scale(optax.MultiSteps(adamw, WINDOW).gradient_transformation(), rule)
     around = optax.MultiSteps(amp.dynamic_loss_scale(adamw, rule), WINDOW).gradient_transformation()
     mixed = amp.autocast(loss_fn)
@@ -51,7 +51,7 @@ def runs():
         "O0": Run(params, loss_fn, amp.dynamic_loss_scale(adamw, amp.LossScale.none())),
         "O1": Run(params, mixed, amp.dynamic_loss_scale(chain, rule)),
         "O2": Run(low, mixed, amp.dynamic_loss_scale(amp.master_weights(adamw), rule)),
-        "O3": Run(lowest, mixed, amp.dynamic_loss_scale(sgd, rule)),
+        "O3": Run(lowest, mixed, amp.dynamic_loss_scale(rounded, rule)),
         "window_inside": Run(params, mixed, inside),
         "window_around": Run(params, mixed, around, (9,)),  # after an overflow its windows are skipped for ever
     }
