@@ -1,6 +1,7 @@
 """Automatic mixed precision for JAX: `import jmp_amp as amp`."""
 
 from jmp_amp._autocast import autocast, full_precision, precision
+from jmp_amp._explain import explain
 from jmp_amp._grad import grad, value_and_grad
 from jmp_amp._health import LossScaleError, check_health, get_loss_scale, metrics, set_loss_scale
 from jmp_amp._initialize import initialize
@@ -8,6 +9,7 @@ from jmp_amp._loss_scale import LossScale, LossScaleState
 from jmp_amp._master import MasterWeightsState, RoundedWeightsState, master_weights, rounded_weights
 from jmp_amp._params import cast_params, is_norm
 from jmp_amp._policy import Policy, get_policy
+from jmp_amp._report import PrecisionDiff, PrecisionReport
 from jmp_amp._state_dict import load_state_dict, state_dict
 from jmp_amp._transform import (
     DynamicLossScaleState,
@@ -32,6 +34,9 @@ __all__ = [  # noqa: RUF022
     "autocast",
     "full_precision",
     "precision",
+    "explain",
+    "PrecisionReport",
+    "PrecisionDiff",
     "LossScale",
     "LossScaleState",
     "value_and_grad",

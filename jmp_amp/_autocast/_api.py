@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._decisions import dtype_of
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
-from jmp_amp._autocast._interpreter import Region
+from jmp_amp._autocast._interpreter import Plan, Region
 from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._planner import Options, Planner
@@ -102,6 +102,30 @@ def autocast(
         )
     if not callable(fun):
         raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
+    settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype)
+    if not enabled or (settings.low == FLOAT32 and policy is None and not rules):
+        return fun
+    autocasted = autocast_with(fun, settings)
+    autocasted.autocast_of = fun, settings  # type: ignore[attr-defined] # for `explain`
+    return autocasted
+
+
+class Settings(NamedTuple):
+    """The arguments of `autocast`, parsed."""
+
+    policy: Policy | None
+    low: np.dtype
+    options: Options
+
+
+def parse_settings(
+    dtype: Any = "float16",
+    policy: Policy | str | None = None,
+    rules: Mapping[Any, Any] | None = None,
+    save: str = "matmuls",
+    weight_grad_dtype: Any = None,
+) -> Settings:
+    """Checks the arguments of `autocast`; it documents them."""
     policy = None if policy is None else get_policy(policy)
     low = compute_dtype(dtype if policy is None else policy.compute_dtype)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
@@ -109,23 +133,28 @@ def autocast(
         raise ValueError(f'`save` must be "all" or "matmuls", got {save!r}')
     if weight_grad_dtype is not None and compute_dtype(weight_grad_dtype) != FLOAT32:
         raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {weight_grad_dtype!r}")
-    options = Options(overrides, save, None if weight_grad_dtype is None else FLOAT32)
-    if not enabled or (low == FLOAT32 and policy is None and not rules):
-        return fun
-
-    return with_modules(fun, functools.partial(_autocasted, policy=policy, low=low, options=options))
+    return Settings(policy, low, Options(overrides, save, None if weight_grad_dtype is None else FLOAT32))
 
 
-def _autocasted(fun: Callable, policy: Policy | None, low: np.dtype, options: Options) -> Callable:
+def autocast_with(
+    fun: Callable, settings: Settings, planned: Callable[[Planner, Plan], Any] = lambda planner, plan: None
+) -> Callable:
+    """Returns `fun` under autocast; `planned` is told of each plan that a call makes."""
+    return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
+
+
+def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, Plan], Any]) -> Callable:
+    policy, low, options = settings
+
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
-        arrays, rebuild = _split((args, kwargs))
+        arrays, rebuild = split_arrays((args, kwargs))
         rebuild_out: Callable[..., Any]
 
         def flat(*arrays: Any) -> list[Any]:
             nonlocal rebuild_out
             args, kwargs = rebuild(arrays)
-            results, rebuild_out = _split(fun(*args, **kwargs))
+            results, rebuild_out = split_arrays(fun(*args, **kwargs))
             return results
 
         # Arrays of a low `param_dtype` are traced as the float32 ones that they stand for; the casts are dead code.
@@ -136,6 +165,7 @@ def _autocasted(fun: Callable, policy: Policy | None, low: np.dtype, options: Op
         values = tuple(Value(x.dtype, origin_of_input(x.shape)) for x in arrays)
         planner = Planner(RULES, HIGHER_ORDER, options)
         plan = planner.plan(closed, values, (False,) * len(jaxpr.outvars), Region(low))
+        planned(planner, plan)
         for pattern in options.overrides.scopes.keys() - planner.matched:
             warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=3)
         results = plan.run(*arrays)
@@ -156,10 +186,10 @@ def _unmatched(pattern: str, scopes: set[str]) -> str:
     return f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}"
 
 
-def _split(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns the arrays of a tree, and a function that puts arrays in their place."""
+def split_arrays(tree: Any, *also: type) -> tuple[list[Any], Callable[..., Any]]:
+    """Returns the arrays of a tree, and what is `also` one, and a function that puts arrays in their place."""
     leaves, treedef = jax.tree.flatten(tree)
-    traced = [isinstance(x, jax.Array | np.ndarray) and _has_jax_dtype(x) for x in leaves]
+    traced = [isinstance(x, (jax.Array, np.ndarray, *also)) and _has_jax_dtype(x) for x in leaves]
     arrays = [x for x, t in zip(leaves, traced, strict=True) if t]
 
     def rebuild(arrays: Any) -> Any:
@@ -171,4 +201,4 @@ def _split(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
 
 def _has_jax_dtype(x: Any) -> bool:
     """Whether JAX can trace it; numpy also has arrays of strings and of objects."""
-    return isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_
+    return not isinstance(x, np.ndarray) or jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_

@@ -39,7 +39,7 @@ def _call(
         )
         plan = planner.plan(eqn.params[param], full, wanted, region)
         run = rebuild(planner, eqn, plan) if plan.changed else _as_traced(eqn)
-        return Step(eqn, _casts(values, full), plan.outs, run, plan.changed, reads_full)
+        return Step(eqn, _casts(values, full), plan.outs, run, plan.changed, reads_full, ((plan, 1),))
 
     return decide
 
@@ -58,7 +58,8 @@ def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region
         index, *operands = args
         return lax.switch(index, [cast_results(plan.run, outs) for plan in plans], *operands)
 
-    return _stored_step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed)
+    inner = [(plan, 1) for plan in plans]
+    return _stored_step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed, inner)
 
 
 def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
@@ -91,7 +92,8 @@ def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region
         return [*carried, *ys]
 
     casts = _casts(values, (*consts, *carry, *values[n_fixed:]))
-    return _stored_step(eqn, casts, outs, run if plan.changed else _as_traced(eqn), plan.changed)
+    inner = [(plan, eqn.params["length"])]
+    return _stored_step(eqn, casts, outs, run if plan.changed else _as_traced(eqn), plan.changed, inner)
 
 
 def _while(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
@@ -129,12 +131,20 @@ def _while(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, regio
         return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), each_that_goes_on, list(init))
 
     casts = _casts(values, (*values[:n_consts], *carry))
-    return _stored_step(eqn, casts, carry, run if changed else _as_traced(eqn), changed)
+    inner = [(cond, 1), (body, 1)]
+    return _stored_step(eqn, casts, carry, run if changed else _as_traced(eqn), changed, inner)
 
 
-def _stored_step(eqn: JaxprEqn, casts: tuple[Any, ...], outs: Values, run: Run, changed: bool) -> Step:
+def _stored_step(
+    eqn: JaxprEqn,
+    casts: tuple[Any, ...],
+    outs: Values,
+    run: Run,
+    changed: bool,
+    inner: Sequence[tuple[Plan, int]],
+) -> Step:
     """What enters a loop or a branch is stored, so float32 would cost memory there, whoever reads it."""
-    return Step(eqn, casts, outs, run, changed, (False,) * len(casts))
+    return Step(eqn, casts, outs, run, changed, (False,) * len(casts), tuple(inner))
 
 
 def _fixpoint(

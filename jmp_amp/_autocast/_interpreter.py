@@ -31,6 +31,7 @@ class Step(NamedTuple):
         run: evaluates the equation on its cast operands.
         changed: whether anything in it runs in another dtype than it was traced in.
         reads_full: whether each operand is read in float32 only, so that its producer may as well be evaluated in it.
+        inner: the plans of the jaxprs that it holds, and how often each runs, as far as that is known.
     """
 
     eqn: JaxprEqn
@@ -39,6 +40,7 @@ class Step(NamedTuple):
     run: Callable[[Sequence[Any]], Sequence[Any]]
     changed: bool
     reads_full: tuple[bool, ...]
+    inner: "tuple[tuple[Plan, int], ...]" = ()
 
 
 class Region(NamedTuple):

@@ -1,8 +1,9 @@
 """Flax NNX modules, as arguments or as the function itself: what a call changes in them is changed after it."""
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +47,33 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
         return results
 
     return call
+
+
+@contextlib.contextmanager
+def unchanged(tree: Any) -> Iterator[None]:
+    """Restores the state of the NNX modules in a tree, and of those that methods in it belong to."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        yield
+        return
+    leaves = jax.tree.leaves(tree, is_leaf=functools.partial(_is_module, nnx))
+    owners = [getattr(x, "__self__", x) for x in leaves]
+    modules = [x for x in owners if _is_module(nnx, x)]
+    _, state = nnx.split(modules)
+    try:
+        yield
+    finally:
+        nnx.update(modules, state)
+
+
+def unbound(fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
+    """Returns a function and arguments; where `fun` is a module or a method of one, the module is an argument."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx and _is_module(nnx, fun):
+        return lambda module, *args, **kwargs: module(*args, **kwargs), (fun, *args)
+    if nnx and _is_module(nnx, getattr(fun, "__self__", None)):
+        return fun.__func__, (fun.__self__, *args)  # type: ignore[attr-defined]
+    return fun, args
 
 
 def _is_module(nnx: Any, x: Any) -> bool:

@@ -1,0 +1,313 @@
+"""What autocast decided, read from its plan, and what differentiation made of it, read from the jaxpr."""
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.source_info_util import summarize
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._api import Settings, autocast_with, split_arrays
+from jmp_amp._autocast._decisions import dtype_of, shape_of
+from jmp_amp._autocast._interpreter import Plan, Step
+from jmp_amp._autocast._nnx import unbound
+from jmp_amp._autocast._ops import Op
+from jmp_amp._autocast._overrides import scope_path
+from jmp_amp._autocast._planner import Planner
+from jmp_amp._autocast._regions import region_of
+from jmp_amp._autocast._rules import RULES, OpClass
+from jmp_amp._autocast._values import FLOAT32, Value, constant
+
+
+class OpSite(NamedTuple):
+    """An op of the program at one place in the code.
+
+    Attributes:
+        direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass.
+        module: the named scopes around it, such as the modules of Flax and Haiku.
+        source: the file and line that it comes from, and the function there.
+        primitive: its name in a jaxpr.
+        op_class: the class of the primitive, see `autocast`.
+        why: a key of `REASONS`.
+        inputs: the dtypes of its floating operands, as they come.
+        compute: the dtype that these are cast to.
+        output: the dtype of its result.
+        runs: how often it runs; a `while_loop` counts as one iteration, and of a `cond` each branch counts.
+        flops: floating-point operations of all runs, of products and convolutions only.
+        bytes: the size of the results of all runs.
+    """
+
+    direction: str
+    module: str
+    source: str
+    primitive: str
+    op_class: str
+    why: str
+    inputs: tuple[str, ...]
+    compute: str
+    output: str
+    runs: int
+    flops: int
+    bytes: int
+
+
+REASONS = {
+    "rule": "the class of its primitive",
+    "bias": "an input or constant with at most one dimension does not widen the op that reads it",
+    "constant": "it reads a constant, or what came of one, that the low dtype cannot hold",
+    "readers": "all that reads its result reads float32, with which it fuses",
+    "precision": "the program asks for float32 arithmetic by `precision`",
+    "region": "the code says so: `full_precision` or `precision(dtype)`",
+    "pattern": "a pattern in `rules` matches its scope",
+    "override": "`rules` gives its primitive another class",
+    "traced": "nothing in it was traced in float32",
+    "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
+    "derivative": "it is what JAX makes of the forward pass",
+}
+
+
+class Explanation(NamedTuple):
+    """What a program does.
+
+    Attributes:
+        sites: all its op sites.
+        casts: how often a floating value is cast to another floating dtype.
+        kept: the bytes of what the backward pass reads of the forward pass, arguments aside, by dtype; None where there
+          is no backward pass.
+    """
+
+    sites: list[OpSite]
+    casts: int
+    kept: dict[str, int] | None
+
+
+def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
+    """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
+
+    Args:
+        fun: any function that autocast takes.
+        settings: those of autocast.
+        args: the arguments, of which arrays may be `jax.ShapeDtypeStruct`.
+        kwargs: likewise.
+    """
+    fun, args = unbound(fun, args)
+    arrays, rebuild = split_arrays((args, kwargs), jax.ShapeDtypeStruct)
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    plans: list[tuple[Planner, Plan]] = []
+    autocasted = autocast_with(fun, settings, lambda *plan: plans.append(plan))
+
+    def call(*arrays: Any) -> list[Any]:
+        args, kwargs = rebuild(arrays)
+        return split_arrays(autocasted(*args, **kwargs))[0]
+
+    def call_and_pull(*arrays: Any) -> Any:
+        def of_floats(*floats: Any) -> list[Any]:
+            it = iter(floats)
+            out = call(*[next(it) if f else x for x, f in zip(arrays, is_float, strict=True)])
+            return [x for x in out if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        out, pull = jax.vjp(of_floats, *[x for x, f in zip(arrays, is_float, strict=True) if f])
+        return out, pull([jnp.ones_like(x) for x in out])
+
+    try:
+        program, differentiable = jax.make_jaxpr(call_and_pull)(*arrays), True
+    except (TypeError, ValueError, NotImplementedError):  # what JAX raises where it cannot differentiate
+        plans.clear()
+        program, differentiable = jax.make_jaxpr(call)(*arrays), False
+    planner, plan = plans[0]
+    equations = list(_equations(program, _TOP))
+    backward = [_backward_site(planner, eqn, place) for eqn, place in equations if "transpose(" in place.stack]
+    sites = [*_forward_sites(planner, plan, settings.low, _TOP, None), *filter(None, backward)]
+    casts = sum(place.times for eqn, place in equations if _is_cast(eqn))
+    return Explanation(sites, casts, _kept(program) if differentiable else None)
+
+
+class _Place(NamedTuple):
+    """Where an equation stands: the names around it, its source, and how often it runs."""
+
+    stack: str
+    source: str
+    times: int
+
+    def of(self, eqn: JaxprEqn) -> "_Place":
+        # What JAX traced once for all its callers has no source of its own.
+        source = _source(eqn) or self.source
+        return _Place(f"{self.stack}/{eqn.source_info.name_stack}", source, self.times)
+
+    @property
+    def module(self) -> str:
+        """The scopes that a user named."""
+        return "/".join(name for name in scope_path("", self.stack).split("/") if not _NO_MODULE.search(name))
+
+
+_TOP = _Place("", "", 1)
+_NO_MODULE = re.compile(r"^$|^amp:|->|^checkpoint$|^rematted_computation$")  # marks, einsums, `jax.checkpoint`
+_SUMMARY = re.compile(r"(.*):(\d+):\d+ \((.*)\)")
+
+
+def _source(eqn: JaxprEqn) -> str:
+    """The file, line and function of the user's code; no more of the path than its last folder."""
+    found = _SUMMARY.fullmatch(summarize(eqn.source_info))
+    if found is None:
+        return ""
+    path, line, function = found.groups()
+    return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line} ({function})"
+
+
+def _forward_sites(planner: Planner, plan: Plan, top: np.dtype, outer: _Place, forced: str | None) -> Iterator[OpSite]:
+    for step in plan.steps:
+        eqn = step.eqn
+        region, place, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
+        if region_of(eqn.source_info.name_stack) is not None:
+            why = "region"
+        elif planner.options.overrides.matching(region.path):
+            why = "pattern"
+        for inner, runs in step.inner:
+            yield from _forward_sites(planner, inner, top, place._replace(times=place.times * runs), why)
+        if not step.inner and any(map(_is_floating, (*eqn.invars, *eqn.outvars))):
+            yield _forward_site(planner, plan, step, region.low, place, why if region.low != top else None)
+
+
+def _forward_site(planner: Planner, plan: Plan, step: Step, low: np.dtype, place: _Place, forced: str | None) -> OpSite:
+    eqn, times = step.eqn, place.times
+    values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
+    each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
+    operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
+    floating = [i for i, atom in enumerate(eqn.invars) if _is_floating(atom)]
+    outputs = [value.dtype for value, var in zip(step.outs, eqn.outvars, strict=True) if _is_floating(var)]
+    compute = _widest([operands[i] for i in floating] or outputs)
+    avals = [atom.aval for atom in eqn.invars]
+    op_class = planner.rule(eqn.primitive, eqn.params, avals).op_class
+    traced = [values[i] for i in floating if dtype_of(eqn.invars[i]) == FLOAT32]
+    return OpSite(
+        "forward",
+        place.module,
+        place.source,
+        eqn.primitive.name,
+        op_class.value,
+        forced or _why(planner, eqn, op_class, traced, compute, low),
+        tuple(str(values[i].dtype) for i in floating),
+        str(compute),
+        str(_widest(outputs)) if outputs else str(dtype_of(eqn.outvars[0])) if eqn.outvars else "",
+        times,
+        times * _flops(eqn),
+        times * sum(math.prod(shape_of(v) or ()) * o.dtype.itemsize for v, o in _results(eqn, step)),
+    )
+
+
+def _results(eqn: JaxprEqn, step: Step) -> Iterator[tuple[Any, Value]]:
+    return ((v, o) for v, o in zip(eqn.outvars, step.outs, strict=True) if hasattr(o.dtype, "itemsize"))
+
+
+def _why(
+    planner: Planner, eqn: JaxprEqn, op_class: OpClass, traced: Sequence[Value], compute: Any, low: np.dtype
+) -> str:
+    """Why an op in no region computes in that dtype; `traced` are its operands that were traced in float32."""
+    name = eqn.primitive.name
+    if name in planner.options.overrides.primitives:
+        return "override"
+    if name not in RULES:
+        return "unknown"
+    if not traced and not any(dtype_of(var) == FLOAT32 for var in eqn.outvars):
+        return "traced"
+    if op_class is OpClass.ORIGINAL:
+        return "precision" if name in ("dot_general", "conv_general_dilated", "ragged_dot_general") else "rule"
+    if op_class is OpClass.FULL or not traced:
+        return "rule"
+    committed = [value for value in traced if value.origin]
+    if compute != FLOAT32:
+        widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
+        return "bias" if widened else "rule"
+    if op_class is OpClass.LOWER:
+        return "constant" if any(value.exact for value in traced) else "traced"
+    is_low = bool(committed) and all(value.dtype != FLOAT32 for value in committed)
+    if any(value.exceeds(low) or (is_low and not value.fits(low)) for value in traced):
+        return "constant"
+    return "readers" if is_low else "rule"
+
+
+def _backward_site(planner: Planner, eqn: Any, place: _Place) -> OpSite | None:
+    times = place.times
+    outputs = [dtype_of(var) for var in eqn.outvars if _is_floating(var)]
+    if not outputs or any(_jaxprs(eqn)):
+        return None
+    avals = [atom.aval for atom in eqn.invars]
+    inputs = [dtype_of(atom) for atom in eqn.invars if _is_floating(atom)]
+    return OpSite(
+        "recomputed" if "rematted_computation" in place.stack else "backward",
+        place.module,
+        place.source,
+        eqn.primitive.name,
+        planner.rule(eqn.primitive, eqn.params, avals).op_class.value,
+        "derivative",
+        tuple(map(str, inputs)),
+        str(_widest(inputs or outputs)),
+        str(_widest(outputs)),
+        times,
+        times * _flops(eqn),
+        times * sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars if _is_floating(var)),
+    )
+
+
+def _equations(jaxpr: Any, outer: _Place) -> Iterator[tuple[JaxprEqn, _Place]]:
+    """All equations, those inside other equations included."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    for eqn in opened.eqns:
+        place = outer.of(eqn)
+        yield eqn, place
+        runs = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in _jaxprs(eqn):
+            yield from _equations(inner, place._replace(times=place.times * runs))
+
+
+def _jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
+    for param in eqn.params.values():
+        for inner in param if isinstance(param, tuple | list) else (param,):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield inner
+
+
+def _kept(program: Any) -> dict[str, int]:
+    made, read = set[Any](), set[Any]()
+    for eqn in _compat.open_jaxpr(program)[0].eqns:
+        if "transpose(" in str(eqn.source_info.name_stack):
+            read.update(atom for atom in eqn.invars if isinstance(atom, Var))
+        else:
+            made.update(eqn.outvars)
+    kept: Counter[str] = Counter()
+    for var in filter(_is_floating, made & read):
+        kept[str(dtype_of(var))] += math.prod(var.aval.shape) * var.aval.dtype.itemsize
+    return dict(kept)
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and all(map(_is_floating, (*eqn.invars, *eqn.outvars)))
+
+
+def _is_floating(atom: Any) -> bool:
+    dtype = dtype_of(atom)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _widest(dtypes: Sequence[Any]) -> np.dtype:
+    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def _flops(eqn: Any) -> int:
+    """Multiplications and additions of a product or convolution; other ops are limited by memory."""
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracting)
+    elif eqn.primitive.name == "conv_general_dilated":
+        kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
+        terms = math.prod(kernel) // max(kernel[out_features], 1)
+    else:
+        return 0
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms

@@ -1,0 +1,276 @@
+"""What `explain` says of programs whose decisions are known."""
+
+import io
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from models import gpt_case
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+W, B, X = jnp.eye(8), jnp.zeros(8), jnp.ones((4, 8))
+HERE = "tests/test_explain.py"
+
+
+def line_of(mark):
+    """The line of this file that ends with a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}"))
+    return number
+
+
+def rows(fun, *args, primitive, direction="forward", **options):
+    found = amp.explain(fun, **options)(*args).select(direction=direction, primitive=primitive).rows
+    assert found, primitive
+    return found
+
+
+def decisions(found):
+    return [(row.op_class, row.why, row.inputs, row.compute, row.output) for row in found]
+
+
+F16, F32 = "float16", "float32"
+
+# A program, a primitive in it, and what is decided for that.
+KNOWN = {
+    "rule": (lambda x: x @ W, "dot_general", ("lower", "rule", (F32, F32), F16, F16)),
+    "a reduction": (lambda x: jnp.sum(x @ W), "reduce_sum", ("full", "rule", (F16,), F32, F32)),
+    "a bias": (lambda x: x @ W + B, "add", ("promote", "bias", (F16, F32), F16, F16)),
+    "a mask": (
+        lambda x: jnp.where(x > 0, x @ W, -1e9),
+        "select_n",
+        ("promote", "constant", (F32, F32), F32, F32),  # cast in front of the call of `jnp.where`
+    ),
+    "readers": (lambda x: jnp.exp(x @ W + B), "add", ("promote", "readers", (F16, F32), F32, F32)),
+    "precision": (
+        lambda x: jnp.dot(x, W, precision="highest"),
+        "dot_general",
+        ("original", "precision", (F32, F32), F32, F32),
+    ),
+    "an integer": (lambda x: jnp.argsort(x @ W), "iota", None),
+    "a cast of the user's": (
+        lambda x: x.astype(F16) @ W.astype(F16),
+        "dot_general",
+        ("lower", "traced", (F16, F16), F16, F16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_says_what_is_decided_and_why(name):
+    fun, primitive, expected = KNOWN[name]
+    found = amp.explain(fun)(X).select(direction="forward", primitive=primitive).rows
+    assert decisions(found) == ([] if expected is None else [expected])
+
+
+def test_regions_patterns_overrides_and_unknown_primitives_are_reasons():
+    def fun(x):
+        with amp.full_precision():
+            x = x @ W
+        with jax.named_scope("layer_0"):
+            x = x @ W
+        return jnp.linalg.cholesky(jnp.tanh(x @ W).T @ x)
+
+    options = {"rules": {"layer_*": "bfloat16", lax.tanh_p: "full"}}
+    products = rows(fun, X, primitive="dot_general", **options)
+    assert [(row.module, row.why, row.compute) for row in products] == [
+        ("", "region", F32),
+        ("layer_0", "pattern", "bfloat16"),
+        ("", "rule", F16),
+        ("", "rule", F16),
+    ]
+    assert [row.why for row in rows(fun, X, primitive="tanh", **options)] == ["override"]
+
+
+def test_primitives_without_a_rule_are_named():
+    def fun(x):
+        return jax.pure_callback(np.sin, jax.typeof(x), x @ W)
+
+    report = amp.explain(fun)(X)
+    assert report.summary()["unknown"] == ["pure_callback"]
+    assert "Primitives without a rule: pure_callback." in str(report)
+    (row,) = report.select(primitive="pure_callback").rows
+    assert (row.op_class, row.why, row.inputs, row.compute) == ("original", "unknown", (F16,), F32)
+
+
+def test_sources_are_the_lines_of_the_user():
+    def fun(x):
+        y = x @ W  # the product
+        return jnp.where(y > 0, y, 0)  # the choice
+
+    (product,) = rows(fun, X, primitive="dot_general")
+    assert product.source.startswith(f"{HERE}:{line_of('the product')} (")
+    # `jnp.where` is traced once for all who call it.
+    (choice,) = rows(fun, X, primitive="select_n")
+    assert choice.source.startswith(f"{HERE}:{line_of('the choice')} (")
+    backward = rows(fun, X, primitive="dot_general", direction="backward")
+    assert [row.source for row in backward] == [product.source]
+
+
+BODIES = {
+    "jit": (lambda x: jax.jit(lambda x: jnp.tanh(x @ W))(x), 1),
+    "scan": (lambda x: lax.scan(lambda x, _: (jnp.tanh(x @ W), None), x, None, length=5)[0], 5),
+    "scan in scan": (
+        lambda x: lax.scan(lambda x, _: (lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ W), x), None), x, None, 5)[0],
+        15,
+    ),
+    "cond": (lambda x: lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ W), lambda x: x, x), 1),
+    "remat": (lambda x: jax.checkpoint(lambda x: jnp.tanh(x @ W))(x), 1),
+    "custom_jvp": (lambda x: jax.nn.relu(jnp.tanh(x @ W)), 1),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_are_included_as_often_as_they_run(name):
+    fun, times = BODIES[name]
+    (product,) = rows(fun, X, primitive="dot_general")
+    assert (product.runs, product.compute) == (times, F16)
+    assert product.flops == times * 2 * 4 * 8 * 8
+    assert product.bytes == times * 4 * 8 * 2
+    assert sum(row.runs for row in rows(fun, X, primitive="dot_general", direction="backward")) == times
+
+
+def test_what_is_computed_again_for_the_backward_pass_is_told_apart():
+    fun = jax.checkpoint(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w))))
+    assert len(rows(fun, W, X, primitive="dot_general", direction="recomputed")) == 1
+    assert len(rows(fun, W, X, primitive="dot_general", direction="backward")) == 2
+
+
+def test_without_a_derivative_there_is_a_forward_pass_only():
+    report = amp.explain(lambda x: lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ W + 1, x))(X)
+    assert {row.direction for row in report.rows} == {"forward"}
+    assert report.summary()["activation_bytes"] is None
+    assert "JAX cannot differentiate it" in str(report)
+
+
+def test_errors_of_the_function_are_its_own():
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        amp.explain(lambda x: x @ jnp.ones((3, 3)))(X)
+
+
+def test_shares_count_products_and_what_is_kept():
+    def fun(w, x):
+        with amp.full_precision():
+            y = x @ w  # as many FLOPs as the other
+        return jnp.sum(jnp.sin(y) @ w)
+
+    report = amp.explain(fun)(W, X)
+    assert report.summary()["matmul_flops"] == 0.5
+    # x @ w in float32 for the derivative of its sine, sin(y) in float16 for that of the product.
+    assert report.kept[F32] >= 4 * 8 * 4
+    assert report.kept[F16] >= 4 * 8 * 2
+
+
+def test_casts_are_counted_in_both_passes():
+    # Of both operands and of the result; of its cotangent, and of both gradients. In a loop, those inside each time.
+    assert amp.explain(lambda w, x: x @ w)(W, X).casts == 6
+    assert amp.explain(lambda w, x: x + w, "float32")(W, jnp.ones((8, 8))).casts == 0
+    looped = lambda x: lax.fori_loop(0, 5, lambda _, x: jnp.exp(jnp.tanh(x @ W)), x)  # noqa: E731
+    assert amp.explain(looped)(X).casts > 5 * 4
+
+
+def test_a_function_under_autocast_is_explained_as_it_is():
+    fun = amp.autocast(lambda x: x @ W, "bfloat16", rules={lax.dot_general_p: "full"})
+    assert [row.why for row in rows(fun, X, primitive="dot_general")] == ["override"]
+    with pytest.raises(TypeError, match="under autocast already; explain it without options"):
+        amp.explain(fun, rules={})
+    with pytest.raises(TypeError, match="`explain` takes a function, got int"):
+        amp.explain(3)
+
+
+def test_float32_explains_the_plain_program():
+    report = amp.explain(lambda x: jnp.sum(x @ W), "float32")(X)
+    assert {row.compute for row in report.rows} == {F32}
+    assert report.summary()["matmul_flops"] == 0
+
+
+def test_shapes_are_enough_and_nothing_is_compiled_or_run():
+    def fun(params, x, name, flag=True):
+        assert (name, flag) == ("model", False)
+        return jnp.sum(x @ params["w"])
+
+    shapes = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), F32)}
+    report = amp.explain(fun)(shapes, jax.ShapeDtypeStruct((8, 1 << 20), F32), "model", flag=False)
+    assert [row.compute for row in report.select(primitive="dot_general").rows] == [F16, F16, F16]
+
+
+def test_twelve_layers_take_less_than_two_seconds():
+    loss_fn, args = gpt_case(None, layers=12)
+    amp.explain(loss_fn)(*args)
+    start = time.process_time()
+    report = amp.explain(loss_fn)(*args)
+    assert time.process_time() - start < 2
+    assert report.summary()["matmul_flops"] == 1
+    # Equal layers share their lines.
+    assert len(str(report).splitlines()) < 100
+
+
+def test_a_diff_shows_what_another_policy_changes():
+    report = amp.explain(lambda x: jnp.tanh(jnp.tanh(x @ W) @ W))(X)
+    diff = report.diff(rules={lax.tanh_p: "full"})
+    assert [(a.primitive, a.compute, b.compute, b.why) for a, b in diff.changes] == [("tanh", F16, F32, "override")] * 2
+    assert "tanh  f16 -> f32  override  2      -" in str(diff)
+    changed = {a.primitive for a, b in report.diff(dtype="bfloat16").changes}
+    assert changed == {"dot_general", "tanh"}
+    assert report.diff(report).changes == []
+
+
+def test_a_report_is_selected_and_saved():
+    def fun(x):
+        with jax.named_scope("encoder"):
+            x = x @ W
+        with jax.named_scope("decoder"):
+            return x @ W
+
+    report = amp.explain(fun)(X)
+    assert {row.module for row in report.select("enc*").rows} == {"encoder"}
+    assert {row.direction for row in report.select(direction="backward").rows} == {"backward"}
+    saved = json.loads(report.to_json())
+    assert saved["summary"] == report.summary()
+    assert [row["primitive"] for row in saved["rows"]] == [row.primitive for row in report.rows]
+
+
+def layered(x):
+    for i in range(3):
+        with jax.named_scope(f"layer_{i}"):
+            x = jnp.tanh(x @ W + B)
+    return x
+
+
+def test_equal_modules_share_their_lines_when_printed():
+    text = str(amp.explain(lambda x: jnp.exp(layered(x)))(X))
+    assert "<lambda>(), forward" in text  # where there is no module, the function stands
+    assert "layer_* (3 modules), forward" in text
+    lines = [line.split()[:8] for line in text.splitlines() if line.startswith("dot_general")]
+    # The first layer reads the input, the others what is float16 already.
+    assert lines == [
+        ["dot_general", "lower", "rule", "f32", "f32", "f16", "f16", "1"],
+        ["dot_general", "lower", "rule", "f16", "f32", "f16", "f16", "2"],
+    ]
+    assert "bias: an input or constant with at most one dimension" in text
+    assert 'more op sites: `report.select(direction="backward")`' in text
+
+
+def test_a_notebook_shows_modules_that_unfold():
+    page = amp.explain(lambda x: layered(x) < 3)(X)._repr_html_()
+    assert page.count("<details>") == page.count("</details>") == 2
+    assert "<td>dot_general</td>" in page
+    assert "&lt;lambda&gt;" in page
+
+
+def test_a_console_shows_it_too():
+    from rich.console import Console
+
+    for width in (80, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(amp.explain(layered)(X))
+        text = console.export_text()
+        assert "dot_general" in text
+        assert "promote" in text
