@@ -15,8 +15,8 @@ RULE = amp.LossScale.torch(init_scale=128, growth_interval=1)
 BAD_BATCH = 2
 
 
-def initial_params():
-    rng = np.random.default_rng(0)
+def initial_params(seed=0):
+    rng = np.random.default_rng(seed)
     return [{"w": rng.normal(size=(8, 8)).astype(np.float32) / 3, "b": np.zeros(8, np.float32)} for _ in range(2)]
 
 

@@ -7,31 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_gradients import BAD_BATCH, RULE, batches, net
+from test_gradients import initial_params as net_params
 
 import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
-RULE = amp.LossScale.torch(init_scale=128, growth_interval=1)
 DISABLED = amp.LossScale.none()
-BAD_BATCH = 2
 NETS = ("net0", "net1")
 
 
 def initial_params():
-    rng = np.random.default_rng(0)
-    layer = lambda: {"w": rng.normal(size=(8, 8)).astype(np.float32) / 3, "b": np.zeros(8, np.float32)}  # noqa: E731
-    return {net: [layer(), layer()] for net in NETS}
-
-
-def batches():
-    rng = np.random.default_rng(1)
-    return [tuple(rng.normal(size=(2, 8, 8)).astype(np.float32)) for _ in range(4)]
-
-
-def net(params, x):
-    for layer in params:
-        x = x @ layer["w"] + layer["b"]
-    return x
+    return {name: net_params(seed) for seed, name in enumerate(NETS)}
 
 
 def losses(params, x, y):
