@@ -1,0 +1,1 @@
+"""Other packages' surfaces on top of jmp_amp."""
