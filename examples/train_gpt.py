@@ -29,7 +29,6 @@ import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 import jmp_amp as amp
@@ -215,7 +214,7 @@ def ctrl_c_after_the_step() -> Iterator[list]:
         signal.signal(signal.SIGINT, at_once)
 
 
-def train(name: str, config: Config, text: Sequence[np.ndarray], progress: Progress, rows: Rows, stop: list) -> Params:
+def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, stop: list) -> Params:
     """Returns trained parameters and fills `rows`; waits for the device once in `FETCH_EVERY` steps."""
     loss, tx = amp.autocast(loss_fn, dtype=RUNS[name][0]), make_optimizer(name, config)
     step_fn, evaluate = functools.partial(train_step, loss_fn=loss, tx=tx), jax.jit(loss)
@@ -224,27 +223,26 @@ def train(name: str, config: Config, text: Sequence[np.ndarray], progress: Progr
     if config.checkpoint:
         params, opt_state = restore(name, config, (params, opt_state), rows)
     training, validation = batches(text[0], config.batch, config), next(batches(text[1], EVAL_WINDOWS, config))
-    task = progress.add_task(name, total=config.steps, completed=len(rows), status="compiling")
     fetched, start, speed = len(rows), time.perf_counter(), math.nan
-    for step, batch in enumerate(itertools.islice(training, len(rows), config.steps), len(rows) + 1):
-        params, opt_state, measured = step_fn(params, opt_state, batch, step == config.inject_overflow)
-        rows.append({"step": step, "val_loss": math.nan, "tokens_per_s": speed, **measured})
-        last = bool(stop) or step == config.steps
-        if step % FETCH_EVERY and not last:
-            continue
-        rows[fetched:] = jax.device_get(rows[fetched:])
-        speed = (step - fetched) * config.batch * config.context / (time.perf_counter() - start)
-        rows[fetched:] = [row | {"tokens_per_s": speed} for row in rows[fetched:]]
-        if step % EVAL_EVERY == 0 or step == config.steps:
-            rows[-1]["val_loss"] = evaluate(params, validation).item()
-        if config.checkpoint and (step % EVAL_EVERY == 0 or last):
-            save(name, config, (params, opt_state), rows)
-        row, skips = rows[-1], column(rows, "skipped").sum()
-        status = f"loss {row['loss']:.3f} scale 2^{np.log2(row['loss_scale']):g} skips {skips} {speed:,.0f} tokens/s"
-        progress.update(task, completed=step, status=status)
-        fetched, start = step, time.perf_counter()
-        if last and stop:
-            raise KeyboardInterrupt
+    with amp.live(config.steps, name, every=1, start=len(rows)) as view:
+        for step, batch in enumerate(itertools.islice(training, len(rows), config.steps), len(rows) + 1):
+            params, opt_state, measured = step_fn(params, opt_state, batch, step == config.inject_overflow)
+            rows.append({"step": step, "val_loss": math.nan, "tokens_per_s": speed, **measured})
+            last = bool(stop) or step == config.steps
+            if step % FETCH_EVERY and not last:
+                continue
+            rows[fetched:] = jax.device_get(rows[fetched:])
+            speed = (step - fetched) * config.batch * config.context / (time.perf_counter() - start)
+            rows[fetched:] = [row | {"tokens_per_s": speed} for row in rows[fetched:]]
+            if step % EVAL_EVERY == 0 or step == config.steps:
+                rows[-1]["val_loss"] = evaluate(params, validation).item()
+            if config.checkpoint and (step % EVAL_EVERY == 0 or last):
+                save(name, config, (params, opt_state), rows)
+            status = {"loss": rows[-1]["loss"], "loss_scale": rows[-1]["loss_scale"], "tokens/s": speed}
+            view.update(step, **status, total_notfinite=column(rows, "skipped").sum())
+            fetched, start = step, time.perf_counter()
+            if last and stop:
+                raise KeyboardInterrupt
     return params
 
 
@@ -331,12 +329,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--context {config.context}: there are only {len(text[1])} bytes of text to validate on")
     names = COMPARED if config.precision == "compare" else (config.precision,)
     runs, params = {name: [] for name in names}, None
-    columns = ("{task.description}", BarColumn(None), MofNCompleteColumn(), "{task.fields[status]}")
     try:
-        progress = Progress(*columns, TimeRemainingColumn(compact=True), console=console)
-        with progress, ctrl_c_after_the_step() as stop:
+        with ctrl_c_after_the_step() as stop:
             for name, rows in runs.items():
-                params = train(name, config, text, progress, rows, stop)
+                params = train(name, config, text, rows, stop)
     except KeyboardInterrupt:
         console.print("Interrupted: here is what there is.")
     runs = {name: jax.device_get(rows) for name, rows in runs.items() if rows}

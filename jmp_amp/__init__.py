@@ -1,16 +1,20 @@
 """Automatic mixed precision for JAX: `import jmp_amp as amp`."""
 
+from jmp_amp import debug
 from jmp_amp._autocast import autocast, full_precision, precision
 from jmp_amp._explain import explain
 from jmp_amp._grad import grad, value_and_grad
 from jmp_amp._health import LossScaleError, check_health, get_loss_scale, metrics, set_loss_scale
 from jmp_amp._initialize import initialize
+from jmp_amp._live import LiveView, live
 from jmp_amp._loss_scale import LossScale, LossScaleState
 from jmp_amp._master import MasterWeightsState, RoundedWeightsState, master_weights, rounded_weights
 from jmp_amp._params import cast_params, is_norm
+from jmp_amp._plot_history import plot_history
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._report import PrecisionDiff, PrecisionReport
 from jmp_amp._state_dict import load_state_dict, state_dict
+from jmp_amp._suggest_rules import suggest_rules
 from jmp_amp._transform import (
     DynamicLossScaleState,
     UnscaleAndCheckState,
@@ -35,6 +39,7 @@ __all__ = [  # noqa: RUF022
     "full_precision",
     "precision",
     "explain",
+    "suggest_rules",
     "PrecisionReport",
     "PrecisionDiff",
     "LossScale",
@@ -53,9 +58,13 @@ __all__ = [  # noqa: RUF022
     "get_loss_scale",
     "set_loss_scale",
     "metrics",
+    "live",
+    "LiveView",
+    "plot_history",
     "check_health",
     "LossScaleError",
     "state_dict",
     "load_state_dict",
+    "debug",
     "__version__",
 ]

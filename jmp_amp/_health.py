@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr
 
 from jmp_amp._loss_scale import LossScaleState, to_number
+from jmp_amp._nonfinite_leaves import describe_nonfinite, nonfinite_leaves
 from jmp_amp._transform import DynamicLossScaleState
 
 
@@ -77,8 +79,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
         The fields of `LossScaleState` by name, and `grad_norm` where `opt_state` is that of `dynamic_loss_scale`: the
-        global norm of the true gradients of the last step, before any clipping, NaN where they were not finite. They
-        stay on the device: nothing waits for it.
+        global norm of the true gradients of the last step, before any clipping, NaN where they were not finite. With
+        `dynamic_loss_scale(..., nonfinite_leaves=True)` also `nonfinite/PATH`, bool[], for each leaf: whether its
+        gradient was not finite. They stay on the device: nothing waits for it.
 
     Raises:
         ValueError: `opt_state` does not hold exactly one `LossScaleState`.
@@ -92,6 +95,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     for x in jax.tree.leaves(opt_state, is_leaf=_is_wrapper):
         if _is_wrapper(x):
             found["grad_norm"] = jnp.sqrt(x.sum_of_squares)
+            flags = jax.tree.leaves_with_path(x.nonfinite_leaves)
+            found |= {f"nonfinite/{keystr(path, simple=True, separator='/')}": flag for path, flag in flags}
     return found
 
 
@@ -124,8 +129,7 @@ def check_health(
         >>> amp.check_health(state, {"w": jnp.array([1.0, jnp.nan])})
         Traceback (most recent call last):
           ...
-        jmp_amp._health.LossScaleError: parameters are not finite: ['w'] (1 of 2 values). The loss scale is 1.0; 1 of all
-        ...
+        jmp_amp._health.LossScaleError: parameters are not finite: ['w'] (1 of 2 values). ...
 
     References:
         DeepSpeed raises on an overflow at the floor; torch and apex go on without a word.
@@ -149,7 +153,8 @@ def check_health(
         fact, cure = f"the last {in_a_row} steps overflowed", _CURE
     else:
         return
-    if bad_grads := _notfinite(grads):
+    flags = [x.nonfinite_leaves for x in jax.tree.leaves(opt_state, is_leaf=_is_wrapper) if _is_wrapper(x)]
+    if bad_grads := _notfinite(grads) or describe_nonfinite(flags[0] if flags else ()):
         fact += f"; gradients that are not finite: {bad_grads}"
     raise LossScaleError(
         f"{fact}. The loss scale is {state.loss_scale.min()}; {state.total_notfinite.max()} of all steps were skipped, "
@@ -164,15 +169,9 @@ _CURE = (
 )
 
 
-def _notfinite(tree: Any, shown: int = 5) -> str:
+def _notfinite(tree: Any) -> str:
     """Says which leaves have values that are not finite, and how many."""
-    counts = [
-        (jax.tree_util.keystr(path), jnp.sum(~jnp.isfinite(x)), jnp.size(x))
-        for path, x in jax.tree.leaves_with_path(tree)
-        if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    ]
-    bad = [f"{path} ({count} of {size} values)" for path, count, size in jax.device_get(counts) if count]
-    return ", ".join(bad[:shown]) + (f" and {len(bad) - shown} more leaves" if len(bad) > shown else "")
+    return describe_nonfinite(nonfinite_leaves(tree), tree)
 
 
 def find_state(opt_state: Any) -> LossScaleState:
@@ -184,7 +183,7 @@ def find_state(opt_state: Any) -> LossScaleState:
             "make the optimizer with `amp.dynamic_loss_scale(...)` and pass the state of its `init` or `update`"
         )
     if len(found) > 1:
-        where = ", ".join(f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found)
+        where = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state, pass the one that is meant: {where}")
     return found[0][1]
 

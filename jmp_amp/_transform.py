@@ -31,11 +31,14 @@ class DynamicLossScaleState(NamedTuple):
         inner_state: the state of the wrapped transformation.
         sum_of_squares: float32[], of the true gradients of the last step, before any clipping; NaN where they were not
           finite, 0 before the first step.
+        nonfinite_leaves: of bool[], the tree of the parameters, true for the leaves whose gradients were not finite in
+          the last step; None unless `dynamic_loss_scale` was asked for it.
     """
 
     loss_scale: LossScaleState
     inner_state: optax.OptState
     sum_of_squares: jax.Array
+    nonfinite_leaves: Any = None
 
 
 def unscale_and_check(
@@ -106,6 +109,7 @@ def dynamic_loss_scale(
     skip: str = "cond",
     *,
     clip_global_norm: float | None = None,
+    nonfinite_leaves: bool = False,
     implementation: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a transformation so that it sees true gradients, skips overflows and adapts the loss scale.
@@ -138,6 +142,8 @@ def dynamic_loss_scale(
         clip_global_norm: the true gradients are multiplied by `clip_global_norm / norm` where their global norm is
           larger, in the multiplication that unscales them. That is `optax.clip_by_global_norm` right behind the
           unscaling, without its reading them once more; the norm is of the gradients that `update` is given.
+        nonfinite_leaves: keep in the state which leaves were not finite, for `metrics` and `check_health`; from the
+          read that looks for overflows anyway, which is then one launch a leaf, and one float32 a leaf over devices.
         implementation: what reads the gradients, see `pallas_kernels.check_finite`.
 
     Returns:
@@ -176,7 +182,8 @@ def dynamic_loss_scale(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> DynamicLossScaleState:
-        return DynamicLossScaleState(loss_scale.init(), inner.init(params), jnp.zeros((), jnp.float32))
+        flags = jax.tree.map(lambda _: jnp.zeros((), bool), params) if nonfinite_leaves else None
+        return DynamicLossScaleState(loss_scale.init(), inner.init(params), jnp.zeros((), jnp.float32), flags)
 
     def update(
         updates: optax.Updates,
@@ -193,8 +200,13 @@ def dynamic_loss_scale(
             )
         scale = to_scale(extra_args.pop("loss_scale", state.loss_scale.loss_scale))
         factor = 1 / scale
-        finite, sum_of_squares = look(updates, factor, axis_name, implementation)
+        finite, sum_of_squares, flags = look(updates, factor, axis_name, implementation, nonfinite_leaves)
         finite &= extra_args.pop("grads_finite", True)
+        if nonfinite_leaves:  # a frozen parameter may have no gradient
+            by_path = dict(jax.tree.leaves_with_path(flags))
+            flags = jax.tree.map_with_path(
+                lambda path, old: by_path.get(path, jnp.zeros_like(old)), state.nonfinite_leaves
+            )
         if clip_global_norm is not None:
             factor *= jnp.minimum(1.0, clip_global_norm / jnp.sqrt(sum_of_squares))
         unscales_itself = _contains(UnscaleAndCheckState, state.inner_state)
@@ -216,7 +228,7 @@ def dynamic_loss_scale(
 
         new_updates, inner_state = _SKIP[skip](finite, step, state.inner_state)
         return new_updates, DynamicLossScaleState(
-            loss_scale.update(state.loss_scale, finite), inner_state, sum_of_squares
+            loss_scale.update(state.loss_scale, finite), inner_state, sum_of_squares, flags
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

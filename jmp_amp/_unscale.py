@@ -20,10 +20,12 @@ class Seen(NamedTuple):
     Attributes:
         finite: bool[], whether all of them are finite once they are unscaled, on every device.
         sum_of_squares: float32[], of the true gradients, NaN where they are not finite.
+        nonfinite_leaves: of bool[], the tree of the gradients, true where a leaf is not finite; None if not asked for.
     """
 
     finite: jax.Array
     sum_of_squares: jax.Array
+    nonfinite_leaves: Any = None
 
 
 def to_scale(value: Any) -> jax.Array:
@@ -56,31 +58,42 @@ def unscale_and_look(tree: Any, factor: jax.Array, implementation: str | None) -
     return tree, finite
 
 
-def look(tree: Any, factor: jax.Array, axis_name: AxisName | None, implementation: str | None) -> Seen:
+def look(
+    tree: Any, factor: jax.Array, axis_name: AxisName | None, implementation: str | None, by_leaf: bool = False
+) -> Seen:
     """Reads scaled gradients once, and writes nothing.
 
-    Over mapped axes it takes one scalar collective. Under `shard_map`, the types say which leaves differ along them:
-    those are shards of one gradient, so their squares add up. Without such types (`pmap`, `vmap`, `check_vma=False`)
-    gradients are taken for copies of one gradient, each of which may have overflowed.
+    Over mapped axes it takes one scalar collective, or one a leaf, which XLA merges. Under `shard_map`, the types say
+    which leaves differ along them: those are shards of one gradient, so their squares add up. Without such types
+    (`pmap`, `vmap`, `check_vma=False`) gradients are taken for copies of one gradient, each of which may have
+    overflowed.
 
     Args:
         tree: gradients of any shape; other leaves are not read.
         factor: float32[], the reciprocal of the scale.
         axis_name: the mapped axes over which gradients are sharded or differ.
         implementation: as for `pallas_kernels.check_finite`.
+        by_leaf: whether to tell leaf by leaf; each is then a check of its own.
     """
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     typed = any(varying_axes(lax.axis_index(name)) for name in names)
+    leaves, treedef = jax.tree.flatten(tree)
     shards = collections.defaultdict(list)
-    for x in jax.tree.leaves(tree):
-        shards[tuple(name for name in names if typed and name in varying_axes(x))].append(x)
+    for i, x in enumerate(leaves):
+        shards[tuple(name for name in names if typed and name in varying_axes(x))].append(i)
+    flags: dict[int, jax.Array] = {}
     total = jnp.float32(0)
-    for axes, leaves in shards.items():
-        _, sum_of_squares = check_finite(leaves, factor, implementation=implementation)
-        total += lax.psum(sum_of_squares, axes) if axes else sum_of_squares
+    for axes, indices in shards.items():
+        for group in [[i] for i in indices] if by_leaf else [indices]:
+            _, squares = check_finite([leaves[i] for i in group], factor, implementation=implementation)
+            squares = lax.psum(squares, axes) if axes else squares
+            flags |= dict.fromkeys(group, jnp.isnan(squares))
+            total += squares
     if names and not typed:
+        flags = {i: lax.psum(bad.astype(jnp.float32), names) > 0 for i, bad in flags.items() if by_leaf}
         total = jnp.where(lax.psum(jnp.isnan(total).astype(jnp.float32), names) > 0, jnp.nan, total)
-    return Seen(~jnp.isnan(total), total)
+    by_path = jax.tree.unflatten(treedef, [flags[i] for i in range(len(leaves))]) if by_leaf else None
+    return Seen(~jnp.isnan(total), total, by_path)
 
 
 def map_wide(fun: Any, tree: Any) -> Any:

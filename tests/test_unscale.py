@@ -163,3 +163,73 @@ def test_unscale_hands_the_implementation_on():
     grads, finite = RULE.unscale(state, scaled(true_grads()), implementation="xla")
     jax.tree.map(np.testing.assert_array_equal, grads, true_grads())
     assert finite
+
+
+# Leaf by leaf
+
+
+PARAMS_OF_LAYERS = {"encoder": [{"w": jnp.ones((2, 3)), "b": jnp.ones(3)}], "head": jnp.ones(2)}
+
+
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_leaves_that_are_not_finite_are_remembered_until_the_next_step(skip):
+    tx = amp.dynamic_loss_scale(optax.adam(0.1), nonfinite_leaves=True, skip=skip)
+    state = tx.init(PARAMS_OF_LAYERS)
+    names = {"nonfinite/encoder/0/b", "nonfinite/encoder/0/w", "nonfinite/head"}
+
+    def flags(state):
+        return {name: bool(x) for name, x in amp.metrics(state).items() if name.startswith("nonfinite/")}
+
+    assert flags(state) == dict.fromkeys(names, False)
+    bad = jax.tree.map(lambda x: x, PARAMS_OF_LAYERS)
+    bad["encoder"][0]["b"] = bad["encoder"][0]["b"].at[1].set(jnp.nan)
+    _, state = jax.jit(tx.update)(bad, state, PARAMS_OF_LAYERS)
+    assert flags(state) == dict.fromkeys(names, False) | {"nonfinite/encoder/0/b": True}
+    assert not state.loss_scale.last_finite
+    with pytest.raises(
+        amp.LossScaleError, match=r"gradients that are not finite: \['encoder'\]\[0\]\['b'\]\. The loss"
+    ):
+        amp.check_health(state, max_skips=1)
+    updates, after = jax.jit(tx.update)(PARAMS_OF_LAYERS, state, PARAMS_OF_LAYERS)
+    assert flags(after) == dict.fromkeys(names, False)
+    # Beside the flags, everything is as without them.
+    plain = amp.dynamic_loss_scale(optax.adam(0.1), skip=skip)
+    expected, expected_state = jax.jit(plain.update)(PARAMS_OF_LAYERS, state._replace(nonfinite_leaves=None))
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    jax.tree.map(np.testing.assert_array_equal, after._replace(nonfinite_leaves=None), expected_state)
+
+
+def test_a_frozen_parameter_without_a_gradient_is_not_flagged():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), nonfinite_leaves=True)
+    params = {"w": jnp.ones(2), "frozen": jnp.ones(2)}
+    state = tx.init(params)
+    _, after = tx.update({"w": jnp.full(2, jnp.inf), "frozen": None}, state, params)
+    assert {name: bool(flag) for name, flag in after.nonfinite_leaves.items()} == {"w": True, "frozen": False}
+
+
+def test_flags_of_leaves_read_the_gradients_once():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), nonfinite_leaves=True)
+    plain = amp.dynamic_loss_scale(optax.sgd(0.1), clip_global_norm=1.0)
+
+    def reductions(tx):
+        found = equations(tx.update, PARAMS_OF_LAYERS, tx.init(PARAMS_OF_LAYERS), PARAMS_OF_LAYERS)
+        return sum(eqn.invars[0].aval.size for eqn in found if eqn.primitive.name == "reduce_sum")
+
+    assert reductions(tx) == reductions(plain)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_flags_of_leaves_are_those_of_all_devices(check_vma):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data", nonfinite_leaves=True)
+    spec = {"a": P("data"), "b": P("data")}
+    grads = {"a": jnp.ones(8).at[5].set(jnp.inf), "b": jnp.ones(4)}
+    state = tx.init(grads)
+
+    def update(grads, state):
+        return tx.update(grads, state)[1]
+
+    spread = jax.shard_map(update, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=check_vma)
+    with jax.set_mesh(mesh):
+        flags = jax.jit(spread)(grads, state).nonfinite_leaves
+    assert (bool(flags["a"]), bool(flags["b"])) == (True, False)

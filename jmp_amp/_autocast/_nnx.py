@@ -1,9 +1,8 @@
 """Flax NNX modules, as arguments or as the function itself: what a call changes in them is changed after it."""
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,23 +46,6 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
         return results
 
     return call
-
-
-@contextlib.contextmanager
-def unchanged(tree: Any) -> Iterator[None]:
-    """Restores the state of the NNX modules in a tree, and of those that methods in it belong to."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        yield
-        return
-    leaves = jax.tree.leaves(tree, is_leaf=functools.partial(_is_module, nnx))
-    owners = [getattr(x, "__self__", x) for x in leaves]
-    modules = [x for x in owners if _is_module(nnx, x)]
-    _, state = nnx.split(modules)
-    try:
-        yield
-    finally:
-        nnx.update(modules, state)
 
 
 def unbound(fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:

@@ -1,0 +1,22 @@
+"""Host-side tools around traced code: see what precision does."""
+
+from jmp_amp._nonfinite_leaves import describe_nonfinite, nonfinite_leaves
+from jmp_amp.debug._compare import compare
+from jmp_amp.debug._comparison import Comparison, ErrorRow
+from jmp_amp.debug._first_nonfinite import first_nonfinite
+from jmp_amp.debug._report import NonFinite, Values
+from jmp_amp.debug._underflow import LeafUnderflow, Underflow, underflow
+
+__all__ = [
+    "Comparison",
+    "ErrorRow",
+    "LeafUnderflow",
+    "NonFinite",
+    "Underflow",
+    "Values",
+    "compare",
+    "describe_nonfinite",
+    "first_nonfinite",
+    "nonfinite_leaves",
+    "underflow",
+]

@@ -1,0 +1,595 @@
+"""`first_nonfinite` names the line that was planted, and leaves infinities alone that are meant."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmp_amp as amp
+from jmp_amp.debug import NonFinite, first_nonfinite
+
+pytestmark = pytest.mark.usefixtures("users_code", "quick_compile")
+
+F16 = jnp.float16
+EYE = np.eye(4, dtype=np.float32)
+X = np.full((2, 4), 100, np.float32)
+LAYERS = np.stack([EYE, EYE, 1e4 * EYE, EYE])
+CAUSAL = np.tril(np.ones((4, 4), bool))
+
+
+def planted(name):
+    """The line that is marked with a name."""
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    (found,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# planted: {name}")]
+    return str(found)
+
+
+def line(found):
+    """The line of a report."""
+    return re.search(r"test_first_nonfinite.py:(\d+) ", found.source)[1]
+
+
+# Models with an overflow each: `name(*args)` is a loss, and `CASES` says what is to be found.
+
+
+def mlp(ws, x):
+    for w in ws[:2]:
+        x = jnp.tanh(x @ w)
+    x = 100 * x @ (ws[2] + 1)  # planted: mlp
+    return jnp.mean(x @ ws[3])
+
+
+def attention_logits(q, k, v):
+    with jax.named_scope("attention"):
+        scores = jnp.einsum("qd,kd->qk", q, k)  # planted: attention_logits
+        scores = jnp.where(CAUSAL, scores / 2, -1e9)
+        return jnp.mean(jax.nn.softmax(scores) @ v)
+
+
+def softmax_by_hand(w, x):
+    scores = x @ w
+    weights = jnp.exp(scores)  # planted: softmax_by_hand
+    return jnp.mean(weights / jnp.sum(weights, -1, keepdims=True))
+
+
+def eps_below_float16(scale, x):
+    x = x.astype(F16)
+    x = x / (jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)) + 1e-8)  # planted: eps_below_float16
+    return jnp.mean(scale * x)
+
+
+def log_of_probability(w, x):
+    probabilities = jax.nn.softmax(x) @ w  # planted: underflow
+    return -jnp.mean(jnp.log(probabilities))  # planted: log_of_probability
+
+
+def scan_over_layers(layers, x):
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return x @ w, jnp.sum(x)  # planted: scan_over_layers
+
+    return jnp.mean(lax.scan(layer, x, layers)[0])
+
+
+def reverse_scan(layers, x):
+    def layer(x, w):
+        x = x @ w  # planted: reverse_scan
+        return x, x
+
+    return jnp.mean(lax.scan(layer, x, layers, reverse=True)[1])
+
+
+def fori_loop(w, x):
+    def step(_, x):
+        return x @ w  # planted: fori_loop
+
+    return jnp.mean(lax.fori_loop(0, 5, step, x))
+
+
+def while_in_scan(w, x):
+    def inner(state):
+        n, x = state
+        return n + 1, x @ w  # planted: while_in_scan
+
+    def outer(x, _):
+        return lax.while_loop(lambda state: state[0] < 2, inner, (0, x))[1], None
+
+    return jnp.mean(lax.scan(outer, x, None, length=3)[0])
+
+
+def cond_branch(w, x):
+    def large(x):
+        return x @ (1000 * w)  # planted: cond_branch
+
+    return jnp.mean(lax.cond(x[0, 0] > 1, large, lambda x: x @ w, x))
+
+
+def activation(w, x):
+    x = x @ w
+    return jnp.mean(jax.nn.silu(x) * (jax.nn.relu(x).astype(F16) * 1000).astype(jnp.float32))  # planted: activation
+
+
+@jax.custom_vjp
+def squared(x):
+    return x @ x.T  # planted: custom_vjp
+
+
+squared.defvjp(lambda x: (squared(x), x), lambda x, ct: ((ct + ct.T) @ x,))
+
+
+def custom_vjp(w, x):
+    return jnp.mean(squared(x @ w))  # planted: custom_vjp, called
+
+
+@jax.custom_jvp
+def tripled(x, w):
+    return 3 * (x @ w)  # planted: custom_jvp
+
+
+@tripled.defjvp
+def _(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return tripled(x, w), 3 * (dx @ w + x @ dw)
+
+
+def custom_jvp(w, x):
+    return jnp.mean(tripled(x, w))  # planted: custom_jvp, called
+
+
+def remat(w, x):
+    @jax.checkpoint
+    def layer(x):
+        return jnp.sin(x @ w)  # planted: remat
+
+    return jnp.mean(layer(x))
+
+
+@jax.jit
+def inner_jit(x, w):
+    return x @ w  # planted: nested_jit
+
+
+def nested_jit(w, x):
+    return jnp.mean(jax.jit(lambda x: inner_jit(x, w))(x / 100) + inner_jit(x, w))
+
+
+# The arguments, the op, its iteration, and a part of the cure.
+CASES = {
+    mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
+    attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), 'rules={"attention": "full"}'),
+    softmax_by_hand: ((EYE, X), "exp", (), "subtract the maximum"),
+    eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "larger eps"),
+    log_of_probability: ((EYE, X * [1, 0.8, 1, 1]), "log", (), "larger eps"),
+    scan_over_layers: ((LAYERS, X), "dot_general", (2,), 'rules={"layer": "full"}'),
+    reverse_scan: ((LAYERS, X), "dot_general", (2,), "full"),
+    fori_loop: ((10 * EYE, X), "dot_general", (2,), "full"),
+    while_in_scan: ((10 * EYE, X), "dot_general", (1, 0), "full"),
+    cond_branch: ((EYE, X), "dot_general", (), "full"),
+    activation: ((EYE, X), "mul", (), "full"),
+    custom_vjp: ((5 * EYE, X), "dot_general", (), "full"),
+    custom_jvp: ((1000 * EYE, X), "dot_general", (), "full"),
+    remat: ((1000 * EYE, X), "dot_general", (), "full"),
+    nested_jit: ((1000 * EYE, X), "dot_general", (), "full"),
+}
+DIRECTIONS = {"forward": lambda f: f, "and backward": functools.partial(amp.value_and_grad, loss_scale=2.0**10)}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("model", CASES, ids=lambda model: model.__name__)
+def test_the_planted_line_is_named(model, direction):
+    if direction != "forward" and model is while_in_scan:
+        pytest.skip("JAX does not differentiate `while_loop`")
+    args, primitive, iteration, cure = CASES[model]
+    found = first_nonfinite(DIRECTIONS[direction](amp.autocast(model)))(*args)
+    # JAX knows the ops of a custom rule by the line that calls it.
+    called = ", called" if direction != "forward" and model in (custom_vjp, custom_jvp) else ""
+    assert line(found) == planted(model.__name__ + called)
+    assert (found.primitive, found.iteration, found.backward) == (primitive, iteration, False)
+    assert found.result.infs
+    assert not any(x.infs or x.nans for x in found.operands)
+    assert cure in found.cure
+
+
+@pytest.mark.parametrize("model", [mlp, scan_over_layers, custom_vjp], ids=lambda model: model.__name__)
+def test_it_looks_into_jit(model):
+    found = first_nonfinite(jax.jit(amp.autocast(model)))(*CASES[model][0])
+    assert line(found) == planted(model.__name__)
+
+
+@pytest.mark.parametrize("model", [mlp, attention_logits, scan_over_layers, remat], ids=lambda model: model.__name__)
+def test_the_cure_cures(model):
+    args = CASES[model][0]
+    assert first_nonfinite(amp.autocast(model, rules={lax.dot_general_p: "original"}))(*args) is None
+    assert first_nonfinite(model)(*args) is None
+
+
+def test_the_rule_that_is_proposed_cures():
+    args = CASES[attention_logits][0]
+    (rule,) = re.findall(r"`rules=(.*?)`", first_nonfinite(amp.autocast(attention_logits))(*args).cure)
+    assert first_nonfinite(amp.autocast(attention_logits, rules=eval(rule)))(*args) is None
+
+
+def test_the_line_that_made_the_zeros_is_named_too():
+    found = first_nonfinite(amp.autocast(log_of_probability))(*CASES[log_of_probability][0])
+    assert (
+        f"0 since `convert_element_type` at tests/test_first_nonfinite.py:{planted('underflow')} (log_of_probability)"
+        in found.cure
+    )
+
+
+# The backward pass
+
+
+def large_gradient(w, x):
+    with jax.named_scope("head"):
+        return 100 * jnp.sum(x @ w)  # planted: large_gradient
+
+
+def test_an_overflow_of_scaled_gradients_asks_for_a_smaller_scale():
+    args = np.ones((4, 2), np.float32), X / 1e4
+    scaled = amp.value_and_grad(amp.autocast(large_gradient), loss_scale=2.0**24)
+    found = first_nonfinite(scaled)(*args)
+    assert line(found) == planted("large_gradient")
+    assert (found.backward, found.scope) == (True, "head")
+    assert "in the backward pass of" in str(found)
+    (k,) = re.findall(r"a scale that is 2\^(\d+) times smaller fits", found.cure)
+    for scale, fits in ((2.0 ** (24 - int(k)), True), (2.0 ** (25 - int(k)), False)):
+        scaled = amp.value_and_grad(amp.autocast(large_gradient), loss_scale=scale)
+        assert np.isfinite(scaled(*args)[1]).all() == fits
+
+
+def test_a_whole_train_step_is_looked_into():
+    tx = amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.adam(1e-3)))
+
+    @jax.jit
+    def step(w, state, x):
+        grads = amp.grad(amp.autocast(large_gradient), loss_scale=amp.get_loss_scale(state))(w, x)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.ones((4, 2))
+    state = tx.init(w)
+    found = first_nonfinite(step)(w, state, X)
+    assert (line(found), found.backward) == (planted("large_gradient"), True)
+    assert first_nonfinite(step)(w, amp.set_loss_scale(state, 1.0), X) is None
+
+
+def test_the_recomputation_in_a_backward_pass_is_forward():
+    @jax.checkpoint
+    def layer(x):
+        return jnp.exp(x)
+
+    backward_only = jax.vjp(lambda x: jnp.minimum(layer(x), 1.0), jnp.float32(100.0))[1]
+    found = first_nonfinite(lambda ct: backward_only(ct))(jnp.float32(1.0))
+    assert (found.primitive, found.backward) == ("exp", False)
+
+
+def test_the_gradient_of_a_square_root_of_zero():
+    def distance(x):
+        return jnp.sqrt(jnp.sum(x**2))  # planted: distance
+
+    assert first_nonfinite(distance)(np.zeros(2, np.float32)) is None
+    found = first_nonfinite(jax.grad(distance))(np.zeros(2, np.float32))
+    assert line(found) == planted("distance")
+    assert (found.primitive, found.backward) == ("div", False)
+    assert "add an eps" in found.cure
+
+
+def test_values_beyond_float32_are_no_matter_of_precision():
+    found = first_nonfinite(lambda x: x * x)(np.float32([1e30]))
+    assert "precision is not the cause" in found.cure
+
+
+def test_an_operand_outside_of_the_domain():
+    assert "outside of the domain" in first_nonfinite(jnp.log)(np.float32([-1])).cure
+    assert "outside of the domain" in first_nonfinite(jnp.sqrt)(np.float32([-1])).cure
+
+
+def test_a_singular_matrix():
+    assert "the matrix is singular" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cure
+    assert "not positive definite" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cure
+
+
+def test_float8_is_as_low_as_float16():
+    found = first_nonfinite(lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32))(1e4 * X)
+    assert "times too large for float8_e5m2, which ends at 57344" in found.cure
+
+
+# What is not blamed
+
+
+def masked_softmax(scores, mask):
+    masked = jnp.where(mask, scores, -jnp.inf)
+    return jax.nn.softmax(masked)  # planted: masked_softmax
+
+
+def additive_mask(scores, bias):
+    return jax.nn.softmax(scores + bias)  # planted: additive_mask
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (masked_softmax, (EYE, CAUSAL)),
+        (additive_mask, (EYE, np.where(CAUSAL, 0, -np.inf).astype(np.float32))),
+        (lambda x: jnp.max(x, initial=-jnp.inf), (EYE,)),
+        (lambda x: jax.nn.logsumexp(x, where=CAUSAL), (EYE,)),
+        (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"), (EYE,)),
+        (lambda x: jnp.where(x > 0, jnp.log(x), 0.0), (EYE,)),
+        (lambda x: jnp.exp(-jnp.exp(100 * x)), (EYE,)),
+        (lambda x: lax.scan(lambda m, x: (jnp.maximum(m, x), jnp.exp(m - x)), jnp.full(4, -jnp.inf), x), (EYE,)),
+        (lambda x: x.astype(jnp.int32) + jax.random.bits(jax.random.key(0), (4, 4)).astype(jnp.int32), (EYE,)),
+    ],
+)
+def test_finite_results_have_no_culprit(fun, args):
+    assert first_nonfinite(fun)(*args) is None
+
+
+@pytest.mark.parametrize("fun", [masked_softmax, additive_mask], ids=lambda fun: fun.__name__)
+def test_a_row_that_is_masked_whole_is_blamed_on_its_softmax(fun):
+    mask = CAUSAL & (np.arange(4) > 0)[:, None]
+    given = mask if fun is masked_softmax else np.where(mask, 0, -np.inf).astype(np.float32)
+    found = first_nonfinite(fun)(EYE, given)
+    assert line(found) == planted(fun.__name__)
+    assert found.primitive == "sub"
+    assert (found.operands[0].infs, found.result.nans) == (7, 4)
+    assert "masked whole" in found.cure
+
+
+@pytest.mark.parametrize("mask", [masked_softmax, additive_mask], ids=lambda fun: fun.__name__)
+def test_an_overflow_next_to_a_harmless_mask_is_blamed(mask):
+    def model(x, w):
+        given = CAUSAL if mask is masked_softmax else jnp.log(CAUSAL.astype(jnp.float32))
+        return mask(x, given) @ jnp.exp(w)  # planted: behind a mask
+
+    found = first_nonfinite(model)(EYE, 100 * EYE)
+    assert line(found) == planted("behind a mask")
+
+
+def test_a_harmless_infinity_that_does_not_reach_the_result_is_not_blamed():
+    def model(x):
+        safe = jnp.where(x > 0, jnp.log(x), 0.0)
+        return safe * jnp.exp(100 * x)  # planted: not the log
+
+    assert line(first_nonfinite(model)(EYE)) == planted("not the log")
+
+
+def test_harmless_infinities_of_each_iteration_are_not_blamed():
+    def step(x, w):
+        scores = x + jnp.log(CAUSAL.astype(jnp.float32))
+        return jax.nn.softmax(scores) * jnp.exp(w), None  # planted: third iteration
+
+    found = first_nonfinite(lambda x, ws: lax.scan(step, x, ws)[0])(EYE, np.float32([0, 0, 100, 0]))
+    assert line(found) == planted("third iteration")
+    assert (found.primitive, found.iteration) == ("exp", (2,))
+
+
+def test_one_of_two_results_counts_alone():
+    def model(x):
+        return jnp.log(x), x / 0.0  # both
+
+    assert first_nonfinite(lambda x: model(x)[1])(np.float32([1])).primitive == "div"
+    assert first_nonfinite(model)(np.float32([1])).primitive == "div"
+    assert first_nonfinite(model)(np.float32([0])).primitive == "log"
+
+
+def test_a_loop_that_ended_because_of_nan_ends_without_it():
+    def model(x):
+        y = lax.while_loop(lambda y: y < 2, jnp.cos, jnp.log(x - 9))  # planted: for ever
+        return y, jnp.sqrt(x - 10)
+
+    assert line(first_nonfinite(model)(jnp.float32(5))) == planted("for ever")
+
+
+# Plain float16
+
+
+def test_a_mask_constant_beyond_float16_is_blamed():
+    def model(scores):
+        mask = CAUSAL & (jnp.arange(4) > 0)[:, None]
+        return jax.nn.softmax(jnp.where(mask, scores, -1e9))  # planted: mask constant
+
+    found = first_nonfinite(model)(EYE.astype(F16))
+    assert line(found) == planted("mask constant")
+    assert "the constant -1e+09 is beyond the 65504 of float16" in found.cure
+    assert first_nonfinite(amp.autocast(model))(EYE) is None
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, as it traces the constant
+def test_a_mask_constant_that_is_multiplied_is_blamed():
+    def model(scores):
+        return jax.nn.softmax(scores + (1 - jnp.asarray(CAUSAL, F16)) * -1e9)  # planted: mask product
+
+    found = first_nonfinite(model)(EYE.astype(F16))
+    assert line(found) == planted("mask product")
+    assert "-1e9 is -inf in float16" in found.cure
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_an_argument_that_is_not_finite_is_named_by_its_path(bad):
+    def loss(params, /, *batch, scale):
+        return jnp.mean(params["dense"][0] * batch[1]) * scale
+
+    find = first_nonfinite(amp.autocast(loss))
+    params, x = {"dense": [EYE[0]], "name": "mlp"}, EYE[0]
+    assert find(params, x, x, scale=1.0) is None
+    found = find(params, x, bad * np.ones(4, np.float32), scale=1.0)
+    assert (found.primitive, found.source) == ("argument", "args[2]")
+    found = find({"dense": [np.float32([1, bad, 1, 1])]}, x, x, scale=1.0)
+    assert (found.source, found.result.infs + found.result.nans) == ("params['dense'][0]", 1)
+    assert "`params['dense'][0]` is not finite: float32[4] = 1, 1 of 4" in str(found)
+    assert find(params, x, x, scale=jnp.float32(bad)).source == "scale"
+
+
+def test_an_argument_that_is_not_used_is_not_named():
+    assert first_nonfinite(lambda x, y: x)(EYE, np.full(2, np.inf)) is None
+    assert first_nonfinite(lambda x, y: jnp.exp(x))(X, np.full(2, np.nan)).primitive == "exp"
+
+
+def test_an_argument_that_does_no_harm_is_not_named():
+    def clipped(x, most):
+        return jnp.exp(jnp.minimum(x, most))  # planted: clipped
+
+    assert first_nonfinite(clipped)(EYE, jnp.float32(np.inf)) is None
+    assert line(first_nonfinite(clipped)(X, jnp.float32(np.inf))) == planted("clipped")
+
+
+def test_an_infinity_that_only_passes_through():
+    found = first_nonfinite(lambda x: 2 * x)(np.float32([-np.inf]))
+    assert (found.primitive, found.source) == ("argument", "x")
+    found = first_nonfinite(lambda x: jnp.where(x > 0, x, -jnp.inf))(EYE)
+    assert found.primitive == "constant"
+    assert "infinite constant" in str(found)
+
+
+def test_inside_jit_it_cannot_be_called():
+    for call in (first_nonfinite(jnp.sin), lambda x: first_nonfinite(lambda: jnp.sin(x))()):
+        with pytest.raises(TypeError, match="cannot run inside `jit`"):
+            jax.jit(call)(1.0)
+    with pytest.raises(TypeError, match="takes a function, got int"):
+        first_nonfinite(3)
+
+
+def test_arguments_may_hold_anything():
+    def loss(config, x):
+        assert config["activation"] is jnp.sin
+        return config["activation"](x) / config["by"]
+
+    found = first_nonfinite(loss)({"activation": jnp.sin, "by": 0.0, "name": "x", "none": None}, EYE)
+    assert found.primitive == "div"
+
+
+def test_debug_nans_of_jax_does_not_interfere():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert first_nonfinite(amp.autocast(softmax_by_hand))(*CASES[softmax_by_hand][0]).primitive == "exp"
+
+
+# Transformed programs
+
+
+def test_under_vmap_the_elements_of_a_loop_that_are_done_stay():
+    def doubled(x, n):
+        def step(state):
+            return state[0] + 1, state[1] * 2e4  # planted: batched while
+
+        return lax.while_loop(lambda state: state[0] < n, step, (0, x))[1]
+
+    find = first_nonfinite(jax.vmap(doubled))
+    assert find(np.ones(2, F16), np.int32([1, 0])) is None
+    found = find(np.ones(2, F16), np.int32([1, 3]))
+    assert line(found) == planted("batched while")
+    assert found.iteration == (1,)
+    assert (found.operands[0].max, found.result.infs) == (2e4, 2)
+
+
+def test_keys_and_integers_are_scanned_over():
+    def model(keys, counts, x):
+        def step(x, slices):
+            key, n = slices
+            return jnp.where(jax.random.bernoulli(key, 1.0), jnp.exp(n * x), x), n  # planted: keys
+
+        return lax.scan(step, x, (keys, counts))[0]
+
+    found = first_nonfinite(model)(jax.random.split(jax.random.key(0), 3), jnp.array([0, 1, 100]), EYE)
+    assert (line(found), found.iteration) == (planted("keys"), (2,))
+
+
+def test_mutable_arrays_are_not_looked_into():
+    def model(x):
+        ref = jax.new_ref(x)
+        ref[...] = jnp.exp(ref[...])
+        return ref[...]  # planted: read
+
+    assert first_nonfinite(model)(EYE) is None
+    assert line(first_nonfinite(model)(X)) == planted("read")
+
+
+def test_shard_map_is_one_op():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("data")
+
+    def model(x):
+        return jax.shard_map(lambda x: jnp.exp(x), mesh=mesh, in_specs=spec, out_specs=spec)(x)  # planted: shard_map
+
+    found = first_nonfinite(model)(X)
+    assert (found.primitive, line(found)) == ("shard_map", planted("shard_map"))
+    assert "on the function inside it" in found.cure
+
+
+# The report
+
+
+def test_it_is_a_frozen_record_that_prints_as_a_paragraph():
+    found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
+    assert isinstance(found, NonFinite)
+    assert hash(found) == hash(dataclasses.replace(found))
+    head, *operands, result, cure = str(found).splitlines()
+    assert head == (f"`dot_general` made inf, at {found.source}, scope layer, iteration 2")
+    assert operands == ["  operand  float16[2,4] = 100", "  operand  float16[4,4] from 0 to 1e+04"]
+    assert result == "  result   float16[2,4], 8 of 8 inf"
+    assert cure.startswith("  cure     the result is 15.3 times too large for float16")
+
+
+# Libraries
+
+
+def test_flax_linen_names_the_module_and_the_users_line():
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.relu(linen.Dense(4, kernel_init=linen.initializers.constant(1.0))(x))
+            return linen.Dense(2, kernel_init=linen.initializers.constant(1e3))(x)  # planted: linen
+
+    model = Model()
+    params = model.init(jax.random.key(0), X)
+    found = first_nonfinite(amp.autocast(lambda params, x: jnp.mean(model.apply(params, x))))(params, X)
+    assert (line(found), found.scope) == (planted("linen"), "Model/Dense_1")
+    assert re.fullmatch(r"flax.linen.linear.py:\d+ \(Dense.__call__\)", found.library)
+    assert f"{found.source}, in {found.library}, scope Model/Dense_1" in str(found)
+    assert 'rules={"Model/Dense_1": "full"}' in found.cure
+
+
+def test_flax_nnx_modules_are_not_changed():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.first(x)) * jnp.exp(x)  # planted: nnx
+
+    def loss(model, x):
+        return jnp.mean(model(x))
+
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.state(model))
+    for fun in (amp.autocast(loss), amp.value_and_grad(amp.autocast(loss), transform=nnx.value_and_grad)):
+        assert line(first_nonfinite(fun)(model, X)) == planted("nnx")
+    assert all(x is y for x, y in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
+
+
+def test_equinox_modules():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 2, 4, 1, activation=jnp.exp, key=jax.random.key(0))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x))  # planted: equinox
+
+    model = eqx.tree_at(lambda m: m.layers[0].weight, model, 10 * EYE)
+    for fun in (amp.autocast(loss), eqx.filter_value_and_grad(amp.autocast(loss))):
+        found = first_nonfinite(fun)(model, X)
+        assert (found.primitive, line(found)) == ("exp", planted("equinox"))
+        assert found.library.startswith("equinox/nn/_mlp.py")

@@ -1,0 +1,186 @@
+"""`amp.suggest_rules`: the fewest rules that bring the gradient close to that in float32."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def network(*planted):
+    """A loss of four layers in scopes; the planted ones take the difference of two large products."""
+
+    def loss_fn(params, x):
+        for name, w in params.items():
+            with jax.named_scope(name):
+                x = jnp.tanh(x @ w)
+                if name in planted:
+                    x = x @ (64 + jnp.eye(4)) - x @ jnp.full((4, 4), 64.0)
+        return jnp.mean(jnp.square(x))
+
+    return loss_fn
+
+
+@pytest.fixture
+def args():
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {f"layer_{i}": jax.random.normal(key, (4, 4)) for i, key in enumerate(keys[:4])}
+    return params, jax.random.normal(keys[4], (8, 4))
+
+
+def gradient_error(loss_fn, rules, args, dtype="float16", scale=2.0**8):
+    """Measured independently, with a scale at which nothing overflows."""
+    low = amp.grad(amp.autocast(loss_fn, dtype, rules=rules), loss_scale=scale)
+    grads, exact = (jax.tree.leaves(jax.jit(f)(*args)) for f in (low, jax.grad(loss_fn)))
+    difference = [
+        np.asarray(a, np.float64) / scale - np.asarray(b, np.float64) for a, b in zip(grads, exact, strict=True)
+    ]
+    norm = lambda xs: np.sqrt(sum(np.sum(np.square(x)) for x in xs))  # noqa: E731
+    return norm(difference) / norm([np.asarray(x, np.float64) for x in exact])
+
+
+def test_where_no_rule_is_needed_there_is_none(args):
+    rules, report = amp.suggest_rules(network())(*args)
+    assert rules == {}
+    assert report.met
+    assert report.trials == 1
+    assert report.error == report.error_before
+    assert "without rules" in str(report)
+
+
+@pytest.mark.parametrize("planted", ["layer_0", "layer_2", "layer_3"])
+def test_the_planted_module_is_the_one_rule(args, planted):
+    loss_fn = network(planted)
+    rules, report = amp.suggest_rules(loss_fn)(*args, tol=1e-2)
+    assert rules == {planted: "full"}
+    assert gradient_error(loss_fn, {}, args) > 1e-2
+    assert gradient_error(loss_fn, rules, args) <= 1e-2
+    assert report.met
+    assert report.trials <= 12
+    assert report.rows[0].error_without == report.error_before > 1e-2 >= report.error
+    assert 0 < report.rows[0].flops <= 0.75
+    assert planted in str(report)
+
+
+def test_two_modules_that_differ_by_a_number_make_one_pattern(args):
+    loss_fn = network("layer_0", "layer_1", "layer_2", "layer_3")
+    rules, report = amp.suggest_rules(loss_fn)(*args, tol=1e-3)
+    assert rules == {"layer_*": "full"}
+    assert gradient_error(loss_fn, rules, args) <= 1e-3
+    assert report.error <= 1e-3
+
+
+def test_two_culprits_of_which_each_alone_hides_the_other_are_both_found():
+    def loss_fn(params, x):
+        with jax.named_scope("first"):
+            x = jnp.log1p(jnp.abs((300 * x) @ (300 * params["first"])))
+        with jax.named_scope("middle"):
+            x = x @ params["middle"]
+        with jax.named_scope("last"):
+            return jnp.mean(jnp.log1p(jnp.abs((300 * x) @ (300 * params["last"]))))
+
+    params = {name: jnp.ones((4, 4)) + jnp.eye(4) for name in ("first", "middle", "last")}
+    args = params, jnp.linspace(0.5, 1.0, 12).reshape(3, 4)
+    for alone in ("first", "last"):
+        assert not gradient_error(loss_fn, {alone: "full"}, args) < 0.9
+    rules, report = amp.suggest_rules(loss_fn)(*args)
+    assert rules == {"first": "full", "last": "full"}
+    assert report.error_before == np.inf
+    assert gradient_error(loss_fn, rules, args) < 1e-2
+    assert [row.error_without for row in report.rows] == [np.inf, np.inf]
+
+
+def test_an_op_class_is_suggested_where_it_is_cheaper_than_the_modules():
+    def loss_fn(params, x):
+        for name, w in params.items():
+            with jax.named_scope(name):
+                x = x @ w
+                # A sum in float16 stays at 2048 when ones are added to it.
+                total = jnp.zeros((1, 2)).at[jnp.zeros(len(x), jnp.int32)].add(x)
+                x = 1 + jnp.tanh(x - total / len(x))
+        return jnp.mean(jnp.square(x))
+
+    params = {name: jnp.full((2, 2), 0.5) + 0.1 * jnp.eye(2) for name in ("a", "b", "c")}
+    args = params, 1 + jnp.linspace(-0.5, 0.5, 8192).reshape(4096, 2)
+    rules, report = amp.suggest_rules(loss_fn)(*args)
+    assert rules == {jax.lax.scatter_add_p: "full"}
+    assert report.rows[0].flops == 0
+    assert gradient_error(loss_fn, rules, args) <= 1e-2 < gradient_error(loss_fn, {}, args)
+
+
+def test_without_scopes_primitives_are_what_is_left():
+    def loss_fn(params, x):
+        return jnp.mean(jnp.sin(100 * x @ params["w"]))
+
+    args = {"w": jnp.linspace(0.0, 1.0, 16).reshape(4, 4)}, jnp.linspace(0.0, 1.0, 12).reshape(3, 4)
+    rules, report = amp.suggest_rules(loss_fn)(*args)
+    assert rules == {jax.lax.dot_general_p: "full"}
+    assert report.rows[0].flops == 1
+    assert gradient_error(loss_fn, rules, args) <= 1e-2
+
+
+def test_bfloat16_needs_more_than_float16(args):
+    loss_fn = network("layer_1")
+    rules, report = amp.suggest_rules(loss_fn, "bfloat16")(*args, tol=5e-2)
+    assert report.dtype == "bfloat16"
+    assert report.met
+    assert "layer_1" in rules
+    assert gradient_error(loss_fn, rules, args, "bfloat16", 1.0) <= 5e-2
+
+
+def test_what_the_code_decides_itself_no_rule_can_mend_and_the_report_says_so(args):
+    loss_fn = amp.precision("bfloat16")(network("layer_1"))
+    rules, report = amp.suggest_rules(loss_fn)(*args)
+    assert rules == {}
+    assert not report.met
+    assert report.error == report.error_floor == report.error_before > 1e-2
+    assert "cannot be met by rules" in str(report)
+
+
+def test_modules_of_flax_are_found():
+    nn = pytest.importorskip("flax.linen")
+
+    class Waves(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.sin(100 * x @ self.param("w", nn.initializers.normal(1.0), (2, 4)))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Waves()(x)
+            x = nn.LayerNorm()(nn.relu(nn.Dense(4)(x)))
+            return nn.Dense(1)(x)
+
+    model, x = Model(), jax.random.normal(jax.random.key(1), (8, 2))
+    params = model.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x) - 1))
+
+    rules, report = amp.suggest_rules(loss_fn)(params, x)
+    assert rules == {"Model/Waves_0": "full"}
+    assert report.met
+    assert gradient_error(loss_fn, rules, (params, x)) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: amp.suggest_rules("loss"), TypeError, "takes a function, got str"),
+        (lambda f: amp.suggest_rules(amp.autocast(f)), TypeError, "under `autocast` already"),
+        (lambda f: amp.suggest_rules(f, rules={"a": "full"}), TypeError, "finds the rules; mark what shall be"),
+        (lambda f: amp.suggest_rules(f)(jnp.ones(2), tol=0), ValueError, "`tol` must be positive, got 0"),
+        (lambda f: amp.suggest_rules(f, "float8_e5m2")(jnp.ones(2)), ValueError, "float8_e5m2"),
+        (lambda f: jax.jit(amp.suggest_rules(f))(jnp.ones(2)), TypeError, "inside `jit`"),
+        (lambda f: amp.suggest_rules(f)(jnp.array([jnp.inf])), ValueError, "not finite in float32 either"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call(lambda w: jnp.sum(w))
