@@ -1,7 +1,7 @@
 """The only file that knows JAX's versions and its private names (JAX 0.10 to 0.12)."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,18 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     `ClosedJaxpr` wraps a `Jaxpr` up to JAX 0.10; from 0.11 they are one class, whose constants are in `consts`.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+# The parameter that holds the jaxpr of a call, which runs in the place of the call.
+CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "call": "call_jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # the name of both from JAX 0.12 on
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:

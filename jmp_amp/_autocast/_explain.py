@@ -19,7 +19,7 @@ from jmp_amp._autocast._decisions import dtype_of, shape_of
 from jmp_amp._autocast._interpreter import Plan, Step
 from jmp_amp._autocast._nnx import unbound
 from jmp_amp._autocast._ops import Op
-from jmp_amp._autocast._overrides import scope_path
+from jmp_amp._autocast._overrides import modules_of, scope_path
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import RULES, OpClass
@@ -144,11 +144,10 @@ class _Place(NamedTuple):
     @property
     def module(self) -> str:
         """The scopes that a user named."""
-        return "/".join(name for name in scope_path("", self.stack).split("/") if not _NO_MODULE.search(name))
+        return modules_of(scope_path("", self.stack))
 
 
 _TOP = _Place("", "", 1)
-_NO_MODULE = re.compile(r"^$|^amp:|->|^checkpoint$|^rematted_computation$")  # marks, einsums, `jax.checkpoint`
 _SUMMARY = re.compile(r"(.*):(\d+):\d+ \((.*)\)")
 
 

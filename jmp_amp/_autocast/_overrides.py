@@ -14,6 +14,8 @@ from jmp_amp._autocast._values import FLOAT32
 
 _TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`, differentiated
 
+_NO_MODULE = re.compile(r"^$|^amp:|->|^checkpoint$|^rematted_computation$")  # marks, einsums, `jax.checkpoint`
+
 
 class Overrides(NamedTuple):
     """What `rules=` says.
@@ -58,6 +60,11 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
 def scope_path(outer: str, name_stack: Any) -> str:
     """Returns the named scopes of an equation, those around the jaxpr that it is in included."""
     return f"{outer}/{_TRANSFORM.sub('', str(name_stack))}".strip("/")
+
+
+def modules_of(path: str) -> str:
+    """Returns the scopes that a user or a library named, of all of a path: modules."""
+    return "/".join(name for name in path.split("/") if not _NO_MODULE.search(name))
 
 
 def _op_class(primitive: Primitive, value: Any) -> OpClass:

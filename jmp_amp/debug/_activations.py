@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,27 +16,11 @@ from jax.extend.core import JaxprEqn, Literal
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._api import split_arrays
 from jmp_amp._autocast._decisions import dtype_of
-from jmp_amp._autocast._overrides import scope_path
+from jmp_amp._autocast._overrides import modules_of, scope_path
 from jmp_amp.debug._measure import on_host
 
-# The jaxpr of a call runs in its place. Loops but `scan`, branches, `shard_map` and kernels are one op.
-_CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "call": "call_jaxpr",
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # the name of both from JAX 0.12 on
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-_NO_MODULE = re.compile(r"^$|^amp:|->|^checkpoint$|^rematted_computation$")  # marks, einsums, `jax.checkpoint`
 _FRAME = re.compile(r"(.*):\d+:\d+ \((.*)\)")
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
-
-
-def modules_of(path: str) -> str:
-    """Returns the scopes that a user named, of all of a path."""
-    return "/".join(name for name in path.split("/") if not _NO_MODULE.search(name))
 
 
 def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -67,6 +51,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> d
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], found: dict[str, Any], outer: str, source: str) -> list[Any]:
+    """Evaluates a jaxpr; loops but `scan`, branches, `shard_map` and kernels are one op."""
     opened, consts = _compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, consts, strict=True)) | dict(zip(opened.invars, args, strict=True))
 
@@ -77,8 +62,8 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], found: dict[str, Any], outer: str
         name, operands = eqn.primitive.name, list(map(read, eqn.invars))
         path = scope_path(outer, eqn.source_info.name_stack)
         inner_source = _function(eqn) or source
-        if name in _CALLS:
-            outs = _evaluate(eqn.params[_CALLS[name]], operands, found, path, inner_source)
+        if name in _compat.CALLS:
+            outs = _evaluate(eqn.params[_compat.CALLS[name]], operands, found, path, inner_source)
         elif name == "scan":
             outs = _scan(eqn, operands, found, path, inner_source)
         else:

@@ -14,17 +14,6 @@ from jmp_amp._autocast import _compat
 from jmp_amp._autocast._decisions import dtype_of
 from jmp_amp.debug._cells import Cell, Path, Place, in_float32, look
 
-# The jaxpr of a call runs in its place. All other primitives that hold jaxprs, but for loops and branches, are one op.
-_CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "call": "call_jaxpr",
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # the name of both from JAX 0.12 on
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-
 
 class Event(NamedTuple):
     """An op that made values that are not finite: out of finite ones, or NaN out of infinite constants."""
@@ -87,8 +76,8 @@ class Evaluation:
     def _step(self, operands: list[Cell], place: Place) -> list[Cell]:
         eqn = place.eqns[-1]
         match eqn.primitive.name:
-            case name if name in _CALLS:
-                return self.run(eqn.params[_CALLS[name]], operands, place)
+            case name if name in _compat.CALLS:
+                return self.run(eqn.params[_compat.CALLS[name]], operands, place)
             case "cond":
                 branches = eqn.params["branches"]
                 index = min(max(int(operands[0].value), 0), len(branches) - 1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast._overrides import scope_path
+from jmp_amp._autocast._overrides import modules_of, scope_path
 
 _FRAME = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? (?P<function>\(.*\))")
 _OWN = tuple(
@@ -17,7 +17,6 @@ _OWN = tuple(
 )
 _DEBUG = str(pathlib.Path(__file__).resolve().parent) + os.sep
 _INSTALLED = re.compile(r".*[/\\](site|dist)-packages[/\\]")
-_NOT_OF_THE_USER = re.compile(r"amp:\w+|rematted_computation|checkpoint|.*->.*")  # the last is of an `einsum`
 
 
 class Origin(NamedTuple):
@@ -57,8 +56,7 @@ def origin_of(eqns: Sequence[JaxprEqn]) -> Origin:
     inner = frames[:1]
     source = (own or inner or [""])[0]
     library = "" if not inner or inner[0] == source else inner[0]
-    named = [part for part in scope.split("/") if part and not _NOT_OF_THE_USER.fullmatch(part)]
-    return Origin(_short(source), _short(library), "/".join(named), backward)
+    return Origin(_short(source), _short(library), modules_of(scope), backward)
 
 
 def _frames(eqn: JaxprEqn) -> list[str]:
