@@ -1,0 +1,18 @@
+"""`python -m jmp_amp`."""
+
+import subprocess
+import sys
+
+import jax
+import optax
+
+import jmp_amp as amp
+
+
+def test_a_bug_report_says_versions_devices_and_kernels():
+    done = subprocess.run([sys.executable, "-m", "jmp_amp"], capture_output=True, text=True, check=True)
+    assert f"jax {jax.__version__}\n" in done.stdout
+    assert f"optax {optax.__version__}\n" in done.stdout
+    assert f"jmp-amp {amp.__version__}" in done.stdout or "jmp-amp" not in done.stdout  # from a checkout
+    assert "x cpu (cpu); finite check by xla: nothing was measured on this device" in done.stdout
+    assert done.stderr == ""
