@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jmp_amp._autocast._explain import REASONS, Explanation, OpSite
+from jmp_amp._autocast._explain import Explanation
+from jmp_amp._autocast._op_site import REASONS, OpSite
+from jmp_amp._table import aligned
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
@@ -89,7 +91,7 @@ class PrecisionReport:
     def __str__(self) -> str:
         lines, shown = [_headline(self)], self._shown()
         for title, rows in _grouped(shown):
-            lines += ["", title, *_aligned([_COLUMNS, *rows])]
+            lines += ["", title, aligned([_COLUMNS, *rows], numbers=False)]
         return "\n".join([*lines, "", *_notes(shown, self.rows)])
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -147,7 +149,8 @@ class PrecisionDiff:
             change = a.primitive, f"{_short(a.compute)} -> {_short(b.compute)}", b.why, a.source
             modules.setdefault(change, []).append(a.module)
         rows = [(*change[:3], str(len(found)), _named(found), change[3]) for change, found in modules.items()]
-        return "\n".join([*lines, "", *_aligned([("op", "compute", "why", "sites", "module", "source"), *rows])])
+        table = aligned([("op", "compute", "why", "sites", "module", "source"), *rows], numbers=False)
+        return "\n".join([*lines, "", table])
 
 
 def report_of(explanation: Explanation, dtype: str, again: Callable[..., PrecisionReport]) -> PrecisionReport:
@@ -218,11 +221,6 @@ def _notes(shown: Iterable[OpSite], rows: Iterable[OpSite]) -> list[str]:
     hidden = Counter(row.direction for row in rows) - Counter(row.direction for row in shown)
     more = [f'{count} more op sites: `report.select(direction="{name}")`' for name, count in hidden.items()]
     return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in used] + more
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _named(modules: Iterable[str]) -> str:

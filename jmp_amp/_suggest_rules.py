@@ -13,13 +13,13 @@ import jax
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import autocast
-from jmp_amp._autocast._explain import OpSite
+from jmp_amp._autocast._op_site import OpSite
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES, Rule
 from jmp_amp._explain import explain
-from jmp_amp.debug._measure import measure, measure_reference, relative_error
-from jmp_amp.debug._table import aligned, percent
+from jmp_amp._table import aligned, percent
+from jmp_amp.debug._measure import check_concrete, check_plain, measure, measure_reference, relative_error
 
 Rules = dict[Any, str]
 
@@ -144,10 +144,7 @@ def suggest_rules(
         ({'waves': 'full'}, True)
         >>> loss_fn = amp.autocast(loss_fn, rules=rules)
     """
-    if not callable(fun):
-        raise TypeError(f"`suggest_rules` takes a function, got {type(fun).__name__}")
-    if hasattr(fun, "autocast_of"):
-        raise TypeError("this function is under `autocast` already; give `suggest_rules` the plain one")
+    check_plain(fun, "suggest_rules", "")
     if "rules" in options:
         raise TypeError("`suggest_rules` finds the rules; mark what shall be float32 anyway with `amp.full_precision`")
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
@@ -156,10 +153,7 @@ def suggest_rules(
     def suggest(*args: Any, tol: float = 1e-2, **kwargs: Any) -> Suggestion:
         if not tol > 0:
             raise ValueError(f"`tol` must be positive, got {tol!r}; 1e-2 allows an error of 1 percent")
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-            raise TypeError(
-                "`suggest_rules` reads values, so it cannot run inside `jit`; call it on concrete arguments"
-            )
+        check_concrete((args, kwargs), "suggest_rules")
         exact = measure_reference(fun, args, kwargs, "float32", **grad_options).all_grads
 
         @functools.cache

@@ -87,10 +87,11 @@ def look(
         for group in [[i] for i in indices] if by_leaf else [indices]:
             _, squares = check_finite([leaves[i] for i in group], factor, implementation=implementation)
             squares = lax.psum(squares, axes) if axes else squares
-            flags |= dict.fromkeys(group, jnp.isnan(squares))
             total += squares
+            if by_leaf:
+                flags[group[0]] = jnp.isnan(squares)
     if names and not typed:
-        flags = {i: lax.psum(bad.astype(jnp.float32), names) > 0 for i, bad in flags.items() if by_leaf}
+        flags = {i: lax.psum(bad.astype(jnp.float32), names) > 0 for i, bad in flags.items()}
         total = jnp.where(lax.psum(jnp.isnan(total).astype(jnp.float32), names) > 0, jnp.nan, total)
     by_path = jax.tree.unflatten(treedef, [flags[i] for i in range(len(leaves))]) if by_leaf else None
     return Seen(~jnp.isnan(total), total, by_path)

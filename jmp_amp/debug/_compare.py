@@ -10,7 +10,16 @@ from jmp_amp._autocast import autocast
 from jmp_amp._policy import Policy
 from jmp_amp.debug._activations import activations
 from jmp_amp.debug._comparison import Comparison, ErrorRow
-from jmp_amp.debug._measure import Measured, measure, measure_reference, norm, relative_error, widened
+from jmp_amp.debug._measure import (
+    Measured,
+    check_concrete,
+    check_plain,
+    measure,
+    measure_reference,
+    norm,
+    relative_error,
+    widened,
+)
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -66,10 +75,7 @@ def compare(
         >>> report.gradient["float16"] > 0.01
         True
     """
-    if not callable(fun):
-        raise TypeError(f"`compare` takes a function, got {type(fun).__name__}")
-    if hasattr(fun, "autocast_of"):
-        raise TypeError("this function is under `autocast` already; give `compare` the plain one, and the `policies`")
+    check_plain(fun, "compare", ", and the `policies`")
     if reference not in ("float32", "float64"):
         raise ValueError(f'`reference` must be "float32" or "float64", got {reference!r}')
     if isinstance(policies, str | Policy):
@@ -82,8 +88,7 @@ def compare(
 
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-            raise TypeError("`compare` reads values, so it cannot run inside `jit`; call it on concrete arguments")
+        check_concrete((args, kwargs), "compare")
         exact = measure_reference(fun, args, kwargs, reference, **options)
         exact_activations = _reference_activations(fun, args, kwargs, reference)
         found = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}

@@ -41,6 +41,20 @@ class Measured(NamedTuple):
         return [x for xs in self.grads.values() for x in xs]
 
 
+def check_plain(fun: Any, name: str, cure: str) -> None:
+    """Raises where `fun` is no function, or one that is under autocast."""
+    if not callable(fun):
+        raise TypeError(f"`{name}` takes a function, got {type(fun).__name__}")
+    if hasattr(fun, "autocast_of"):
+        raise TypeError(f"this function is under `autocast` already; give `{name}` the plain one{cure}")
+
+
+def check_concrete(arguments: Any, name: str) -> None:
+    """Raises inside `jit`."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)):
+        raise TypeError(f"`{name}` reads values, so it cannot run inside `jit`; call it on concrete arguments")
+
+
 def measure(
     fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], loss_scale: float | None = None, **options: Any
 ) -> Measured:

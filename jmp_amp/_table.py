@@ -3,12 +3,16 @@
 from collections.abc import Iterable, Sequence
 
 
-def aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Returns rows of equal length as aligned lines, the first column to the left and all others to the right."""
+def aligned(rows: Iterable[Sequence[str]], numbers: bool = True) -> str:
+    """Returns rows of equal length as aligned lines.
+
+    The first column is aligned to the left, and the others to the right if they hold numbers.
+    """
     rows = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = str.rjust if numbers else str.ljust
     lines = (
-        "  ".join([row[0].ljust(widths[0]), *(x.rjust(n) for x, n in zip(row[1:], widths[1:], strict=True))])
+        "  ".join([row[0].ljust(widths[0]), *(align(x, n) for x, n in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
