@@ -68,7 +68,11 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array) -> Any:
         loss_scale=jnp.broadcast_to(jnp.asarray(value, jnp.float32), old.loss_scale.shape),
         growth_tracker=jnp.zeros_like(old.growth_tracker),
     )
-    return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)
+
+    def replace(x: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(x), new) if _is_state(x) else x
+
+    return jax.tree.map(replace, opt_state, is_leaf=_is_state)
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -94,7 +98,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     found = find_state(opt_state)._asdict()
     for x in jax.tree.leaves(opt_state, is_leaf=_is_wrapper):
         if _is_wrapper(x):
-            found["grad_norm"] = jnp.sqrt(x.sum_of_squares)
+            found["grad_norm"] = jnp.sqrt(*jax.tree.leaves(x.sum_of_squares))
             flags = jax.tree.leaves_with_path(x.nonfinite_leaves)
             found |= {f"nonfinite/{keystr(path, simple=True, separator='/')}": flag for path, flag in flags}
     return found
@@ -175,7 +179,7 @@ def _notfinite(tree: Any) -> str:
 
 
 def find_state(opt_state: Any) -> LossScaleState:
-    """Returns the one `LossScaleState` in a tree."""
+    """Returns the one `LossScaleState` in a tree, its arrays out of the boxes in which Flax NNX's optimizer puts them."""
     found = [(path, x) for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=_is_state) if _is_state(x)]
     if not found:
         raise ValueError(
@@ -185,7 +189,7 @@ def find_state(opt_state: Any) -> LossScaleState:
     if len(found) > 1:
         where = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state, pass the one that is meant: {where}")
-    return found[0][1]
+    return LossScaleState(*jax.tree.leaves(found[0][1]))
 
 
 def _is_state(x: Any) -> bool:

@@ -64,7 +64,10 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, title in zip(all_axes, panels, strict=True):
         for i, (label, run) in enumerate(runs.items()):
-            _PLOTS.get(title, _curves)(axes, run, [name for name in _PANELS[title] if name in run], f"C{i}", label)
+            names = [name for name in _PANELS[title] if name in run]
+            # The first of several is what the others are held against: wide and pale, so that it shows behind them.
+            style = {"lw": 4, "color": "0.75"} if i == 0 and len(runs) > 1 else {"lw": 1.4, "color": f"C{i}"}
+            _PLOTS.get(title, _curves)(axes, run, names, label=label, **style)
         axes.set_title(title, size=10)
         axes.spines[["top", "right"]].set_visible(False)
         if title in _LOG_BASES:
@@ -77,19 +80,20 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
     return figure
 
 
-def _curves(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], color: str, label: str) -> None:
+def _curves(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
     for name in names:
         faint = name != names[-1]  # the training loss, where there is a validation loss
         shown = np.isfinite(run[name])
-        marker = "." if shown.sum() < 2 else ""
-        style = {"lw": 0.8, "alpha": 0.4} if faint else {"lw": 1.4, "label": label, "marker": marker}
-        axes.plot(run["step"][shown], run[name][shown], color=color, **style)
+        changes = (
+            {"lw": style["lw"] / 2, "alpha": 0.4, "label": None} if faint else {"marker": "." if shown.sum() < 2 else ""}
+        )
+        axes.plot(run["step"][shown], run[name][shown], **(style | changes))
 
 
-def _steps(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], color: str, label: str) -> None:
+def _steps(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
     for name in names:
         skipped = _skipped(run)
-        axes.step(run["step"], run[name], where="post", color=color, lw=1.4, label=label)
+        axes.step(run["step"], run[name], where="post", **style)
         mark = "skipped" if skipped.any() else ""
         axes.plot(run["step"][skipped], run[name][skipped], "x", color="#c8443c", ms=6, mew=1.6, label=mark, zorder=3)
 

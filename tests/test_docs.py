@@ -1,6 +1,6 @@
 """What the README and the docs show runs as it stands."""
 
-import importlib
+import importlib.util
 import inspect
 import pathlib
 import re
@@ -23,6 +23,9 @@ def code(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if code(page)])
 def test_code_of_a_page_runs(page):
+    for library in re.findall(r"^(?:import|from) (\w+)", code(page), re.M):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"needs {library}")
     exec(compile(code(page), page, "exec"), {})
 
 

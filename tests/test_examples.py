@@ -1,0 +1,24 @@
+"""The examples that have a twin in float32, run through their command lines for a few steps."""
+
+import importlib
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("users_code")
+pytest.importorskip("sklearn", reason="the examples train on scikit-learn's digits")
+EXAMPLES = {  # what an example needs, and how far the scores of float16 may be from those of float32 after 20 steps
+    "cnn_flax_nnx": ("flax", {"accuracy": 0.03}),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_float16_scores_as_float32_does(name, tmp_path, capsys):
+    library, tolerances = EXAMPLES[name]
+    if library:
+        pytest.importorskip(library, reason=f"needs {library}")
+    scores = importlib.import_module(name).main(["--steps", "20", "--out", str(tmp_path)])
+    assert scores["float32"].keys() == scores["float16"].keys() == tolerances.keys()
+    for score, tolerance in tolerances.items():
+        assert scores["float16"][score] == pytest.approx(scores["float32"][score], abs=tolerance)
+    assert (tmp_path / "history.png").stat().st_size > 10_000
+    assert "skips" in capsys.readouterr().out
