@@ -179,7 +179,7 @@ def _notfinite(tree: Any) -> str:
 
 
 def find_state(opt_state: Any) -> LossScaleState:
-    """Returns the one `LossScaleState` in a tree, its arrays out of the boxes in which Flax NNX's optimizer puts them."""
+    """Returns the one `LossScaleState` in a tree, its arrays out of the boxes that Flax NNX's optimizer has them in."""
     found = [(path, x) for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=_is_state) if _is_state(x)]
     if not found:
         raise ValueError(

@@ -85,7 +85,9 @@ def _curves(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **st
         faint = name != names[-1]  # the training loss, where there is a validation loss
         shown = np.isfinite(run[name])
         changes = (
-            {"lw": style["lw"] / 2, "alpha": 0.4, "label": None} if faint else {"marker": "." if shown.sum() < 2 else ""}
+            {"lw": style["lw"] / 2, "alpha": 0.4, "label": None}
+            if faint
+            else {"marker": "." if shown.sum() < 2 else ""}
         )
         axes.plot(run["step"][shown], run[name][shown], **(style | changes))
 

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -307,3 +308,21 @@ def test_max_skips_must_be_positive(max_skips):
 
 def test_the_error_is_an_arithmetic_error():
     assert issubclass(amp.LossScaleError, ArithmeticError)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Box:
+    value: jax.Array
+
+
+def test_arrays_in_boxes_are_read_and_set_as_flax_nnx_has_them():
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+    state = jax.tree.map(Box, tx.init({"w": jnp.ones(2)}))
+    assert amp.get_loss_scale(state) == 2**16
+    assert {name: x.shape for name, x in amp.metrics(state).items()}.keys() >= {"loss_scale", "grad_norm"}
+    amp.check_health(state)
+    assert amp.state_dict(state)["scale"] == 2**16
+    state = amp.set_loss_scale(state, 8.0)
+    assert isinstance(state.loss_scale.loss_scale, Box)
+    assert amp.get_loss_scale(state) == 8

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,32 @@ from jmp_amp._autocast._values import FLOAT32, Value, origin_of_input
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._tree import cast_floating
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
+def autocast(
+    fun: None = None,
+    dtype: Any = ...,
+    *,
+    policy: Policy | str | None = ...,
+    rules: Mapping[Any, Any] | None = ...,
+    save: str = ...,
+    weight_grad_dtype: Any = ...,
+    enabled: bool = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+@overload
+def autocast(
+    fun: Callable[P, R],
+    dtype: Any = ...,
+    *,
+    policy: Policy | str | None = ...,
+    rules: Mapping[Any, Any] | None = ...,
+    save: str = ...,
+    weight_grad_dtype: Any = ...,
+    enabled: bool = ...,
+) -> Callable[P, R]: ...
 def autocast(
     fun: Callable | None = None,
     dtype: Any = "float16",

@@ -1,9 +1,8 @@
 """Regions of another precision, written into the name stack so that they survive tracing and differentiation."""
 
-import contextlib
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import jax
 import numpy as np
@@ -17,6 +16,14 @@ _MARK = re.compile(_SCOPE + r"(\w+)")
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
+class Mark(Protocol):
+    """A context manager that is a decorator as well, for type checkers."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: Any) -> bool | None: ...
+    def __call__(self, fun: F, /) -> F: ...
+
+
 def compute_dtype(value: Any) -> np.dtype:
     """Parses a dtype that autocast can compute in."""
     dtype = parse_dtype(value)
@@ -25,7 +32,7 @@ def compute_dtype(value: Any) -> np.dtype:
     return dtype
 
 
-def precision(dtype: Any) -> contextlib.AbstractContextManager:
+def precision(dtype: Any) -> Mark:
     """Marks a region inside `autocast` that computes in `dtype`; a context manager and a decorator.
 
     Outside `autocast` the mark does nothing. Regions nest; the innermost counts, in the backward pass too.
@@ -50,7 +57,11 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager:
     return jax.named_scope(_SCOPE + compute_dtype(dtype).name)
 
 
-def full_precision(fun: F | None = None) -> Any:
+@overload
+def full_precision(fun: None = None) -> Mark: ...
+@overload
+def full_precision(fun: F) -> F: ...
+def full_precision(fun: F | None = None) -> F | Mark:
     """Marks a region inside `autocast` that runs in the dtypes that it was traced in.
 
     Either a context manager, `with full_precision():`, or a decorator, `@full_precision`. On a function it is what
@@ -68,7 +79,7 @@ def full_precision(fun: F | None = None) -> Any:
         [[90000.]]
     """
     region = precision(np.float32)
-    return region if fun is None else region(fun)  # type: ignore[operator]
+    return region if fun is None else region(fun)
 
 
 def region_of(name_stack: Any) -> np.dtype | None:
