@@ -4,6 +4,9 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+import typed_program
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -21,3 +24,8 @@ def test_examples_are_short():
     for path in ROOT.glob("examples/*.py"):
         if path.name != "train_gpt.py":  # the demo, which saves and resumes
             assert len(path.read_text().splitlines()) < 150, path.name
+
+
+@pytest.mark.usefixtures("users_code")
+def test_typed_program_runs():
+    typed_program.main()

@@ -1,4 +1,4 @@
-"""A user's program, for a type checker (`mypy --strict tests/test_typed_program.py`) and to run."""
+"""A user's program, for a type checker (`mypy --strict tests/typed_program.py`) and to run."""
 
 from typing import NamedTuple, assert_type
 
@@ -19,7 +19,7 @@ class Params(NamedTuple):
 def loss_fn(params: Params, x: jax.Array) -> jax.Array:
     with amp.full_precision():
         penalty = jnp.sum(params.b**2)
-    return jnp.mean((x @ params.w + params.b[None]) ** 2) + penalty
+    return jnp.mean((x @ params.w + params.b) ** 2) + penalty
 
 
 @amp.full_precision
@@ -61,5 +61,5 @@ def main() -> None:
     assert jnp.isfinite(loss)
 
 
-def test_program_runs() -> None:
+if __name__ == "__main__":
     main()
