@@ -12,7 +12,18 @@ from jmp_amp._transform import DynamicLossScaleState
 
 
 class LossScaleError(ArithmeticError):
-    """Training cannot go on: the loss scale has nowhere left to go."""
+    """Training cannot go on: the loss scale has nowhere left to go.
+
+    Examples:
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale(init_scale=1.0)
+        >>> state = rule.update(rule.update(rule.init(), False), False)
+        >>> try:
+        ...     amp.check_health(state)
+        ... except amp.LossScaleError as error:
+        ...     print(str(error).partition(".")[0])
+        the gradients overflow although the loss scale has nowhere left to go
+    """
 
 
 def get_loss_scale(opt_state: Any) -> jax.Array:

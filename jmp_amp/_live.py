@@ -21,7 +21,15 @@ _UNSHOWN = ("growth_tracker", "hysteresis_tracker", "last_finite", "notfinite_co
 
 
 class LiveView:
-    """A line that follows a run; `live` makes one."""
+    """A line that follows a run; `live` makes one.
+
+    Examples:
+        >>> import jmp_amp as amp
+        >>> with amp.live(total=2, name="run", every=1) as view:
+        ...     view.update(loss=3.0)
+        ...     view.update(loss=2.5, accuracy=0.5)
+        run ... 2/2 loss 2.5 accuracy 0.5 ...
+    """
 
     def __init__(self, progress: Any, task: Any, every: int, step: int) -> None:
         self._progress, self._task, self._every, self._step = progress, task, every, step

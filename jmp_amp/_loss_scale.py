@@ -28,6 +28,13 @@ class LossScaleState(NamedTuple):
         last_finite: bool[], whether the gradients of the last step were finite; true before the first.
         notfinite_count: int32[], steps in a row, up to the last one, whose gradients were not finite.
         total_notfinite: int32[], all steps so far whose gradients were not finite.
+
+    Examples:
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale(growth_interval=2)
+        >>> state = rule.update(rule.init(), True)
+        >>> state.growth_tracker.item(), state.total_notfinite.item()
+        (1, 0)
     """
 
     loss_scale: jax.Array

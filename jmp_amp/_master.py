@@ -14,6 +14,13 @@ class MasterWeightsState(NamedTuple):
         master: float32 masters of the parameters below float32; nothing (`optax.MaskedNode`) for the others, which are
           their own masters.
         inner_state: the state of the wrapped transformation, over float32 parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> state = amp.master_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
+        >>> state.master["w"].dtype
+        dtype('float32')
     """
 
     master: Any
@@ -84,6 +91,13 @@ class RoundedWeightsState(NamedTuple):
     Attributes:
         step: int32[], the steps so far; with the seed it makes the random bits of the next one.
         inner_state: the state of the wrapped transformation, over float32 parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> state = amp.rounded_weights(optax.sgd(0.1), "stochastic").init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> state.step.item()
+        0
     """
 
     step: jax.Array

@@ -31,6 +31,15 @@ class PrecisionReport:
         casts: how many casts between floating dtypes the program runs, backward pass included.
         kept: the bytes of what the backward pass reads of the forward pass, arguments aside, by dtype. None where JAX
           cannot differentiate the program, as through a `while_loop`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> [(row.primitive, row.compute) for row in report.select(direction="forward").rows]
+        [('dot_general', 'float16'), ('exp', 'float32')]
+        >>> report.summary()["matmul_flops"]
+        1.0
     """
 
     rows: tuple[OpSite, ...]
@@ -125,7 +134,16 @@ class PrecisionReport:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionDiff:
-    """Where two reports of one program differ: printed, a line for each op whose dtypes do."""
+    """Where two reports of one program differ: printed, a line for each op whose dtypes do.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> diff = report.diff(rules={jax.lax.tanh_p: "full"})
+        >>> [(before.compute, after.compute) for before, after in diff.changes]
+        [('float16', 'float32')]
+    """
 
     before: PrecisionReport
     after: PrecisionReport

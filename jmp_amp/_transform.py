@@ -18,6 +18,14 @@ class UnscaleAndCheckState(NamedTuple):
 
     Attributes:
         last_finite: bool[], whether the gradients of the last step that reached it were finite.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> tx = amp.unscale_and_check()
+        >>> _, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, tx.init({"w": jnp.ones(2)}), loss_scale=2.0)
+        >>> state.last_finite.item()
+        False
     """
 
     last_finite: jax.Array
@@ -33,6 +41,13 @@ class DynamicLossScaleState(NamedTuple):
           finite, 0 before the first step.
         nonfinite_leaves: of bool[], the tree of the parameters, true for the leaves whose gradients were not finite in
           the last step; None unless `dynamic_loss_scale` was asked for it.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> state = amp.dynamic_loss_scale(optax.adam(1e-3)).init({"w": jnp.ones(2)})
+        >>> state.loss_scale.loss_scale.item(), optax.tree.get(state.inner_state, "count").item()
+        (65536.0, 0)
     """
 
     loss_scale: LossScaleState

@@ -1,4 +1,4 @@
-"""Draws the pictures of `worse-than-float32.md` and `watching.md` by running their code: `python docs/img/draw.py`."""
+"""Draws the pictures of pages by running their code: `python docs/img/draw.py`."""
 
 import pathlib
 import re
@@ -17,3 +17,4 @@ page = run("worse-than-float32.md")
 page["comparison"].plot(IMAGES / "compare.png")
 page["figure"].savefig(IMAGES / "underflow.png")
 run("watching.md")["figure"].savefig(IMAGES / "history.png")
+run("tutorial/train-step.md")["figure"].savefig(IMAGES / "tutorial.png")

@@ -17,6 +17,15 @@ class ErrorRow(NamedTuple):
         name: the module: of the parameters, `"decoder/norm"`; of the program, a named scope or `"model.py:attention"`.
         norm: of the reference.
         errors: norm of the difference over the norm of the reference, by policy; infinite where a result is not finite.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> found = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> row = next(row for row in found.rows if row.kind == "gradient")
+        >>> row.name, row.errors["float16"] < 1e-3
+        ('w', True)
     """
 
     kind: str
@@ -38,6 +47,14 @@ class Comparison:
         gradient: the error of all gradients together, by policy.
         loss_scale: what multiplied the loss, by policy.
         reference: the dtype that the errors are against.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> found = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> found.reference, sorted({row.kind for row in found.rows})
+        ('float32', ['activation', 'gradient', 'loss'])
     """
 
     rows: tuple[ErrorRow, ...]

@@ -23,6 +23,12 @@ class Values:
         zeros: how many values are 0.
         infs: how many are infinite.
         nans: how many are NaN.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> amp.debug.first_nonfinite(lambda x: jnp.log(x - 1))(jnp.ones(2)).operands[0]
+        Values(dtype='float32', shape=(2,), min=0.0, max=0.0, zeros=2, infs=0, nans=0)
     """
 
     dtype: str
@@ -79,6 +85,13 @@ class NonFinite:
         operands: its floating operands.
         result: its (first non-finite) result.
         cure: what to try.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> found = amp.debug.first_nonfinite(lambda x: jnp.log(x - 1))(jnp.ones(2))
+        >>> found.primitive, found.result.infs, found.operands[0].zeros
+        ('log', 2, 2)
     """
 
     primitive: str

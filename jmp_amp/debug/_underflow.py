@@ -30,6 +30,13 @@ class LeafUnderflow(NamedTuple):
         overflow: share that is infinite, NaN, or too large for float16 with the loss scale.
         largest: exponent (floor of log2) of the largest finite value with the loss scale; float16 ends at 15. None
           where all are 0.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> row = amp.debug.underflow({"w": jnp.array([1024.0, 1e-6])}, loss_scale=2.0**10).rows[0]
+        >>> row.path, row.zero_unscaled, row.zero, row.subnormal
+        ('w', 0.5, 0.0, 0.5)
     """
 
     path: str
@@ -51,6 +58,13 @@ class Underflow:
         total: the same for all leaves together; its path is `all`.
         loss_scale: what the gradients are multiplied by.
         exponents: of each module, how many of the *true* gradients have which exponent, and how many are 0 (by None).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> found = amp.debug.underflow({"w": jnp.array([1.0, 1e-9]), "b": jnp.ones(2)})
+        >>> [row.path for row in found.rows], found.total.zero
+        (['b', 'w'], 0.25)
     """
 
     rows: tuple[LeafUnderflow, ...]
