@@ -5,6 +5,7 @@
 
 import argparse
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,5 +69,5 @@ def summarize(rows: Sequence[dict[str, Any]], scores: dict[str, Scores]) -> Tabl
     for run, values in scores.items():
         last = [row for row in rows if row["run"] == run][-1]
         shown = [f"{values[name]:.4g}" for name in names]
-        table.add_row(run, *shown, f"{last['loss_scale']:g}", f"{last['total_notfinite']}")
+        table.add_row(run, *shown, f"2^{math.log2(last['loss_scale']):g}", f"{last['total_notfinite']}")
     return table

@@ -1,0 +1,27 @@
+"""Each small program that `benchmarks/conformance.py` shows to libraries, under autocast."""
+
+import pytest
+from conformance import behaviour, examine, scale_of_jmp_amp, under_jmp_amp, verdict
+from programs import PROGRAMS
+
+pytestmark = pytest.mark.usefixtures("users_code", "quick_compile")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_runs_low_where_it_should_and_agrees_with_float32(name):
+    try:
+        answers = examine(PROGRAMS[name], under_jmp_amp)
+    except ImportError as error:
+        pytest.skip(f"needs {error.name}")
+    assert verdict(answers) == "ok"
+
+
+def test_loss_scale_behaves_as_the_table_says():
+    assert behaviour(scale_of_jmp_amp) == {
+        "grows after (asked for 3)": "3 steps",
+        "gradient on the step on which it grows": "right",
+        "gradient of a float16 loss of 2 at 2^16": "right",
+        "after a NaN at 2^10": "2^9",
+        "after 300 overflows": "2^0",
+        "after 900 clean steps": "2^24",
+    }
