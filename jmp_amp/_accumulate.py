@@ -26,6 +26,11 @@ def accumulate(value_and_grad: Callable, steps: int, reduction: str, batch_argnu
 
     def accumulated(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
         batches = {i: _micro_batches(i, args[i], steps) for i in batch_argnums}
+        if not jax.tree.leaves(batches):
+            raise ValueError(
+                f"accumulate_steps={steps} found no batch among the {len(args)} arguments of the loss; pass the batch "
+                "as an argument of its own, `value_and_grad(...)(params, batch)`, instead of closing over it"
+            )
 
         def one(batch: dict[int, Any]) -> tuple[tuple[jax.Array, Any], Any]:
             return value_and_grad(*(batch.get(i, x) for i, x in enumerate(args)), **kwargs)

@@ -51,8 +51,8 @@ def value_and_grad(
         times the true one.
 
     Raises:
-        TypeError: the loss is not a floating scalar (when the returned function is called), or `loss_scale` is not a
-          scalar number.
+        TypeError: the loss is not a floating scalar (when the returned function is called), `loss_scale` is not a
+          scalar number, or `argnums` is a float.
         ValueError: `accumulate_steps` is not positive or does not divide a first axis (the message says which), or
           `reduction` is neither of the two.
 
@@ -71,6 +71,8 @@ def value_and_grad(
     References:
         The order of cast and scale is apex's `scale_loss`. `reduction="sum"` is DeepSpeed's `scale_wrt_gas=False`.
     """
+    if isinstance(argnums, float | jax.Array):
+        raise TypeError(f"`argnums` must be an integer or several, got {argnums!r}; the scale is `loss_scale=...`")
     multiplier = to_scale(loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")

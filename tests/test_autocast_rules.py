@@ -1,5 +1,7 @@
 """Rules of the user's own, and the op table as a table."""
 
+import functools
+
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
@@ -96,6 +98,23 @@ def test_a_policy_carries_rules():
         "float16",
         "float16",
     ]
+
+
+@pytest.mark.parametrize("autocast_first", [True, False])
+def test_a_pattern_of_several_scopes_holds_in_what_checkpoint_computes_again(autocast_first):
+    def fun(w):
+        def layer(x):
+            with jax.named_scope("layer"):
+                return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+        with jax.named_scope("net"):
+            return jnp.mean(jax.checkpoint(layer)(jnp.ones((4, 8))))
+
+    cast = functools.partial(amp.autocast, rules={"net/layer": "full"})
+    gradient = jax.grad(cast(fun)) if autocast_first else cast(jax.grad(fun))
+    found = dtypes(gradient, jnp.eye(8), primitive="dot_general")
+    assert len(found) == 7
+    assert set(found) == {"float32 float32 -> float32"}
 
 
 @pytest.mark.parametrize(

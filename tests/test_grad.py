@@ -303,3 +303,13 @@ def test_gradients_are_scaled_under_vmap_and_scan():
     w = jnp.float32([1, 2, 3])
     assert jax.vmap(grad)(w).tolist() == [16, 32, 48]
     assert jax.lax.scan(lambda carry, w: (carry, grad(w)), None, w)[1].tolist() == [16, 32, 48]
+
+
+def test_a_scale_in_the_place_of_argnums_is_named():
+    with pytest.raises(TypeError, match=r"got 65536.0; the scale is `loss_scale="):
+        amp.value_and_grad(product, 2.0**16)
+
+
+def test_a_loss_that_closes_over_its_batch_cannot_be_accumulated_and_says_so():
+    with pytest.raises(ValueError, match="no batch among the 1 arguments of the loss; pass the batch"):
+        amp.value_and_grad(lambda a: product(a, B), accumulate_steps=2)(A)

@@ -14,6 +14,10 @@ from jmp_amp._autocast._values import FLOAT32
 
 _TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`, differentiated
 
+# What `jax.checkpoint` computes again or transposes has its path twice: `transpose(jvp(net))/jvp(net)/layer`, in one
+# equation or in two of which one is in the other.
+_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
+
 _NO_MODULE = re.compile(r"^$|^amp:|->|^checkpoint$|^rematted_computation$")  # marks, einsums, `jax.checkpoint`
 
 
@@ -58,13 +62,11 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
 
 
 def scope_path(outer: str, name_stack: Any) -> str:
-    """Returns the named scopes of an equation, those around the jaxpr that it is in included."""
-    return f"{outer}/{_TRANSFORM.sub('', str(name_stack))}".strip("/")
-
-
-def modules_of(path: str) -> str:
-    """Returns the scopes that a user or a library named, of all of a path: modules."""
-    return "/".join(name for name in path.split("/") if not _NO_MODULE.search(name))
+    """Returns the scopes of an equation, and of the jaxpr that it is in, that a user or a library named: modules."""
+    stack = _REPEATED.sub("", str(name_stack))
+    path = "/".join(name for name in _TRANSFORM.sub("", stack).split("/") if not _NO_MODULE.search(name))
+    repeats = "jvp(" in stack and f"{path}/".startswith(f"{outer}/")
+    return path if repeats else f"{outer}/{path}".strip("/")
 
 
 def _op_class(primitive: Primitive, value: Any) -> OpClass:

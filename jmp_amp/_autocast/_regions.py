@@ -26,9 +26,12 @@ class Mark(Protocol):
 
 def compute_dtype(value: Any) -> np.dtype:
     """Parses a dtype that autocast can compute in."""
-    dtype = parse_dtype(value)
-    if dtype.name not in _DTYPES:
-        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got {dtype.name}")
+    try:
+        dtype = parse_dtype(value)
+    except ValueError:
+        dtype = None
+    if dtype is None or dtype.name not in _DTYPES:
+        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got `{dtype or value}`")
     return dtype
 
 

@@ -171,6 +171,9 @@ RULES: Rules = _table(
         # Linear algebra, transforms and kernels in their own precision.
         "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _COSTLY,
         "fft ffi_call pallas_call triangular_solve tridiagonal tridiagonal_solve": _COSTLY,
+        # Bits, complex numbers, and reductions by any function.
+        "bitcast_convert_type reduce_precision complex conj imag real": ORIGINAL,
+        "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
     }
 )
 

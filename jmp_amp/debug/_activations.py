@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._api import split_arrays
 from jmp_amp._autocast._decisions import dtype_of
-from jmp_amp._autocast._overrides import modules_of, scope_path
+from jmp_amp._autocast._overrides import scope_path
 from jmp_amp.debug._measure import on_host
 
 _FRAME = re.compile(r"(.*):\d+:\d+ \((.*)\)")
@@ -69,7 +69,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], found: dict[str, Any], outer: str
         else:
             with _compat.context_of(eqn):
                 outs = _compat.bind(eqn, operands)
-            _note(found, modules_of(path) or inner_source, eqn, outs)
+            _note(found, path or inner_source, eqn, outs)
         env.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, opened.outvars))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast._overrides import modules_of, scope_path
+from jmp_amp._autocast._overrides import scope_path
 
 _FRAME = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? (?P<function>\(.*\))")
 _OWN = tuple(
@@ -56,7 +56,7 @@ def origin_of(eqns: Sequence[JaxprEqn]) -> Origin:
     inner = frames[:1]
     source = (own or inner or [""])[0]
     library = "" if not inner or inner[0] == source else inner[0]
-    return Origin(_short(source), _short(library), modules_of(scope), backward)
+    return Origin(_short(source), _short(library), scope, backward)
 
 
 def _frames(eqn: JaxprEqn) -> list[str]:
