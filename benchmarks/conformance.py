@@ -385,7 +385,8 @@ anything else. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums a
 of a weighted mean of the results, scaled by 2^10, or by less where that overflows.
 
 A library that casts whole arguments (`jmp`, `mpx`) leaves it to the model to cast back around its norms and sums, which
-these programs do not do: that is the work that autocast takes off. `grampax` casts the operands of products only.
+these programs do not do: that is the work that autocast takes off. `grampax` casts the operands of products only. The
+programs and the questions are ours; another choice would give other figures.
 """
 
 

@@ -122,7 +122,8 @@ def check_health(
 
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one.
-        params: parameters to look at; one that is not finite never becomes so again.
+        params: parameters to look at, or a whole model: what is no array in it is skipped. One that is not finite never
+          becomes so again.
         grads: the gradients of the last step, if at hand: the message then names those that were not finite.
         max_skips: so many skipped steps in a row are too many; a scale of 2^24 needs 24 to reach 1.
         min_scale: two overflows in a row, the last at this scale or below, are an error; the `min_scale` of the rule in

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp._tree import is_inexact
+
 
 def nonfinite_leaves(tree: Any) -> Any:
     """Counts the values that are not finite, a leaf at a time.
 
     Args:
-        tree: gradients, parameters or activations, of any shape; floating and complex leaves are read.
+        tree: gradients, parameters or activations, of any shape; floating and complex leaves are read. Others may be
+          anything: integers, PRNG keys, functions.
 
     Returns:
         A tree of the same structure of int32[]; 0 for the leaves that are not read. It stays on the device, so a jitted
@@ -26,7 +29,7 @@ def nonfinite_leaves(tree: Any) -> Any:
     """
 
     def count(x: Any) -> jax.Array:
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        if not is_inexact(x):
             return jnp.int32(0)
         return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
 

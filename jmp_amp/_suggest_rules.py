@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import autocast
@@ -19,7 +18,14 @@ from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES, Rule
 from jmp_amp._explain import explain
 from jmp_amp._table import aligned, percent
-from jmp_amp.debug._measure import check_concrete, check_plain, measure, measure_reference, relative_error
+from jmp_amp.debug._measure import (
+    check_concrete,
+    check_plain,
+    floating_value_and_grad,
+    measure,
+    measure_reference,
+    relative_error,
+)
 
 Rules = dict[Any, str]
 
@@ -102,7 +108,7 @@ def suggest_rules(
     loss_scale: float | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable = jax.value_and_grad,
+    transform: Callable = floating_value_and_grad,
     **options: Any,
 ) -> Callable[..., Suggestion]:
     """Returns a function that finds the few `"full"` rules that bring the gradient of `fun` close to that in float32.
@@ -117,7 +123,7 @@ def suggest_rules(
         loss_scale: multiplies the loss; None tries 2^16, and halves while the gradients overflow, down to 1.
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
-        transform: as in `amp.value_and_grad`.
+        transform: as in `amp.debug.compare`.
         **options: further arguments of `autocast`: `save`, `weight_grad_dtype`.
 
     Returns:
@@ -127,7 +133,8 @@ def suggest_rules(
         do, and `report.met` is False.
 
     Raises:
-        TypeError: `fun` is not callable or under `autocast` already, or it is called inside `jit`.
+        TypeError: `fun` is not callable or under `autocast` already, there are no floating arrays to differentiate with
+          respect to, or it is called inside `jit`.
         ValueError: `tol` is not positive, or the loss or its gradients are not finite in float32.
 
     Examples:

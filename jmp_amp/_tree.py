@@ -125,11 +125,11 @@ def all_finite(tree: Any) -> jax.Array:
     References:
         `all_finite` of jmp 0.0.4.
     """
-    flags = [_leaf_is_finite(leaf) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
+    flags = [_leaf_is_finite(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
 
 
-def _is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: Any) -> bool:
     if isinstance(leaf, _ARRAYS):
         return jnp.issubdtype(leaf.dtype, jnp.inexact)
     return isinstance(leaf, float | complex)

@@ -166,6 +166,23 @@ def test_error_if_raises_as_it_does_without_autocast(x):
             fun()
 
 
+def test_tools_take_a_module_with_its_activation_function():
+    model, x = eqx.nn.MLP(8, 3, 16, 2, key=KEYS[1]), X[0]
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    report = amp.debug.compare(loss, ["float16"])(model, x)
+    filtered = amp.debug.compare(loss, ["float16"], transform=eqx.filter_value_and_grad)(model, x)
+    assert report.rows == filtered.rows
+    assert [row.name for row in report.rows if row.kind == "gradient"] == [f"layers/{i}" for i in range(3)]
+    assert amp.suggest_rules(loss)(model, x).rules == {}
+    state = amp.LossScale().init()
+    amp.check_health(state, model)
+    with pytest.raises(amp.LossScaleError, match=r"\.layers\[0\]\.weight \(128 of 128 values\)"):
+        amp.check_health(state, jax.tree.map(lambda x: x * jnp.nan if eqx.is_array(x) else x, model))
+
+
 def test_composes_with_filtered_transformations_either_way_round():
     model, x, _ = MODELS["mlp"]()
 

@@ -167,6 +167,53 @@ class TestNotRounded:
         assert dtypes(amp.autocast(jnp.vecdot), X, X, primitive="dot_general") == [FULL_PRODUCT]
 
 
+class TestMixedProduct:
+    """JAX traces a product of a float16 weight and a float32 input as one op with a float32 result."""
+
+    @pytest.mark.parametrize("low", ["float16", "bfloat16"])
+    @pytest.mark.parametrize("traced", ["float16", "bfloat16"])
+    @pytest.mark.parametrize("to", [None, "float32", "float16"])
+    def test_is_low_precision_if_its_other_dtypes_are_the_compute_dtype(self, low, traced, to):
+        def fun(w, x):
+            return lax.dot(x, w, preferred_element_type=to)
+
+        w = W.astype(traced)
+        (product,) = dtypes(amp.autocast(fun, low), w, X, primitive="dot_general")
+        is_low = {traced, to} <= {low, None, F32}
+        assert product == (f"{low} {low} -> {low}" if is_low else f"float32 {traced} -> {to or F32}")
+        assert jax.eval_shape(amp.autocast(fun, low), w, X) == jax.eval_shape(fun, w, X)
+
+    @pytest.mark.parametrize("weight_grad_dtype", [None, "float32"])
+    def test_has_gradients_of_the_dtypes_of_its_operands(self, weight_grad_dtype):
+        def loss(w, b, x):
+            return jnp.mean(jnp.square(jnp.tanh(x @ w + b) @ w))
+
+        args = W.astype(F16), jnp.zeros(8, F16), X
+        low = amp.autocast(loss, weight_grad_dtype=weight_grad_dtype)
+        assert set(dtypes(jax.grad(low, (0, 1, 2)), *args, primitive="dot_general")) <= {
+            PRODUCT,
+            "float16 float16 -> float32",
+        }
+        for got, want, arg in zip(jax.grad(low, (0, 1, 2))(*args), jax.grad(loss, (0, 1, 2))(*args), args, strict=True):
+            assert got.dtype == arg.dtype
+            np.testing.assert_allclose(np.float32(got), np.float32(want), atol=1e-3)
+
+    def test_is_float32_where_the_code_or_an_operand_says_so(self):
+        def fun(w, x):
+            with amp.full_precision():
+                y = x @ w
+            return y, jnp.dot(x, w, precision="highest"), jnp.where(x > 0, x, -1e9) @ w, jnp.vecdot(x[0], w[0])
+
+        products = dtypes(amp.autocast(fun), W.astype(F16), X, primitive="dot_general")
+        assert products == ["float32 float16 -> float32"] * 4
+
+    def test_of_16_bits_is_as_it_was_traced(self):
+        fun = amp.autocast(lambda w, x: lax.dot(x, w, preferred_element_type=F32))
+        for traced in (F16, "bfloat16"):
+            products = dtypes(fun, W.astype(F16), X.astype(traced), primitive="dot_general")
+            assert products == [f"{traced} float16 -> float32"]
+
+
 class TestBiasGradient:
     """Summed in float16, 70,000 ones would be inf; the bias itself is cast first, not kept in front of a loop."""
 

@@ -148,7 +148,15 @@ PRODUCTS = [
         "jnp.einsum of three": (lambda x, y, z: jnp.einsum("ij,jk,k->i", x, y, z), X, S, W),
         "jnp.linalg.multi_dot": (lambda *xs: jnp.linalg.multi_dot(xs), X, S, D),
         "lax.dot_general of mixed dtypes": (lambda x: lax.dot(x, S.astype(BF16), preferred_element_type=F32), X),
+        "jnp.matmul with float16": (lambda x: x @ S.astype(F16), X),
+        "jnp.matmul of float16": (lambda x: S.astype(F16) @ x, X.T),
+        "jnp.matmul to float16": (lambda x: jnp.matmul(x, S.astype(F16), preferred_element_type=F16), X),
+        "lax.dot_general with float16": (lambda x: lax.dot(x, S.astype(F16)), X),
         "lax.ragged_dot": (lambda x, w: lax.ragged_dot(x, w, np.array([1, 1], np.int32)), X, np.stack([S, D])),
+        "lax.ragged_dot with float16": (
+            lambda x: lax.ragged_dot(x, np.stack([S, D]).astype(F16), np.array([1, 1], np.int32)),
+            X,
+        ),
         "lax.conv": (lambda x, k: lax.conv(x, k, (2, 1), "SAME"), IMAGE, KERNEL),
         "lax.conv dilated": (lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "VALID", None, (2, 2)), IMAGE, KERNEL),
         "lax.conv grouped": (

@@ -187,6 +187,21 @@ def test_equinox_modules_are_compared():
     assert report.gradient["float16"] < 0.01
 
 
+def test_what_is_no_floating_array_is_passed_through_and_has_no_gradient(args):
+    params, x = args
+
+    def loss_fn(model, x):
+        assert model["name"] == "layer"
+        return jnp.mean(jnp.square(model["act"](x @ model["w"]["w"][model["order"]] * model["scale"])))
+
+    model = {"w": {"w": params["layer_0"]}, "act": jnp.tanh, "order": jnp.arange(4), "name": "layer", "scale": 2.0}
+    report = compare(loss_fn, ["float16"], reference="float64")(model, x)
+    assert list(rows_of(report, "gradient")) == ["w"]
+    grads = jax.grad(lambda w: loss_fn(model | {"w": {"w": w}}, x))(params["layer_0"])
+    np.testing.assert_allclose(rows_of(report, "gradient")["w"].norm, np.linalg.norm(grads), rtol=1e-5)
+    assert 0 < report.gradient["float16"] < 0.01
+
+
 def test_flax_modules_are_rows():
     nn = pytest.importorskip("flax.linen")
 
@@ -245,6 +260,7 @@ def test_what_is_not_finite_in_float32_either_is_not_a_matter_of_precision(args)
         (lambda: compare(mlp(), ()), ValueError, "`policies` is empty"),
         (lambda: compare(mlp(), ["float17"]), ValueError, "float17"),
         (lambda: jax.jit(compare(mlp()))({"a": jnp.ones((4, 4))}, jnp.ones((2, 4))), TypeError, "inside `jit`"),
+        (lambda: compare(lambda i, x: x[i])(1, jnp.ones(2)), TypeError, "no floating arrays .* `argnums`"),
     ],
 )
 def test_wrong_arguments_are_named(call, error, message):

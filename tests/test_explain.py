@@ -60,6 +60,16 @@ KNOWN = {
         "dot_general",
         ("lower", "traced", (F16, F16), F16, F16),
     ),
+    "a weight in the compute dtype": (
+        lambda x: x @ W.astype(F16),
+        "dot_general",
+        ("lower", "rule", (F32, F16), F16, F16),
+    ),
+    "a weight in another dtype": (
+        lambda x: x @ W.astype("bfloat16"),
+        "dot_general",
+        ("lower", "traced", (F32, "bfloat16"), F32, F32),
+    ),
 }
 
 
@@ -185,6 +195,11 @@ def test_a_function_under_autocast_is_explained_as_it_is():
         amp.explain(3)
 
 
+def test_a_mixed_product_is_not_said_to_have_no_float32():
+    text = str(amp.explain(lambda x: x @ W.astype("bfloat16"))(X))
+    assert "traced: it, or an operand of it, was traced in another dtype than float32" in text
+
+
 def test_float32_explains_the_plain_program():
     report = amp.explain(lambda x: jnp.sum(x @ W), "float32")(X)
     assert {row.compute for row in report.rows} == {F32}
@@ -274,3 +289,19 @@ def test_a_console_shows_it_too():
         text = console.export_text()
         assert "dot_general" in text
         assert "promote" in text
+
+
+def test_a_model_with_dropout_knows_all_its_primitives_and_checkpoint_keeps_its_modules():
+    def fun(w, x):
+        def layer(x):
+            with jax.named_scope("layer"):
+                keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+                return jnp.where(keep, jnp.tanh(x @ w), 0.0)
+
+        with jax.named_scope("net"):
+            return jnp.mean(jax.checkpoint(layer)(x))
+
+    report = amp.explain(fun)(jnp.eye(8), jnp.ones((4, 8)))
+    assert report.summary()["unknown"] == []
+    products = report.select("net/layer", primitive="dot_general")
+    assert {row.direction for row in products.rows} == {"forward", "recomputed", "backward"}

@@ -281,6 +281,13 @@ def test_parameters_that_are_not_finite_are_named_by_their_paths(bad):
     amp.check_health(state, {"dense": jnp.ones(3), "key": jax.random.key(0)})
 
 
+def test_parameters_that_are_no_arrays_are_skipped():
+    model = {"w": jnp.ones(2), "act": jnp.tanh, "name": "mlp"}
+    amp.check_health(after("."), model, grads=model)
+    with pytest.raises(amp.LossScaleError, match=r"not finite: \['w'\] \(1 of 2 values\)\. "):
+        amp.check_health(after("."), model | {"w": jnp.float32([1, np.nan])})
+
+
 def test_only_the_first_of_many_bad_leaves_are_named():
     with pytest.raises(amp.LossScaleError, match=r"\[4\] \(1 of 1 values\) and 15 more leaves\. "):
         amp.check_health(after("."), [jnp.float32(np.nan)] * 20)

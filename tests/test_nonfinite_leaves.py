@@ -30,6 +30,13 @@ def test_every_floating_dtype_is_counted(dtype, bad):
     assert nonfinite_leaves(jnp.array([1, bad, bad]).astype(dtype)) == 2
 
 
+@pytest.mark.parametrize("leaf", [jnp.tanh, jnp.float32, "float32", np.array(["a"]), object(), True], ids=type)
+def test_a_leaf_that_is_no_number_counts_as_finite(leaf):
+    counts = nonfinite_leaves({"leaf": leaf, "number": float("nan")})
+    assert counts == {"leaf": 0, "number": 1}
+    assert describe_nonfinite(counts, {"leaf": leaf, "number": float("nan")}) == "['number'] (1 of 1 values)"
+
+
 def test_it_maps_over_seeds():
     counts = jax.vmap(nonfinite_leaves)({"w": jnp.array([[1.0, jnp.inf], [1.0, 1.0]])})
     assert counts["w"].tolist() == [1, 0]

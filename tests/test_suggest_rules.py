@@ -169,6 +169,16 @@ def test_modules_of_flax_are_found():
     assert gradient_error(loss_fn, rules, (params, x)) <= 1e-2
 
 
+def test_what_is_no_floating_array_is_passed_through(args):
+    def loss_fn(model, x):
+        return network("layer_1")(model["params"], model["act"](x))
+
+    params, x = args
+    rules, _ = amp.suggest_rules(loss_fn)({"params": params, "act": jnp.tanh, "step": jnp.int32(3)}, x)
+    assert rules == {"layer_1": "full"}
+    assert gradient_error(network("layer_1"), rules, (params, jnp.tanh(x))) <= 1e-2
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -84,7 +84,7 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
                 return list(pullback(merged(given, args[len(residuals) :], nothing)))
 
             types = _types(cotangents, chosen(given, eqn.outvars))
-            values = (*_tangents(outs[n_outs:]), *_tangents(chosen(given, plan.outs)))
+            values = (*outs[n_outs:], *_tangents(chosen(given, plan.outs)))
             traced = _compat.trace(as_traced, [*residual_types, *types])
             grads = _tangents(chosen(moved, _inputs(plan)))
             rule = planner.plan(traced, values, (False,) * len(grads), plan.region)

@@ -52,10 +52,10 @@ def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], full: bo
     if op_class is OpClass.LOWER and any(value.exact for value in eligible):
         return FLOAT32
     if op_class is OpClass.LOWER:
-        # Integers are left alone, and so is a product with an operand that the user cast.
+        # Integers are left alone, and so is a product with an operand or result of another dtype, which the user chose.
         dtypes = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)}
         floating = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.floating)}
-        return low if floating == {FLOAT32} else FLOAT32
+        return low if floating <= {FLOAT32, low} else FLOAT32
     return common_dtype(eligible)
 
 

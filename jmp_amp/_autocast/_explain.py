@@ -20,7 +20,7 @@ from jmp_amp._autocast._interpreter import Plan, Step
 from jmp_amp._autocast._nnx import unbound
 from jmp_amp._autocast._op_site import OpSite
 from jmp_amp._autocast._ops import Op
-from jmp_amp._autocast._overrides import modules_of, scope_path
+from jmp_amp._autocast._overrides import scope_path
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import RULES, OpClass
@@ -84,24 +84,21 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
 
 
 class _Place(NamedTuple):
-    """Where an equation stands: the names around it, its source, and how often it runs."""
+    """Where an equation stands: the names around it, the modules among them, its source, and how often it runs."""
 
     stack: str
+    module: str
     source: str
     times: int
 
     def of(self, eqn: JaxprEqn) -> "_Place":
         # What JAX traced once for all its callers has no source of its own.
         source = _source(eqn) or self.source
-        return _Place(f"{self.stack}/{eqn.source_info.name_stack}", source, self.times)
-
-    @property
-    def module(self) -> str:
-        """The scopes that a user named."""
-        return modules_of(scope_path("", self.stack))
+        names = eqn.source_info.name_stack
+        return _Place(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
 
 
-_TOP = _Place("", "", 1)
+_TOP = _Place("", "", "", 1)
 _SUMMARY = re.compile(r"(.*):(\d+):\d+ \((.*)\)")
 
 
@@ -174,12 +171,12 @@ def _why(
         return "precision" if name in ("dot_general", "conv_general_dilated", "ragged_dot_general") else "rule"
     if op_class is OpClass.FULL or not traced:
         return "rule"
+    if op_class is OpClass.LOWER and compute != low:
+        return "constant" if any(value.exact for value in traced) else "traced"
     committed = [value for value in traced if value.origin]
     if compute != FLOAT32:
         widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
         return "bias" if widened else "rule"
-    if op_class is OpClass.LOWER:
-        return "constant" if any(value.exact for value in traced) else "traced"
     is_low = bool(committed) and all(value.dtype != FLOAT32 for value in committed)
     if any(value.exceeds(low) or (is_low and not value.fits(low)) for value in traced):
         return "constant"

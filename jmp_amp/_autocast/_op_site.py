@@ -44,7 +44,7 @@ REASONS = {
     "region": "the code says so: `full_precision` or `precision(dtype)`",
     "pattern": "a pattern in `rules` matches its scope",
     "override": "`rules` gives its primitive another class",
-    "traced": "nothing in it was traced in float32",
+    "traced": "it, or an operand of it, was traced in another dtype than float32",
     "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
     "derivative": "it is what JAX makes of the forward pass",
 }

@@ -31,7 +31,7 @@ def compute_dtype(value: Any) -> np.dtype:
     except ValueError:
         dtype = None
     if dtype is None or dtype.name not in _DTYPES:
-        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got `{dtype or value}`")
+        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got {dtype or value}")
     return dtype
 
 

@@ -14,6 +14,7 @@ from jmp_amp.debug._measure import (
     Measured,
     check_concrete,
     check_plain,
+    floating_value_and_grad,
     measure,
     measure_reference,
     norm,
@@ -32,7 +33,7 @@ def compare(
     loss_scale: float | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable = jax.value_and_grad,
+    transform: Callable = floating_value_and_grad,
 ) -> Callable[..., Comparison]:
     """Returns a function that compares `fun` in several precisions with `fun` in float32 or float64.
 
@@ -51,13 +52,15 @@ def compare(
         loss_scale: multiplies the loss; None tries 2^16, and halves while the gradients overflow, down to 1.
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
-        transform: as in `amp.value_and_grad`: `eqx.filter_value_and_grad`, for instance.
+        transform: as in `amp.value_and_grad`: `nnx.value_and_grad`, for instance. If not given, the gradient is that of
+          the floating arrays; what else is in the arguments is passed through, as by `autocast`.
 
     Returns:
         A function with the arguments of `fun` that returns a `Comparison`: `print` it, or `plot()` it.
 
     Raises:
-        TypeError: `fun` is not callable or under `autocast` already, a policy is none, or it is called inside `jit`.
+        TypeError: `fun` is not callable or under `autocast` already, a policy is none, there are no floating arrays to
+          differentiate with respect to, or it is called inside `jit`.
         ValueError: `reference` is neither of the two, there are no policies, or the reference is not finite.
 
     Examples:

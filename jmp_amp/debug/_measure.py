@@ -55,6 +55,23 @@ def check_concrete(arguments: Any, name: str) -> None:
         raise TypeError(f"`{name}` reads values, so it cannot run inside `jit`; call it on concrete arguments")
 
 
+def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
+    """As `jax.value_and_grad`, with respect to the floating arrays alone; the gradient of anything else is None."""
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        def of_floats(*floats: Any) -> Any:
+            merged = jax.tree.map(lambda f, x: x if f is None else f, floats, args, is_leaf=lambda x: x is None)
+            return fun(*merged, **kwargs)
+
+        def floating(x: Any) -> Any:
+            return x if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) else None
+
+        floats = jax.tree.map(floating, args)
+        return jax.value_and_grad(of_floats, argnums, has_aux)(*floats)
+
+    return evaluate
+
+
 def measure(
     fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], loss_scale: float | None = None, **options: Any
 ) -> Measured:
@@ -96,6 +113,11 @@ def measure_reference(
                 measured = measure(fun, args, kwargs, 1.0, **options)
         else:
             measured = measure(fun, args, kwargs, 1.0, **options)
+    if not measured.grads:
+        raise TypeError(
+            "there are no floating arrays to differentiate with respect to; "
+            "say with `argnums` which arguments hold the parameters"
+        )
     if not measured.finite:
         raise ValueError(
             f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
