@@ -1,26 +1,27 @@
-"""How long `jit(grad(autocast(f)))` takes to trace, next to plain, mixed by hand, and the packages that import.
+"""How long `jit(grad(autocast(f)))` takes to trace, lower and compile, next to plain, by hand, and other packages.
 
-    python benchmarks/autocast_trace_time.py [--repeats 20] [--out docs/benchmarks/autocast_trace_time.md]
+    python benchmarks/autocast_trace_time.py [--only LSTM] [--repeats 3] [--out docs/benchmarks/autocast_trace_time.md]
 
-Nothing is compiled or run. Only ratios within one run mean anything.
+Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. Only ratios within one run mean anything. All of
+it takes 5 minutes of CPU time.
 """
 
 import argparse
-import functools
+import collections
 import gc
 import importlib.util
+import os
 import pathlib
 import platform
 import time
 
+import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
-from models import gpt_case
+from models import CASES
 from report import report
 
 import jmp_amp as amp
-
-MODELS = {"12 layers, unrolled": gpt_case, "12 layers, scanned": functools.partial(gpt_case, scan=True)}
 
 
 def with_jmp(case):
@@ -40,6 +41,7 @@ def with_mpx(case):
     return lambda *args: mpx.cast_to_float32(loss_fn(*mpx.cast_to_float16(args))), args
 
 
+MODELS = {name: case for name, case in CASES.items() if name != "encoder with dropout"}
 VARIANTS = {
     "plain": lambda case: case(None),
     "by hand": lambda case: case(jnp.float16),
@@ -50,52 +52,90 @@ VARIANTS = {
 PEERS = {"jmp", "mpx"}  # where they are installed
 
 NOTES = """
-CPU time of the tracing process; the least of the repeats. "Cold" starts with empty caches, as a program does; "warm"
-has traced the same model before. By hand the casts are traced like any other op, and take time as well.
+CPU time of the process and of what it starts; the least of three repeats, compiled once. "Cold" starts with empty
+caches, as a program does; "warm" has traced the same model before. The target is one NVIDIA H200, and none is needed.
+By hand the casts are traced like any other op, and take time as well. On a shared machine the figures of another run
+may differ by a tenth.
 
-`jmp` and `mpx` cast whole trees of parameters, so that norms and the loss are float16 too: fewer casts, other results.
+`jmp` and `mpx` cast whole trees of parameters, so that norms, softmax and the loss are float16 too: other results.
 Of the packages that cast op by op, `jaxamp` 0.0.4 and `grampax` 0.1.0 (`quax` 0.4.6) raise errors of their own code
 on these models with JAX 0.10.2 and 0.12.0.
+
+## Where autocast loses
+
+- Tracing, against jmp and mpx, which cast once in front of the model: autocast traces the model and evaluates each of
+  its ops. The less a model has to trace, as with a scan, the more that shows; it is a part of a second.
+- Compiling a scan, against plain and by hand: by default (`save="matmuls"`) the backward pass computes again what is
+  not a product, so it is as large a program as one with `jax.checkpoint`. That buys the memory on the page of
+  [costs](autocast_cost.md).
+- Compiling a GPT, against jmp and mpx: there are no casts around norms and softmax to compile.
 """
 
 
-def seconds(variant, case, cold):
-    loss_fn, args = variant(case)
-    if cold:
-        jax.clear_caches()
+def cpu_seconds():
+    return time.process_time() + sum(os.times()[2:4])
+
+
+def timed(fun, *args, **options):
+    """Returns the result, and the CPU seconds that it took, those of other processes for it included."""
     gc.collect()
     gc.disable()
-    start = time.process_time()
-    jax.jit(jax.grad(lambda *args: loss_fn(*args))).trace(*args)
-    elapsed = time.process_time() - start
+    start = cpu_seconds()
+    result = fun(*args, **options)
+    seconds = cpu_seconds() - start
     gc.enable()
-    return elapsed
+    return result, seconds
 
 
-def table(repeats, variants):
-    yield f"| model | caches | {' | '.join(variants)} |"
-    yield "|---|---|" + "---|" * len(variants)
-    for name, case in MODELS.items():
-        for caches in ("cold", "warm"):
-            times = {variant: [] for variant in variants}
-            for _ in range(repeats):
-                for variant, measured in times.items():
-                    measured.append(seconds(VARIANTS[variant], case, caches == "cold"))
-            ratios = (f"{min(times[variant]) / min(times['plain']):.2f}" for variant in variants)
-            yield f"| {name} | {caches} | {' | '.join(ratios)} |"
+def stages(variant, case, compiles):
+    """Yields the stages of a program, and the CPU seconds of each."""
+
+    def trace():
+        loss_fn, args = variant(case)
+        args = gpu_aot.struct(mesh, args)
+        return timed(jax.jit(jax.grad(lambda *args: loss_fn(*args))).trace, *args)
+
+    mesh = gpu_aot.h200_mesh()
+    jax.clear_caches()
+    traced, seconds = trace()
+    yield "trace, cold", seconds
+    lowered, seconds = timed(traced.lower, lowering_platforms=("cuda",))
+    yield "lower", seconds
+    yield "trace, warm", trace()[1]
+    if compiles and variant is not with_mpx:  # the program of jmp
+        yield "compile", timed(lowered.compile)[1]
+
+
+def table(cases, repeats, compiles, variants):
+    yield f"| model | stage | {' | '.join(variants)} |"
+    yield "|---" * (2 + len(variants)) + "|"
+    for name, case in cases.items():
+        times = collections.defaultdict(lambda: collections.defaultdict(list))
+        for repeat in range(repeats):
+            for variant in variants:
+                for stage, seconds in stages(VARIANTS[variant], case, repeat < compiles):
+                    times[stage][variant].append(seconds)
+        for stage, measured in times.items():
+            least = {variant: min(seconds) for variant, seconds in measured.items()}
+            cells = (f"{least[variant] / least['plain']:.2f}" if variant in least else "as jmp" for variant in variants)
+            yield f"| {name} | {stage} | {' | '.join(cells)} |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", default="", help="the models whose name contains this")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compiles", type=int, default=1, help="in how many of the repeats it compiles")
     parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     options = parser.parse_args()
     variants = [name for name in VARIANTS if name not in PEERS or importlib.util.find_spec(name)]
     head = (
-        f"Tracing `jit(grad(f))`, x plain, with JAX {jax.__version__} on Python {platform.python_version()} "
+        f"CPU time of `jit(grad(f))`, x plain, with JAX {jax.__version__} on Python {platform.python_version()} "
         f"({platform.machine()}), by `benchmarks/autocast_trace_time.py`."
     )
-    report("How long autocast takes to trace", head, table(options.repeats, variants), NOTES, options.out)
+    cases = {name: case for name, case in MODELS.items() if options.only in name}
+    lines = table(cases, options.repeats, options.compiles, variants)
+    report("How long autocast takes to trace and compile", head, lines, NOTES, options.out)
 
 
 if __name__ == "__main__":

@@ -190,11 +190,36 @@ def resnet_case(low, batch=64, size=224, blocks=(3, 4, 6, 3), width=64, classes=
     return loss_fn, (params, Shape((batch, size, size, 3), F32), Shape((batch,), jnp.int32))
 
 
+def vit_case(low, layers=12, batch=64, size=256, patch=16, dim=768, heads=12, classes=1000):
+    """ViT-B/16 on images of 256 pixels: patches by a convolution, 256 tokens, averaged."""
+    blocks, last = transformer_shapes(dim, layers, stacked=False)
+    params = {
+        "patch": {"w": Shape((patch, patch, 3, dim), F32), "b": Shape((dim,), F32)},
+        "position": Shape(((size // patch) ** 2, dim), F32),
+        "blocks": blocks,
+        "norm": last,
+        "out": {"w": Shape((dim, classes), F32), "b": Shape((classes,), F32)},
+    }
+
+    def loss_fn(params, images, labels):
+        w, b = (to(params["patch"][name], low) for name in "wb")
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = lax.conv_general_dilated(to(images, low), w, (patch, patch), "VALID", dimension_numbers=numbers) + b
+        x = x.reshape(batch, -1, dim) + to(params["position"], low)
+        for p in params["blocks"]:
+            x = transformer_layer(p, x, low, heads, causal=False)
+        x = jnp.mean(full(norm(params["norm"], x, low), low), 1)
+        return cross_entropy(dense(params["out"], x, low), labels, low)
+
+    return loss_fn, (params, Shape((batch, size, size, 3), F32), Shape((batch,), jnp.int32))
+
+
 CASES = {
     "GPT-2 small, unrolled": gpt_case,
     "GPT-2 small, scanned": lambda low: gpt_case(low, scan=True),
     "GPT-2 small, scanned, remat": lambda low: gpt_case(low, scan=True, remat=True),
     "ResNet-50": resnet_case,
+    "ViT-B/16": vit_case,
     "encoder with dropout": encoder_case,
     "LSTM, 512 steps": lstm_case,
 }

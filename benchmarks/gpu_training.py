@@ -1,0 +1,177 @@
+"""Train steps of GPT-2 small and ResNet-50 on one GPU: time and peak memory, next to mixing by hand, and to torch.
+
+    python benchmarks/gpu_training.py [--only GPT] [--out docs/benchmarks/gpu_training.md]
+    python benchmarks/gpu_training.py --tiny         # the programs alone, on any machine
+
+Each row is a process of its own, so that none sees the memory of another. Torch is left out where it is not installed.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+from report import report
+
+MODELS = {  # case, what is counted, and a size for a trial on any machine
+    "GPT-2 small": (
+        "gpt_case",
+        "tokens",
+        8 * 1024,
+        {"layers": 1, "batch": 2, "length": 16, "dim": 32, "heads": 2, "vocab": 64},
+    ),
+    "ResNet-50": ("resnet_case", "images", 64, {"batch": 2, "size": 32, "blocks": (1, 1), "width": 8, "classes": 10}),
+}
+VARIANTS = {  # what is trained, and the precision of float32 products
+    "float32, TF32 off": ("float32", "highest"),
+    "float32, TF32 on": ("float32", "tensorfloat32"),
+    "by hand, float16": ("by hand", "tensorfloat32"),
+    "cast whole (jmp, mpx), float16": ("jmp", "tensorfloat32"),
+    "jmp_amp, float16": ("autocast float16", "tensorfloat32"),
+    "jmp_amp, bfloat16": ("autocast bfloat16", "tensorfloat32"),
+    'jmp_amp, float16, implementation="mosaic_gpu"': ("autocast float16 mosaic_gpu", "tensorfloat32"),
+    "torch, float32, TF32 off": ("torch float32", ""),
+    "torch, float16": ("torch float16", ""),
+    "torch, float16, compiled": ("torch float16 compiled", ""),
+    "torch, bfloat16, compiled": ("torch bfloat16 compiled", ""),
+}
+BASE = "by hand, float16"
+WARMUP, REPEATS, STEPS = 3, 5, 10
+
+NOTES = """
+A step is loss, gradients, unscale, check, AdamW, with donated state; the median of {repeats} blocks of {steps} steps,
+after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and activations in float16, norms, softmax
+and loss in float32, under the same loss scale. Torch trains the same models, `autocast` and `GradScaler` with fused
+AdamW, its attention by `scaled_dot_product_attention`. Peak memory is what each framework's allocator counts.
+"""
+
+
+def jax_step(case, sizes, what):
+    """Returns a function that runs a train step and one that waits for it."""
+    import jax
+    import jax.numpy as jnp
+    import models
+    import optax
+
+    import jmp_amp as amp
+
+    kind, _, rest = what.partition(" ")
+    dtype, _, implementation = rest.partition(" ")
+    loss_fn, shapes = getattr(models, case)(jnp.float16 if kind == "by hand" else None, **sizes)
+    if kind == "autocast":
+        loss_fn = amp.autocast(loss_fn, dtype)
+    if kind == "jmp":
+        float32_loss_fn, policy = loss_fn, amp.get_policy("mixed_float16")
+        loss_fn = lambda *args: policy.cast_to_output(float32_loss_fn(*policy.cast_to_compute(args)))  # noqa: E731
+    rule = amp.LossScale.none() if kind == "float32" or dtype == "bfloat16" else amp.LossScale()
+    tx = amp.dynamic_loss_scale(optax.adamw(1e-4), rule, implementation=implementation or None)
+    params, *batch = (random_arrays(tree, seed) for seed, tree in enumerate(shapes))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, opt_state, *batch):
+        loss, grads = amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(opt_state))(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    state = params, tx.init(params), None
+
+    def step():
+        nonlocal state
+        state = train_step(*state[:2], *batch)
+
+    return step, lambda: jax.block_until_ready(state)
+
+
+def random_arrays(tree, seed):
+    import jax
+    import jax.numpy as jnp
+
+    def one(i, shape):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jax.random.randint(key, shape.shape, 0, 10, shape.dtype)
+        return 0.02 * jax.random.normal(key, shape.shape, shape.dtype)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [one(i, shape) for i, shape in enumerate(leaves)])
+
+
+def measure(model, variant, tiny):
+    """Seconds a step, and peak bytes, as a dictionary."""
+    case, _, _, small = MODELS[model]
+    what, precision = VARIANTS[variant]
+    if what.startswith("torch"):
+        import torch_models
+
+        step, wait, peak = torch_models.train_step(case, small if tiny else {}, what)
+    else:
+        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = precision
+        import jax
+
+        step, wait = jax_step(case, small if tiny else {}, what)
+        peak = lambda: (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)  # noqa: E731
+    for _ in range(WARMUP):
+        step()
+    wait()
+    times = []
+    for _ in range(1 if tiny else REPEATS):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        wait()
+        times.append((time.perf_counter() - start) / STEPS)
+    return {"seconds": statistics.median(times), "spread": max(times) - min(times), "peak": peak()}
+
+
+def in_a_process(model, variant, tiny):
+    command = [sys.executable, __file__, "--measure", model, variant, *(["--tiny"] if tiny else [])]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        errors = [line for line in run.stderr.splitlines() if "Error" in line]
+        return (errors or ["failed"])[-1][:100]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def table(models, tiny):
+    for model in models:
+        _, unit, count, _ = MODELS[model]
+        yield f"| {model} | ms a step | {unit} a second | x by hand | peak GB | x by hand |"
+        yield "|---|---|---|---|---|---|"
+        found = {variant: in_a_process(model, variant, tiny) for variant in VARIANTS}
+        base = found[BASE]
+        for variant, row in found.items():
+            if isinstance(row, str) or isinstance(base, str):
+                yield f"| {variant} | {row} |  |  |  |  |"
+                continue
+            speed, memory = base["seconds"] / row["seconds"], row["peak"] / (base["peak"] or 1)
+            time_ = f"{1e3 * row['seconds']:.2f} ± {5e2 * row['spread']:.2f}"
+            rate = f"{count / row['seconds']:,.0f}" if not tiny else ""
+            yield f"| {variant} | {time_} | {rate} | {speed:.3f} | {row['peak'] / 1e9:.2f} | {memory:.3f} |"
+        yield ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="the models whose name contains this")
+    parser.add_argument("--tiny", action="store_true", help="run tiny models, to try the programs; times mean nothing")
+    parser.add_argument("--measure", nargs=2, metavar=("MODEL", "VARIANT"), help="measure one here, and print JSON")
+    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(*options.measure, options.tiny)))
+        return
+    import jax
+
+    head = f"By `benchmarks/gpu_training.py`, on {jax.devices()[0].device_kind}, JAX {jax.__version__}."
+    notes = NOTES.format(repeats=REPEATS, steps=STEPS, warmup=WARMUP)
+    models = [model for model in MODELS if options.only in model]
+    report("Train steps on a GPU", head, table(models, options.tiny), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()
