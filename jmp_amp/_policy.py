@@ -175,7 +175,7 @@ class Policy:
 
 _KEYS = {key: name for name in ("params", "compute", "output") for key in (name, name[0])}
 
-_NAMED = {
+NAMED_POLICIES = {
     "mixed_float16": Policy("float32", "float16", "float32"),
     "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
     "float32": Policy("float32", "float32", "float32"),
@@ -231,8 +231,8 @@ def get_policy(name: str | Policy) -> Policy:
             "build one from dtypes with `Policy(...)`."
         )
     text = name.strip()
-    if text in _NAMED:
-        return _NAMED[text]
+    if text in NAMED_POLICIES:
+        return NAMED_POLICIES[text]
     if "=" not in text:
         dtype = _parse_value(text, text, name)
         return Policy(dtype, dtype, dtype)
@@ -257,7 +257,7 @@ def _parse_value(value: str, part: str, name: str) -> np.dtype:
 
 
 def _bad_part(part: str, name: str, fact: str) -> ValueError:
-    names = ", ".join(f"`{known}`" for known in _NAMED)
+    names = ", ".join(f"`{known}`" for known in NAMED_POLICIES)
     return ValueError(
         f"get_policy: {fact} in `{part}` of the policy `{name}`. "
         "Allowed: `params=..,compute=..,output=..` (or `p`, `c`, `o`; each at most once), one dtype for all "

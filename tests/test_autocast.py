@@ -355,6 +355,10 @@ class TestRegions:
         with pytest.raises(ValueError, match="got float64"):
             amp.precision("float64")
 
+    def test_a_policy_in_the_place_of_a_dtype_is_an_error_that_says_where_it_goes(self):
+        with pytest.raises(ValueError, match='got mixed_float16; give the policy as `policy="mixed_float16"`'):
+            amp.autocast(lambda x: x, "mixed_float16")
+
 
 class TestCasts:
     def test_weights_are_cast_once_a_use_and_their_cotangents_summed_in_float32(self):

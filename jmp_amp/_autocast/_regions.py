@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, overload
 import jax
 import numpy as np
 
-from jmp_amp._policy import parse_dtype
+from jmp_amp._policy import NAMED_POLICIES, parse_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +31,8 @@ def compute_dtype(value: Any) -> np.dtype:
     except ValueError:
         dtype = None
     if dtype is None or dtype.name not in _DTYPES:
-        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got {dtype or value}")
+        cure = f'; give the policy as `policy="{value}"`' if dtype is None and value in NAMED_POLICIES else ""
+        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got {dtype or value}{cure}")
     return dtype
 
 
