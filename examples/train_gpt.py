@@ -206,12 +206,12 @@ def restore(name: str, config: Config, state: Any, rows: Rows) -> Any:
 @contextlib.contextmanager
 def ctrl_c_after_the_step() -> Iterator[list]:
     """Yields a list that Ctrl-C fills, so that a step is finished and saved; a second Ctrl-C stops at once."""
-    stop, at_once = [], signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda *args: at_once(*args) if stop else stop.append(args))
+    stop, before = [], signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *args: signal.default_int_handler(*args) if stop else stop.append(args))
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, at_once)
+        signal.signal(signal.SIGINT, before)
 
 
 def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, stop: list) -> Params:
