@@ -11,7 +11,6 @@ The data are pelts of the Hudson's Bay Company (Odum and Barrett, Fundamentals o
 2009), the first parameters of Carpenter, Predator-Prey Population Dynamics: the Lotka-Volterra model in Stan, 2018.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,11 +128,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, twins.Scores]:
             "naive steps": naive["steps"],
         }
 
-    scores = twins.main(train, 400, argv)
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--out", type=Path, default=Path("runs", Path(__file__).stem))  # as `twins.main` has it
-    draw(runs, parser.parse_known_args(argv)[0].out / "fit.png")
-    return scores
+    return twins.main(train, 400, argv, lambda out: draw(runs, out / "fit.png"))
 
 
 if __name__ == "__main__":

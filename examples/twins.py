@@ -22,7 +22,9 @@ Scores = dict[str, float]
 Train = Callable[[str, int, int, Callable[..., None]], Scores]
 
 
-def main(train: Train, steps: int, argv: Sequence[str] | None = None) -> dict[str, Scores]:
+def main(
+    train: Train, steps: int, argv: Sequence[str] | None = None, draw: Callable[[Path], None] | None = None
+) -> dict[str, Scores]:
     """Trains in float32 and in float16, or as the command line says.
 
     Args:
@@ -30,6 +32,7 @@ def main(train: Train, steps: int, argv: Sequence[str] | None = None) -> dict[st
           returns scores on data that it did not train on.
         steps: how many, unless the command line says so.
         argv: the command line; that of the process if not given.
+        draw: writes pictures of its own into a folder, at the end.
 
     Returns:
         The scores of each run.
@@ -60,6 +63,8 @@ def main(train: Train, steps: int, argv: Sequence[str] | None = None) -> dict[st
     config.out.mkdir(parents=True, exist_ok=True)
     amp.plot_history(rows, config.out / "history.png")
     print(f"Wrote {config.out / 'history.png'}")
+    if draw is not None:
+        draw(config.out)
     return scores
 
 
