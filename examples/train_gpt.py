@@ -15,12 +15,12 @@ import functools
 import itertools
 import math
 import signal
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import data
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,21 +70,6 @@ class Config:
     out: str = option("runs/train_gpt", "where metrics.csv and loss.png go")
     checkpoint: str = option("", f"where to save, every {EVAL_EVERY} steps, at the end and at Ctrl-C", metavar="DIR")
     resume: bool = option(False, "go on from the last checkpoint in DIR", action="store_true")
-
-
-def read_text(limit: int = 4_000_000) -> tuple[np.ndarray, np.ndarray]:
-    """The standard library as bytes: nine tenths to train on, one to validate."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = np.frombuffer(b"".join(file.read_bytes() for file in files)[:limit], np.uint8)
-    return text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-
-
-def batches(text: np.ndarray, size: int, config: Config) -> Iterator[np.ndarray]:
-    """Endless random windows `[size, context + 1]`, the same ones for the same seed."""
-    rng = np.random.default_rng(config.seed)
-    while True:
-        starts = rng.integers(len(text) - config.context, size=(size, 1))
-        yield text[starts + np.arange(config.context + 1)].astype(np.int32)
 
 
 def init_params(config: Config) -> Params:
@@ -222,7 +207,8 @@ def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, sto
     opt_state = tx.init(params)
     if config.checkpoint:
         params, opt_state = restore(name, config, (params, opt_state), rows)
-    training, validation = batches(text[0], config.batch, config), next(batches(text[1], EVAL_WINDOWS, config))
+    training = data.windows(text[0], config.context + 1, config.batch, config.seed)
+    validation = next(data.windows(text[1], config.context + 1, EVAL_WINDOWS, config.seed))
     fetched, start, speed = len(rows), time.perf_counter(), math.nan
     with amp.live(config.steps, name, every=1, start=len(rows)) as view:
         for step, batch in enumerate(itertools.islice(training, len(rows), config.steps), len(rows) + 1):
@@ -324,7 +310,7 @@ def parse(argv: Sequence[str] | None) -> Config:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, text, console = parse(argv), read_text(), Console()
+    config, text, console = parse(argv), data.library_text(4_000_000), Console()
     if config.context >= len(text[1]):
         raise SystemExit(f"--context {config.context}: there are only {len(text[1])} bytes of text to validate on")
     names = COMPARED if config.precision == "compare" else (config.precision,)
