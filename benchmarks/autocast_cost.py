@@ -14,7 +14,7 @@ import re
 import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
-from models import CASES
+from models import CASES, cast_whole
 from report import report
 
 import jmp_amp as amp
@@ -22,7 +22,7 @@ import jmp_amp as amp
 VARIANTS = {
     "float32": lambda case: case(None),
     "by hand": lambda case: case(jnp.float16),
-    "jmp, mpx": lambda case: by_policy(case),
+    "jmp, mpx": lambda case: whole(case),
     "autocast": lambda case: autocast(case),
     'save="all"': lambda case: autocast(case, save="all"),
     'weight_grad_dtype="float32"': lambda case: autocast(case, weight_grad_dtype="float32"),
@@ -62,11 +62,9 @@ def autocast(case, **options):
     return amp.autocast(loss_fn, **options), args
 
 
-def by_policy(case):
-    """All arguments cast in front of the model: with jmp 0.0.4 and mpx 0.1.8 the jaxpr of each model is this one."""
+def whole(case):
     loss_fn, args = case(None)
-    policy = amp.get_policy("mixed_float16")
-    return lambda *args: policy.cast_to_output(loss_fn(*policy.cast_to_compute(args))), args
+    return cast_whole(loss_fn), args
 
 
 def compiled(loss_fn, args):

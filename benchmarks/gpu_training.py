@@ -66,8 +66,7 @@ def jax_step(case, sizes, what):
     if kind == "autocast":
         loss_fn = amp.autocast(loss_fn, dtype)
     if kind == "jmp":
-        float32_loss_fn, policy = loss_fn, amp.get_policy("mixed_float16")
-        loss_fn = lambda *args: policy.cast_to_output(float32_loss_fn(*policy.cast_to_compute(args)))  # noqa: E731
+        loss_fn = models.cast_whole(loss_fn)
     rule = amp.LossScale.none() if kind == "float32" or dtype == "bfloat16" else amp.LossScale()
     tx = amp.dynamic_loss_scale(optax.adamw(1e-4), rule, implementation=implementation or None)
     params, *batch = (random_arrays(tree, seed) for seed, tree in enumerate(shapes))
@@ -114,7 +113,10 @@ def measure(model, variant, tiny):
         import jax
 
         step, wait = jax_step(case, small if tiny else {}, what)
-        peak = lambda: (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)  # noqa: E731
+
+        def peak():
+            return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
     for _ in range(WARMUP):
         step()
     wait()

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import jmp_amp as amp
+
 F32 = jnp.float32
 Shape = jax.ShapeDtypeStruct
 
@@ -17,6 +19,12 @@ Shape = jax.ShapeDtypeStruct
 def to(x, dtype):
     """Casts where the hand would; does nothing in the model without casts."""
     return x if dtype is None else x.astype(dtype)
+
+
+def cast_whole(loss_fn):
+    """Casts all arguments in front of the model: with jmp 0.0.4 and mpx 0.1.8 the jaxpr of each model is this one."""
+    policy = amp.get_policy("mixed_float16")
+    return lambda *args: policy.cast_to_output(loss_fn(*policy.cast_to_compute(args)))
 
 
 def full(x, low):
