@@ -216,12 +216,20 @@ def test_shapes_are_enough_and_nothing_is_compiled_or_run():
     assert [row.compute for row in report.select(primitive="dot_general").rows] == [F16, F16, F16]
 
 
-def test_twelve_layers_take_less_than_two_seconds():
+def test_twelve_layers_take_little_more_than_their_tracing():
+    """Half a second on a quiet machine; measured against the tracing, which load slows as much."""
     loss_fn, args = gpt_case(None, layers=12)
-    amp.explain(loss_fn)(*args)
-    start = time.process_time()
-    report = amp.explain(loss_fn)(*args)
-    assert time.process_time() - start < 2
+    explain, trace = amp.explain(loss_fn), jax.make_jaxpr(jax.grad(loss_fn))
+
+    def seconds(fun):
+        start = time.process_time()
+        fun(*args)
+        return time.process_time() - start
+
+    times = [(seconds(explain), seconds(trace)) for _ in range(3)]
+    fastest_explain, fastest_trace = map(min, zip(*times, strict=True))
+    assert fastest_explain < 4 * fastest_trace
+    report = explain(*args)
     assert report.summary()["matmul_flops"] == 1
     # Equal layers share their lines.
     assert len(str(report).splitlines()) < 100
