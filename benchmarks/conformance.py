@@ -34,6 +34,7 @@ ENVIRONMENTS = {  # what a library is installed with
     "mpx": f"mixed-precision-for-JAX==0.1.8 jax==0.10.2 {NEW}",
     "jaxamp": f"jaxamp==0.0.4 jax==0.4.35 jaxlib==0.4.35 numpy<2.3 {OLD}",
     "grampax": f"grampax==0.1.0 quax==0.2.1 jax==0.6.2 jaxlib==0.6.2 {MIDDLE}",
+    "torch": f"torch jax==0.10.2 {NEW}",  # for its GradScaler
 }
 LIBRARIES = ("jmp_amp", *ENVIRONMENTS, "flax dtype=")
 PRODUCTS = {"dot_general", "conv_general_dilated"}
@@ -203,7 +204,7 @@ def scale_of_jmp_amp(scale, loss):
         grad, finite = rule.unscale(state, grad)
         return rule.update(state, finite), grad
 
-    return rule.init(), step, lambda state: state.loss_scale
+    return rule.init(), jax.jit(step), lambda state: state.loss_scale
 
 
 def scale_of_jmp(scale, loss):
@@ -246,13 +247,35 @@ def scale_of_flax(scale, loss):
     return DynamicScale(scale=jnp.float32(scale), growth_interval=3), step, lambda state: state.scale
 
 
+def scale_of_torch(scale, loss):
+    import torch
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+
+    def step(state, w):
+        w = torch.tensor(float(w), requires_grad=True)
+        optimizer = torch.optim.SGD([w], lr=1.0)
+        scaler.scale(loss(w)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return state, w.grad
+
+    return None, step, lambda state: scaler.get_scale()
+
+
 SCALES = {
     "jmp_amp": scale_of_jmp_amp,
     "jmp": scale_of_jmp,
     "mpx": scale_of_mpx,
     "jaxamp": scale_of_jaxamp,
     "flax dtype=": scale_of_flax,
+    "torch": scale_of_torch,
 }
+
+
+def half(x):
+    return x.half() if hasattr(x, "half") else x.astype(jnp.float16)
 
 
 def behaviour(make):
@@ -290,7 +313,7 @@ def behaviour(make):
         return "right" if not wrong else "x " + ", ".join(f"{g:g}" for g in wrong)
 
     def float16_loss():
-        _, grads = run([False], 2.0**16, lambda w: (2 * w).astype(jnp.float16))
+        _, grads = run([False], 2.0**16, lambda w: half(2 * w))
         return "right" if grads == [2.0] else f"{grads[0]}"
 
     def show(s):
@@ -309,7 +332,7 @@ def examine_library(name):
     rows = {}
     for title, program in PROGRAMS.items():
         hand = name == "flax dtype="
-        if hand and program.by_hand is None:
+        if name not in ADAPTERS or (hand and program.by_hand is None):
             continue
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -345,6 +368,8 @@ def verdict(answers):
 
 
 def tables(found):
+    scales = {name: answers["scale"] for name, answers in found.items() if answers["scale"]}
+    found = {name: answers for name, answers in found.items() if answers["rows"]}
     yield "| of " + str(len(PROGRAMS)) + " programs | " + " | ".join(found) + " |"
     yield "|---" * (len(found) + 1) + "|"
     for i, question in enumerate(QUESTIONS):
@@ -358,7 +383,6 @@ def tables(found):
     yield ""
     yield "## Loss scales"
     yield ""
-    scales = {name: answers["scale"] for name, answers in found.items() if answers["scale"]}
     yield "| | " + " | ".join(scales) + " |"
     yield "|---" * (len(scales) + 1) + "|"
     for question in scales["jmp_amp"]:
@@ -385,8 +409,9 @@ anything else. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums a
 of a weighted mean of the results, scaled by 2^10, or by less where that overflows.
 
 A library that casts whole arguments (`jmp`, `mpx`) leaves it to the model to cast back around its norms and sums, which
-these programs do not do: that is the work that autocast takes off. `grampax` casts the operands of products only. The
-programs and the questions are ours; another choice would give other figures.
+these programs do not do: that is the work that autocast takes off. `grampax` casts the operands of products only. Of
+torch, which cannot run the programs, only `GradScaler` is asked. The programs and the questions are ours; another
+choice would give other figures.
 """
 
 

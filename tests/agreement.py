@@ -13,16 +13,6 @@ PRODUCTS = {"dot_general", "conv_general_dilated"}
 FULL = {"exp", "exp2", "expm1", "log", "log1p", "rsqrt", "pow", "cumsum", "reduce_sum"}
 TOLERANCE = {"float16": 2e-2, "bfloat16": 6e-2}
 
-# Compiling takes most of the time: `run` is for what is compiled here, the fixture for what libraries compile.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False
-
-
-def run(fun, *args):
-    """Evaluates `fun` as one program."""
-    return jax.jit(fun).lower(*args).compile(compiler_options=QUICK)(*args)
-
 
 def check(fun, *args, dtype="float16", transform=jax.value_and_grad, **options):
     """Runs `fun`, which returns a loss and what else it computes, and its gradient, with and without autocast.
@@ -51,8 +41,8 @@ def check(fun, *args, dtype="float16", transform=jax.value_and_grad, **options):
         return value, jax.tree.map(lambda g: g / scale, grads)
 
     exact, low = (jax.jit(functools.partial(of_arrays, f)) for f in (exact, unscaled))
-    want, want_grads = run(exact, *arrays)
-    got, grads = run(low, *arrays)
+    want, want_grads = exact(*arrays)
+    got, grads = low(*arrays)
     assert_close(got, want, dtype)
     assert_close(grads, want_grads, dtype)
     program = [

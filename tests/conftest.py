@@ -2,8 +2,15 @@
 
 import importlib.util
 import os
+from importlib.metadata import version
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Tests compile for longer than they run.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -12,6 +19,12 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which compile as well
+def pytest_runtest_setup(item):
+    for_gpu = any(map(item.get_closest_marker, ("aot", "gpu")))
+    jax.config.update("jax_disable_most_optimizations", not for_gpu)  # there, programs are what is tested
 
 
 def pytest_collection_modifyitems(items):
@@ -28,11 +41,3 @@ def users_code():
     """Programs as users, and optax, write them; the library itself relies on no promotion."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
-
-
-@pytest.fixture(scope="module")
-def quick_compile():
-    """What libraries compile for themselves is compiled for longer than it runs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

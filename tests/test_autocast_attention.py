@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from agreement import check, rows, run
+from agreement import check, rows
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -107,7 +107,7 @@ def test_attention_function_is_close_to_float32_and_never_nan(functions, dtype):
 def linen_layer():
     nn = pytest.importorskip("flax.linen", reason="needs Flax")
     layer = nn.MultiHeadDotProductAttention(2)
-    params = run(layer.init, KEYS[0], X)
+    params = jax.jit(layer.init)(KEYS[0], X)
     return params, lambda params, x: layer.apply(params, x, mask=EMPTY_ROW[None, None])
 
 
@@ -133,7 +133,7 @@ def haiku_layer():
         return layer(x, x, x, mask=EMPTY_ROW[None, None])
 
     layer = hk.without_apply_rng(hk.transform(attend))
-    return run(layer.init, KEYS[0], X), layer.apply
+    return jax.jit(layer.init)(KEYS[0], X), layer.apply
 
 
 @pytest.mark.parametrize(

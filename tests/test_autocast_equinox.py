@@ -12,7 +12,7 @@ import jmp_amp as amp
 
 eqx = pytest.importorskip("equinox", reason="needs Equinox")
 
-pytestmark = pytest.mark.usefixtures("users_code", "quick_compile")
+pytestmark = pytest.mark.usefixtures("users_code")
 
 LOW = "float16 float16 -> float16"
 KEYS = jax.random.split(jax.random.key(0), 8)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from agreement import assert_close, check, rows, run
+from agreement import assert_close, check, rows
 from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
@@ -96,7 +96,7 @@ class ResNet(nn.Module):
 
 def setup(model, x):
     """Parameters, other variables, and a function of them that returns the model's output and new variables."""
-    variables = run(model.init, {"params": KEY, "dropout": KEY}, x)
+    variables = jax.jit(model.init)({"params": KEY, "dropout": KEY}, x)
     params = variables.pop("params")
 
     def apply(params, state, x):
@@ -189,7 +189,7 @@ def test_training_with_a_dynamic_loss_scale_follows_float32(model, x, y):
             (*_, opt_state), losses = jax.lax.scan(step, (params, state, tx.init(params)), length=12)
             return losses, amp.metrics(opt_state)["total_notfinite"]
 
-        return run(losses_of, params, state)
+        return jax.jit(losses_of)(params, state)
 
     losses, skipped = train(amp.autocast(loss_fn))
     assert losses[-1] < 0.8 * losses[0]

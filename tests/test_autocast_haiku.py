@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from agreement import check, rows, run
+from agreement import check, rows
 from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
@@ -61,7 +61,7 @@ def setup(model, x):
         out, state = transformed.apply(params, state, jax.random.key(1), x)
         return jnp.mean(out**2), (out, state)
 
-    return *run(transformed.init, KEY, x), loss
+    return *jax.jit(transformed.init)(KEY, x), loss
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jmp_amp as amp
 
 nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
 
-pytestmark = pytest.mark.usefixtures("users_code", "quick_compile")
+pytestmark = pytest.mark.usefixtures("users_code")
 
 LOW = "float16 float16 -> float16"
 IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 6, 3))

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from agreement import assert_close, run
+from agreement import assert_close
 from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
@@ -36,17 +36,17 @@ def products(fun, *args):
 def test_neural_ode_with_adaptive_steps_is_solved_and_differentiated_either_way_round():
     loss = neural_ode(adaptive=True)
     gradient = functools.partial(jax.value_and_grad, has_aux=True)
-    want = run(gradient(loss), PARAMS, X)
+    want = jax.jit(gradient(loss))(PARAMS, X)
     for fun in (gradient(amp.autocast(loss)), amp.autocast(gradient(loss))):
         low = jax.jit(fun)
-        assert_close(run(low, PARAMS, X), want)
+        assert_close(low(PARAMS, X), want)
         assert products(low, PARAMS, X) == {LOW}
 
 
 def test_neural_ode_with_constant_steps_is_solved():
     loss = neural_ode(adaptive=False)
     low = jax.jit(amp.autocast(loss))
-    assert_close(run(low, PARAMS, X), run(loss, PARAMS, X))
+    assert_close(low(PARAMS, X), jax.jit(loss)(PARAMS, X))
     assert products(low, PARAMS, X) == {LOW}
 
 
@@ -101,7 +101,7 @@ def test_log_density_and_its_gradient_are_close_to_float32(regression, around):
     exact = functools.partial(log_density, network)
     low = functools.partial(log_density, amp.autocast(network)) if around == "network" else amp.autocast(exact)
     sites = PARAMS | {"scale": jnp.float32(0.5)}
-    assert_close(run(jax.value_and_grad(low), sites), run(jax.value_and_grad(exact), sites))
+    assert_close(jax.jit(jax.value_and_grad(low))(sites), jax.jit(jax.value_and_grad(exact))(sites))
     assert products(jax.grad(low), sites) == {LOW}
 
 
@@ -115,4 +115,4 @@ def test_variational_inference_is_close_to_float32(regression):
         state, losses = jax.lax.scan(lambda state, _: svi.update(state, network, X, y), state, length=5)
         return losses, svi.get_params(state)
 
-    assert_close(run(lambda: after_updates(amp.autocast(network))), run(lambda: after_updates(network)))
+    assert_close(jax.jit(lambda: after_updates(amp.autocast(network)))(), jax.jit(lambda: after_updates(network))())

@@ -8,8 +8,6 @@ import pytest
 import jmp_amp as amp
 from jmp_amp.debug import compare
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def mlp(planted=None):
     """A loss of four layers, of which the planted one adds and takes off what float16 rounds to a digit."""

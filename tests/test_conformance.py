@@ -4,7 +4,7 @@ import pytest
 from conformance import behaviour, examine, scale_of_jmp_amp, under_jmp_amp, verdict
 from programs import PROGRAMS
 
-pytestmark = pytest.mark.usefixtures("users_code", "quick_compile")
+pytestmark = pytest.mark.usefixtures("users_code")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -25,7 +25,6 @@ BAD = [np.inf, -np.inf, np.nan]
 READ = [jnp.float32, jnp.float16, jnp.bfloat16]  # by the kernels
 DTYPES = [*READ, jnp.float8_e5m2, jnp.complex64]
 BLOCK = 2048
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile an interpreter
 
 
 class Way(NamedTuple):
@@ -85,7 +84,7 @@ def jitted(way, out_dtype=jnp.float32):
         op = functools.partial(check_finite, **way._asdict())
     else:
         op = functools.partial(unscale_check, out_dtype=out_dtype, **way._asdict())
-    return jax.jit(op, compiler_options=QUICK if way.interpret else None)
+    return jax.jit(op)
 
 
 program = functools.cache(jitted)

@@ -15,7 +15,7 @@ from jax import lax
 import jmp_amp as amp
 from jmp_amp.debug import NonFinite, first_nonfinite
 
-pytestmark = pytest.mark.usefixtures("users_code", "quick_compile")
+pytestmark = pytest.mark.usefixtures("users_code")
 
 F16 = jnp.float16
 EYE = np.eye(4, dtype=np.float32)

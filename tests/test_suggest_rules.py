@@ -9,8 +9,6 @@ import pytest
 
 import jmp_amp as amp
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def network(*planted):
     """A loss of four layers in scopes; the planted ones take the difference of two large products."""
