@@ -337,7 +337,7 @@ def examine_library(name):
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rows[title] = examine(program, ADAPTERS[name], hand)
-    versions = {"jax": jax.__version__}
+    versions = {"jax": jax.__version__} if name in ADAPTERS else {}
     package = {"mpx": "mixed-precision-for-JAX", "flax dtype=": "flax", "jmp_amp": "jmp-amp"}.get(name, name)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions[package] = importlib.metadata.version(package)

@@ -63,12 +63,16 @@ def struct(mesh, tree, spec=PartitionSpec()):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def compile_for(fun, *args, **jit_kwargs):
-    """Compile `fun` for the devices that the shardings of `args` name. Pallas kernels included."""
+def lower_for(fun, *args, **jit_kwargs):
+    """Lower `fun` for the devices that the shardings of `args` name. Pallas kernels included."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        lowered = jax.jit(fun, **jit_kwargs).trace(*args).lower(lowering_platforms=("cuda",))
-    return lowered.compile()
+        return jax.jit(fun, **jit_kwargs).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def compile_for(fun, *args, **jit_kwargs):
+    """Compile `fun` for the devices that the shardings of `args` name. Pallas kernels included."""
+    return lower_for(fun, *args, **jit_kwargs).compile()
 
 
 _BYTES = {
