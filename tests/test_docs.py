@@ -57,6 +57,12 @@ def test_every_public_name_has_an_example_and_a_place_in_the_reference():
         assert ">>> " in inspect.getdoc(value), name
 
 
+def test_every_page_of_figures_has_a_script_and_a_line_on_the_index():
+    pages = {path.stem for path in (ROOT / "docs/benchmarks").glob("*.md")} - {"index"}
+    assert pages == set(re.findall(r"\[(\w+)\]\(\1\.md\)", (ROOT / "docs/benchmarks/index.md").read_text()))
+    assert all((ROOT / f"benchmarks/{page}.py").exists() for page in pages)
+
+
 def test_reference_names_exist():
     for module, name in re.findall(r"^::: ([\w.]+)\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.M):
         assert hasattr(importlib.import_module(module), name), name
