@@ -95,9 +95,10 @@ and FSDP, is on the page [of collectives](collectives.md): there, too, loss scal
 - Against plain AdamW: 14% more bytes, which is the floor, and by default two launches a leaf, one where it is small. A
   check by hand, and `optax.apply_if_finite`, which does not scale, cost the same.
 - Against these two: up to 7 launches more. With clipping, `clip_global_norm` has 49 fewer than by hand.
-- Time to compile the step: 2.2 to 2.8 times that of AdamW, where by hand it is 2.0 to 2.6 times. Tracing alone is 1.5 to
-  2.7 times (a `cond` traces AdamW once more, for the shapes of a skipped step), `select` 1.3 to 1.7. The many-leaf
-  kernels add 11 to 17 launches instead of 29 to 2,020, and the step takes 3.6 to 9.3 times as long to compile as AdamW.
+- Time to compile the step: 2.2 to 2.8 times that of AdamW, where by hand it is 2.0 to 2.6 times. To trace and lower it:
+  1.5 to 2.7 times (a `cond` traces AdamW once more, for the shapes of a skipped step), with `select` 1.3 to 1.7. The
+  many-leaf kernels add 11 to 17 launches instead of 29 to 2,020, and the step takes 3.6 to 9.3 times as long to compile
+  as AdamW.
 - optax's clip inside `dynamic_loss_scale` with the many-leaf kernels: what a kernel read, XLA cannot share with optax's
   norm, so gradients are read three times, 29% more bytes than AdamW. `clip_global_norm=1.0` is at the floor.
 """

@@ -173,7 +173,7 @@ def check_health(
     if bad_grads := _notfinite(grads) or describe_nonfinite(flags[0] if flags else ()):
         fact += f"; gradients that are not finite: {bad_grads}"
     raise LossScaleError(
-        f"{fact}. The loss scale is {state.loss_scale.min()}; {state.total_notfinite.max()} of all steps were skipped, "
+        f"{fact}. The loss scale is {state.loss_scale.min()}; steps skipped: {state.total_notfinite.max()} in all, "
         f"the last {in_a_row} in a row; {max(state.growth_tracker.min(), 0)} clean steps since it last moved. "
         f"To mend it: {cure}"
     )

@@ -201,7 +201,7 @@ def test_a_run_that_can_recover_is_healthy(steps):
 def test_an_overflow_at_the_floor_is_an_error(steps):
     with pytest.raises(amp.LossScaleError, match=r"nowhere left to go\. The loss scale is 1\.0") as info:
         amp.check_health(after(steps))
-    assert f"{steps.count('x')} of all steps were skipped, the last {steps.count('x')} in a row" in str(info.value)
+    assert f"steps skipped: {steps.count('x')} in all, the last {steps.count('x')} in a row" in str(info.value)
     assert "full_precision" in str(info.value)
 
 
@@ -275,7 +275,7 @@ def test_parameters_that_are_not_finite_are_named_by_their_paths(bad):
         amp.check_health(state, params)
     assert str(info.value) == (
         "parameters are not finite: ['dense'][0]['b'] (1 of 2 values), ['dense'][0]['w'] (3 of 6 values). The loss "
-        "scale is 32.0; 1 of all steps were skipped, the last 0 in a row; 3 clean steps since it last moved. To mend "
+        "scale is 32.0; steps skipped: 1 in all, the last 0 in a row; 3 clean steps since it last moved. To mend "
         "it: go back to the last checkpoint, and look for what makes updates infinite behind the check"
     )
     amp.check_health(state, {"dense": jnp.ones(3), "key": jax.random.key(0)})

@@ -64,6 +64,8 @@ def test_leaves_that_are_not_floating_are_left_out():
         "steps": jnp.arange(3),
         "empty": jnp.zeros((0, 2)),
         "zero": np.zeros(2, jax.dtypes.float0),
+        "activation": jax.nn.relu,
+        "complex": jnp.ones(2, jnp.complex64),
     }
     assert [row.path for row in underflow(grads).rows] == ["w"]
 

@@ -12,6 +12,7 @@ import numpy as np
 from jmp_amp._extras import extra
 from jmp_amp._loss_scale import to_number
 from jmp_amp._table import aligned, percent
+from jmp_amp._tree import is_inexact
 
 _SMALLEST, _NORMAL, _END = -24, -14, 16  # the powers of two between which float16 holds numbers, and normal ones
 _HELD, _LOST, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
@@ -163,7 +164,7 @@ def underflow(grads: Any, loss_scale: Any = 1.0) -> Underflow:
     rows = []
     exponents: dict[str, dict[int | None, int]] = {}
     for path, leaf in jax.tree.leaves_with_path(grads):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating) or not np.size(leaf):
+        if not is_inexact(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating) or not np.size(leaf):
             continue
         scaled = np.abs(np.asarray(jax.device_get(leaf)).astype(np.float64).ravel())
         rows.append(_leaf(path_name(path), scaled, scale))
