@@ -11,7 +11,7 @@ version, and `ptxas` (on PATH, under /usr/local/cuda*, or from `pip install nvid
 As a program:  python gpu_aot.py FILE.py:CASE [--devices 8] [--hlo OUT.txt]
     CASE is a function in FILE.py that takes the mesh and returns (fun, args) or (fun, args, jit_kwargs),
     args being jax.ShapeDtypeStruct with shardings (see `struct`).
-As a module:   from gpu_aot import h200_mesh, struct, compile_for, cost, collectives
+As a module:   from gpu_aot import h200_mesh, struct, compile_for, cost, collectives, fused_by_triton
 """
 
 import argparse
@@ -248,6 +248,17 @@ def cost(compiled):
         "loops": len(re.findall(r" while\(", text)),
         "collectives": [f"{op} {t}" for t, op in _COLLECTIVE.findall(text)],
     }
+
+
+def fused_by_triton(compiled):
+    """How many different kernels Triton compiles, those of products left out: fused norms and softmaxes."""
+    bodies, _ = _computations(compiled.as_text())
+    names = re.compile(r"%[\w.\-]+|, metadata=\{[^}]*\}")
+    kernels = set()
+    for line in (line for body in bodies.values() for line in body):
+        if '"kind":"__triton"' in line and (m := re.search(r"calls=(%[\w.\-]+)", line)):
+            kernels.add(names.sub("", "\n".join(bodies[m.group(1)])))
+    return len(kernels)
 
 
 def main():
