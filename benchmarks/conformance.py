@@ -34,7 +34,7 @@ ENVIRONMENTS = {  # what a library is installed with
     "mpx": f"mixed-precision-for-JAX==0.1.8 jax==0.10.2 {NEW}",
     "jaxamp": f"jaxamp==0.0.4 jax==0.4.35 jaxlib==0.4.35 numpy<2.3 {OLD}",
     "grampax": f"grampax==0.1.0 quax==0.2.1 jax==0.6.2 jaxlib==0.6.2 {MIDDLE}",
-    "torch": f"torch jax==0.10.2 {NEW}",  # for its GradScaler
+    "torch": f"torch==2.13.0 jax==0.10.2 {NEW}",  # for its GradScaler
 }
 LIBRARIES = ("jmp_amp", *ENVIRONMENTS, "flax dtype=")
 PRODUCTS = {"dot_general", "conv_general_dilated"}

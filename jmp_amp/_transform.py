@@ -253,6 +253,7 @@ Step = Callable[[], tuple[optax.Updates, optax.OptState]]
 
 
 def _cond(finite: jax.Array, step: Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    step = jax.jit(step)  # traced once, for its shapes and for the branch
     updates, new_state = jax.eval_shape(step)
     _check_unchanged(state, new_state)
     return lax.cond(finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))

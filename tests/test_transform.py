@@ -344,6 +344,14 @@ def test_gradients_are_checked_once(skip, place):
 # Where the gradients are unscaled, and by what
 
 
+@pytest.mark.parametrize("skip", SKIPS)
+def test_inner_is_traced_once(skip):
+    seen = []
+    tx = amp.dynamic_loss_scale(recorder(seen), skip=skip)
+    jax.jit(tx.update)(true_grads(), tx.init(params_()))
+    assert len(seen) == 1
+
+
 def test_every_transformation_sees_true_gradients_without_unscale_and_check():
     seen = []
     tx = amp.dynamic_loss_scale(recorder(seen), LossScale(init_scale=8), skip="select")
