@@ -8,14 +8,13 @@ of CPU time.
 
 import argparse
 import itertools
-import os
 import pathlib
-import time
 
 import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
 import optax
+from autocast_trace_time import cpu_seconds
 from collectives import on_the_wire
 from jax.sharding import PartitionSpec as P
 from kernels import ADAMW, CLIPPED, head, optimizer_step
@@ -122,10 +121,6 @@ def compiled(*args):
 
 def timed(make, *args):
     """Returns what is made, and the CPU seconds that it took, those of ptxas too."""
-
-    def cpu_seconds():
-        return time.process_time() + sum(os.times()[2:4])
-
     start = cpu_seconds()
     made = make(*args)
     return made, cpu_seconds() - start
