@@ -15,9 +15,8 @@ import models
 from autocast_cost import autocast, measure
 from report import report
 
-from jmp_amp._autocast import _api, _decisions, _ops
+from jmp_amp._autocast import _api, _ops
 from jmp_amp._autocast._rules import RULES, Rule
-from jmp_amp._autocast._values import Origin
 
 CASES = {
     "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),
@@ -38,19 +37,9 @@ def changed(**fields):
     return mock.patch.object(_api, "RULES", {name: change(rule) for name, rule in RULES.items()})
 
 
-@contextlib.contextmanager
-def biases_widen():
-    with (
-        changed(features=0),
-        mock.patch.object(_api, "origin_of_input", return_value=Origin.INPUT),
-        mock.patch.object(_decisions, "origin_of_input", return_value=Origin.INPUT),
-    ):
-        yield
-
-
 WITHOUT = {
     "nothing": contextlib.nullcontext,
-    "biases are part of the layer": biases_widen,
+    "biases are part of the layer": lambda: changed(adds=False),
     "what only float32 ops read is float32": lambda: changed(fuses=False),
     "what a product reads of a norm is stored in float16": lambda: changed(stores=False),
     "the label's logit is not scattered": lambda: changed(picks=False),

@@ -146,8 +146,10 @@ class TestBias:
         assert out_dtype(lambda x: (x @ W) / jnp.sqrt(8.0), X) == F16
         assert out_dtype(lambda x: (x @ W) * np.float32(3), X) == F16
 
-    def test_zeros_made_inside_do_not_widen(self):
-        assert out_dtype(lambda x: (x @ W) + jnp.zeros((4, 8)), X) == F16
+    def test_zeros_to_which_is_added_are_float32_and_zeros_that_are_chosen_give_way(self):
+        assert out_dtype(lambda x: (x @ W) + jnp.zeros((4, 8)), X) == F32
+        assert out_dtype(lambda x: jnp.where(x > 0, x @ W, jnp.zeros((4, 8))), X) == F16
+        assert out_dtype(lambda x: jnp.zeros((9, 8)).at[2:6].set(x @ W), X) == F16
 
 
 class TestConstants:

@@ -69,24 +69,24 @@ DIFFERENCES = {
     for names, *row in [
         (
             "addmm addbmm baddbmm",
-            "JAX has no fused product and sum. A bias, with one dimension or those of the weight, counts as part of "
-            "the product; any other float32 matrix that is added to it widens the sum.",
+            "JAX has no fused product and sum. A bias, which varies along the features of the weight alone, counts as "
+            "part of the product; any other float32 array that is added to the product makes the sum float32.",
             Dtypes(F32, F16, F16),
         ),
         (
             "addr",
-            "An outer product is elementwise in JAX and no matrix unit computes it, so it takes the widest operand.",
-            Dtypes(F32, F16, F16),
+            "An outer product sums nothing and no matrix unit computes it, so it takes the widest operand.",
+            Dtypes(F32, F16, F32),
         ),
         (
             "prelu",
-            "JAX has no primitive for it: a product and a selection, which take the widest operand.",
-            Dtypes(F32, F16, F16),
+            "JAX has no primitive for it: a multiplication and a selection, which take the widest operand.",
+            Dtypes(F32, F16, F32),
         ),
         (
             "GRUCell gru_cell _thnn_fused_gru_cell LSTMCell lstm_cell _thnn_fused_lstm_cell",
-            "The products and gates are float16, but a state that the caller passes in as a float32 matrix stays "
-            "float32 where it is added; a state that starts at zeros inside is float16.",
+            "The products and gates are float16. A state that adds up (the cell of an LSTM, the state of a GRU) is "
+            "float32, as it is in a cell that is written by hand under torch; the output of an LSTM is float16.",
             Dtypes(F32, F16, F16),
         ),
         (
@@ -118,9 +118,9 @@ DIFFERENCES = {
             Dtypes(F32, F32, F32),
         ),
         (
-            "cross",
-            "It is computed from columns, and a column of a float32 input counts as a bias, which does not widen.",
-            Dtypes(F32, F16, F16),
+            "scatter_add",
+            "A sum of many terms, so it is accumulated in float32, as `sum` is: bfloat16 stops counting at 256.",
+            Dtypes(F32, F32, F32),
         ),
         (
             "binary_cross_entropy",

@@ -282,7 +282,7 @@ def test_equal_modules_share_their_lines_when_printed():
         ["dot_general", "lower", "rule", "f32", "f32", "f16", "f16", "1"],
         ["dot_general", "lower", "rule", "f16", "f32", "f16", "f16", "2"],
     ]
-    assert "bias: an input or constant with at most one dimension" in text
+    assert "bias: a bias does not widen the product" in text
     assert 'more op sites: `report.select(direction="backward")`' in text
 
 

@@ -19,7 +19,7 @@ from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._planner import Options, Planner
 from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES
-from jmp_amp._autocast._values import FLOAT32, Value, origin_of_input
+from jmp_amp._autocast._values import FLOAT32, Reads, unknown
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._tree import cast_floating
 
@@ -187,9 +187,9 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, P
         full = [cast_floating(x, FLOAT32) if x.dtype == stored and stored.itemsize == 2 else x for x in arrays]
         closed = _compat.trace(flat, full)
         jaxpr, _ = _compat.open_jaxpr(closed)
-        values = tuple(Value(x.dtype, origin_of_input(x.shape)) for x in arrays)
+        values = tuple(unknown(x.dtype, x.shape) for x in arrays)
         planner = Planner(RULES, HIGHER_ORDER, options)
-        plan = planner.plan(closed, values, (False,) * len(jaxpr.outvars), Region(low))
+        plan = planner.plan(closed, values, (Reads.ANY,) * len(jaxpr.outvars), Region(low))
         planned(planner, plan)
         for pattern in options.overrides.scopes.keys() - planner.matched:
             warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=3)

@@ -18,7 +18,7 @@ from jmp_amp._autocast._decisions import dtype_of
 from jmp_amp._autocast._interpreter import Plan, cast_results
 from jmp_amp._autocast._masks import chosen, merged
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._values import Value
+from jmp_amp._autocast._values import Reads, Value
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -40,7 +40,7 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         rule = planner.plan(
             _compat.trace(as_traced, [*(types := _types(primals, eqn.invars)), *chosen(moved, types)]),
             (*_inputs(plan), *_tangents(chosen(moved, _inputs(plan)))),
-            (False,) * len(outs),
+            (Reads.ANY,) * len(outs),
             plan.region,
         )
         results = cast_results(rule.run, outs)(*primals, *tangents)
@@ -69,7 +69,7 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
         traced = _compat.trace(as_traced, _types(args, eqn.invars))
         outvars = _compat.open_jaxpr(traced)[0].outvars
-        rule = planner.plan(traced, _inputs(plan), (False,) * len(outvars), plan.region)
+        rule = planner.plan(traced, _inputs(plan), (Reads.ANY,) * len(outvars), plan.region)
         outs = (*plan.outs, *rule.outs[n_outs:])
         results = cast_results(rule.run, outs)(*args)
         residual_types = _types(results[n_outs:], outvars[n_outs:])
@@ -87,7 +87,7 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             values = (*outs[n_outs:], *_tangents(chosen(given, plan.outs)))
             traced = _compat.trace(as_traced, [*residual_types, *types])
             grads = _tangents(chosen(moved, _inputs(plan)))
-            rule = planner.plan(traced, values, (False,) * len(grads), plan.region)
+            rule = planner.plan(traced, values, (Reads.ANY,) * len(grads), plan.region)
             return merged(moved, cast_results(rule.run, grads)(*residuals, *cotangents), [None] * len(moved))
 
         return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])

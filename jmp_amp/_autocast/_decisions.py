@@ -1,5 +1,6 @@
 """What is decided for one first-order op: the dtype of its operands, its parameters, what is known of its results."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast import _compat
+from jmp_amp._autocast._axes import Axes, moved, varying
 from jmp_amp._autocast._rules import FOLDS, OpClass, Rule
 from jmp_amp._autocast._values import (
     FLOAT32,
@@ -17,7 +19,6 @@ from jmp_amp._autocast._values import (
     common_dtype,
     folded,
     merged_magnitudes,
-    origin_of_input,
     widest,
 )
 
@@ -49,7 +50,7 @@ def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], full: bo
         return FLOAT32
     if op_class is OpClass.FOLLOW:
         return None if not rule.stores else widest(value.as_native().dtype for value in eligible) if eligible else None
-    if op_class is OpClass.LOWER and any(value.exact for value in eligible):
+    if op_class is OpClass.LOWER and any(value.exact or value.is_lost(low) for value in eligible):
         return FLOAT32
     if op_class is OpClass.LOWER:
         # Integers are left alone, and so is a product with an operand or result of another dtype, which the user chose.
@@ -59,20 +60,29 @@ def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], full: bo
     return common_dtype(eligible)
 
 
-def without_biases(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
-    """Marks the biases of products as uncommitted: inputs with no dimensions but those that the weight has alone.
+def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+    """Returns the operands of an op with those as scalars that do not widen it, and no others.
 
-    A bias of one dimension is uncommitted anyway; this is for layers with several, such as the heads of an attention.
+    These are scalars where there is an array, arrays that hold one number where values are only chosen, and biases.
     """
-    features = max((value.features for value in values), default=0)
-    if rule.op_class is not OpClass.PROMOTE or not features:
+    if rule.op_class is not OpClass.PROMOTE:
         return values
+    rows = [value.axes for value in values if value.origin is Origin.PRODUCT] if rule.adds else []
+    result = shape_of(eqn.outvars[0])
     return [
-        value._replace(origin=Origin.UNCOMMITTED)
-        if value.origin is Origin.INPUT and all(n == 1 for n in (shape_of(atom) or ())[:-features])
-        else value
+        value._replace(origin=Origin.SCALAR if _gives_way(rule, atom, value, result, rows) else max(value.origin, 1))
         for atom, value in zip(eqn.invars, values, strict=True)
     ]
+
+
+def _gives_way(
+    rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | None, rows: Sequence[tuple[Axes, ...]]
+) -> bool:
+    if value.origin is Origin.SCALAR:
+        if shape_of(atom) == result == ():
+            return value.scalar is not None  # a number; a variable is as wide as what it meets
+        return not (value.filled and rule.arithmetic and shape_of(atom) == result)
+    return value.origin is Origin.INPUT and any(map(value.axes[0].isdisjoint, (axes for each in rows for axes in each)))
 
 
 def params_for(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def results(
 ) -> tuple[Value, ...]:
     """Returns what is known of the results, from the dtypes that the operands are cast to."""
     scalars = all(
-        value.origin is Origin.UNCOMMITTED and shape_of(atom) == ()
+        value.origin is Origin.SCALAR and shape_of(atom) == ()
         for value, atom in zip(values, eqn.invars, strict=True)
     )
     eligible = [dtype for dtype, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
@@ -105,22 +115,67 @@ def results(
         dtype = dtype_of(var)
         if dtype == FLOAT32 and rule.op_class is not OpClass.ORIGINAL and eligible:
             dtype = operands[i] if pairwise and dtype_of(eqn.invars[i]) == FLOAT32 else widest(eligible)
-        origin, magnitudes = Origin.COMPUTED, None
-        if rule.moves:
-            origin = max((value.origin for value in values), default=Origin.UNCOMMITTED)
-            if origin is Origin.INPUT:
-                origin = origin_of_input(shape_of(var))
-            floating = [value for value, atom in zip(values, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
-            magnitudes = merged_magnitudes(floating)
-        elif scalars and shape_of(var) == ():
-            origin = Origin.UNCOMMITTED
+        out = _moved(eqn, values, var) if rule.moves else _computed(rule, eqn, values, var)
+        if scalars and shape_of(var) == () and not rule.moves:
+            out = Value(dtype, Origin.SCALAR)
         native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
         exact = dtype == FLOAT32 and any(n != 1 for n in shape_of(var) or ()) and _is_exact(rule, values, low)
-        features = rule.features if rule.features and values[1].origin is Origin.INPUT else 0
         held = rule.moves and all(value.held for value in values)
-        out = Value(dtype, origin, magnitudes, native, exact=exact, held=held, features=features)
+        out = out._replace(dtype=dtype, native=native, exact=exact, held=held)
         outs.append(_fold(eqn, values, out) if scalars and dtype == FLOAT32 and shape_of(var) == () else out)
     return tuple(outs)
+
+
+def _moved(eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
+    """Returns where the result of an op that moves values comes from, and its magnitudes."""
+    origin, shape = max((value.origin for value in values), default=Origin.SCALAR), shape_of(var) or ()
+    floating = [i for i, atom in enumerate(eqn.invars) if dtype_of(atom) == FLOAT32]
+    magnitudes = merged_magnitudes([values[i] for i in floating])
+    if origin is Origin.SCALAR:
+        return Value(None, origin, magnitudes, filled=bool(varying(shape)))
+    axes: tuple[Axes | None, ...] = (None,)
+    if len(floating) == 1 and len(eqn.outvars) == 1 or eqn.primitive.name == "split":
+        (source,) = floating
+        axes = _moved_axes(eqn, values[source], shape_of(eqn.invars[source]) or (), shape)
+    if origin is Origin.INPUT:
+        along = varying(shape) if axes[0] is None else axes[0]
+        return Value(None, origin, magnitudes, axes=(along,)) if along else Value(None, Origin.SCALAR, magnitudes)
+    known = tuple(each for each in axes if each is not None)
+    if origin is Origin.PRODUCT and known:
+        return Value(None, origin, axes=known)
+    return Value(None, Origin.COMPUTED, magnitudes)
+
+
+def _moved_axes(
+    eqn: JaxprEqn, value: Value, before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[Axes | None, ...]:
+    def move(axes: Axes) -> Axes | None:
+        return moved(eqn.primitive.name, eqn.params, before, after, axes)
+
+    if value.origin is not Origin.PRODUCT:
+        return tuple(map(move, value.axes))
+    # The axes that are the weight's alone move; along all others, new ones too, no bias varies.
+    places = [(move(varying(before)), move(rows)) for rows in value.axes]
+    return tuple(
+        None if all_axes is None or rows is None else varying(after) - (all_axes - rows) for all_axes, rows in places
+    )
+
+
+def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
+    """Returns whether the result of any other op is a product, or a sum of products and their biases."""
+    if rule.op_class is OpClass.LOWER and any(rows is not None for rows in rule.rows):
+        inputs = [value.origin <= Origin.INPUT for value in values[:2]]
+        weights = inputs if any(inputs) else [True, True]
+        axes = tuple(
+            rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None
+        )
+        return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
+    products = [value for value in values if value.origin is Origin.PRODUCT]
+    others = [value for value in weighed(rule, eqn, values) if value.origin is not Origin.SCALAR]
+    if rule.adds and products and len(products) == len(others):
+        axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
+        return Value(None, Origin.PRODUCT, axes=axes)
+    return Value(None)
 
 
 def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
@@ -140,11 +195,18 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
     same_size = [
         value.as_native().dtype
         for value, atom in zip(values, eqn.invars, strict=True)
-        if value.origin is not Origin.UNCOMMITTED and dtype_of(atom) == FLOAT32 and shape_of(atom) == shape_of(var)
+        if dtype_of(atom) == FLOAT32 and shape_of(atom) == shape_of(var) and not _is_broadcast(value, var)
     ]
     if same_size:
         return widest(same_size)
     return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
+
+
+def _is_broadcast(value: Value, var: Var) -> bool:
+    """Whether an operand of the shape of the result was broadcast to it."""
+    if value.origin is Origin.INPUT:
+        return value.axes[0] != varying(shape_of(var))
+    return value.origin is Origin.SCALAR
 
 
 def _is_exact(rule: Rule, values: Sequence[Value], low: np.dtype) -> bool:

@@ -15,7 +15,7 @@ from jax.extend.source_info_util import summarize
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._api import Settings, autocast_with, split_arrays
-from jmp_amp._autocast._decisions import dtype_of, shape_of
+from jmp_amp._autocast._decisions import dtype_of, shape_of, weighed
 from jmp_amp._autocast._interpreter import Plan, Step
 from jmp_amp._autocast._nnx import unbound
 from jmp_amp._autocast._op_site import OpSite
@@ -24,7 +24,7 @@ from jmp_amp._autocast._overrides import scope_path
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import RULES, OpClass
-from jmp_amp._autocast._values import FLOAT32, Value, constant
+from jmp_amp._autocast._values import FLOAT32, Origin, Value, constant
 
 
 class Explanation(NamedTuple):
@@ -112,13 +112,15 @@ def _source(eqn: JaxprEqn) -> str:
 
 
 def _forward_sites(planner: Planner, plan: Plan, top: np.dtype, outer: _Place, forced: str | None) -> Iterator[OpSite]:
-    for step in plan.steps:
+    for i, step in enumerate(plan.steps):
         eqn = step.eqn
         region, place, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
         if region_of(eqn.source_info.name_stack) is not None:
             why = "region"
         elif planner.options.overrides.matching(region.path):
             why = "pattern"
+        elif i in plan.as_traced:
+            why, region = plan.as_traced[i], region._replace(low=FLOAT32)
         for inner, runs in step.inner:
             yield from _forward_sites(planner, inner, top, place._replace(times=place.times * runs), why)
         if not step.inner and any(map(_is_floating, (*eqn.invars, *eqn.outvars))):
@@ -133,16 +135,16 @@ def _forward_site(planner: Planner, plan: Plan, step: Step, low: np.dtype, place
     floating = [i for i, atom in enumerate(eqn.invars) if _is_floating(atom)]
     outputs = [value.dtype for value, var in zip(step.outs, eqn.outvars, strict=True) if _is_floating(var)]
     compute = _widest([operands[i] for i in floating] or outputs)
-    avals = [atom.aval for atom in eqn.invars]
-    op_class = planner.rule(eqn.primitive, eqn.params, avals).op_class
-    traced = [values[i] for i in floating if dtype_of(eqn.invars[i]) == FLOAT32]
+    rule = planner.rule_of(eqn)
+    read = weighed(rule, eqn, values)
+    traced = [read[i] for i in floating if dtype_of(eqn.invars[i]) == FLOAT32]
     return OpSite(
         "forward",
         place.module,
         place.source,
         eqn.primitive.name,
-        op_class.value,
-        forced or _why(planner, eqn, op_class, traced, compute, low),
+        rule.op_class.value,
+        forced or _why(planner, eqn, rule.op_class, traced, compute, low),
         tuple(str(values[i].dtype) for i in floating),
         str(compute),
         str(_widest(outputs)) if outputs else str(dtype_of(eqn.outvars[0])) if eqn.outvars else "",
@@ -172,8 +174,8 @@ def _why(
     if op_class is OpClass.FULL or not traced:
         return "rule"
     if op_class is OpClass.LOWER and compute != low:
-        return "constant" if any(value.exact for value in traced) else "traced"
-    committed = [value for value in traced if value.origin]
+        return "constant" if any(value.exact or value.is_lost(low) for value in traced) else "traced"
+    committed = [value for value in traced if value.origin is not Origin.SCALAR]
     if compute != FLOAT32:
         widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
         return "bias" if widened else "rule"

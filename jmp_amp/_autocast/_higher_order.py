@@ -10,14 +10,17 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast import _compat
+from jmp_amp._autocast._accumulators import accumulators
+from jmp_amp._autocast._axes import sliced
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
+from jmp_amp._autocast._deciding import closed_over_iterations, deciding_carries
 from jmp_amp._autocast._decisions import dtype_of, shape_of
 from jmp_amp._autocast._interpreter import Plan, Region, Step, cast_results
 from jmp_amp._autocast._planner import HigherOrder, Planner
-from jmp_amp._autocast._values import FLOAT32, Origin, Value, join, origin_of_input
+from jmp_amp._autocast._values import FLOAT32, Origin, Reads, Value, join
 
 Values = tuple[Value, ...]
-Flags = tuple[bool, ...]
+Wanted = tuple[Reads, ...]
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -30,7 +33,7 @@ def _call(
     keeps its inputs for the backward pass, which would then be float32.
     """
 
-    def decide(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
+    def decide(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
         plan = planner.plan(eqn.params[param], values, wanted, region)
         reads_full = (False,) * len(values) if keeps_inputs else plan.reads_full
         full = tuple(
@@ -44,10 +47,10 @@ def _call(
     return decide
 
 
-def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
+def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
     """`cond` and `switch`: each result has the widest dtype over the branches."""
     # What leaves a branch is stored, so float32 would cost memory there, whoever reads it.
-    stored = (False,) * len(wanted)
+    stored = (Reads.ANY,) * len(wanted)
     plans = [planner.plan(branch, values[1:], stored, region) for branch in eqn.params["branches"]]
     outs = tuple(
         functools.reduce(join, of_branches) for of_branches in zip(*(plan.outs for plan in plans), strict=True)
@@ -62,20 +65,23 @@ def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region
     return _stored_step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed, inner)
 
 
-def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
+def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
     """`scan`: each carry has the dtype that the body, once it gets it, returns again."""
     n_consts, n_carry = _compat.scan_sizes(eqn)
     body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
-    invars = _compat.open_jaxpr(body)[0].invars
     keeps_products = planner.options.save == "matmuls"
     consts = tuple(value._replace(held=keeps_products) for value in values[:n_consts])
-    xs = tuple(_sliced(value, shape_of(var)) for value, var in zip(values[n_fixed:], invars[n_fixed:], strict=True))
+    xs = tuple(map(_sliced, values[n_fixed:]))
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(body, (*consts, *carry, *xs), (False,) * len(wanted), region)
+        return planner.plan(body, (*consts, *carry, *xs), (Reads.ANY,) * len(wanted), region)
 
-    carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed])
-    outs = carry + tuple(Value(out.dtype, exact=out.exact) for out in plan.outs[n_carry:])
+    adds_up = accumulators(body, n_consts, n_carry, planner.rule_of)
+    carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed], adds_up)
+    # What is stacked is stored as it is carried.
+    stored = dict(zip(plan.jaxpr.outvars, carry, strict=False))
+    stacked = (stored.get(var, out) for var, out in zip(plan.jaxpr.outvars[n_carry:], plan.outs[n_carry:], strict=True))
+    outs = carry + tuple(Value(out.dtype, exact=out.exact) for out in stacked)
 
     def run(args: Sequence[Any]) -> Sequence[Any]:
         consts, init, xs = args[:n_consts], args[n_consts:n_fixed], args[n_fixed:]
@@ -96,19 +102,22 @@ def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region
     return _stored_step(eqn, casts, outs, run if plan.changed else _as_traced(eqn), plan.changed, inner)
 
 
-def _while(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region: Region) -> Step:
+def _while(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
     """`while_loop` and `fori_loop`: carries as in `scan`."""
     n_cond = eqn.params["cond_nconsts"]
     n_consts = n_cond + eqn.params["body_nconsts"]
     body_consts = values[n_cond:n_consts]
 
-    def plan_body(carry: Values) -> Plan:
-        return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), (False,) * len(wanted), region)
-
     # What decides when the loop ends is not rounded: it might never end.
-    exact = _decide(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], n_cond, n_consts - n_cond)
-    carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:], exact)
-    cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (False,), region)
+    decides = deciding_carries(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], n_cond, n_consts - n_cond)
+    reads = tuple(Reads.TRACED if d else Reads.ANY for d in decides)
+
+    def plan_body(carry: Values) -> Plan:
+        return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), reads, region)
+
+    adds_up = accumulators(eqn.params["body_jaxpr"], n_consts - n_cond, len(wanted), planner.rule_of)
+    carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:], adds_up, decides)
+    cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (Reads.TRACED,), region)
     changed = body.changed or cond.changed
 
     def run(args: Sequence[Any]) -> Sequence[Any]:
@@ -148,58 +157,58 @@ def _stored_step(
 
 
 def _fixpoint(
-    plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence[Any], exact: Sequence[bool] | None = None
+    plan_body: Callable[[Values], Plan],
+    init: Values,
+    atoms: Sequence[Any],
+    adds_up: Sequence[bool],
+    decides: Sequence[bool] | None = None,
 ) -> tuple[Values, Plan]:
     """Plans a body with the carries that it returns, until these no longer change.
 
     It ends because `join` only ever widens. An array that the caller passes in as the first carry is state, not a bias,
-    and is kept in its dtype; a constant, such as zeros, takes the dtype of what replaces it. The `exact` carries keep
-    the dtypes that they were traced in.
+    and is kept in its dtype; a constant, such as zeros, takes the dtype of what replaces it. Two kinds of carries have
+    the dtypes that they were traced in: those that add up, and those that decide when the loop ends.
     """
+    none = [False] * len(init)
+    decides = decides or none
 
-    def kept(values: Iterable[Value]) -> Values:
-        flags = exact or [False] * len(init)
-        return tuple(
-            value._replace(dtype=dtype_of(atom), native=None) if keep else value
-            for value, atom, keep in zip(values, atoms, flags, strict=True)
-        )
+    def settled(carry: Values, fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
+        while True:
+            plan = plan_body(carry)
+            outs = zip(carry, plan.outs[: len(carry)], rounded, strict=True)
+            joined = (old if is_rounded and not new.exact else join(old, new) for old, new, is_rounded in outs)
+            new = _in_traced_dtypes(joined, atoms, fixed)
+            if new == carry:
+                return carry, plan
+            carry = new
 
-    carry = kept(
-        Value(value.dtype, exact=value.exact) if value.magnitudes is None and shape_of(atom) else value
+    start = (
+        Value(value.dtype, exact=value.exact)
+        if shape_of(atom) and (value.magnitudes is None or value.origin is not Origin.SCALAR)
+        else value._replace(filled=False)
         for value, atom in zip(init, atoms, strict=True)
     )
-    while True:
-        plan = plan_body(carry)
-        joined = kept(map(join, carry, plan.outs[: len(carry)]))
-        if joined == carry:
-            return carry, plan
-        carry = joined
+    carry, plan = settled(_in_traced_dtypes(start, atoms, decides), decides, none)
+    fixed = [a or d for a, d in zip(adds_up, decides, strict=True)]
+    if _in_traced_dtypes(carry, atoms, fixed) == carry:
+        return carry, plan
+    # What is made of a carry that adds up, and would be low precision if that were, is rounded where it is stored.
+    rounded = [value.dtype != dtype_of(atom) for value, atom in zip(carry, atoms, strict=True)]
+    return settled(_in_traced_dtypes(carry, atoms, fixed), fixed, rounded)
 
 
-def _decide(cond: Any, body: Any, n_cond: int, n_body: int) -> list[bool]:
-    """Whether the end of a `while` depends on each carry, through however many iterations."""
-    deciding = _depends_on(cond, [True])[n_cond:]
-    while True:
-        more = [a or b for a, b in zip(deciding, _depends_on(body, deciding)[n_body:], strict=True)]
-        if more == deciding:
-            return deciding
-        deciding = more
+def _in_traced_dtypes(values: Iterable[Value], atoms: Sequence[Any], chosen: Sequence[bool]) -> Values:
+    """Returns the values, the chosen ones in the dtypes that they were traced in."""
+    return tuple(
+        value._replace(dtype=dtype_of(atom), native=None) if is_chosen else value
+        for value, atom, is_chosen in zip(values, atoms, chosen, strict=True)
+    )
 
 
-def _depends_on(jaxpr: Any, results: Sequence[bool]) -> list[bool]:
-    """Whether the chosen results of a jaxpr depend on each of its inputs."""
-    opened, _ = _compat.open_jaxpr(jaxpr)
-    needed = {atom for atom, needs in zip(opened.outvars, results, strict=True) if needs and isinstance(atom, Var)}
-    for eqn in reversed(opened.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
-    return [var in needed for var in opened.invars]
-
-
-def _sliced(value: Value, shape: tuple[int, ...] | None) -> Value:
+def _sliced(value: Value) -> Value:
     """What is known of the slices along the first axis."""
-    value = value._replace(held=False)
-    return value._replace(origin=origin_of_input(shape)) if value.origin is Origin.INPUT else value
+    value = value._replace(held=False, axes=sliced(value.axes))
+    return value._replace(origin=Origin.SCALAR) if value.axes == (frozenset(),) and not value.origin > 1 else value
 
 
 def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:

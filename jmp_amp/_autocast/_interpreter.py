@@ -57,7 +57,11 @@ class Region(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The steps of one jaxpr, for one set of input dtypes; `reads_full` as in `Step`, of its inputs."""
+    """The steps of one jaxpr, for one set of input dtypes.
+
+    `reads_full` is as in `Step`, of its inputs; `as_traced` has the equations, by their places, that run as they were
+    traced although their region is of another dtype, and why.
+    """
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
@@ -66,6 +70,7 @@ class Plan:
     outs: tuple[Value, ...]
     reads_full: tuple[bool, ...]
     region: Region
+    as_traced: Mapping[int, str]
 
     def run(self, *args: Any) -> list[Any]:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""

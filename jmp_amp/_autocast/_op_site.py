@@ -37,7 +37,9 @@ class OpSite(NamedTuple):
 
 REASONS = {
     "rule": "the class of its primitive",
-    "bias": "an input or constant with at most one dimension does not widen the op that reads it",
+    "bias": "a bias does not widen the product that it is added to, nor a scalar an array",
+    "angle": "sines and cosines are all that reads it",
+    "loop": "it decides when a loop ends",
     "constant": "it reads a constant, or what came of one, that the low dtype cannot hold",
     "readers": "all that reads its result reads float32, with which it fuses",
     "precision": "the program asks for float32 arithmetic by `precision`",

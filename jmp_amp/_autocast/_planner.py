@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
+from jmp_amp._autocast._angles import angles
 from jmp_amp._autocast._decisions import (
     broadcast_shape,
     differs,
@@ -16,15 +17,16 @@ from jmp_amp._autocast._decisions import (
     operand_dtype,
     params_for,
     results,
-    without_biases,
+    weighed,
 )
+from jmp_amp._autocast._deciding import depends_on
 from jmp_amp._autocast._interpreter import Plan, Region, Step
 from jmp_amp._autocast._masks import chosen
 from jmp_amp._autocast._ops import HELD, Op
 from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
-from jmp_amp._autocast._values import FLOAT32, Origin, Value, constant, widest
+from jmp_amp._autocast._values import FLOAT32, Origin, Reads, Value, constant, widest
 
 
 class Options(NamedTuple):
@@ -43,7 +45,7 @@ class HigherOrder(Protocol):
         planner: "Planner",
         eqn: JaxprEqn,
         values: tuple[Value, ...],
-        wanted: tuple[bool, ...],
+        wanted: tuple[Reads, ...],
         region: Region,
     ) -> Step: ...
 
@@ -59,14 +61,15 @@ class Planner:
         self.matched: set[str] = set()
         self._plans: dict[Any, Plan] = {}
         self._steps: dict[Any, Step] = {}
+        self._constants: dict[int, tuple[Any, Value]] = {}
 
-    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[bool, ...], region: Region) -> Plan:
+    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Reads, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
 
         Args:
             jaxpr: closed or open.
             values: what is known of its inputs.
-            wanted: whether each of its results is read in float32 only.
+            wanted: how each of its results is read.
             region: where it stands.
         """
         # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
@@ -76,10 +79,21 @@ class Planner:
             self._plans[key] = _Draft(self, opened, consts, values, wanted, region).plan()
         return self._plans[key]
 
+    def constant(self, x: Any) -> Value:
+        """Describes a constant; it is read once."""
+        # The constant is kept alive, so an id cannot come to mean another one.
+        if id(x) not in self._constants:
+            self._constants[id(x)] = x, constant(x)
+        return self._constants[id(x)][1]
+
     def rule(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
         """Returns the rule for a first-order op."""
         rule = self._rules.get(primitive.name, ORIGINAL)
         return rule if isinstance(rule, Rule) else rule(params, avals)
+
+    def rule_of(self, eqn: JaxprEqn) -> Rule:
+        """Returns the rule for a first-order equation."""
+        return self.rule(eqn.primitive, eqn.params, _avals(eqn))
 
     def saves(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """The policy of `jax.checkpoint` that keeps the results of products and computes cheaper ops again."""
@@ -116,7 +130,7 @@ class Planner:
         self, rule: Rule, eqn: JaxprEqn, values: tuple[Value, ...], full: bool, meets: bool, low: np.dtype
     ) -> Step:
         traced = [dtype_of(atom) == FLOAT32 for atom in eqn.invars]
-        eligible = chosen(traced, without_biases(rule, eqn, values))
+        eligible = chosen(traced, weighed(rule, eqn, values))
         compared = [value.as_native() for value in eligible] if meets else eligible
         dtype = operand_dtype(rule, eqn, compared, full, low)
         casts = tuple(
@@ -131,7 +145,7 @@ class Planner:
         changed = picks or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
         inputs = [
-            isinstance(atom, Var) and value.origin is not Origin.COMPUTED
+            isinstance(atom, Var) and value.origin <= Origin.INPUT
             for atom, value in zip(eqn.invars, values, strict=True)
         ]
         each = tuple(c if is_input else None for c, is_input in zip(casts, inputs, strict=True))
@@ -158,16 +172,23 @@ class _Draft:
         jaxpr: Jaxpr,
         consts: Sequence[Any],
         values: tuple[Value, ...],
-        wanted: tuple[bool, ...],
+        wanted: tuple[Reads, ...],
         region: Region,
     ) -> None:
         self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
-        self._known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
+        self._known = dict(zip(jaxpr.constvars, map(planner.constant, consts), strict=True))
         self._known |= dict(zip(jaxpr.invars, values, strict=True))
         literals = (atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal))
         self._literals = {id(literal): constant(literal.val) for literal in literals}
         self._regions = [planner.enter(region, eqn) for eqn in jaxpr.eqns]
-        self._rules = [planner.rule(eqn.primitive, eqn.params, _avals(eqn)) for eqn in jaxpr.eqns]
+        self._rules = [planner.rule_of(eqn) for eqn in jaxpr.eqns]
+        self._deciding, _ = depends_on(jaxpr, [reads is Reads.TRACED for reads in wanted])
+        self._angles = angles(jaxpr, [reads is Reads.ANGLE for reads in wanted], planner.rule_of)
+        self._as_traced = {
+            i: why for i, eqn in enumerate(jaxpr.eqns) if (why := self._why_as_traced(eqn, self._rules[i])) is not None
+        }
+        for i in self._as_traced:
+            self._regions[i] = self._regions[i]._replace(low=FLOAT32)
         self._steps: list[Step | None] = [None] * len(jaxpr.eqns)
         self._reasons: list[Any] = [None] * len(jaxpr.eqns)  # each step was decided as it was for these
         self._producers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -184,7 +205,15 @@ class _Draft:
         self._full_reads: dict[Var, set[int]] = {}  # by the equations that do
         self._low_reads = Counter(var for eqn in jaxpr.eqns for var in {*_variables(eqn.invars)})
         self._low_reads.update(_variables(jaxpr.outvars))
-        self._low_reads.subtract(_variables(chosen(wanted, jaxpr.outvars)))
+        self._low_reads.subtract(_variables(chosen([bool(reads) for reads in wanted], jaxpr.outvars)))
+
+    def _why_as_traced(self, eqn: JaxprEqn, rule: Rule) -> str | None:
+        """Returns the reason to run an equation as it was traced, as `explain` names it."""
+        if any(var in self._deciding for var in eqn.outvars) and eqn.primitive.name not in _compat.CALLS:
+            return "loop"
+        if rule.op_class is OpClass.LOWER and any(var in self._angles for var in eqn.outvars):
+            return "angle"
+        return None
 
     def plan(self) -> Plan:
         for i in range(len(self._jaxpr.eqns)):
@@ -194,7 +223,9 @@ class _Draft:
         outs = tuple(map(self._read, self._jaxpr.outvars))
         reads_full = tuple(map(self._is_wanted, self._jaxpr.invars))
         steps = [step for step in self._steps if step is not None]
-        return Plan(self._jaxpr, self._consts, self._known, steps, outs, reads_full, self._region)
+        return Plan(
+            self._jaxpr, self._consts, self._known, steps, outs, reads_full, self._region, self._as_traced
+        )
 
     def _read(self, atom: Any) -> Value:
         return self._known[atom] if isinstance(atom, Var) else self._literals.get(id(atom)) or constant(atom.val)
@@ -203,11 +234,18 @@ class _Draft:
         """Whether a variable is read in float32 only; not if it is not read at all."""
         return self._low_reads.get(var) == 0
 
+    def _reads(self, var: Var) -> Reads:
+        if var in self._deciding:
+            return Reads.TRACED
+        if var in self._angles:
+            return Reads.ANGLE
+        return Reads.FULL if self._is_wanted(var) else Reads.ANY
+
     def _decide(self, i: int) -> list[int]:
         """Decides an equation, and returns those that now have reason to be decided again."""
         eqn, rule = self._jaxpr.eqns[i], self._rules[i]
         higher_order = self._planner.higher_order.get(eqn.primitive.name)
-        wanted = tuple(map(self._is_wanted, eqn.outvars))
+        wanted = tuple(map(self._reads, eqn.outvars))
         values = tuple(map(self._read, eqn.invars))
         copied = False
         if self._uses_copies(i):
@@ -216,7 +254,7 @@ class _Draft:
                 for atom, value in zip(eqn.invars, values, strict=True)
             )
             copied = any(value.copied for value in values)
-        all_wanted = any(wanted) and not any(self._low_reads[var] for var in eqn.outvars)
+        all_wanted = any(map(self._is_wanted, eqn.outvars)) and not any(self._low_reads[var] for var in eqn.outvars)
         full = all_wanted and (rule.fuses or (rule.moves and copied))
         reason = wanted if higher_order else full
         if (old := self._steps[i]) is not None and (reason, values) == self._reasons[i]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
+from jmp_amp._autocast._axes import Axes
 from jmp_amp._autocast._pick import is_pick
 
 
@@ -30,11 +31,15 @@ class Rule(NamedTuple):
     Attributes:
         op_class: the class.
         moves: the op only moves values: what came straight from an input still does afterwards.
+        arithmetic: the op adds, subtracts, multiplies or divides.
+        adds: the op adds: an operand that is a product takes up a bias.
         fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
           evaluated in float32.
         carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
-        features: how many of the last dimensions of the result come from the second operand alone.
+        angle: the op reads an angle, of which it needs the fraction of a turn.
+        rows: of a product, the axes of the result that vary with the other operand, if the first operand is the weight
+          and if the second one is; None for an operand that cannot be the weight.
         picks: the op gathers one element a row.
         costly: the op is not computed a second time for the backward pass.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
@@ -44,15 +49,23 @@ class Rule(NamedTuple):
 
     op_class: OpClass
     moves: bool = False
+    arithmetic: bool = False
+    adds: bool = False
+    angle: bool = False
     fuses: bool = False
     carries: bool = False
     logarithm: bool = False
-    features: int = 0
+    rows: tuple[Axes | None, Axes | None] = (None, None)
     picks: bool = False
     costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether the elements of the operands are in the result, or their sums, products or quotients."""
+        return self.moves or self.carries or self.arithmetic
 
 
 # A rule may depend on the parameters of the op and the types of its operands.
@@ -63,13 +76,19 @@ _FULL = Rule(OpClass.FULL)
 _LOGARITHM = Rule(OpClass.FULL, logarithm=True)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_CARRYING_PROMOTE = Rule(OpClass.PROMOTE, carries=True)
+_UPDATE = Rule(OpClass.PROMOTE, carries=True)
+_OUTER_PRODUCT = Rule(OpClass.PROMOTE, arithmetic=True, carries=True, dtype_params=("preferred_element_type",))
 _SCATTER = Rule(OpClass.PROMOTE, carries=True, jaxpr_params=("update_jaxpr",))
+_SCATTER_SUM = Rule(OpClass.FULL, carries=True, jaxpr_params=("update_jaxpr",))
 _WINDOW = Rule(OpClass.FOLLOW, stores=True)
-_FUSED_PROMOTE = Rule(OpClass.PROMOTE, fuses=True)
-_SUM = Rule(OpClass.PROMOTE, fuses=True, carries=True)
+_COMPARE = Rule(OpClass.PROMOTE, fuses=True)
+_SELECT = Rule(OpClass.PROMOTE, fuses=True, carries=True)
+_ARITHMETIC = Rule(OpClass.PROMOTE, arithmetic=True, fuses=True, carries=True)
+_ADD = _ARITHMETIC._replace(adds=True)
+_DIVIDE = _ARITHMETIC._replace(carries=False)
 _FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
-_SELECT = Rule(OpClass.FOLLOW, fuses=True, carries=True)
+_ANGLE = Rule(OpClass.FOLLOW, angle=True, fuses=True)
+_PICKED = Rule(OpClass.FOLLOW, fuses=True, carries=True)
 _MOVE = Rule(OpClass.FOLLOW, moves=True)
 _PICK = Rule(OpClass.FOLLOW, moves=True, picks=True)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
@@ -79,20 +98,35 @@ ORIGINAL = Rule(OpClass.ORIGINAL)
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 
 
-def _convolution(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    """A product whose `precision` asks for float32 arithmetic gets it."""
+def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
+    """A product that sums nothing is a multiplication; one whose `precision` asks for float32 arithmetic gets it."""
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
-    full = any(p == lax.Precision.HIGHEST or "F32" in str(p) for p in asked)
-    return _COSTLY if full else _LOWER
+    if any(p == lax.Precision.HIGHEST or "F32" in str(p) for p in asked):
+        return _COSTLY
+    return _OUTER_PRODUCT if all(n == 1 for n in terms) else _LOWER._replace(rows=rows)
 
 
 def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     """A product of vectors, row by row, is a sum over many terms; no matrix unit would speed it up."""
     contracting, batch = params["dimension_numbers"]
     left, right = (aval.ndim - len(c) - len(b) for aval, c, b in zip(avals, contracting, batch, strict=True))
-    rule = _convolution(params, avals)
-    return rule._replace(features=right) if left or right or rule is _COSTLY else _FULL
+    shared = len(batch[0])
+    lefts, rights = frozenset(range(shared, shared + left)), frozenset(range(shared + left, shared + left + right))
+    rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
+    return rule if left or right or rule.op_class is not OpClass.LOWER else _FULL
+
+
+def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    numbers, kernel = params["dimension_numbers"], avals[1].shape
+    terms = [n for axis, n in enumerate(kernel) if axis != numbers.rhs_spec[0]]
+    return _product(params, terms, (None, frozenset(range(len(kernel))) - {numbers.out_spec[1]}))
+
+
+def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    contracting = params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
+    rows = frozenset(range(avals[0].ndim - 1))
+    return _product(params, [avals[0].shape[axis] for axis in contracting], (None, rows))
 
 
 def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -118,7 +152,7 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    return _SUM if params.get("out_dtype") is None else ORIGINAL
+    return _ARITHMETIC if params.get("out_dtype") is None else ORIGINAL
 
 
 def _table(rows: Mapping[str, Any]) -> Rules:
@@ -135,7 +169,8 @@ RULES: Rules = _table(
     {
         # Matrix units: low precision in, float32 accumulation, low precision out.
         "dot_general": _matmul,
-        "conv_general_dilated ragged_dot_general": _convolution,
+        "conv_general_dilated": _convolution,
+        "ragged_dot_general": _ragged_dot,
         # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
         "exp exp2 expm1 log1p pow polynomial rsqrt": _FULL,
         "log log2": _LOGARITHM,
@@ -144,19 +179,24 @@ RULES: Rules = _table(
         "regularized_incomplete_beta zeta": _FULL,
         # Sums over many terms.
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum": _FULL,
+        "scatter-add scatter-sub scatter-mul": _SCATTER_SUM,
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
-        "add sub add_any max min clamp select_n": _SUM,
+        "add": _ADD,
+        "sub add_any": _ARITHMETIC,
         "mul": _mul,
-        "div eq ne lt le gt ge": _FUSED_PROMOTE,
+        "div": _DIVIDE,
+        "max min clamp select_n": _SELECT,
+        "eq ne lt le gt ge": _COMPARE,
         "rem atan2 nextafter": _PROMOTE,
-        "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": _SCATTER,
-        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _CARRYING_PROMOTE,
+        "scatter scatter-min scatter-max": _SCATTER,
+        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _UPDATE,
         "concatenate pad stack": _JOIN,
         # Bounded or exact in any dtype.
-        "neg abs reduce_max reduce_min": _SELECT,
+        "neg abs reduce_max reduce_min": _PICKED,
         "sign square one_minus_square is_finite": _FUSED_FOLLOW,
-        "floor ceil round sqrt cbrt sin cos tanh logistic erf erfc": _FUSED_FOLLOW,
+        "sin cos": _ANGLE,
+        "floor ceil round sqrt cbrt tanh logistic erf erfc": _FUSED_FOLLOW,
         "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
         "reduce_window_max reduce_window_min": _WINDOW,
         "psum psum_invariant pmax pmin reduce_scatter all_to_all": _FOLLOW,

@@ -7,18 +7,30 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmp_amp._autocast._axes import Axes, varying
+
 FLOAT32 = np.dtype(np.float32)
 
-# Constants are read on the host, at trace time, to see whether a low dtype holds them; above this size they are not.
-_READABLE = 1024
+# Constants are read on the host, at trace time, to see whether a low dtype holds them; above 64 MB they are not.
+_READABLE = 2**24
 
 
 class Origin(enum.IntEnum):
     """How a value came to be; the larger one wins where values meet."""
 
-    UNCOMMITTED = 0  # an input or a constant with at most one dimension larger than 1: a bias, a scalar
-    INPUT = 1  # any other input or constant
-    COMPUTED = 2
+    SCALAR = 0  # an input or constant of one element, or arithmetic of such: it does not widen an array
+    INPUT = 1  # any other input or constant, moved or not
+    PRODUCT = 2  # a product of matrices, moved or not, or a sum of such and of their biases
+    COMPUTED = 3
+
+
+class Reads(enum.IntEnum):
+    """How all that reads a value reads it."""
+
+    ANY = 0
+    FULL = 1  # in float32
+    ANGLE = 2  # in float32, as an angle
+    TRACED = 3  # to decide when a loop ends: what it depends on runs as it was traced
 
 
 class Value(NamedTuple):
@@ -28,7 +40,12 @@ class Value(NamedTuple):
         dtype: the dtype that it will have, which may be lower than the traced one.
         native: the dtype of the data that it is made of, whatever was broadcast over it aside: a norm of float16
           activations is float32, but natively float16. None where it is `dtype`.
-        origin: where it came from; `UNCOMMITTED` values do not widen the ops that read them.
+        origin: where it came from.
+        axes: of an `INPUT`, the axes along which it varies, broadcast axes aside. Of a `PRODUCT`, those along which
+          it varies with the operand that is not the weight: an input that varies along none of them is a bias. There
+          is one set for each operand that may be the weight.
+        filled: it is an array that holds one number throughout, such as `jnp.zeros(shape)`. Where values are chosen
+          it does not widen them, but what is added to it, or multiplied with it, is float32, as by JAX's promotion.
         magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
           no such element); None for what is not known to be constant.
         scalar: the value of a constant scalar, where it is known.
@@ -36,7 +53,6 @@ class Value(NamedTuple):
           product of it is a loss, not a layer, and stays float32.
         copied: there is a float32 copy of it.
         held: it is the same in all iterations of a loop, so that its cast need not be made again for the backward pass.
-        features: of a product with a weight, how many of its last dimensions are the weight's; a bias has only them.
     """
 
     dtype: Any
@@ -47,7 +63,8 @@ class Value(NamedTuple):
     exact: bool = False
     copied: bool = False
     held: bool = False
-    features: int = 0
+    axes: tuple[Axes, ...] = ()
+    filled: bool = False
 
     def as_native(self) -> "Value":
         """Returns the value as it would be in its native dtype."""
@@ -67,24 +84,30 @@ class Value(NamedTuple):
         """Whether this constant has finite elements that are too large for `dtype`."""
         return self.magnitudes is not None and self.magnitudes[1] > float(jax.numpy.finfo(dtype).max)
 
+    def is_lost(self, dtype: np.dtype) -> bool:
+        """Whether `dtype` holds this constant as `inf` somewhere, or nowhere as a normal number."""
+        return self.exceeds(dtype) or (
+            self.magnitudes is not None and 0 < self.magnitudes[1] < float(jax.numpy.finfo(dtype).tiny)
+        )
 
-def origin_of_input(shape: tuple[int, ...] | None) -> Origin:
-    """The origin of an input or constant of this shape."""
-    # `!= 1`, because a symbolic dimension can be compared for equality only.
-    return Origin.UNCOMMITTED if sum(n != 1 for n in shape or ()) <= 1 else Origin.INPUT
+
+def unknown(dtype: Any, shape: tuple[Any, ...]) -> Value:
+    """Describes an input of the program."""
+    axes = varying(shape)
+    return Value(dtype, Origin.INPUT, axes=(axes,)) if axes else Value(dtype, Origin.SCALAR)
 
 
 def constant(x: Any) -> Value:
     """Describes a constant of the program; a traced one is an input whose value is not known."""
     aval = jax.typeof(x)
-    origin = origin_of_input(aval.shape)
-    if origin is not Origin.UNCOMMITTED or not _is_known(x) or aval.size > _READABLE:
-        return Value(aval.dtype, origin)
+    value = unknown(aval.dtype, aval.shape)
+    if not _is_known(x) or aval.size > _READABLE:
+        return value
     if aval.dtype != FLOAT32:
         is_number = aval.shape == () and jax.numpy.issubdtype(aval.dtype, np.number)
-        return Value(aval.dtype, origin, scalar=np.asarray(x).item() if is_number else None)
+        return value._replace(scalar=np.asarray(x).item() if is_number else None)
     known = np.asarray(x)
-    return Value(aval.dtype, origin, _magnitudes(known), scalar=known.item() if known.shape == () else None)
+    return value._replace(magnitudes=_magnitudes(known), scalar=known.item() if known.shape == () else None)
 
 
 def folded(value: Value, scalar: Any) -> Value:
@@ -121,13 +144,20 @@ def widest(dtypes: Iterable[Any]) -> np.dtype:
 
 def common_dtype(values: Sequence[Value]) -> np.dtype:
     """Returns the dtype in which `values` meet: the widest committed one, float32 where it cannot hold a constant."""
-    committed = [value.dtype for value in values if value.origin is not Origin.UNCOMMITTED]
+    committed = [value.dtype for value in values if value.origin is not Origin.SCALAR]
     dtype = widest(committed) if committed else FLOAT32
     return dtype if all(value.fits(dtype) for value in values) else FLOAT32
 
 
 def join(a: Value, b: Value) -> Value:
     """Returns what is known of a value that is either `a` or `b`: a branch's result, or a loop's carry."""
-    if a.origin is b.origin is Origin.UNCOMMITTED:
-        return a if a == b else Value(widest((a.dtype, b.dtype)), Origin.UNCOMMITTED, merged_magnitudes((a, b)))
-    return Value(common_dtype((a, b)), max(a.origin, b.origin), exact=a.exact or b.exact)
+    origin = max(a.origin, b.origin)
+    if origin is Origin.SCALAR:
+        filled = a.filled or b.filled
+        return a if a == b else Value(widest((a.dtype, b.dtype)), origin, merged_magnitudes((a, b)), filled=filled)
+    axes: tuple[Axes, ...] = ()
+    if origin is Origin.INPUT:
+        axes = (frozenset[int]().union(*a.axes, *b.axes),)
+    elif origin is Origin.PRODUCT:
+        origin, axes = (origin, a.axes) if a.axes == b.axes else (Origin.COMPUTED, ())
+    return Value(common_dtype((a, b)), origin, exact=a.exact or b.exact, axes=axes)

@@ -1,0 +1,115 @@
+"""The carries of a loop that add up: those that come back as themselves plus something.
+
+Rounded to 16 bits in every iteration, such a carry drifts, or stands still once it is large. It is found by following
+each carry through the body: through arithmetic, moves and selections, into calls, branches and loops. A carry that
+comes back to itself by arithmetic is an accumulator, and so is whatever it is copied or added to. A state that is
+replaced as a whole, such as `tanh(x @ w + h @ u)`, is not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._rules import Rule
+
+# From inputs of a jaxpr that reach a value, by their places: whether they do so by arithmetic.
+_Sources = dict[int, bool]
+_RuleOf = Callable[[JaxprEqn], Rule]
+
+
+def accumulators(body: Any, n_consts: int, n_carry: int, rule_of: _RuleOf) -> list[bool]:
+    """Returns whether each carry of a loop adds up.
+
+    Args:
+        body: the jaxpr of the loop's body: constants and carries first, both in its inputs; carries first in its
+          results.
+        n_consts: how many constants there are.
+        n_carry: how many carries there are.
+        rule_of: the rule of a first-order equation.
+    """
+    reach = _closure([_carried(sources, n_consts, n_carry) for sources in _sources(body, rule_of)[:n_carry]])
+    adds_up = [reach[i].get(i, False) for i in range(n_carry)]
+    return [adds_up[i] or any(adds_up[j] for j in reach[i]) for i in range(n_carry)]
+
+
+def _carried(sources: _Sources, n_consts: int, n_carry: int) -> _Sources:
+    return {i - n_consts: by for i, by in sources.items() if n_consts <= i < n_consts + n_carry}
+
+
+def _closure(reach: list[_Sources]) -> list[_Sources]:
+    """Follows the carries through any number of iterations."""
+    while True:
+        more = [_merged([sources, *(_by(reach[i], by) for i, by in sources.items())]) for sources in reach]
+        if more == reach:
+            return reach
+        reach = more
+
+
+def _sources(jaxpr: Any, rule_of: _RuleOf) -> list[_Sources]:
+    """Returns which inputs of a jaxpr reach each of its results."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    env: dict[Any, _Sources] = {var: {i: False} for i, var in enumerate(opened.invars)}
+
+    def read(atom: Any) -> _Sources:
+        return env.get(atom, {}) if isinstance(atom, Var) else {}
+
+    for eqn in opened.eqns:
+        operands = list(map(read, eqn.invars))
+        if any(operands):
+            env.update(zip(eqn.outvars, _results(eqn, operands, rule_of), strict=True))
+    return list(map(read, opened.outvars))
+
+
+def _results(eqn: JaxprEqn, operands: Sequence[_Sources], rule_of: _RuleOf) -> list[_Sources]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _compat.CALLS:
+        return _through(_sources(params[_compat.CALLS[name]], rule_of), operands)
+    if name == "cond":
+        branches = [_through(_sources(branch, rule_of), operands[1:]) for branch in params["branches"]]
+        return [_merged(results) for results in zip(*branches, strict=True)]
+    if name in ("scan", "while"):
+        return _through_loop(eqn, operands, rule_of)
+    rule = rule_of(eqn)
+    if not rule.passes_on:
+        return [{}] * len(eqn.outvars)
+    merged = _by(_merged(operands), rule.arithmetic)
+    return [merged if getattr(var.aval, "dtype", None) == np.float32 else {} for var in eqn.outvars]
+
+
+def _through_loop(eqn: JaxprEqn, operands: Sequence[_Sources], rule_of: _RuleOf) -> list[_Sources]:
+    if eqn.primitive.name == "scan":
+        body, (n_consts, n_carry) = eqn.params["jaxpr"], _compat.scan_sizes(eqn)
+    else:
+        body, n_consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
+        operands = operands[eqn.params["cond_nconsts"] :]
+        n_carry = len(operands) - n_consts
+    results = _sources(body, rule_of)
+    first = [_merged([sources, {n_consts + i: False}]) for i, sources in enumerate(results[:n_carry])]
+    reach = _closure([_carried(sources, n_consts, n_carry) for sources in first])
+    # What reaches a carry in one iteration reaches in later ones what this carry reaches.
+    carried = [_merged([_by(first[j], by) for j, by in sources.items()]) for sources in reach]
+    stacked = [
+        _merged([sources, *(_by(carried[i], by) for i, by in _carried(sources, n_consts, n_carry).items())])
+        for sources in results[n_carry:]
+    ]
+    return _through([*carried, *stacked], operands)
+
+
+def _through(inner: Sequence[_Sources], operands: Sequence[_Sources]) -> list[_Sources]:
+    """Returns what reaches the results of a call, from what reaches its operands."""
+    return [_merged([_by(operands[i], by) for i, by in sources.items()]) for sources in inner]
+
+
+def _by(sources: _Sources, arithmetic: bool) -> _Sources:
+    return {i: by or arithmetic for i, by in sources.items()}
+
+
+def _merged(several: Sequence[_Sources]) -> _Sources:
+    merged: _Sources = {}
+    for sources in several:
+        for i, by in sources.items():
+            merged[i] = merged.get(i, False) or by
+    return merged
