@@ -31,7 +31,7 @@ class Rule(NamedTuple):
         op_class: the class.
         moves: the op only moves values: what came straight from an input still does afterwards.
         fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
-          evaluated in float32.
+            evaluated in float32.
         carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
         features: how many of the last dimensions of the result come from the second operand alone.

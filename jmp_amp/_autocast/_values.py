@@ -27,13 +27,13 @@ class Value(NamedTuple):
     Attributes:
         dtype: the dtype that it will have, which may be lower than the traced one.
         native: the dtype of the data that it is made of, whatever was broadcast over it aside: a norm of float16
-          activations is float32, but natively float16. None where it is `dtype`.
+            activations is float32, but natively float16. None where it is `dtype`.
         origin: where it came from; `UNCOMMITTED` values do not widen the ops that read them.
         magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
-          no such element); None for what is not known to be constant.
+            no such element); None for what is not known to be constant.
         scalar: the value of a constant scalar, where it is known.
         exact: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm: a
-          product of it is a loss, not a layer, and stays float32.
+            product of it is a loss, not a layer, and stays float32.
         copied: there is a float32 copy of it.
         held: it is the same in all iterations of a loop, so that its cast need not be made again for the backward pass.
         features: of a product with a weight, how many of its last dimensions are the weight's; a bias has only them.
