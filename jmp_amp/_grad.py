@@ -35,14 +35,15 @@ def value_and_grad(
         has_aux: as in `jax.value_and_grad`; `aux` is passed through.
         loss_scale: float32[], multiplies the loss; usually `get_loss_scale(opt_state)`.
         accumulate_steps: the batch is cut into so many micro-batches, which are evaluated one after the other in a
-          `lax.scan`, all with the same scale. Gradients are added up in float32, and so they come back, whatever the
-          dtype of the parameters; `aux` is stacked along a new first axis. One micro-batch that overflows makes the sum
-          overflow. Flax NNX modules raise here, since they change inside the scan: split them into graph and state.
+            `lax.scan`, all with the same scale. Gradients are added up in float32, and so they come back, whatever the
+            dtype of the parameters; `aux` is stacked along a new first axis. One micro-batch that overflows makes the
+            sum overflow. Flax NNX modules raise here, since they change inside the scan: split them into graph and
+            state.
         reduction: `"mean"` over the micro-batches, or `"sum"`: of the losses and of the gradients.
         batch_argnums: the arguments whose arrays are cut along their first axes; all positional ones that are not
-          differentiated if not given.
+            differentiated if not given.
         transform: makes the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
-          `nnx.value_and_grad`.
+            `nnx.value_and_grad`.
         **kwargs: passed on to `transform`.
 
     Returns:
@@ -52,9 +53,9 @@ def value_and_grad(
 
     Raises:
         TypeError: the loss is not a floating scalar (when the returned function is called), `loss_scale` is not a
-          scalar number, or `argnums` is a float.
+            scalar number, or `argnums` is a float.
         ValueError: `accumulate_steps` is not positive or does not divide a first axis (the message says which), or
-          `reduction` is neither of the two.
+            `reduction` is neither of the two.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -64,7 +64,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array) -> Any:
     Raises:
         TypeError: the value is not a number.
         ValueError: the value is not between 2^-126 and 2^126 (a traced one is the caller's care), or
-          `opt_state` does not hold exactly one `LossScaleState`.
+            `opt_state` does not hold exactly one `LossScaleState`.
 
     Examples:
         >>> import jmp_amp as amp
@@ -123,16 +123,16 @@ def check_health(
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one.
         params: parameters to look at, or a whole model: what is no array in it is skipped. One that is not finite never
-          becomes so again.
+            becomes so again.
         grads: the gradients of the last step, if at hand: the message then names those that were not finite.
         max_skips: so many skipped steps in a row are too many; a scale of 2^24 needs 24 to reach 1.
         min_scale: two overflows in a row, the last at this scale or below, are an error; the `min_scale` of the rule in
-          use. Give 0 with `LossScale.none()`, whose scale is always 1, if single bad batches may come in pairs.
+            use. Give 0 with `LossScale.none()`, whose scale is always 1, if single bad batches may come in pairs.
 
     Raises:
         LossScaleError: parameters are not finite, or the gradients of the last `max_skips` steps were not, or those of
-          the last two were not although the scale is at `min_scale`: scaling is not the cause then. The message names
-          the leaves by their paths, and says how the scale got there and what to try.
+            the last two were not although the scale is at `min_scale`: scaling is not the cause then. The message names
+            the leaves by their paths, and says how the scale got there and what to try.
         TypeError: called inside `jit`, where nothing can be raised.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 

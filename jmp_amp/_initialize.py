@@ -47,7 +47,7 @@ def initialize(
         dtype: `"float16"` or `"bfloat16"`, which needs no loss scale and gets none.
         loss_scale: another rule than that of the level.
         keep: says of a path and a leaf of `params` whether it stays float32 at `"O2"` and `"O3"`; `is_norm` at `"O2"`,
-          nothing at `"O3"`, if not given.
+            nothing at `"O3"`, if not given.
         **options: of `autocast`.
 
     Returns:

@@ -41,7 +41,7 @@ class LiveView:
         Args:
             step: its number; one more than the last if not given.
             **values: scalars, on the device or not: `loss=loss, **amp.metrics(opt_state)`. Any others are shown by
-              their names; a value that is not given again stays.
+                their names; a value that is not given again stays.
         """
         # The values of the step before: the device computes this one while they are fetched.
         if self._values and self._step % self._every == 0:

@@ -66,7 +66,7 @@ class LossScale:
         max_scale: the scale never grows above it; at most 2^126, whose reciprocal float32 still holds.
         hysteresis: the scale backs off from this overflow on; the ones before are skipped at the same scale.
         consecutive_hysteresis: refill the hysteresis at every clean step, so that only overflows in a row count;
-          otherwise it is refilled when the scale grows.
+            otherwise it is refilled when the scale grows.
         overflow_delay: clean steps that are not counted after an overflow, and at the start.
         growth_delay: clean steps that are not counted after a growth.
 
@@ -233,9 +233,9 @@ class LossScale:
 
         Args:
             config: the config, of which the section `fp16` is read: `enabled`, `loss_scale` (0 is dynamic),
-              `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`,
-              with DeepSpeed's defaults. What `auto_cast` and `fp16_master_weights_and_grads` ask for is not the
-              scale's affair. Without the section, or where it is not enabled, nothing is scaled.
+                `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`,
+                with DeepSpeed's defaults. What `auto_cast` and `fp16_master_weights_and_grads` ask for is not the
+                scale's affair. Without the section, or where it is not enabled, nothing is scaled.
 
         Raises:
             TypeError: the section is no mapping.

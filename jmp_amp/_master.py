@@ -12,7 +12,7 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
         master: float32 masters of the parameters below float32; nothing (`optax.MaskedNode`) for the others, which are
-          their own masters.
+            their own masters.
         inner_state: the state of the wrapped transformation, over float32 parameters.
 
     Examples:

@@ -14,7 +14,7 @@ def nonfinite_leaves(tree: Any) -> Any:
 
     Args:
         tree: gradients, parameters or activations, of any shape; floating and complex leaves are read. Others may be
-          anything: integers, PRNG keys, functions.
+            anything: integers, PRNG keys, functions.
 
     Returns:
         A tree of the same structure of int32[]; 0 for the leaves that are not read. It stays on the device, so a jitted
@@ -41,7 +41,7 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
 
     Args:
         counts: what `nonfinite_leaves` returned, or a tree of flags, bool[], true for a leaf that is not finite. Those
-          of several seeds, made under `vmap`, are added up.
+            of several seeds, made under `vmap`, are added up.
         tree: what it was given, to say out of how many values.
         shown: how many leaves are named; of the rest it is said how many there are.
 

@@ -47,7 +47,7 @@ def cast_params(params: T, policy: Policy | str, *, keep: Callable[[tuple[Any, .
         params: any tree; floating JAX and numpy arrays are cast, everything else comes back as it is.
         policy: a policy, or the name of one: `"O2"`, `"p=bf16"`.
         keep: says of the path and the leaf whether it stays as it is. Give it where norms have other names, or where
-          the tree has none, as a list of weights.
+            the tree has none, as a list of weights.
 
     Returns:
         A tree of the same structure. Train it with `master_weights`.

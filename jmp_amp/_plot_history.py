@@ -26,9 +26,9 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
 
     Args:
         rows: a mapping a step of names to scalars, on the device or not: `{"loss": loss, **amp.metrics(opt_state)}`; or
-          the path of a CSV file with those columns. Read are `loss`, `val_loss`, `loss_scale` and `grad_norm`; `step`
-          (else rows are numbered from 1); and for the steps that were skipped `skipped`, `total_notfinite` or
-          `last_finite`, the first that is there. Each value of `run` is a curve. Other columns may be anything.
+            the path of a CSV file with those columns. Read are `loss`, `val_loss`, `loss_scale` and `grad_norm`; `step`
+            (else rows are numbered from 1); and for the steps that were skipped `skipped`, `total_notfinite` or
+            `last_finite`, the first that is there. Each value of `run` is a curve. Other columns may be anything.
         path: where to save the picture, if anywhere; the ending says in which format.
 
     Returns:

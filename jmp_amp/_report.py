@@ -26,11 +26,11 @@ class PrecisionReport:
 
     Attributes:
         rows: an `OpSite` each: direction, module, source, primitive, class, why, dtypes in, compute and out, runs,
-          FLOPs and bytes.
+            FLOPs and bytes.
         dtype: the compute dtype.
         casts: how many casts between floating dtypes the program runs, backward pass included.
         kept: the bytes of what the backward pass reads of the forward pass, arguments aside, by dtype. None where JAX
-          cannot differentiate the program, as through a `while_loop`.
+            cannot differentiate the program, as through a `while_loop`.
 
     Examples:
         >>> import jax.numpy as jnp

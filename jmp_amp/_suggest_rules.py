@@ -134,7 +134,7 @@ def suggest_rules(
 
     Raises:
         TypeError: `fun` is not callable or under `autocast` already, there are no floating arrays to differentiate with
-          respect to, or it is called inside `jit`.
+            respect to, or it is called inside `jit`.
         ValueError: `tol` is not positive, or the loss or its gradients are not finite in float32.
 
     Examples:

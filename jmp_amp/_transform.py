@@ -38,9 +38,9 @@ class DynamicLossScaleState(NamedTuple):
         loss_scale: the scale and its counters.
         inner_state: the state of the wrapped transformation.
         sum_of_squares: float32[], of the true gradients of the last step, before any clipping; NaN where they were not
-          finite, 0 before the first step.
+            finite, 0 before the first step.
         nonfinite_leaves: of bool[], the tree of the parameters, true for the leaves whose gradients were not finite in
-          the last step; None unless `dynamic_loss_scale` was asked for it.
+            the last step; None unless `dynamic_loss_scale` was asked for it.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -71,7 +71,7 @@ def unscale_and_check(
 
     Args:
         axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
-          overflow on one device is then an overflow on all. Under plain `jit`, sharded or not, it is not needed.
+            overflow on one device is then an overflow on all. Under plain `jit`, sharded or not, it is not needed.
         implementation: what reads the gradients, see `pallas_kernels.check_finite`.
 
     Returns:
@@ -148,17 +148,17 @@ def dynamic_loss_scale(
         inner: any optax transformation, with float32 parameters in mind.
         loss_scale: the rule of the scale; `LossScale.none()` only skips.
         axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
-          overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed. The norm
-          adds up what the types of `shard_map` say is sharded; under `pmap`, `vmap` or `check_vma=False` every device
-          takes the norm of the gradients that it has.
+            overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed. The norm
+            adds up what the types of `shard_map` say is sharded; under `pmap`, `vmap` or `check_vma=False` every device
+            takes the norm of the gradients that it has.
         skip: `"cond"` runs `inner` only on finite steps (under `vmap`, JAX makes a select of it); `"select"` always
-          runs it and discards the result. Both give the same results; the same bits where XLA does
-          not fuse `inner` differently, as it may around a branch.
+            runs it and discards the result. Both give the same results; the same bits where XLA does
+            not fuse `inner` differently, as it may around a branch.
         clip_global_norm: the true gradients are multiplied by `clip_global_norm / norm` where their global norm is
-          larger, in the multiplication that unscales them. That is `optax.clip_by_global_norm` right behind the
-          unscaling, without its reading them once more; the norm is of the gradients that `update` is given.
+            larger, in the multiplication that unscales them. That is `optax.clip_by_global_norm` right behind the
+            unscaling, without its reading them once more; the norm is of the gradients that `update` is given.
         nonfinite_leaves: keep in the state which leaves were not finite, for `metrics` and `check_health`; from the
-          read that looks for overflows anyway, which is then one launch a leaf, and one float32 a leaf over devices.
+            read that looks for overflows anyway, which is then one launch a leaf, and one float32 a leaf over devices.
         implementation: what reads the gradients, see `pallas_kernels.check_finite`.
 
     Returns:

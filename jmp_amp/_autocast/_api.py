@@ -72,24 +72,24 @@ def autocast(
 
     Args:
         fun: any function of pytrees that JAX can trace. Arrays among the arguments are traced, everything else (Python
-          numbers, strings, None, static fields) is passed through as it is. Flax NNX modules, among the arguments or
-          as `fun`, are updated in place as they are without autocast. Used as a decorator, it may be left out.
+            numbers, strings, None, static fields) is passed through as it is. Flax NNX modules, among the arguments or
+            as `fun`, are updated in place as they are without autocast. Used as a decorator, it may be left out.
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
         policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
-          are cast to its `output_dtype`. Where its `param_dtype` is float16 or bfloat16, arrays of that dtype among the
-          arguments are parameters: `fun` is traced as if they were float32, which it was written for, and each op
-          reads them in its own dtype.
+            are cast to its `output_dtype`. Where its `param_dtype` is float16 or bfloat16, arrays of that dtype among
+            the arguments are parameters: `fun` is traced as if they were float32, which it was written for, and each op
+            reads them in its own dtype.
         rules: overrides, added to those of `policy`. A primitive is given a class, `{lax.tanh_p: "full"}` ("lower",
-          "promote", "follow" and "original" are the others; this also registers a primitive of your own). A pattern of
-          named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
-          `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. A pattern may start at any scope and holds for all that
-          the scope contains; the last one that matches counts, and a region in the code comes before it.
+            "promote", "follow" and "original" are the others; this also registers a primitive of your own). A pattern
+            of named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
+            `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. A pattern may start at any scope and holds for all
+            that the scope contains; the last one that matches counts, and a region in the code comes before it.
         save: what the bodies of scans keep for the backward pass. `"matmuls"` keeps the results of products,
-          convolutions, linear algebra and custom kernels, and computes the rest again: cheap ops, but not free, for a
-          third of the memory of a scanned transformer. `"all"` keeps what JAX keeps.
+            convolutions, linear algebra and custom kernels, and computes the rest again: cheap ops, but not free, for a
+            third of the memory of a scanned transformer. `"all"` keeps what JAX keeps.
         weight_grad_dtype: `"float32"` takes the gradients of weights (inputs of `fun` that are operands of products)
-          from the matrix unit in float32, without a float16 in between that could overflow. Such a product cannot be
-          differentiated forward (`jax.jvp`). None leaves them to JAX.
+            from the matrix unit in float32, without a float16 in between that could overflow. Such a product cannot be
+            differentiated forward (`jax.jvp`). None leaves them to JAX.
         enabled: False returns `fun` as it is.
 
     Returns:
@@ -99,7 +99,7 @@ def autocast(
     Raises:
         TypeError: `fun` is not callable, or a rule is for neither a primitive nor a string.
         ValueError: `dtype` is not one of the three, or a rule's value is no class or dtype. A pattern that matches
-          nothing warns, with the scopes that there are.
+            nothing warns, with the scopes that there are.
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -34,7 +34,7 @@ class Explanation(NamedTuple):
         sites: all its op sites.
         casts: how often a floating value is cast to another floating dtype.
         kept: the bytes of what the backward pass reads of the forward pass, arguments aside, by dtype; None where there
-          is no backward pass.
+            is no backward pass.
     """
 
     sites: list[OpSite]

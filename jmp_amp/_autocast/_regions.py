@@ -43,7 +43,7 @@ def precision(dtype: Any) -> Mark:
 
     Args:
         dtype: `"float16"`, `"bfloat16"` or `"float32"`, or the dtype. With float32 every op of the region runs in the
-          dtypes that it was traced in.
+            dtypes that it was traced in.
 
     Raises:
         ValueError: another dtype.

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
         arithmetic: the op adds, subtracts, multiplies or divides.
         adds: the op adds: an operand that is a product takes up a bias.
         fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
-          evaluated in float32.
+            evaluated in float32.
         carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
         angle: the op reads an angle, of which it needs the fraction of a turn.

@@ -42,15 +42,15 @@ class Value(NamedTuple):
           activations is float32, but natively float16. None where it is `dtype`.
         origin: where it came from.
         axes: of an `INPUT`, the axes along which it varies, broadcast axes aside. Of a `PRODUCT`, those along which
-          it varies with the operand that is not the weight: an input that varies along none of them is a bias. There
-          is one set for each operand that may be the weight.
+            it varies with the operand that is not the weight: an input that varies along none of them is a bias. There
+            is one set for each operand that may be the weight.
         filled: it is an array that holds one number throughout, such as `jnp.zeros(shape)`. Where values are chosen
-          it does not widen them, but what is added to it, or multiplied with it, is float32, as by JAX's promotion.
+            it does not widen them, but what is added to it, or multiplied with it, is float32, as by JAX's promotion.
         magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
-          no such element); None for what is not known to be constant.
+            no such element); None for what is not known to be constant.
         scalar: the value of a constant scalar, where it is known.
         exact: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm: a
-          product of it is a loss, not a layer, and stays float32.
+            product of it is a loss, not a layer, and stays float32.
         copied: there is a float32 copy of it.
         held: it is the same in all iterations of a loop, so that its cast need not be made again for the backward pass.
     """

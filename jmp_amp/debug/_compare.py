@@ -45,22 +45,22 @@ def compare(
     Args:
         fun: the loss function without any mixed precision: returns a scalar, or `(loss, aux)` with `has_aux`.
         policies: what to compare, by name or in a row: a dtype, a `Policy` or its name, for `autocast`; a dict of
-          arguments of `autocast`, `{"cured": {"dtype": "float16", "rules": rules}}`; or a function with the arguments
-          of `fun` that computes the same, as when you cast by hand, `{"by hand": loss_fn_half}`.
+            arguments of `autocast`, `{"cured": {"dtype": "float16", "rules": rules}}`; or a function with the arguments
+            of `fun` that computes the same, as when you cast by hand, `{"by hand": loss_fn_half}`.
         reference: `"float32"`, or `"float64"`, for which the arguments are cast and `fun` is traced under
-          `jax.enable_x64`; float32 that `fun` asks for by name stays. Products run with `precision="highest"`.
+            `jax.enable_x64`; float32 that `fun` asks for by name stays. Products run with `precision="highest"`.
         loss_scale: multiplies the loss; None tries 2^16, and halves while the gradients overflow, down to 1.
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.value_and_grad`: `nnx.value_and_grad`, for instance. If not given, the gradient is that of
-          the floating arrays; what else is in the arguments is passed through, as by `autocast`.
+            the floating arrays; what else is in the arguments is passed through, as by `autocast`.
 
     Returns:
         A function with the arguments of `fun` that returns a `Comparison`: `print` it, or `plot()` it.
 
     Raises:
         TypeError: `fun` is not callable or under `autocast` already, a policy is none, there are no floating arrays to
-          differentiate with respect to, or it is called inside `jit`.
+            differentiate with respect to, or it is called inside `jit`.
         ValueError: `reference` is neither of the two, there are no policies, or the reference is not finite.
 
     Examples:

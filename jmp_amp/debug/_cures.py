@@ -28,7 +28,7 @@ class Facts(NamedTuple):
         constant: whether all of its operands are constants.
         opaque: whether it is a program of its own, or something that knows no float32.
         excess: how many times larger than what its dtype holds the result is in float32; None if that is infinite
-          too, and for ops of 32 bits.
+            too, and for ops of 32 bits.
     """
 
     primitive: str

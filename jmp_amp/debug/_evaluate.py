@@ -35,7 +35,7 @@ class Evaluation:
         events: what happened, by place, in the order of the program.
         kept: the events that may happen: all others get zeros in the place of what is not finite. None keeps all.
         lengths: the number of iterations of each `while` that was entered; at most so many are run again. With other
-          values, because not all events were kept, a loop might never end.
+            values, because not all events were kept, a loop might never end.
     """
 
     def __init__(self, kept: Collection[Path] | None = None, lengths: Mapping[Path, int] | None = None) -> None:

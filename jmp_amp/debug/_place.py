@@ -24,7 +24,7 @@ class Origin(NamedTuple):
 
     Attributes:
         source: `file.py:12 (function)`, the innermost line that is not a library's; a library's if there is no other,
-          empty if nothing is known.
+            empty if nothing is known.
         library: the innermost line of all, if that is another one.
         scope: the named scopes around it, such as the modules of Flax.
         backward: whether it is part of a backward pass; its source is then the forward line.

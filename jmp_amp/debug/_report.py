@@ -76,7 +76,7 @@ class NonFinite:
 
     Attributes:
         primitive: the name of the op in a jaxpr; `"argument"` if an argument was not finite to begin with, and
-          `"constant"` if the results hold an infinity that no op made.
+            `"constant"` if the results hold an infinity that no op made.
         source: the user's line, `"model.py:12 (attention)"`, or the path of an argument, `"params['w']"`.
         library: the line inside a library, below that of the user; empty if there is none.
         scope: the named scopes around it, such as the modules of Flax and Haiku: `"decoder/attention"`.

@@ -30,7 +30,7 @@ class LeafUnderflow(NamedTuple):
         subnormal_unscaled: share that would be subnormal in float16 at scale 1.
         overflow: share that is infinite, NaN, or too large for float16 with the loss scale.
         largest: exponent (floor of log2) of the largest finite value with the loss scale; float16 ends at 15. None
-          where all are 0.
+            where all are 0.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -132,7 +132,7 @@ def underflow(grads: Any, loss_scale: Any = 1.0) -> Underflow:
 
     Args:
         grads: a pytree of the *scaled* gradients, as `amp.value_and_grad` returns them, in any floating dtypes and
-          shapes; other leaves are left out. They are read to the host.
+            shapes; other leaves are left out. They are read to the host.
         loss_scale: multiplies the loss; what these gradients were scaled by. 1 for true ones, of a float32 run say.
 
     Returns:

@@ -25,10 +25,10 @@ def check_finite(
         tree: arrays of any shape; floating and complex leaves (float64 included) are read, all others pass as finite.
         inv_scale: float32[], multiplies every value before it is looked at: the reciprocal of the loss scale.
         implementation: `"xla"` is plain JAX. `"mosaic_gpu"` (NVIDIA Hopper and newer) and `"triton"` (older NVIDIA
-          GPUs) are kernels that read hundreds of leaves in one launch. `None` takes the one that was measured to be
-          fastest on the device, and plain JAX where a kernel cannot serve: on other devices, under `vmap` and
-          differentiation, for float64, complex and 8-bit leaves, and in programs that the compiler partitions over
-          devices.
+            GPUs) are kernels that read hundreds of leaves in one launch. `None` takes the one that was measured to be
+            fastest on the device, and plain JAX where a kernel cannot serve: on other devices, under `vmap` and
+            differentiation, for float64, complex and 8-bit leaves, and in programs that the compiler partitions over
+            devices.
         interpret: runs the kernel in Pallas' interpreter, on any device and slowly: for tests.
 
     Returns:
@@ -72,7 +72,7 @@ def unscale_check(
         tree: arrays of any shape; floating and complex leaves are multiplied, all others pass through.
         inv_scale: float32[], multiplies every value, in float32 (in float64 for float64 leaves).
         out_dtype: float32, float16 or bfloat16, to which the products are rounded; float64 and complex leaves keep
-          their dtype.
+            their dtype.
         implementation: as for `check_finite`.
         interpret: as for `check_finite`.
 

@@ -10,10 +10,10 @@ class Config:
 
     Attributes:
         block: elements that one program reads, a power of two and a multiple of 1024. At 8192, a warpgroup has eight
-          loads of 16 or 32 bytes a thread in flight.
+            loads of 16 or 32 bytes a thread in flight.
         num_warps: warps of a program, where the backend leaves the choice (Triton).
         max_leaves: leaves of one launch; each takes a kernel parameter or two, of 8 bytes, and 4 KiB hold them all on
-          any driver.
+            any driver.
     """
 
     block: int = 8192

@@ -45,7 +45,7 @@ class Launch(Protocol):
             inv_scale: float32[1], the factor.
             table: which program works on which part.
             out_types: the products, as many as leaves or none, and float32[programs], what each program's squares sum
-              up to; its length is the grid.
+                up to; its length is the grid.
             config: the sizes.
             interpret: whether to run in Pallas' interpreter.
         """
@@ -71,7 +71,7 @@ def unscale_check(
         leaves: the arrays.
         inv_scale: the factor.
         **params: `out_dtype`; `implementation`, a key of `KERNELS`; `forced`, whether it was asked for by name;
-          `config`; `interpret`.
+            `config`; `interpret`.
     """
     outs: list[jax.Array] = []
     total = jnp.float32(0)
