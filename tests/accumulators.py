@@ -56,7 +56,7 @@ def streaming_covariance(dot, w, xs):
 
 def gradient_descent(dot, w, xs):
     x = jnp.zeros((WIDTH, 1))
-    for _ in range(20):
+    for _ in range(8):
         x = x - 0.05 * dot(w.T, dot(w, x) - xs[:WIDTH, :1])
     return x
 

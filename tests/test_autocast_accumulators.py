@@ -1,7 +1,5 @@
 """What a loop adds up is float32, in a carry or unrolled; the products it adds, and states replaced whole, are low."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 from accumulators import PROGRAMS, ROWS, weight
 from jax import lax
 from jaxprs import equations, row
+from rounding import EPSILON, further_than_by_hand
 
 import jmp_amp as amp
 
@@ -17,59 +16,11 @@ pytestmark = pytest.mark.usefixtures("users_code")
 LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 
 
-def value_and_gradients(name, dot, low=None):
-    """The value, the gradient, and the gradient inside of autocast; a `while` has the first only."""
-    cast = (lambda f: f) if low is None else functools.partial(amp.autocast, dtype=low)
-    fun = functools.partial(PROGRAMS[name], dot)
-
-    def loss(w, xs):
-        leaves = jax.tree.leaves(fun(w, xs))
-        return sum(jnp.sum(y * (2 + jnp.cos(jnp.arange(y.size)).reshape(y.shape))) for y in leaves)
-
-    ways = [cast(fun)]
-    if "while" not in name:
-        ways += [jax.grad(cast(loss)), cast(jax.grad(loss)) if low else jax.grad(loss)]
-    return jax.jit(lambda w, xs: [way(w, xs) for way in ways])(weight(name), ROWS)
-
-
-def rounded(low, x, w):
-    return jnp.dot(x.astype(low), w.astype(low)).astype(jnp.float32)
-
-
-@functools.cache
-def in_float32(name):
-    return value_and_gradients(name, jnp.dot)
-
-
-def error(got, want):
-    got, want = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (got, want))
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-def errors(name, low):
-    """Of the value, the gradient outside and the gradient inside, each with that by hand."""
-    got = value_and_gradients(name, jnp.dot, low)
-    hand = value_and_gradients(name, functools.partial(rounded, low))
-    kinds = ("value", "gradient of autocast", "autocast of gradient")
-    return [
-        (kind, error(x, want), error(y, want))
-        for kind, x, y, want in zip(kinds, got, hand, in_float32(name), strict=False)
-    ]
-
-
-EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-
-
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_as_accurate_as_products_rounded_by_hand(name, low):
-    # Four times: what is between two products is low under autocast, and float32 in the version by hand.
-    far = [
-        f"{kind}: {got:.1e}, by hand {hand:.1e}"
-        for kind, got, hand in errors(name, low)
-        if not got <= max(4 * hand, 2 * EPSILON[low])
-    ]
-    assert not far
+    args = weight(name), ROWS
+    assert not further_than_by_hand(PROGRAMS[name], args, low, has_gradient="while" not in name)
 
 
 X, W, EYE = jnp.ones((4, 4)) / 4, jnp.eye(4) / 2, jnp.eye(4)
