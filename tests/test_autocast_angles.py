@@ -241,4 +241,4 @@ def test_features_and_their_gradients_are_those_of_float32(features, low):
     cast = functools.partial(amp.autocast, dtype=low)
     ways = (features, jax.grad(loss), jax.grad(loss), cast(features), jax.grad(cast(loss)), cast(jax.grad(loss)))
     found = jax.jit(lambda *args: [f(*args) for f in ways])(w, FREQUENCIES, POINTS)
-    assert max(map(error, found[3:], found[:3])) < 4 * EPSILON[low]
+    assert max(map(error, found[3:], found[:3])) < 8 * EPSILON[low]
