@@ -1,4 +1,4 @@
-"""A bias, added to a product over the features of its weight, gives way; with another float32 input, an op is float32."""
+"""A bias, added to a product over the features of its weight, gives way; any other float32 input widens its op."""
 
 import functools
 
@@ -127,7 +127,7 @@ def test_an_update_of_a_vector_is_not_rounded(update, low):
     cast = functools.partial(amp.autocast, dtype=low)
     ways = (update, jax.grad(loss), jax.grad(loss), cast(update), jax.grad(cast(loss)), cast(jax.grad(loss)))
     found = jax.jit(lambda *args: [f(*args) for f in ways])(W, X, 1 + V**2)
-    assert error(found[3], found[0]) < 2 * STEP * EPSILON[low]
+    assert error(found[3], found[0]) < 4 * STEP * EPSILON[low]
     for got, want in zip(found[4:], found[1:3], strict=True):
         assert error(got, want) < 8 * EPSILON[low]
 
