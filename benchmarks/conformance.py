@@ -25,6 +25,9 @@ import numpy as np
 from programs import PROGRAMS
 from report import report
 
+SECONDS = 100  # for a program that may never end
+DOES_NOT_END = "does not end"
+ENDLESS = "loops that end by a float"
 HERE = pathlib.Path(__file__).parent
 OLD = "flax==0.10.2 dm-haiku==0.0.13 optax==0.2.4 chex==0.1.87 orbax-checkpoint==0.10.2 equinox==0.11.10"
 MIDDLE = "flax==0.10.6 dm-haiku==0.0.14 optax==0.2.5 chex==0.1.90 orbax-checkpoint==0.11.20 equinox==0.13.2"
@@ -328,11 +331,20 @@ def behaviour(make):
     return answers
 
 
-def examine_library(name):
+def may_not_end(title):
+    """Whether a program is a process of its own, which can be stopped."""
+    return PROGRAMS[title].group == ENDLESS
+
+
+def is_shown(title, name):
+    return name in ADAPTERS and (name != "flax dtype=" or PROGRAMS[title].by_hand is not None)
+
+
+def examine_library(name, only=None):
     rows = {}
     for title, program in PROGRAMS.items():
         hand = name == "flax dtype="
-        if name not in ADAPTERS or (hand and program.by_hand is None):
+        if not is_shown(title, name) or (may_not_end(title) if only is None else title != only):
             continue
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -341,7 +353,8 @@ def examine_library(name):
     package = {"mpx": "mixed-precision-for-JAX", "flax dtype=": "flax", "jmp_amp": "jmp-amp"}.get(name, name)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions[package] = importlib.metadata.version(package)
-    return {"rows": rows, "scale": behaviour(SCALES[name]) if name in SCALES else None, "versions": versions}
+    scale = behaviour(SCALES[name]) if name in SCALES and only is None else None
+    return {"rows": rows, "scale": scale, "versions": versions}
 
 
 def python_of(name, environments):
@@ -356,13 +369,32 @@ def python_of(name, environments):
 
 
 def ask(name, environments):
-    command = [python_of(name, environments), __file__, "--library", name]
+    python = python_of(name, environments)
+    found = asked(python, name)
+    apart = [title for title in PROGRAMS if may_not_end(title) and is_shown(title, name)]
+    rows = found["rows"] | {title: examine_apart(title, name, python) for title in apart}
+    return found | {"rows": {title: rows[title] for title in PROGRAMS if title in rows}}
+
+
+def asked(python, name, *options, timeout=None):
+    """What this program prints of a library under another interpreter."""
+    command = [python, __file__, "--library", name, *options]
     env = os.environ | {"PYTHONPATH": str(HERE.parent) if name not in ENVIRONMENTS else ""}
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=timeout).stdout
     return json.loads(output.splitlines()[-1])
 
 
+def examine_apart(title, name="jmp_amp", python=sys.executable):
+    """As `examine`, in a process that is stopped if the program does not end."""
+    try:
+        return asked(python, name, "--program", title, timeout=SECONDS)["rows"][title]
+    except subprocess.TimeoutExpired:
+        return [False, None, None, None, None, None], DOES_NOT_END
+
+
 def verdict(answers):
+    if answers[1] == DOES_NOT_END:
+        return DOES_NOT_END
     failed = [short for answer, short in zip(answers[0], QUESTIONS.values(), strict=True) if answer is False]
     return ", ".join(failed) or "ok"
 
@@ -406,7 +438,8 @@ Each program is written for float32, and each library is applied as its own page
 `grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. Questions are asked of the jaxpr and of
 the results, where they arise: a program without a product is not asked about products, nor one that raises about
 anything else. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums. Gradients are those
-of a weighted mean of the results, scaled by 2^10, or by less where that overflows.
+of a weighted mean of the results, scaled by 2^10, or by less where that overflows. A loop that has not ended after
+100 seconds counts as one that does not.
 
 A library that casts whole arguments (`jmp`, `mpx`) leaves it to the model to cast back around its norms and sums, which
 these programs do not do: that is the work that autocast takes off. `grampax` casts the operands of products only. Of
@@ -419,11 +452,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("runs/environments"))
     parser.add_argument("--library", choices=LIBRARIES, help="examine this one here, and print JSON")
+    parser.add_argument("--program", choices=PROGRAMS, help="with --library, examine this one only")
     parser.add_argument("--only", choices=LIBRARIES, nargs="*", default=LIBRARIES)
     parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
     if options.library:
-        print(json.dumps(examine_library(options.library)))
+        print(json.dumps(examine_library(options.library, options.program)))
         return
     found = {name: ask(name, options.environments.absolute()) for name in options.only}
     versions = "; ".join(

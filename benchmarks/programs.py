@@ -461,6 +461,253 @@ def callback(p, x):
     )
 
 
+# Sums of the program's own: what it adds up itself, over many rows
+
+
+def rows():
+    return normal(3000, 8, scale=1.0) + 0.7
+
+
+@program("sums of the program's own", weights, rows)
+def running_mean_in_a_scan(p, xs):
+    total = lax.scan(lambda c, x: (c + jnp.tanh(x @ p["w"]), None), jnp.zeros(8), xs)[0]
+    return total / len(xs)
+
+
+@program("sums of the program's own", weights, rows)
+def running_mean_in_a_fori_loop(p, xs):
+    return lax.fori_loop(0, len(xs), lambda i, c: c + jnp.tanh(xs[i] @ p["w"]), jnp.zeros(8)) / len(xs)
+
+
+@program("sums of the program's own", weights, rows)
+def causal_linear_attention(p, xs):
+    def step(carry, x):
+        q, k, v = (f(x @ p["w"]) for f in (jax.nn.relu, jax.nn.relu, jnp.tanh))
+        state, normaliser = carry[0] + k[:, None] * v, carry[1] + k
+        return (state, normaliser), q @ state / (jnp.sum(q * normaliser) + 1)
+
+    return lax.scan(step, (jnp.zeros((8, 8)), jnp.zeros(8)), xs)[1][-1]
+
+
+@program("sums of the program's own", weights, lambda: 3 * rows())
+def streaming_covariance(p, xs):
+    def step(c, x):
+        h = x @ p["w"]
+        return c + h.T @ h, None
+
+    return lax.scan(step, jnp.zeros((8, 8)), xs.reshape(-1, 10, 8))[0] / len(xs)
+
+
+@program("sums of the program's own", weights, lambda: normal(8, 8, scale=1.0))
+def gradient_descent_from_zeros(p, y):
+    def step(_, x):
+        return x - 0.01 * (p["w"].T @ (p["w"] @ x - y))
+
+    return lax.fori_loop(0, 300, step, jnp.zeros((8, 8)))
+
+
+@program("sums of the program's own", weights, rows)
+def positions_and_velocities_from_rest(p, xs):
+    def step(carry, x):
+        position, velocity = carry
+        velocity = velocity + 1e-3 * (1 + jnp.tanh(x @ p["w"]))
+        return (position + 1e-3 * velocity, velocity), None
+
+    return lax.scan(step, (jnp.zeros(8), jnp.zeros(8)), xs)[0]
+
+
+@program("sums of the program's own", weights, rows)
+def welford_mean_and_variance(p, xs):
+    def step(carry, x):
+        n, mean, m2 = carry
+        h = x @ p["w"]
+        new = mean + (h - mean) / (n + 1)
+        return (n + 1, new, m2 + (h - mean) * (h - new)), None
+
+    n, mean, m2 = lax.scan(step, (0.0, jnp.zeros(8), jnp.zeros(8)), xs)[0]
+    return mean, m2 / n
+
+
+@program("sums of the program's own", weights, rows)
+def gradients_accumulated_over_microbatches(p, xs):
+    def step(total, x):
+        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(dense(p, x)) ** 2))(p)
+        return jax.tree_util.tree_map(jnp.add, total, grads), None
+
+    zeros = jax.tree_util.tree_map(jnp.zeros_like, p)
+    return lax.scan(step, zeros, xs.reshape(-1, 2, 8))[0]
+
+
+@program("sums of the program's own", weights, rows)
+def long_short_term_memory_over_3000_steps(p, xs):
+    def step(carry, x):
+        h, c = carry
+        gate = (x + 0.1 * h) @ p["w"]
+        c = jax.nn.sigmoid(gate + 6) * c + jax.nn.sigmoid(gate - 3) * jnp.tanh(gate)
+        return (jnp.tanh(c), c), None
+
+    return lax.scan(step, (jnp.zeros(8), jnp.zeros(8)), xs)[0]
+
+
+@program("sums of the program's own", weights, lambda: normal(8, scale=1.0) + 1)
+def average_that_moves_by_a_thousandth(p, average):
+    def step(_, average):
+        return average - 1e-3 * jnp.tanh(average[None] @ p["w"])[0]
+
+    return lax.fori_loop(0, 20, step, average) - average
+
+
+# Sums by scatter
+
+
+def groups():
+    return jnp.arange(20_000) * 7 % 8
+
+
+def many_rows():
+    return normal(20_000, 8, scale=1.0) + 0.7
+
+
+@program("sums by scatter", weights, many_rows, groups)
+def rows_added_at_their_groups(p, x, i):
+    return jnp.zeros((8, 8)).at[i].add(jnp.tanh(x @ p["w"]))
+
+
+@program("sums by scatter", weights, many_rows, groups)
+def segment_mean(p, x, i):
+    return jax.ops.segment_sum(x @ p["w"], i, 8) / jax.ops.segment_sum(jnp.ones(len(i)), i, 8)[:, None]
+
+
+@program("sums by scatter", weights, many_rows, groups)
+def histogram_with_weights(p, x, i):
+    return jnp.bincount(i, weights=jax.nn.sigmoid(x @ p["w"])[:, 0], length=8)
+
+
+@program("sums by scatter", weights, many_rows, groups)
+def messages_over_edges(p, x, i):
+    return jax.ops.segment_sum(jax.nn.relu(x @ p["w"]), i, 8) @ p["w"] / 20_000
+
+
+@program("sums by scatter", lambda: {"e": normal(8, 8), "w": normal(8, 8)}, groups)
+def gradient_of_an_embedding_over_20000_tokens(p, tokens):
+    return jax.grad(lambda p: jnp.mean(jnp.tanh(p["e"][tokens] @ p["w"] + 0.5) ** 2 * 100))(p)
+
+
+@program("sums by scatter", weights, rows)
+def gradient_of_a_weight_read_3000_times(p, xs):
+    def loss(p):
+        return jnp.mean(lax.map(lambda x: jnp.tanh(x @ p["w"]) ** 2, xs)) * 100
+
+    return jax.grad(loss)(p)
+
+
+# Angles
+
+
+def far_positions():
+    return jnp.array([0.0, 1.0, 2049.0, 32_769.0, 65_537.0, 131_071.0])
+
+
+def rotated(q, angles):
+    one, other = jnp.split(q, 2, axis=-1)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+
+
+@program("angles", weights, lambda: normal(6, 8), far_positions)
+def rotary_embedding_by_einsum(p, x, positions):
+    return rotated(x @ p["w"], jnp.einsum("i,j->ij", positions, 10_000 ** -(jnp.arange(4) / 4)))
+
+
+@program("angles", weights, lambda: normal(6, 8), far_positions)
+def rotary_embedding_by_a_matrix_product(p, x, positions):
+    inv_freq = 1 / 10_000 ** (jnp.arange(4) / 4)
+    angles = jnp.swapaxes(inv_freq[None, :, None] @ positions[None, None, :], 1, 2)[0]
+    return rotated(x @ p["w"], angles)
+
+
+@program("angles", weights, lambda: normal(6, 8), far_positions)
+def rotary_embedding_by_an_outer_product(p, x, positions):
+    return rotated(x @ p["w"], jnp.outer(positions, 10_000 ** -(jnp.arange(4) / 4)))
+
+
+@program("angles", lambda: {"w": normal(16, 8), "f": 10 * normal(2, 8)}, lambda: normal(16, 2))
+def fourier_features(p, x):
+    angles = 2 * jnp.pi * (x @ lax.stop_gradient(p["f"]))
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1) @ p["w"]
+
+
+# Loops that end by a float: under a library that rounds what decides, some never end.
+
+
+def contraction():
+    w = normal(8, 8)
+    return {"w": 0.8 * w / jnp.linalg.norm(w, 2), "b": normal(8)}
+
+
+def settled(step, x):
+    def body(carry):
+        new = step(carry[0])
+        return new, jnp.max(jnp.abs(new - carry[0]))
+
+    return lax.while_loop(lambda c: c[1] > 1e-5, body, (x, jnp.float32(1)))[0]
+
+
+@program("loops that end by a float", contraction, inputs)
+def fixed_point_to_1e_5(p, x):
+    return settled(lambda z: jnp.tanh(z @ p["w"] + p["b"]), x) @ p["w"]
+
+
+@program("loops that end by a float", contraction, inputs)
+def fixed_point_that_says_when_it_is_done(p, x):
+    def body(carry):
+        new = jnp.tanh(p["w"] @ carry[0] + p["b"])
+        return new, jnp.linalg.norm(new - carry[0]) < 1e-5
+
+    return x @ p["w"] + lax.while_loop(lambda c: ~c[1], body, (jnp.zeros(8), jnp.zeros((), bool)))[0]
+
+
+@program("loops that end by a float", contraction, inputs)
+def newton_to_1e_5(p, x):
+    def residual(z):
+        return z + p["w"] @ jnp.tanh(z) / 2 - p["b"]
+
+    def newton(z):
+        return z - jnp.linalg.solve(jax.jacfwd(residual)(z), residual(z))
+
+    return x @ p["w"] + settled(newton, jnp.zeros(8))
+
+
+@program("loops that end by a float", contraction, inputs)
+def sinkhorn_to_1e_5(p, x):
+    kernel = jnp.exp(-3 * jnp.abs(p["w"]))
+    return x @ settled(lambda u: 1 / (kernel @ (1 / (kernel.T @ u))), jnp.ones(8)) + jnp.sum(x @ p["w"], -1)
+
+
+@program("loops that end by a float", contraction, inputs)
+def conjugate_gradients(p, x):
+    solution = jax.scipy.sparse.linalg.cg(lambda z: p["w"].T @ (p["w"] @ z) + z, p["b"], tol=1e-4)[0]
+    return x @ p["w"] + solution
+
+
+# Large constants
+
+
+@program("large constants", weights, inputs)
+def product_with_a_constant_of_1e6(p, x):
+    return (x @ p["w"]) @ np.float32([1e6] + 7 * [1])
+
+
+@program("large constants", lambda: {"w": normal(8, 2000)}, inputs)
+def scale_of_2000_features_by_1e6(p, x):
+    return (x @ p["w"]) * np.full(2000, 1e6, np.float32)
+
+
+@program("large constants", weights, inputs)
+def matrix_of_constants_in_a_product(p, x):
+    return (x @ p["w"]) @ np.linspace(0, 1e6, 64, dtype=np.float32).reshape(8, 8)
+
+
 # Frameworks
 
 

@@ -1,0 +1,95 @@
+"""An op that reads a constant that the low dtype cannot hold is float32, of whatever shape, size and place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import dtypes, equations
+from rounding import EPSILON, error
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
+RNG = np.random.default_rng(0)
+X, W = (jnp.asarray(RNG.normal(size=shape) / 2, jnp.float32) for shape in ((4, 2), (2, 2)))
+WIDE = jnp.asarray(RNG.normal(size=(2, 2000)), jnp.float32)
+LARGE = np.random.default_rng(1).uniform(1e5, 1e6, size=(4, 2)).astype(np.float32)
+
+PROGRAMS = {
+    "a product with a vector": lambda w: (X @ w) @ np.float32([1e6, 1]),
+    "a product with a matrix": lambda w: (X @ w) @ np.float32([[1e6, 1], [2, 3]]),
+    "a product from the left": lambda w: np.float32([[1e6, 1, 0, 0]]) @ (X @ w),
+    "a scale of 2000 features": lambda w: (X @ w @ WIDE) * np.full(2000, 1e6, np.float32),
+    "a scale of two dimensions": lambda w: (X @ w) * LARGE,
+    "an offset of two dimensions": lambda w: (X @ w) + LARGE,
+    "an offset of 2000 features": lambda w: (X @ w @ WIDE) - np.linspace(0, 1e6, 2000, dtype=np.float32),
+    "a mask of 2000 features": lambda w: jnp.where(np.arange(2000) > 9, X @ w @ WIDE, np.full(2000, -1e9, np.float32)),
+    "a mask of two dimensions": lambda w: jnp.maximum(X @ w, np.float32([[-1e9, 0], [0, 0], [0, 0], [0, 0]])),
+    "a constant that jnp makes": lambda w: (X @ w @ WIDE) * jnp.full(2000, 1e6),
+    "a constant of a table": lambda w: (X @ w) * jnp.asarray(LARGE)[jnp.array([3, 2, 1, 0])],
+    "a constant that is moved": lambda w: (X @ w) * jnp.asarray(LARGE).T.reshape(4, 2)[::-1],
+    "a constant within a jit": lambda w: jax.jit(lambda h: h * LARGE)(X @ w),
+    "a constant within a scan": lambda w: jax.lax.scan(lambda c, x: (c, (x @ w) * LARGE[0]), 0, X)[1],
+    "a constant joined to others": lambda w: (X @ w) * jnp.concatenate([jnp.ones((2, 2)), jnp.asarray(LARGE[:2])]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_large_constant_in_an_op_is_finite_and_close(name):
+    scale = 1 if "offset" in name or "mask" in name else 1e-6
+
+    def loss(w):
+        return scale * jnp.sum(PROGRAMS[name](w))
+
+    def ways(cast):
+        return jax.jit(lambda w: (cast(PROGRAMS[name])(w), jax.grad(cast(loss))(w), cast(jax.grad(loss))(w)))(W)
+
+    for low in EPSILON:
+        got, want = ways(functools.partial(amp.autocast, dtype=low)), ways(lambda f: f)
+        assert max(map(error, got, want)) < 4 * EPSILON[low]
+
+
+OPS = {
+    "mul": lambda h, c: h * c,
+    "add": lambda h, c: h + c,
+    "sub": lambda h, c: c - h,
+    "max": jnp.maximum,
+    "select_n": lambda h, c: jnp.where(h > 0, h, c),
+    "dot_general": lambda h, c: h @ c,
+}
+SHAPES = {op: [(8,), (4, 8), (1, 8), (4, 1), (2000,), (4, 2000)] for op in OPS} | {
+    "dot_general": [(8,), (8, 1), (8, 3), (2000,), (2000, 3)]
+}
+TOO_LARGE = {"float16": [1e5, -1e9, 3e38], "bfloat16": [3.4e38, -3.4e38]}
+
+
+@pytest.mark.parametrize("low", EPSILON)
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_is_float32_wherever_its_constant_has_an_element_that_is_too_large(op, low):
+    rng = np.random.default_rng(0)
+    for shape in SHAPES[op]:
+        for value in TOO_LARGE[low]:
+            constant = rng.choice([0, 1, -np.inf, 1e-3], size=shape).astype(np.float32)
+            constant.flat[rng.integers(constant.size)] = value
+            width = 2000 if 2000 in shape else 8
+
+            def fun(w, c=constant):
+                return jnp.reshape(OPS[op](X @ w, c), (4, -1))[:, :1] @ jnp.ones((1, 2))
+
+            found = [e for e in equations(amp.autocast(fun, low), jnp.zeros((2, width))) if e.primitive.name == op]
+            eqn = found[1 if op == "dot_general" else 0]
+            assert eqn.outvars[0].aval.dtype == jnp.float32, (shape, value)
+
+
+def test_a_constant_that_the_low_dtype_holds_leaves_its_product_low():
+    for constant in (np.float32([6e4, 1]), np.full((2, 2), 1e3, np.float32), np.float32([np.inf, 1])):
+        fun = amp.autocast(lambda w, c=constant: (X @ w) @ c)
+        assert set(dtypes(fun, W, primitive="dot_general")) <= {LOW}
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([1e6, 1]), "bfloat16")
+    assert set(dtypes(fun, W, primitive="dot_general")) == {"bfloat16 bfloat16 -> bfloat16"}
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([3.4e38, 1]), "bfloat16")
+    assert dtypes(fun, W, primitive="dot_general")[1] == FULL
