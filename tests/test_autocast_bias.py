@@ -129,7 +129,7 @@ def test_an_update_of_a_vector_is_not_rounded(update, low):
     found = jax.jit(lambda *args: [f(*args) for f in ways])(W, X, 1 + V**2)
     assert error(found[3], found[0]) < 4 * STEP * EPSILON[low]
     for got, want in zip(found[4:], found[1:3], strict=True):
-        assert error(got, want) < 8 * EPSILON[low]
+        assert error(got, want) < 16 * EPSILON[low]
 
 
 @pytest.mark.parametrize("low", EPSILON)

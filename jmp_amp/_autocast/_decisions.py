@@ -70,7 +70,9 @@ def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Valu
     rows = [value.axes for value in values if value.origin is Origin.PRODUCT] if rule.adds else []
     result = shape_of(eqn.outvars[0])
     return [
-        value._replace(origin=Origin.SCALAR if _gives_way(rule, atom, value, result, rows) else max(value.origin, 1))
+        value._replace(origin=Origin.SCALAR)
+        if _gives_way(rule, atom, value, result, rows)
+        else value._replace(origin=max(value.origin, Origin.INPUT), native=None if value.filled else value.native)
         for atom, value in zip(eqn.invars, values, strict=True)
     ]
 
@@ -121,7 +123,8 @@ def results(
         native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
         exact = dtype == FLOAT32 and any(n != 1 for n in shape_of(var) or ()) and _is_exact(rule, values, low)
         held = rule.moves and all(value.held for value in values)
-        out = out._replace(dtype=dtype, native=native, exact=exact, held=held)
+        adds_up = rule.moves and any(value.adds_up for value in values)
+        out = out._replace(dtype=dtype, native=native, exact=exact, held=held, adds_up=adds_up)
         outs.append(_fold(eqn, values, out) if scalars and dtype == FLOAT32 and shape_of(var) == () else out)
     return tuple(outs)
 
@@ -194,7 +197,7 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
         return None
     same_size = [
         value.as_native().dtype
-        for value, atom in zip(values, eqn.invars, strict=True)
+        for value, atom in zip(weighed(rule, eqn, values), eqn.invars, strict=True)
         if dtype_of(atom) == FLOAT32 and shape_of(atom) == shape_of(var) and not _is_broadcast(value, var)
     ]
     if same_size:
@@ -204,7 +207,7 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
 
 def _is_broadcast(value: Value, var: Var) -> bool:
     """Whether an operand of the shape of the result was broadcast to it."""
-    if value.origin is Origin.INPUT:
+    if value.origin is Origin.INPUT and value.axes:
         return value.axes[0] != varying(shape_of(var))
     return value.origin is Origin.SCALAR
 

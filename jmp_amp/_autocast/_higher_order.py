@@ -171,38 +171,44 @@ def _fixpoint(
     """
     none = [False] * len(init)
     decides = decides or none
+    fixed = [a or d for a, d in zip(adds_up, decides, strict=True)]
 
     def settled(carry: Values, fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
+        def kept(values: Iterable[Value]) -> Values:
+            return tuple(
+                value._replace(dtype=dtype_of(atom), native=None, adds_up=True) if is_fixed else value
+                for value, atom, is_fixed in zip(values, atoms, fixed, strict=True)
+            )
+
+        carry = kept(carry)
         while True:
             plan = plan_body(carry)
-            outs = zip(carry, plan.outs[: len(carry)], rounded, strict=True)
-            joined = (old if is_rounded and not new.exact else join(old, new) for old, new, is_rounded in outs)
-            new = _in_traced_dtypes(joined, atoms, fixed)
-            if new == carry:
+            joined = kept(
+                old if is_rounded and not new.exact else join(old, new)
+                for old, new, is_rounded in zip(carry, plan.outs, rounded, strict=False)
+            )
+            if joined == carry:
                 return carry, plan
-            carry = new
+            carry = joined
 
-    start = (
-        Value(value.dtype, exact=value.exact)
-        if shape_of(atom) and (value.magnitudes is None or value.origin is not Origin.SCALAR)
-        else value._replace(filled=False)
-        for value, atom in zip(init, atoms, strict=True)
-    )
-    carry, plan = settled(_in_traced_dtypes(start, atoms, decides), decides, none)
-    fixed = [a or d for a, d in zip(adds_up, decides, strict=True)]
-    if _in_traced_dtypes(carry, atoms, fixed) == carry:
+    start = tuple(map(_first_carry, init, atoms))
+    if all(is_fixed or dtype_of(atom) != FLOAT32 for is_fixed, atom in zip(fixed, atoms, strict=True)):
+        return settled(start, fixed, none)
+    carry, plan = settled(start, decides, none)
+    if fixed == list(decides):
         return carry, plan
     # What is made of a carry that adds up, and would be low precision if that were, is rounded where it is stored.
     rounded = [value.dtype != dtype_of(atom) for value, atom in zip(carry, atoms, strict=True)]
-    return settled(_in_traced_dtypes(carry, atoms, fixed), fixed, rounded)
+    return settled(carry, fixed, rounded)
 
 
-def _in_traced_dtypes(values: Iterable[Value], atoms: Sequence[Any], chosen: Sequence[bool]) -> Values:
-    """Returns the values, the chosen ones in the dtypes that they were traced in."""
-    return tuple(
-        value._replace(dtype=dtype_of(atom), native=None) if is_chosen else value
-        for value, atom, is_chosen in zip(values, atoms, chosen, strict=True)
-    )
+def _first_carry(value: Value, atom: Any) -> Value:
+    """What is known of a carry before the first iteration, so that low precision may replace a constant."""
+    if not shape_of(atom):
+        return value
+    if value.magnitudes is not None and (value.origin is Origin.SCALAR or value.magnitudes[1] == 0):
+        return value._replace(origin=Origin.SCALAR, axes=(), filled=False)
+    return Value(value.dtype, exact=value.exact)
 
 
 def _sliced(value: Value) -> Value:

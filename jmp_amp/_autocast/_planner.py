@@ -203,6 +203,7 @@ class _Draft:
             for var in _variables(eqn.invars)
         }
         self._full_reads: dict[Var, set[int]] = {}  # by the equations that do
+        self._decays: set[Var] = set()  # a carry that adds up is multiplied with them in every iteration
         self._low_reads = Counter(var for eqn in jaxpr.eqns for var in {*_variables(eqn.invars)})
         self._low_reads.update(_variables(jaxpr.outvars))
         self._low_reads.subtract(_variables(chosen([bool(reads) for reads in wanted], jaxpr.outvars)))
@@ -231,8 +232,8 @@ class _Draft:
         return self._known[atom] if isinstance(atom, Var) else self._literals.get(id(atom)) or constant(atom.val)
 
     def _is_wanted(self, var: Var) -> bool:
-        """Whether a variable is read in float32 only; not if it is not read at all."""
-        return self._low_reads.get(var) == 0
+        """Whether a variable is read in float32 only, not if it is not read at all; or must be precise."""
+        return self._low_reads.get(var) == 0 or var in self._decays
 
     def _reads(self, var: Var) -> Reads:
         if var in self._deciding:
@@ -254,7 +255,8 @@ class _Draft:
                 for atom, value in zip(eqn.invars, values, strict=True)
             )
             copied = any(value.copied for value in values)
-        all_wanted = any(map(self._is_wanted, eqn.outvars)) and not any(self._low_reads[var] for var in eqn.outvars)
+        wanted_or_unread = [self._is_wanted(var) or not self._low_reads[var] for var in eqn.outvars]
+        all_wanted = any(map(self._is_wanted, eqn.outvars)) and all(wanted_or_unread)
         full = all_wanted and (rule.fuses or (rule.moves and copied))
         reason = wanted if higher_order else full
         if (old := self._steps[i]) is not None and (reason, values) == self._reasons[i]:
@@ -267,13 +269,14 @@ class _Draft:
         self._known |= dict(zip(eqn.outvars, step.outs, strict=True))
         affected = [*self._affected(i, step)]
         if old is not None and old.outs != step.outs:
-            affected += [
-                j for var in eqn.outvars for j in self._readers.get(var, ()) if is_neutral(self._jaxpr.eqns[j])
-            ]
+            affected += [j for var in eqn.outvars for j in self._readers.get(var, ())]
         return [j for j in affected if self._steps[j] is not None]
 
     def _affected(self, i: int, step: Step) -> Iterator[int]:
         """Notes what an equation reads in float32; yields the equations that this is a reason to decide again."""
+        if self._rules[i].scales and any(self._read(atom).adds_up for atom in step.eqn.invars):
+            self._decays.update(_variables(step.eqn.invars))
+            yield from (self._producers[var] for var in _variables(step.eqn.invars) if var in self._producers)
         reads = list(zip(step.eqn.invars, step.reads_full, strict=True))
         for var in {*_variables(step.eqn.invars)}:
             readers = self._full_reads.setdefault(var, set())

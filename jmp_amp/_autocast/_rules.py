@@ -33,13 +33,14 @@ class Rule(NamedTuple):
         moves: the op only moves values: what came straight from an input still does afterwards.
         arithmetic: the op adds, subtracts, multiplies or divides.
         adds: the op adds: an operand that is a product takes up a bias.
+        scales: the op multiplies or divides.
         fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
             evaluated in float32.
         carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
         angle: the op reads an angle, of which it needs the fraction of a turn.
         rows: of a product, the axes of the result that vary with the other operand, if the first operand is the weight
-          and if the second one is; None for an operand that cannot be the weight.
+            and if the second one is; None for an operand that cannot be the weight.
         picks: the op gathers one element a row.
         costly: the op is not computed a second time for the backward pass.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
@@ -51,6 +52,7 @@ class Rule(NamedTuple):
     moves: bool = False
     arithmetic: bool = False
     adds: bool = False
+    scales: bool = False
     angle: bool = False
     fuses: bool = False
     carries: bool = False
@@ -85,7 +87,8 @@ _COMPARE = Rule(OpClass.PROMOTE, fuses=True)
 _SELECT = Rule(OpClass.PROMOTE, fuses=True, carries=True)
 _ARITHMETIC = Rule(OpClass.PROMOTE, arithmetic=True, fuses=True, carries=True)
 _ADD = _ARITHMETIC._replace(adds=True)
-_DIVIDE = _ARITHMETIC._replace(carries=False)
+_MULTIPLY = _ARITHMETIC._replace(scales=True)
+_DIVIDE = _MULTIPLY._replace(carries=False)
 _FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
 _ANGLE = Rule(OpClass.FOLLOW, angle=True, fuses=True)
 _PICKED = Rule(OpClass.FOLLOW, fuses=True, carries=True)
@@ -152,7 +155,7 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    return _ARITHMETIC if params.get("out_dtype") is None else ORIGINAL
+    return _MULTIPLY if params.get("out_dtype") is None else ORIGINAL
 
 
 def _table(rows: Mapping[str, Any]) -> Rules:

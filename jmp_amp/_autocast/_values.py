@@ -39,7 +39,7 @@ class Value(NamedTuple):
     Attributes:
         dtype: the dtype that it will have, which may be lower than the traced one.
         native: the dtype of the data that it is made of, whatever was broadcast over it aside: a norm of float16
-          activations is float32, but natively float16. None where it is `dtype`.
+            activations is float32, but natively float16. None where it is `dtype`.
         origin: where it came from.
         axes: of an `INPUT`, the axes along which it varies, broadcast axes aside. Of a `PRODUCT`, those along which
             it varies with the operand that is not the weight: an input that varies along none of them is a bias. There
@@ -52,6 +52,7 @@ class Value(NamedTuple):
         exact: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm: a
             product of it is a loss, not a layer, and stays float32.
         copied: there is a float32 copy of it.
+        adds_up: it is a carry of a loop that adds up, as it enters the body, moved or not.
         held: it is the same in all iterations of a loop, so that its cast need not be made again for the backward pass.
     """
 
@@ -63,6 +64,7 @@ class Value(NamedTuple):
     exact: bool = False
     copied: bool = False
     held: bool = False
+    adds_up: bool = False
     axes: tuple[Axes, ...] = ()
     filled: bool = False
 
