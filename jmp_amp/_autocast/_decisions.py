@@ -195,13 +195,15 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
     """Returns the native dtype of a float32 result: that of the operands it has the elements of."""
     if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
-    same_size = [
-        value.as_native().dtype
+    floating = [
+        (value, shape_of(atom))
         for value, atom in zip(weighed(rule, eqn, values), eqn.invars, strict=True)
-        if dtype_of(atom) == FLOAT32 and shape_of(atom) == shape_of(var) and not _is_broadcast(value, var)
+        if dtype_of(atom) == FLOAT32 and not _is_broadcast(value, var)
     ]
-    if same_size:
-        return widest(same_size)
+    if not rule.moves or len(floating) < 2:  # and not joined
+        floating = [(value, shape) for value, shape in floating if shape == shape_of(var)]
+    if floating:
+        return widest(value.as_native().dtype for value, _ in floating)
     return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
 
 
