@@ -1,6 +1,5 @@
 """What is decided for one first-order op: the dtype of its operands, its parameters, what is known of its results."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._rules import FOLDS, OpClass, Rule
+from jmp_amp._autocast._sizes import is_smaller
 from jmp_amp._autocast._values import (
     FLOAT32,
     Origin,
@@ -144,7 +144,7 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
     ]
     if same_size:
         return widest(same_size)
-    return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
+    return low if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
 
 
 def _is_exact(rule: Rule, values: Sequence[Value], low: np.dtype) -> bool:

@@ -93,8 +93,9 @@ def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Flags, region
 
         if keeps_products and not plan.jaxpr.effects:
             call = jax.checkpoint(call, policy=planner.saves, prevent_cse=False)
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carried, ys = lax.scan(call, list(init), list(xs), **options)
+        length = None if xs else eqn.params["length"]  # a symbolic one cannot be given
+        options = {name: eqn.params[name] for name in ("reverse", "unroll")}
+        carried, ys = lax.scan(call, list(init), list(xs), length, **options)
         return [*carried, *ys]
 
     casts = _casts(values, (*consts, *carry, *values[n_fixed:]))
