@@ -145,6 +145,24 @@ def test_state_of_batch_norm_is_returned_in_float32_and_close():
     assert rows(program, "sqrt") == {"float32 -> float32"}
 
 
+@pytest.mark.parametrize("around", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_a_model_that_is_made_inside_is_the_one_made_without_autocast(around):
+    def init(x):
+        model, state = eqx.nn.make_with_state(
+            lambda: [
+                eqx.nn.BatchNorm(8, "batch", mode="batch"),
+                eqx.nn.LayerNorm(8),
+                eqx.nn.BatchNorm(8, "b", mode="ema"),
+            ]
+        )()
+        return model, state, jax.vmap(linear(1))(x)
+
+    got, want = around(amp.autocast(init))(X[0])[:2], around(init)(X[0])[:2]
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert list(map(type, jax.tree.leaves(got))) == list(map(type, jax.tree.leaves(want)))
+    assert eqx.tree_equal(got, want)
+
+
 def test_dropout_draws_the_same_mask():
     def loss(model, x, key):
         out = eqx.nn.Dropout(0.5)(jax.vmap(jax.vmap(model))(x), key=key)

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._decisions import dtype_of
 from jmp_amp._autocast._higher_order import HIGHER_ORDER
 from jmp_amp._autocast._interpreter import Plan, Region
 from jmp_amp._autocast._nnx import with_modules
@@ -187,19 +185,14 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, P
         full = [cast_floating(x, FLOAT32) if x.dtype == stored and stored.itemsize == 2 else x for x in arrays]
         closed = _compat.trace(flat, full)
         jaxpr, _ = _compat.open_jaxpr(closed)
-        values = tuple(unknown(x.dtype, x.shape) for x in arrays)
+        values = tuple(unknown(aval.dtype, aval.shape) for aval in map(jax.typeof, arrays))
         planner = Planner(RULES, HIGHER_ORDER, options)
         plan = planner.plan(closed, values, (Reads.ANY,) * len(jaxpr.outvars), Region(low))
         planned(planner, plan)
         for pattern in options.overrides.scopes.keys() - planner.matched:
             warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=3)
-        results = plan.run(*arrays)
-        out = rebuild_out(
-            [
-                lax.convert_element_type(x, dtype_of(var)) if value.dtype != dtype_of(var) else x
-                for x, value, var in zip(results, plan.outs, jaxpr.outvars, strict=True)
-            ]
-        )
+        results = zip(plan.run(*arrays), jaxpr.outvars, strict=True)
+        out = rebuild_out([_compat.as_type(x, var.aval) for x, var in results])
         return out if policy is None else policy.cast_to_output(out)
 
     return autocasted

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax._src import core, source_info_util
 from jax._src.interpreters import ad
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
@@ -102,6 +104,15 @@ def with_dtype(x: Any, dtype: Any) -> Any:
     """Returns the type of `x`, sharding and all, in another dtype."""
     aval = jax.typeof(x)
     return aval.update(dtype=dtype) if aval.dtype != dtype else aval
+
+
+def as_type(x: Any, aval: Any) -> Any:
+    """Returns `x` as an array of the dtype of `aval`, weak where that is; a jaxpr has its scalars as Python numbers."""
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if jax.typeof(x).dtype == aval.dtype and jax.typeof(x).weak_type == aval.weak_type:
+        return x
+    # The public `lax.convert_element_type` makes weak types of the default dtypes only.
+    return lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
 
 
 def retyped(jaxpr: Any, dtype: Any) -> Jaxpr:

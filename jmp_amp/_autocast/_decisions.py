@@ -1,7 +1,6 @@
 """What is decided for one first-order op: the dtype of its operands, its parameters, what is known of its results."""
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._axes import Axes, moved, varying
 from jmp_amp._autocast._rules import FOLDS, OpClass, Rule
+from jmp_amp._autocast._sizes import is_smaller
 from jmp_amp._autocast._values import (
     FLOAT32,
     Origin,
@@ -204,7 +204,7 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
         floating = [(value, shape) for value, shape in floating if shape == shape_of(var)]
     if floating:
         return widest(value.as_native().dtype for value, _ in floating)
-    return low if rule.moves and math.prod(shape_of(eqn.invars[0]) or ()) < math.prod(shape_of(var) or ()) else None
+    return low if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
 
 
 def _is_broadcast(value: Value, var: Var) -> bool:

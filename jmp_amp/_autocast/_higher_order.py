@@ -59,7 +59,13 @@ def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, regio
 
     def run(args: Sequence[Any]) -> Sequence[Any]:
         index, *operands = args
-        return lax.switch(index, [cast_results(plan.run, outs) for plan in plans], *operands)
+        branches = [cast_results(plan.run, outs) for plan in plans]
+        if "branches_platforms" not in eqn.params:
+            return lax.switch(index, branches, *operands)
+        # The index is that of the platform; the branches for other platforms may not even compile on this one.
+        platforms = zip(eqn.params["branches_platforms"], branches, strict=True)
+        by_name = {name: branch for names, branch in platforms for name in names or ("default",)}
+        return lax.platform_dependent(*operands, **by_name)
 
     inner = [(plan, 1) for plan in plans]
     return _stored_step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed, inner)
@@ -93,8 +99,9 @@ def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, regio
 
         if keeps_products and not plan.jaxpr.effects:
             call = jax.checkpoint(call, policy=planner.saves, prevent_cse=False)
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carried, ys = lax.scan(call, list(init), list(xs), **options)
+        length = None if xs else eqn.params["length"]  # a symbolic one cannot be given
+        options = {name: eqn.params[name] for name in ("reverse", "unroll")}
+        carried, ys = lax.scan(call, list(init), list(xs), length, **options)
         return [*carried, *ys]
 
     casts = _casts(values, (*consts, *carry, *values[n_fixed:]))
@@ -245,7 +252,10 @@ def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     # The parameters say whether this is a recomputation, so they are kept: `jax.checkpoint` cannot be told.
     def run(args: Sequence[Any]) -> Sequence[Any]:
         jaxpr, consts = _compat.hoist_consts(plan.trace(args), args)
-        return _compat.bind(eqn, [*consts, *args], jaxpr=jaxpr)
+        prevent_cse = eqn.params["prevent_cse"]
+        if isinstance(prevent_cse, tuple):  # one for each operand
+            prevent_cse = (False,) * len(consts) + prevent_cse
+        return _compat.bind(eqn, [*consts, *args], jaxpr=jaxpr, prevent_cse=prevent_cse)
 
     return run
 

@@ -10,17 +10,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
 def is_pick(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
-    """Whether a gather is `take_along_axis` along the last axis, of one element a row."""
+    """Whether a gather is `take_along_axis` along the last axis, of one float32 element a row."""
     x, indices = avals
-    rows, numbers = tuple(range(x.ndim - 1)), params["dimension_numbers"]
+    rows, axis = tuple(range(x.ndim - 1)), (x.ndim - 1,)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=axis,
+        start_index_map=axis,
+        operand_batching_dims=rows,
+        start_indices_batching_dims=rows,
+    )
     return (
-        indices.shape == (*x.shape[:-1], 1, 1)
-        and numbers.operand_batching_dims == numbers.start_indices_batching_dims == rows
-        and numbers.start_index_map == (x.ndim - 1,)
+        x.dtype == np.float32
+        and indices.shape == (*x.shape[:-1], 1, 1)
+        and indices.dtype.itemsize >= 4  # a smaller one cannot count the elements of a long row
+        and params["dimension_numbers"] == numbers
+        and params["slice_sizes"] == (1,) * x.ndim
         and params["mode"] in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
     )
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from jmp_amp._autocast._axes import Axes
 from jmp_amp._autocast._pick import is_pick
+from jmp_amp._autocast._sizes import is_smaller
 
 
 class OpClass(enum.Enum):
@@ -150,8 +151,8 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     if is_pick(params, avals):
         return _PICK
     x, indices = avals
-    size = math.prod(indices.shape[:-1]) * math.prod(params["slice_sizes"])
-    return _FUSED_MOVE if size >= math.prod(x.shape) else _MOVE
+    shape = (*indices.shape[:-1], *params["slice_sizes"])
+    return _FUSED_MOVE if math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape) else _MOVE
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
