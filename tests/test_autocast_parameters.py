@@ -64,7 +64,7 @@ PROGRAMS = {
     "shard_map": shard_map,
     "cond": lambda x: lax.platform_dependent(x, cpu=product, tpu=jnp.sin, default=jnp.cos),
     "scan": lambda x: lax.scan(lambda x, y: (product(x), y), x, jnp.ones(6), reverse=True, unroll=3)[0],
-    "while": lambda x: lax.while_loop(lambda x: x[0, 0] < 0, product, x),
+    "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, product(c[1])), (0, x))[1],
 }
 CARRIED = {
     "jit": """in_shardings out_shardings in_layouts out_layouts donated_invars ctx_mesh name keep_unused inline
