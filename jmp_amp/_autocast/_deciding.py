@@ -41,7 +41,7 @@ def depends_on(jaxpr: Any, results: Sequence[bool]) -> tuple[set[Var], list[bool
     """
     opened, _ = _compat.open_jaxpr(jaxpr)
     needed = {atom for atom, needs in zip(opened.outvars, results, strict=True) if needs and isinstance(atom, Var)}
-    for eqn in reversed(opened.eqns):
+    for eqn in reversed(opened.eqns) if needed else ():
         if not needed.isdisjoint(eqn.outvars):
             needed.update(_operands(eqn, [var in needed for var in eqn.outvars]))
     return needed, [var in needed for var in opened.invars]
