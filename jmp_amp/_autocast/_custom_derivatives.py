@@ -45,8 +45,8 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         )
         results = cast_results(rule.run, outs)(*primals, *tangents)
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
-        tangents = iter(result_tangents)
-        return results, [next(tangents) if m else _no_tangent(x) for m, x in zip(moved_outs, results, strict=True)]
+        given = iter(result_tangents)
+        return results, [next(given) if m else _no_tangent(x) for m, x in zip(moved_outs, results, strict=True)]
 
     function = jax.custom_jvp(_named(plan, eqn, "custom_jvp"))
     function.defjvp(jvp, symbolic_zeros=eqn.params["symbolic_zeros"])
