@@ -1,7 +1,6 @@
 """What `explain` returns: a table of op sites, and how it is shown."""
 
 import dataclasses
-import fnmatch
 import html
 import json
 import re
@@ -11,6 +10,7 @@ from typing import Any
 
 from jmp_amp._autocast._explain import Explanation
 from jmp_amp._autocast._op_site import REASONS, OpSite
+from jmp_amp._autocast._overrides import matches
 from jmp_amp._table import aligned
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
@@ -75,7 +75,7 @@ class PrecisionReport:
             >>> [row.compute for row in report.select(primitive="dot_general").rows]
             ['float16', 'float16', 'float16']
         """
-        rows = (row for row in self.rows if fnmatch.fnmatchcase(row.module, pattern))
+        rows = (row for row in self.rows if matches(row.module, pattern))
         kept = tuple(row for row in rows if all(getattr(row, name) == value for name, value in fields.items()))
         return dataclasses.replace(self, rows=kept)
 

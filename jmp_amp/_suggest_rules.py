@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import glob
 import math
 import re
 from collections import Counter
@@ -195,7 +194,7 @@ _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Pri
 
 def _candidates(sites: Iterable[OpSite]) -> list[Any]:
     """The modules that hold such ops themselves, as patterns, and the primitives that compute."""
-    modules = {glob.escape(site.module): None for site in sites if site.module}
+    modules = {site.module: None for site in sites if site.module}
     names = {site.primitive: None for site in sites if site.primitive in _PRIMITIVES}
     return [*modules, *(_PRIMITIVES[name] for name in names if not _moves(name))]
 

@@ -73,6 +73,47 @@ def test_a_pattern_that_matches_nothing_warns_with_the_scopes_there_are():
         amp.autocast(model, rules={"LayerNorm_*": "full"})(X)
 
 
+@pytest.mark.parametrize("name", ["layers[0]", "[ab]", "a[", "]", "[!a]", "w[0][1]"])
+def test_brackets_in_a_pattern_are_those_of_the_name(name):
+    def fun(x):
+        with jax.named_scope(name):
+            x = x @ W
+        with jax.named_scope("a"):
+            return x @ W
+
+    assert products(amp.autocast(fun, rules={name: "full"})) == ["float32", "float16"]
+    assert products(amp.autocast(fun, rules={f"*/{name}/*": "full"})) == ["float32", "float16"]
+    assert {row.module for row in amp.explain(fun)(X).select(name).rows} == {name}
+
+
+OTHER_NAMES = ["ramp:up", "amp:foo", "amp:", "amp:float16x", "my amp:float32", "amp:float64", "amp:float32:1", "amp"]
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_scope_that_resembles_a_mark_is_a_scope(name):
+    def fun(x):
+        with jax.named_scope(name):
+            return x @ W
+
+    assert set(products(amp.autocast(fun))) == {"float16"}
+    assert set(products(jax.grad(lambda x: jnp.sum(amp.autocast(fun)(x))))) == {"float16"}
+    assert set(products(amp.autocast(jax.grad(lambda x: jnp.sum(fun(x)))))) == {"float16"}
+    assert set(products(amp.autocast(fun, rules={name: "full"}))) == {"float32"}
+    assert {row.module for row in amp.explain(fun)(X).select(direction="forward").rows} == {name}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("around", ["", "scope", "scope/inner"])
+def test_a_mark_counts_in_any_scope_and_under_any_transformation(dtype, around):
+    def loss(x):
+        with jax.named_scope(around), amp.precision(dtype), jax.named_scope("ramp:up"):
+            return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ W))(x))
+
+    for fun in (amp.autocast(loss, "bfloat16"), amp.autocast(jax.grad(jax.jit(loss)), "bfloat16")):
+        assert set(products(fun)) == {dtype}
+        assert set(products(lambda x, fun=fun: jax.vmap(fun)(x[None]))) == {dtype}
+
+
 def test_a_primitive_is_given_another_class():
     assert dtypes(amp.autocast(model, rules={lax.tanh_p: "full"}), X, primitive="tanh") == ["float32 -> float32"]
     assert dtypes(amp.autocast(model, rules={lax.dot_general_p: "full"}), X, primitive="tanh") == ["float32 -> float32"]

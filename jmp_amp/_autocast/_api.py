@@ -80,8 +80,9 @@ def autocast(
         rules: overrides, added to those of `policy`. A primitive is given a class, `{lax.tanh_p: "full"}` ("lower",
             "promote", "follow" and "original" are the others; this also registers a primitive of your own). A pattern
             of named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
-            `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. A pattern may start at any scope and holds for all
-            that the scope contains; the last one that matches counts, and a region in the code comes before it.
+            `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. In it `*` stands for any characters and `?` for one;
+            all others, brackets too, for themselves. It may start at any scope and holds for all that the scope
+            contains; the last pattern that matches counts, and a region in the code comes before it.
         save: what the bodies of scans keep for the backward pass. `"matmuls"` keeps the results of products,
             convolutions, linear algebra and custom kernels, and computes the rest again: cheap ops, but not free, for a
             third of the memory of a scanned transformer. `"all"` keeps what JAX keeps.
@@ -96,8 +97,8 @@ def autocast(
 
     Raises:
         TypeError: `fun` is not callable, or a rule is for neither a primitive nor a string.
-        ValueError: `dtype` is not one of the three, or a rule's value is no class or dtype. A pattern that matches
-            nothing warns, with the scopes that there are.
+        ValueError: `dtype` is not one of the three, or a rule's value is no dtype or no class that its primitive can
+            have. A pattern that matches nothing warns, with the scopes that there are.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -152,6 +153,11 @@ def parse_settings(
     policy = None if policy is None else get_policy(policy)
     low = compute_dtype(dtype if policy is None else policy.compute_dtype)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
+    for name in overrides.primitives.keys() & HIGHER_ORDER.keys():
+        raise ValueError(
+            f"`{name}` holds a program and has no class itself: give one to the primitives in it, or put it into a "
+            "`jax.named_scope` and give a dtype to that: {'my_scope': 'full'}"
+        )
     if save not in ("all", "matmuls"):
         raise ValueError(f'`save` must be "all" or "matmuls", got {save!r}')
     if weight_grad_dtype is not None and compute_dtype(weight_grad_dtype) != FLOAT32:

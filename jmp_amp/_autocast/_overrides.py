@@ -2,14 +2,14 @@
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Primitive
 
-from jmp_amp._autocast._regions import compute_dtype
-from jmp_amp._autocast._rules import OpClass, Rule
+from jmp_amp._autocast._regions import compute_dtype, is_mark
+from jmp_amp._autocast._rules import RULES, OpClass, Rule, RuleOf, Rules
 from jmp_amp._autocast._values import FLOAT32
 
 _TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`, differentiated
@@ -18,7 +18,7 @@ _TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`,
 # equation or in two of which one is in the other.
 _REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
 
-_NO_MODULE = re.compile(r"^$|^amp:|->|^checkpoint$|^rematted_computation$")  # marks, einsums, `jax.checkpoint`
+_NO_MODULE = re.compile(r"^$|->|^checkpoint$|^rematted_computation$")  # einsums, `jax.checkpoint`
 
 
 class Overrides(NamedTuple):
@@ -29,14 +29,19 @@ class Overrides(NamedTuple):
         scopes: the compute dtype of the scopes that a pattern matches; of several, the last one counts.
     """
 
-    primitives: Mapping[str, Rule]
+    primitives: Rules
     scopes: Mapping[str, np.dtype]
 
     def matching(self, path: str) -> list[str]:
         """Returns the patterns that match a scope, or one that it lies in."""
         starts = [i for i, c in enumerate("/" + path) if c == "/"]
         paths = [f"{path[start:]}/" for start in starts]
-        return [pattern for pattern in self.scopes if any(fnmatch.fnmatchcase(p, f"{pattern}/*") for p in paths)]
+        return [pattern for pattern in self.scopes if any(matches(p, f"{pattern}/*") for p in paths)]
+
+
+def matches(scope: str, pattern: str) -> bool:
+    """Whether a pattern, in which `*` and `?` stand for any characters and for one, matches all of a scope."""
+    return fnmatch.fnmatchcase(scope, pattern.replace("[", "[[]"))  # brackets are names: `layers[0]`
 
 
 def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
@@ -44,12 +49,13 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
 
     Raises:
         TypeError: a key is neither a primitive nor a string.
-        ValueError: a value is not a class, or not a dtype that autocast computes in.
+        ValueError: a value is not a class that the primitive can have, or not a dtype that autocast computes in.
     """
-    primitives, scopes = {}, {}
+    primitives: dict[str, Rule | RuleOf] = {}
+    scopes = {}
     for key, value in rules.items():
         if isinstance(key, Primitive):
-            primitives[key.name] = Rule(_op_class(key, value), dtype_params=("preferred_element_type",))
+            primitives[key.name] = _override(key.name, value)
         elif isinstance(key, str):
             pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # it may start at any scope anyway
             scopes[pattern] = FLOAT32 if value == "full" else compute_dtype(value)
@@ -64,15 +70,45 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
 def scope_path(outer: str, name_stack: Any) -> str:
     """Returns the scopes of an equation, and of the jaxpr that it is in, that a user or a library named: modules."""
     stack = _REPEATED.sub("", str(name_stack))
-    path = "/".join(name for name in _TRANSFORM.sub("", stack).split("/") if not _NO_MODULE.search(name))
+    names = _TRANSFORM.sub("", stack).split("/")
+    path = "/".join(name for name in names if not _NO_MODULE.search(name) and not is_mark(name))
     repeats = "jvp(" in stack and f"{path}/".startswith(f"{outer}/")
     return path if repeats else f"{outer}/{path}".strip("/")
 
 
-def _op_class(primitive: Primitive, value: Any) -> OpClass:
+def _override(name: str, value: Any) -> Rule | RuleOf:
+    """Returns the rule of a primitive with another class; all else that the table knows of it holds as well."""
+    op_class = _op_class(name, value)
+    known = RULES.get(name, Rule(OpClass.ORIGINAL, dtype_params=("preferred_element_type",)))
+    if isinstance(known, Rule):
+        if name in RULES and known.op_class is OpClass.ORIGINAL and op_class not in (OpClass.FULL, OpClass.ORIGINAL):
+            raise ValueError(
+                f"`{name}` runs in the dtypes that it was traced in: its class can be `full` or `original`, "
+                f"got {value!r}; where it takes 16 bits, cast its operands in the function"
+            )
+        return lambda params, avals: _with_class(known, op_class, avals)
+    return lambda params, avals: _of_program(known(params, avals), op_class, avals)
+
+
+def _of_program(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
+    """The class for one op of several; what the program asks for, by a cast or by `precision`, comes before it."""
+    return rule if rule.op_class is OpClass.ORIGINAL else _with_class(rule, op_class, avals)
+
+
+def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
+    rule = rule._replace(angle=False)  # a user who gives `sin` a class wants no more than that
+    if op_class is OpClass.LOWER:  # it rounds, whoever reads the result
+        return rule._replace(op_class=op_class, moves=False, fuses=False, picks=False)
+    several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1
+    if op_class is OpClass.FOLLOW and rule.op_class is not OpClass.FOLLOW and several:
+        op_class = OpClass.PROMOTE  # the operands of one op have one dtype
+    return rule._replace(op_class=op_class)
+
+
+def _op_class(name: str, value: Any) -> OpClass:
     try:
         return OpClass(value)
     except ValueError:
         raise ValueError(
-            f"the class of `{primitive.name}` must be one of {', '.join(c.value for c in OpClass)}, got {value!r}"
+            f"the class of `{name}` must be one of {', '.join(c.value for c in OpClass)}, got {value!r}"
         ) from None

@@ -12,8 +12,9 @@ from jmp_amp._policy import NAMED_POLICIES, parse_dtype
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SCOPE = "amp:"
-_MARK = re.compile(_SCOPE + r"(\w+)")
 _DTYPES = ("float16", "bfloat16", "float32")
+_NAME = re.compile(_SCOPE + f"({'|'.join(_DTYPES)})")
+_MARK = re.compile(rf"(?<![^/(]){_NAME.pattern}(?![^/)])")  # a whole scope, in `jvp(...)` or not
 
 
 class Mark(Protocol):
@@ -92,3 +93,8 @@ def region_of(name_stack: Any) -> np.dtype | None:
         return None
     marks = _MARK.findall(str(name_stack))
     return parse_dtype(marks[-1]) if marks else None
+
+
+def is_mark(scope: str) -> bool:
+    """Whether a scope is the mark of a region, and no name that a user gave."""
+    return _NAME.fullmatch(scope) is not None

@@ -72,10 +72,12 @@ class Rule(NamedTuple):
 
 
 # A rule may depend on the parameters of the op and the types of its operands.
-Rules = Mapping[str, Rule | Callable[[Mapping[str, Any], Sequence[Any]], Rule]]
+RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
+Rules = Mapping[str, Rule | RuleOf]
 
 _LOWER = Rule(OpClass.LOWER, costly=True, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
+_VECTORS = Rule(OpClass.FULL, dtype_params=("preferred_element_type",))
 _LOGARITHM = Rule(OpClass.FULL, logarithm=True)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
@@ -118,7 +120,7 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     shared = len(batch[0])
     lefts, rights = frozenset(range(shared, shared + left)), frozenset(range(shared + left, shared + left + right))
     rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
-    return rule if left or right or rule.op_class is not OpClass.LOWER else _FULL
+    return rule if left or right or rule.op_class is not OpClass.LOWER else _VECTORS
 
 
 def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
