@@ -160,3 +160,15 @@ def test_counts_beyond_2048_and_256():
     for low in EPSILON:
         for got in jax.jit(amp.autocast(fun, low))(jnp.ones((1, 1))):
             np.testing.assert_array_equal(got, want)
+
+
+def gathered_from_a_product(dot, w):
+    return jnp.mean(jnp.tanh(dot(TABLE, w)[GROUP]) ** 2) * 100
+
+
+@pytest.mark.parametrize("low", EPSILON)
+def test_the_gradient_of_what_is_gathered_from_a_product_is_added_up_in_float32(low):
+    assert not further_than_by_hand(gathered_from_a_product, (W,), low)
+    found = equations(jax.grad(amp.autocast(lambda w: gathered_from_a_product(jnp.dot, w), low)), W)
+    (scatter,) = (eqn for eqn in found if eqn.primitive.name == "scatter-add")
+    assert {var.aval.dtype.name for var in (scatter.invars[0], scatter.invars[2])} == {"float32"}

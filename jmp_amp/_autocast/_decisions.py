@@ -107,8 +107,7 @@ def results(
 ) -> tuple[Value, ...]:
     """Returns what is known of the results, from the dtypes that the operands are cast to."""
     scalars = all(
-        value.origin is Origin.SCALAR and shape_of(atom) == ()
-        for value, atom in zip(values, eqn.invars, strict=True)
+        value.origin is Origin.SCALAR and shape_of(atom) == () for value, atom in zip(values, eqn.invars, strict=True)
     )
     eligible = [dtype for dtype, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
     pairwise = rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars)
@@ -137,7 +136,7 @@ def _moved(eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
     if origin is Origin.SCALAR:
         return Value(None, origin, magnitudes, filled=bool(varying(shape)))
     axes: tuple[Axes | None, ...] = (None,)
-    if len(floating) == 1 and len(eqn.outvars) == 1 or eqn.primitive.name == "split":
+    if (len(floating) == 1 and len(eqn.outvars) == 1) or eqn.primitive.name == "split":
         (source,) = floating
         axes = _moved_axes(eqn, values[source], shape_of(eqn.invars[source]) or (), shape)
     if origin is Origin.INPUT:
@@ -169,9 +168,7 @@ def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> V
     if rule.op_class is OpClass.LOWER and any(rows is not None for rows in rule.rows):
         inputs = [value.origin <= Origin.INPUT for value in values[:2]]
         weights = inputs if any(inputs) else [True, True]
-        axes = tuple(
-            rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None
-        )
+        axes = tuple(rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None)
         return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
     products = [value for value in values if value.origin is Origin.PRODUCT]
     others = [value for value in weighed(rule, eqn, values) if value.origin is not Origin.SCALAR]

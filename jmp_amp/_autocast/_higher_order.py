@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._accumulators import accumulators
 from jmp_amp._autocast._axes import sliced
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
-from jmp_amp._autocast._deciding import closed_over_iterations, deciding_carries
+from jmp_amp._autocast._deciding import deciding_carries
 from jmp_amp._autocast._decisions import dtype_of, shape_of
 from jmp_amp._autocast._interpreter import Plan, Region, Step, cast_results
 from jmp_amp._autocast._planner import HigherOrder, Planner

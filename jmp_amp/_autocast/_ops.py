@@ -19,7 +19,6 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast import _weight_grad as weight_grad
-from jmp_amp._autocast._pick import pick
 
 HELD = "amp:held"  # the name of what a loop keeps for the backward pass, by `jax.checkpoint`
 
@@ -35,7 +34,7 @@ class Op:
         shape: what an elementwise op broadcasts its operands to; None for other ops.
         held: the operands whose casts a loop keeps for the backward pass.
         full_grad: whether the gradients of the operands that are cast leave the matrix unit in float32.
-        picks: whether it gathers one float32 element a row.
+        rewrite: evaluates it in another way, from the op itself and its operands, for the sake of its derivative.
     """
 
     primitive: Primitive
@@ -44,14 +43,14 @@ class Op:
     shape: tuple[int, ...] | None = None
     held: tuple[int, ...] = ()
     full_grad: bool = False
-    picks: bool = False
+    rewrite: Callable[[Callable[[Sequence[Any]], list[Any]], Sequence[Any]], list[Any]] | None = None
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to the cast operands."""
         if self.full_grad:
             return weight_grad.product(self._apply, self.casts, dict.fromkeys(self.held, _keep), args)
-        if self.picks:
-            return pick(self._apply, args)
+        if self.rewrite is not None:
+            return self.rewrite(self._apply, args)
         if any(map(self._spreads, args, self.casts)):
             return self._spread(args)
         return self._apply(self._cast(args))

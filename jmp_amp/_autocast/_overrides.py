@@ -98,7 +98,7 @@ def _of_program(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
     rule = rule._replace(angle=False)  # a user who gives `sin` a class wants no more than that
     if op_class is OpClass.LOWER:  # it rounds, whoever reads the result
-        return rule._replace(op_class=op_class, moves=False, fuses=False, picks=False)
+        return rule._replace(op_class=op_class, moves=False, fuses=False, picks=False, gathers=False)
     several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1
     if op_class is OpClass.FOLLOW and rule.op_class is not OpClass.FOLLOW and several:
         op_class = OpClass.PROMOTE  # the operands of one op have one dtype

@@ -9,6 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._angles import angles
+from jmp_amp._autocast._deciding import depends_on
 from jmp_amp._autocast._decisions import (
     broadcast_shape,
     differs,
@@ -19,11 +20,12 @@ from jmp_amp._autocast._decisions import (
     results,
     weighed,
 )
-from jmp_amp._autocast._deciding import depends_on
+from jmp_amp._autocast._gather import gather
 from jmp_amp._autocast._interpreter import Plan, Region, Step
 from jmp_amp._autocast._masks import chosen
 from jmp_amp._autocast._ops import HELD, Op
 from jmp_amp._autocast._overrides import Overrides, scope_path
+from jmp_amp._autocast._pick import pick
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
 from jmp_amp._autocast._values import FLOAT32, Origin, Reads, Value, constant, widest
@@ -142,8 +144,12 @@ class Planner:
         operands = chosen(traced, dtypes)
         params = params_for(rule, eqn, widest(operands)) if operands else {}
         outs = results(rule, eqn, values, dtypes, low)
-        picks = full and rule.picks
-        changed = picks or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
+        rewrite = None
+        if full and rule.picks:
+            rewrite = pick
+        elif rule.gathers and operands and widest(operands) == low != FLOAT32:
+            rewrite = gather
+        changed = rewrite is not None or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
         inputs = [
             isinstance(atom, Var) and value.origin <= Origin.INPUT
@@ -155,7 +161,7 @@ class Planner:
         full_grad = is_product and any(each) and self.options.weight_grad_dtype == FLOAT32
         held = tuple(i for i, value in enumerate(values) if each[i] is not None and value.held)
         all_params = tuple((eqn.params | params).items())
-        op = Op(eqn.primitive, all_params, each, broadcast_shape(rule, eqn), held, full_grad, picks)
+        op = Op(eqn.primitive, all_params, each, broadcast_shape(rule, eqn), held, full_grad, rewrite)
         return Step(eqn, shared, outs, op, changed, tuple(d == FLOAT32 or is_neutral(eqn) for d in dtypes))
 
 
@@ -225,9 +231,7 @@ class _Draft:
         outs = tuple(map(self._read, self._jaxpr.outvars))
         reads_full = tuple(map(self._is_wanted, self._jaxpr.invars))
         steps = [step for step in self._steps if step is not None]
-        return Plan(
-            self._jaxpr, self._consts, self._known, steps, outs, reads_full, self._region, self._as_traced
-        )
+        return Plan(self._jaxpr, self._consts, self._known, steps, outs, reads_full, self._region, self._as_traced)
 
     def _read(self, atom: Any) -> Value:
         return self._known[atom] if isinstance(atom, Var) else self._literals.get(id(atom)) or constant(atom.val)

@@ -43,6 +43,7 @@ class Rule(NamedTuple):
         rows: of a product, the axes of the result that vary with the other operand, if the first operand is the weight
             and if the second one is; None for an operand that cannot be the weight.
         picks: the op gathers one element a row.
+        gathers: the op gathers elements, each any number of times.
         costly: the op is not computed a second time for the backward pass.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
         dtype_params: parameters that name the dtype of the result.
@@ -60,6 +61,7 @@ class Rule(NamedTuple):
     logarithm: bool = False
     rows: tuple[Axes | None, Axes | None] = (None, None)
     picks: bool = False
+    gathers: bool = False
     costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
@@ -154,7 +156,8 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
         return _PICK
     x, indices = avals
     shape = (*indices.shape[:-1], *params["slice_sizes"])
-    return _FUSED_MOVE if math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape) else _MOVE
+    is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
+    return (_FUSED_MOVE if is_whole else _MOVE)._replace(gathers=True)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
