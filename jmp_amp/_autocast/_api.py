@@ -66,7 +66,9 @@ def autocast(
 
     Only what was traced in float32 is cast. Integers, float64, complex and float8 values, ops that `fun` casts to 16
     bits by itself, and products that ask for `precision=HIGHEST` stay as they are. A bias does not widen the product
-    that it is added to, and a constant that `dtype` cannot hold (-1e9 in a mask) makes its op float32.
+    that it is added to, and a constant that `dtype` cannot hold (-1e9 in a mask) makes its op float32. What `fun` adds
+    up by itself is float32: sums by scatter, and carries of loops that come back as themselves plus something. What
+    decides when a `while_loop` ends runs as it was traced.
 
     Args:
         fun: any function of pytrees that JAX can trace. Arrays among the arguments are traced, everything else (Python
