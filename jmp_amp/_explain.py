@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from jmp_amp._autocast import _compat
 from jmp_amp._autocast._api import parse_settings
 from jmp_amp._autocast._explain import explain_call
 from jmp_amp._report import PrecisionReport, report_of
@@ -53,6 +54,7 @@ def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[.
             raise TypeError(f"`explain` takes a function, got {type(fun).__name__}")
         settings = parse_settings(dtype, **options)
 
+    @_compat.api_boundary
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
         def again(dtype: Any = "float16", **options: Any) -> PrecisionReport:

@@ -1,15 +1,26 @@
 """The only file that knows JAX's versions and its private names (JAX 0.10 to 0.12)."""
 
 import contextlib
+import os
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import core, source_info_util
+from jax._src import core, source_info_util, traceback_util
 from jax._src.interpreters import ad
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+
+# Neither the tracebacks that JAX shows nor the source lines of ops are to show this package.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+source_info_util.register_exclusion(_PACKAGE)
+traceback_util.register_exclusion(_PACKAGE)
+
+# A function of which an error shows no frames of this package and of JAX, as `jax_traceback_filtering` says.
+api_boundary: Callable[[Callable], Callable] = traceback_util.api_boundary
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -120,3 +131,21 @@ def retyped(jaxpr: Any, dtype: Any) -> Jaxpr:
     opened, consts = open_jaxpr(jaxpr)
     args = [var.aval.update(dtype=dtype) for var in opened.invars]
     return open_jaxpr(trace(lambda *xs: jax.core.eval_jaxpr(opened, consts, *xs), args))[0]
+
+
+# What JAX says, but by `NotImplementedError`, where it cannot differentiate an op: a loop, a callback, an FFI call, an
+# op of a `custom_vjp` forward, a solver without a transpose.
+_NO_DERIVATIVE = re.compile(
+    "Reverse-mode differentiation does not work|callbacks do not support (JVP|transpose)|cannot be differentiated"
+    "|does not support reverse-mode autodiff|can't apply forward-mode autodiff|transpose_solve required"
+)
+
+
+def has_no_derivative(error: Exception) -> bool:
+    """Whether JAX raised an error because it cannot differentiate an op, and not the code that it differentiates."""
+    if any(is_users_file(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return False
+    return isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error)) is not None
+
+
+is_users_file: Callable[[str], bool] = source_info_util.is_user_filename

@@ -72,7 +72,9 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
 
     try:
         program, differentiable = jax.make_jaxpr(call_and_pull)(*arrays), True
-    except (TypeError, ValueError, NotImplementedError):  # what JAX raises where it cannot differentiate
+    except Exception as error:
+        if not _compat.has_no_derivative(error):
+            raise
         plans.clear()
         program, differentiable = jax.make_jaxpr(call)(*arrays), False
     planner, plan = plans[0]
