@@ -20,6 +20,9 @@ _REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
 
 _NO_MODULE = re.compile(r"^$|->|^checkpoint$|^rematted_computation$")  # einsums, `jax.checkpoint`
 
+# What `shard_map` makes of a primitive where it checks types; JAX exports only the one.
+_VARIANTS = {"psum": ("psum_invariant",), "all_gather": ("all_gather_invariant",)}
+
 
 class Overrides(NamedTuple):
     """What `rules=` says.
@@ -55,7 +58,7 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
     scopes = {}
     for key, value in rules.items():
         if isinstance(key, Primitive):
-            primitives[key.name] = _override(key.name, value)
+            primitives |= {name: _override(name, value) for name in (key.name, *_VARIANTS.get(key.name, ()))}
         elif isinstance(key, str):
             pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # it may start at any scope anyway
             scopes[pattern] = FLOAT32 if value == "full" else compute_dtype(value)
