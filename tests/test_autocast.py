@@ -163,6 +163,16 @@ class TestConstants:
         fun = amp.autocast(lambda x: jnp.log(jnp.abs(x @ W) + 1e-9))
         assert np.isfinite(fun(jnp.zeros_like(X))).all()
 
+    @pytest.mark.parametrize("dtype", [F16, BF16])
+    def test_that_would_be_rounded_to_one_makes_its_op_float32(self, dtype):
+        def fun(x):
+            return -jnp.log1p(-jnp.clip(jax.nn.sigmoid(x @ (50 * W)), 1e-6, 1 - 1e-6))
+
+        ones = jnp.ones((4, 8))
+        np.testing.assert_allclose(amp.autocast(fun, dtype)(ones), fun(ones), rtol=1e-2)
+        assert out_dtype(lambda x: 0.9999 * (x @ W), X, dtype=dtype) == F32
+        assert out_dtype(lambda x: 0.99 * (x @ W), X, dtype=dtype) == dtype
+
     def test_that_is_closed_over_is_looked_at_too(self):
         mask = jnp.float32(-1e9)
         assert out_dtype(lambda x: jnp.where(x > 0, x @ W, mask), X) == F32

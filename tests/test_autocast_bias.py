@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import equations, row
+from jaxprs import dtypes, equations, row
 from rounding import EPSILON, error
 
 import jmp_amp as amp
@@ -137,3 +137,11 @@ def test_a_scale_is_not_rounded(low):
     scale = 1 + jnp.arange(8) * 2.0**-12
     got = jax.jit(amp.autocast(lambda h, s: (h @ jnp.eye(8)) * s, low))(jnp.ones((8, 8)), scale)
     np.testing.assert_array_equal(got, jnp.broadcast_to(scale, (8, 8)))
+
+
+def test_what_varies_with_the_rows_is_no_bias_of_a_product_that_has_none():
+    def fun(w, x, table):
+        return jnp.tanh(table + w @ x[0])
+
+    found = dtypes(amp.autocast(fun), W, X, jnp.ones((5, len(W))), primitive="add")
+    assert found == ["float32 float32 -> float32"]

@@ -67,24 +67,25 @@ def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Valu
     """
     if rule.op_class is not OpClass.PROMOTE:
         return values
-    rows = [value.axes for value in values if value.origin is Origin.PRODUCT] if rule.adds else []
+    features: list[Axes] = []
+    if rule.adds:
+        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin is Origin.PRODUCT]
+        features = [varying(shape_of(atom)) - rows for atom, value in products for rows in value.axes]
     result = shape_of(eqn.outvars[0])
     return [
         value._replace(origin=Origin.SCALAR)
-        if _gives_way(rule, atom, value, result, rows)
+        if _gives_way(rule, atom, value, result, features)
         else value._replace(origin=max(value.origin, Origin.INPUT), native=None if value.filled else value.native)
         for atom, value in zip(eqn.invars, values, strict=True)
     ]
 
 
-def _gives_way(
-    rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | None, rows: Sequence[tuple[Axes, ...]]
-) -> bool:
+def _gives_way(rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | None, features: Sequence[Axes]) -> bool:
     if value.origin is Origin.SCALAR:
         if shape_of(atom) == result == ():
             return value.scalar is not None  # a number; a variable is as wide as what it meets
         return not (value.filled and rule.arithmetic and shape_of(atom) == result)
-    return value.origin is Origin.INPUT and any(map(value.axes[0].isdisjoint, (axes for each in rows for axes in each)))
+    return value.origin is Origin.INPUT and any(map(value.axes[0].issubset, features))
 
 
 def params_for(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:

@@ -96,7 +96,7 @@ _MULTIPLY = _ARITHMETIC._replace(scales=True)
 _DIVIDE = _MULTIPLY._replace(carries=False)
 _FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
 _ANGLE = Rule(OpClass.FOLLOW, angle=True, fuses=True)
-_PICKED = Rule(OpClass.FOLLOW, fuses=True, carries=True)
+_FUSED_CARRY = Rule(OpClass.FOLLOW, fuses=True, carries=True)
 _MOVE = Rule(OpClass.FOLLOW, moves=True)
 _PICK = Rule(OpClass.FOLLOW, moves=True, picks=True)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
@@ -202,7 +202,7 @@ RULES: Rules = _table(
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _UPDATE,
         "concatenate pad stack": _JOIN,
         # Bounded or exact in any dtype.
-        "neg abs reduce_max reduce_min": _PICKED,
+        "neg abs reduce_max reduce_min": _FUSED_CARRY,
         "sign square one_minus_square is_finite": _FUSED_FOLLOW,
         "sin cos": _ANGLE,
         "floor ceil round sqrt cbrt tanh logistic erf erfc": _FUSED_FOLLOW,

@@ -77,9 +77,11 @@ class Value(NamedTuple):
         return self._replace(dtype=FLOAT32, native=self.native or self.dtype)
 
     def fits(self, dtype: np.dtype) -> bool:
-        """Whether `dtype` holds this constant as normal numbers: `inf` for what is finite, or 0, would be wrong."""
+        """Whether `dtype` holds this constant: `inf` for what is finite, 0, or 1 for 1 - 1e-6, would be wrong."""
         if self.magnitudes is None:
             return True
+        if self.scalar is not None and abs(self.scalar) != 1 == abs(float(np.float32(self.scalar).astype(dtype))):
+            return False
         return not self.exceeds(dtype) and self.magnitudes[0] >= float(jax.numpy.finfo(dtype).tiny)
 
     def exceeds(self, dtype: np.dtype) -> bool:
