@@ -119,10 +119,18 @@ def operands(fun, args, primitives):
     """The dtypes of the floating operands of each equation of these primitives that does not ask for precision."""
     found = []
     for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr):
-        if eqn.primitive.name in primitives and "HIGHEST" not in str(eqn.params.get("precision")):
+        if eqn.primitive.name in primitives and "HIGHEST" not in str(eqn.params.get("precision")) and sums(eqn):
             dtypes = [x.aval.dtype for x in eqn.invars]
             found.append([d for d in dtypes if jnp.issubdtype(d, jnp.inexact)])
     return found
+
+
+def sums(eqn):
+    """Whether an equation is more than a multiplication, as an outer product is."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    return any(eqn.invars[0].aval.shape[axis] != 1 for axis in contracting)
 
 
 def floats(tree):

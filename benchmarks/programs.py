@@ -257,15 +257,6 @@ def while_loop(p, x):
 
 
 @program("control flow", weights, inputs)
-def while_loop_that_ends_by_a_float(p, x):
-    def body(c):
-        y = c[0] @ p["w"] / 8
-        return y, jnp.sum(y * y)
-
-    return lax.while_loop(lambda c: c[1] > 1e-4, body, (x, jnp.float32(1)))[1]
-
-
-@program("control flow", weights, inputs)
 def fori_loop(p, x):
     return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["w"]), x)
 
@@ -649,6 +640,15 @@ def settled(step, x):
         return new, jnp.max(jnp.abs(new - carry[0]))
 
     return lax.while_loop(lambda c: c[1] > 1e-5, body, (x, jnp.float32(1)))[0]
+
+
+@program("loops that end by a float", weights, inputs)
+def while_loop_that_ends_by_a_float(p, x):
+    def body(c):
+        y = c[0] @ p["w"] / 8
+        return y, jnp.sum(y * y)
+
+    return x @ p["w"] + lax.while_loop(lambda c: c[1] > 1e-4, body, (x, jnp.float32(1)))[1]
 
 
 @program("loops that end by a float", contraction, inputs)

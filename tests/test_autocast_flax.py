@@ -136,7 +136,8 @@ def mean_square(apply):
             },
         ),
         (Dropped(), TOKENS, {("add", "jvp(Dropped)/Dense_0"): LOW, ("div", "jvp(Dropped)/Dropout_0"): LOW}),
-        (Recurrent(), X, {("add", "LSTMCell_0/hi"): LOW, ("mul", "LSTMCell_0"): LOW, ("mul", "GRUCell_0"): LOW}),
+        # The gates multiply states that add up, so they are evaluated in float32; the products are low all the same.
+        (Recurrent(), X, {("mul", "LSTMCell_0"): FULL, ("mul", "GRUCell_0"): FULL}),
         (Transformer(), TOKENS, {("add", "LayerNorm_0"): FULL, ("add", "Dense_0"): LOW}),
         (ResNet(), IMAGES, {("add", "jvp(ResNet)/stem"): LOW, ("rsqrt", "BatchNorm_0"): "float32 -> float32"}),
         (ResNet(train=False), IMAGES, {("add", "jvp(ResNet)/stem"): LOW}),

@@ -69,7 +69,8 @@ def setup(model, x):
     [
         (norms, X, {("add", "jvp(norms)/inner"): LOW, ("add", "jvp(norms)/layer_norm"): FULL}),
         (convolutions, IMAGES, {("add", "jvp(conv2_d)"): LOW, ("rsqrt", "batch_norm"): "float32 -> float32"}),
-        (recurrent, X, {("add", "lstm/linear"): LOW, ("mul", "gru"): LOW}),
+        # The gates multiply states that add up, so they are evaluated in float32; the products are low all the same.
+        (recurrent, X, {("mul", "lstm"): FULL, ("mul", "gru"): FULL}),
         (transformer, X, {("add", "multi_head_attention/value"): LOW, ("rsqrt", "layer_norm"): "float32 -> float32"}),
     ],
 )

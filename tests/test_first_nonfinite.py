@@ -146,7 +146,7 @@ def custom_jvp(w, x):
 def remat(w, x):
     @jax.checkpoint
     def layer(x):
-        return jnp.sin(x @ w)  # planted: remat
+        return jnp.sqrt(x @ w)  # planted: remat
 
     return jnp.mean(layer(x))
 

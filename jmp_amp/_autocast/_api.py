@@ -82,9 +82,9 @@ def autocast(
         rules: overrides, added to those of `policy`. A primitive is given a class, `{lax.tanh_p: "full"}` ("lower",
             "promote", "follow" and "original" are the others; this also registers a primitive of your own). A pattern
             of named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
-            `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. In it `*` stands for any characters and `?` for one;
-            all others, brackets too, for themselves. It may start at any scope and holds for all that the scope
-            contains; the last pattern that matches counts, and a region in the code comes before it.
+            `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. In it `*` stands for any characters, `?`
+            for one, and `[12]` for one of those in brackets or for itself. It may start at any scope and holds for all
+            that the scope contains; the last pattern that matches counts, and a region in the code comes before it.
         save: what the bodies of scans keep for the backward pass. `"matmuls"` keeps the results of products,
             convolutions, linear algebra and custom kernels, and computes the rest again: cheap ops, but not free, for a
             third of the memory of a scanned transformer. `"all"` keeps what JAX keeps.

@@ -33,6 +33,10 @@ def closed_over_iterations(body: Any, n_consts: int, carries: Sequence[bool]) ->
         carries = more
 
 
+# Of these, only the results that decide run as they were traced; other equations that hold jaxprs do so as a whole.
+SPLIT = {*_compat.CALLS, "cond"}
+
+
 def depends_on(jaxpr: Any, results: Sequence[bool]) -> tuple[set[Var], list[bool]]:
     """Returns the variables that the chosen results of a jaxpr depend on, and whether its inputs are among them.
 
@@ -50,6 +54,9 @@ def depends_on(jaxpr: Any, results: Sequence[bool]) -> tuple[set[Var], list[bool
 def _operands(eqn: JaxprEqn, results: Sequence[bool]) -> list[Var]:
     if eqn.primitive.name in _compat.CALLS:
         reads = depends_on(eqn.params[_compat.CALLS[eqn.primitive.name]], results)[1]
+    elif eqn.primitive.name == "cond":
+        branches = [depends_on(branch, results)[1] for branch in eqn.params["branches"]]
+        reads = [True, *map(any, zip(*branches, strict=True))]
     else:
         rounds = all(_is_integer(var) for var, needs in zip(eqn.outvars, results, strict=True) if needs)
         reads = [not (rounds and _is_floating(atom)) for atom in eqn.invars]

@@ -43,8 +43,9 @@ class Overrides(NamedTuple):
 
 
 def matches(scope: str, pattern: str) -> bool:
-    """Whether a pattern, in which `*` and `?` stand for any characters and for one, matches all of a scope."""
-    return fnmatch.fnmatchcase(scope, pattern.replace("[", "[[]"))  # brackets are names: `layers[0]`
+    """Whether a pattern matches all of a scope: `*` is any characters, `?` is one, `[12]` is one of two or itself."""
+    as_names = pattern.replace("[", "[[]")  # `layers[0]`
+    return fnmatch.fnmatchcase(scope, pattern) or fnmatch.fnmatchcase(scope, as_names)
 
 
 def parse_rules(rules: Mapping[Any, Any]) -> Overrides:

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._angles import angles
-from jmp_amp._autocast._deciding import depends_on
+from jmp_amp._autocast._deciding import SPLIT, depends_on
 from jmp_amp._autocast._decisions import (
     broadcast_shape,
     differs,
@@ -217,7 +217,9 @@ class _Draft:
 
     def _why_as_traced(self, eqn: JaxprEqn, rule: Rule) -> str | None:
         """Returns the reason to run an equation as it was traced, as `explain` names it."""
-        if any(var in self._deciding for var in eqn.outvars) and eqn.primitive.name not in _compat.CALLS:
+        if region_of(eqn.source_info.name_stack) is not None:
+            return None  # what the code says comes first
+        if any(var in self._deciding for var in eqn.outvars) and eqn.primitive.name not in SPLIT:
             return "loop"
         if rule.op_class is OpClass.LOWER and any(var in self._angles for var in eqn.outvars):
             return "angle"
@@ -240,18 +242,17 @@ class _Draft:
         """Whether a variable is read in float32 only, not if it is not read at all; or must be precise."""
         return self._low_reads.get(var) == 0 or var in self._decays
 
-    def _reads(self, var: Var) -> Reads:
-        if var in self._deciding:
-            return Reads.TRACED
-        if var in self._angles:
-            return Reads.ANGLE
+    def _reads(self, var: Var, eqn: JaxprEqn) -> Reads:
+        """How the readers of one of its results read it, as far as the equation may be told."""
+        if (var in self._deciding or var in self._angles) and region_of(eqn.source_info.name_stack) is None:
+            return Reads.TRACED if var in self._deciding else Reads.ANGLE
         return Reads.FULL if self._is_wanted(var) else Reads.ANY
 
     def _decide(self, i: int) -> list[int]:
         """Decides an equation, and returns those that now have reason to be decided again."""
         eqn, rule = self._jaxpr.eqns[i], self._rules[i]
         higher_order = self._planner.higher_order.get(eqn.primitive.name)
-        wanted = tuple(map(self._reads, eqn.outvars))
+        wanted = tuple(self._reads(var, eqn) for var in eqn.outvars)
         values = tuple(map(self._read, eqn.invars))
         copied = False
         if self._uses_copies(i):

@@ -80,9 +80,9 @@ class Value(NamedTuple):
         """Whether `dtype` holds this constant: `inf` for what is finite, 0, or 1 for 1 - 1e-6, would be wrong."""
         if self.magnitudes is None:
             return True
-        if self.scalar is not None and abs(self.scalar) != 1 == abs(float(np.float32(self.scalar).astype(dtype))):
+        if self.exceeds(dtype) or self.magnitudes[0] < float(jax.numpy.finfo(dtype).tiny):
             return False
-        return not self.exceeds(dtype) and self.magnitudes[0] >= float(jax.numpy.finfo(dtype).tiny)
+        return self.scalar is None or abs(self.scalar) == 1 or abs(float(np.float32(self.scalar).astype(dtype))) != 1
 
     def exceeds(self, dtype: np.dtype) -> bool:
         """Whether this constant has finite elements that are too large for `dtype`."""
