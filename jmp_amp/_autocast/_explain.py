@@ -177,11 +177,11 @@ def _why(
         return "rule"
     if op_class is OpClass.LOWER and compute != low:
         return "constant" if any(value.exact or value.is_lost(low) for value in traced) else "traced"
-    committed = [value for value in traced if value.origin is not Origin.SCALAR]
+    arrays = [value for value in traced if value.origin is not Origin.SCALAR]
     if compute != FLOAT32:
         widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
         return "bias" if widened else "rule"
-    is_low = bool(committed) and all(value.dtype != FLOAT32 for value in committed)
+    is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
     if any(value.exceeds(low) or (is_low and not value.fits(low)) for value in traced):
         return "constant"
     return "readers" if is_low else "rule"

@@ -21,7 +21,7 @@ class OpClass(enum.Enum):
 
     LOWER = "lower"  # cast to the compute dtype
     FULL = "full"  # cast to float32
-    PROMOTE = "promote"  # cast to the widest of those that are committed
+    PROMOTE = "promote"  # cast to the widest of them, biases and scalars aside
     FOLLOW = "follow"  # taken as they come
     ORIGINAL = "original"  # cast back to the traced dtypes
 

@@ -147,9 +147,9 @@ def widest(dtypes: Iterable[Any]) -> np.dtype:
 
 
 def common_dtype(values: Sequence[Value]) -> np.dtype:
-    """Returns the dtype in which `values` meet: the widest committed one, float32 where it cannot hold a constant."""
-    committed = [value.dtype for value in values if value.origin is not Origin.SCALAR]
-    dtype = widest(committed) if committed else FLOAT32
+    """Returns the dtype in which `values` meet: the widest, scalars aside; float32 where it cannot hold a constant."""
+    arrays = [value.dtype for value in values if value.origin is not Origin.SCALAR]
+    dtype = widest(arrays) if arrays else FLOAT32
     return dtype if all(value.fits(dtype) for value in values) else FLOAT32
 
 
