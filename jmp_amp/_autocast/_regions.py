@@ -55,9 +55,9 @@ def precision(dtype: Any) -> Mark:
         >>> @amp.autocast
         ... def product(x):
         ...     with amp.precision("bfloat16"):
-        ...         return x @ x
-        >>> print(product(jnp.full((1, 1), 1e3)))  # float16 ends at 65504
-        [[999424.]]
+        ...         return x @ x.T
+        >>> print(product(jnp.full((1, 2), 1e3)))  # float16 ends at 65504
+        [[1.998848e+06]]
     """
     return jax.named_scope(_SCOPE + compute_dtype(dtype).name)
 
@@ -79,9 +79,9 @@ def full_precision(fun: F | None = None) -> F | Mark:
         >>> @amp.autocast
         ... def gram(x):
         ...     with amp.full_precision():
-        ...         return x @ x
-        >>> print(gram(jnp.full((1, 1), 300.0)))
-        [[90000.]]
+        ...         return x @ x.T
+        >>> print(gram(jnp.full((1, 2), 300.0)))
+        [[180000.]]
     """
     region = precision(np.float32)
     return region if fun is None else region(fun)

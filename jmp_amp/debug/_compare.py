@@ -67,14 +67,14 @@ def compare(
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> def loss_fn(w, x):
-        ...     with jax.named_scope("waves"):
-        ...         waves = jnp.sin(300 * x @ w["waves"])   # float16 holds large phases to no more than a digit
+        ...     with jax.named_scope("rest"):  # of a product of which float16 holds the first three digits
+        ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
-        ...         return jnp.mean((waves @ w["head"]) ** 2)
-        >>> w = {"waves": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
+        ...         return jnp.mean((rest @ w["head"]) ** 2)
+        >>> w = {"rest": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
         >>> report = amp.debug.compare(loss_fn, ["float16"])(w, jnp.linspace(0, 1, 24).reshape(8, 3))
         >>> report.worst()
-        'waves'
+        'rest'
         >>> report.gradient["float16"] > 0.01
         True
     """
