@@ -53,7 +53,8 @@ ResNet.
   widest of its operands, and nothing but norms and additions reads it. Forward it fuses away; backward its gradient is
   stored in float32 and read by every layer. By hand it is rounded to float16 at each addition.
 - An LSTM with `save="all"`: 5% more bytes than by hand, 78% more memory. Its cell adds up, so it is float32, where
-  by hand it is float16; the errors of the gradients are 0.17 to 0.29 of those by hand. By default it needs 0.77 of the memory.
+  by hand it is float16; the errors of the gradients are 0.17 to 0.29 of those by hand. By default it needs 0.77 of
+  the memory.
 - Launches: each weight is cast once, so a model without a loop has more of them than in float32, by 4% (ResNet-50) to
   17% (GPT-2 small, ViT-B/16). By hand and with jmp or mpx there are more still.
 """
