@@ -25,7 +25,7 @@ def accumulators(body: Any, n_consts: int, n_carry: int, rule_of: _RuleOf) -> li
 
     Args:
         body: the jaxpr of the loop's body: constants and carries first, both in its inputs; carries first in its
-          results.
+            results.
         n_consts: how many constants there are.
         n_carry: how many carries there are.
         rule_of: the rule of a first-order equation.

@@ -137,7 +137,7 @@ def _moved(eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
     if origin is Origin.SCALAR:
         return Value(None, origin, magnitudes, filled=bool(varying(shape)))
     axes: tuple[Axes | None, ...] = (None,)
-    if (len(floating) == 1 and len(eqn.outvars) == 1) or eqn.primitive.name == "split":
+    if len(floating) == 1:
         (source,) = floating
         axes = _moved_axes(eqn, values[source], shape_of(eqn.invars[source]) or (), shape)
     if origin is Origin.INPUT:

@@ -11,9 +11,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+Apply = Callable[[Sequence[Any]], list[Any]]
 
-def gather(apply: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any]) -> list[Any]:
+
+def gather(apply: Apply, args: Sequence[Any]) -> list[Any]:
     """Evaluates such a gather; `apply` is the gather itself."""
+
+    def in_float32(x: Any, indices: Any) -> Any:
+        return lax.convert_element_type(apply([lax.convert_element_type(x, jnp.float32), indices])[0], x.dtype)
+
+    def tangent(x: Any, indices: Any, t: Any) -> Any:
+        return jax.jvp(lambda x: in_float32(x, indices), [x], [t])[1]
+
+    return with_tangent(apply, tangent, args)
+
+
+def with_tangent(apply: Apply, tangent: Callable[[Any, Any, Any], Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a gather whose tangent is computed from the operand, the indices and the tangent of the operand."""
 
     @jax.custom_jvp
     def call(x: Any, indices: Any) -> Any:
@@ -22,10 +36,6 @@ def gather(apply: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any]) -> 
     @call.defjvp
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         x, indices = primals
-
-        def in_float32(x: Any) -> Any:
-            return lax.convert_element_type(apply([lax.convert_element_type(x, jnp.float32), indices])[0], x.dtype)
-
-        return call(x, indices), jax.jvp(in_float32, primals[:1], tangents[:1])[1]
+        return call(x, indices), tangent(x, indices, tangents[0])
 
     return [call(*args)]

@@ -221,7 +221,8 @@ def _first_carry(value: Value, atom: Any) -> Value:
 def _sliced(value: Value) -> Value:
     """What is known of the slices along the first axis."""
     value = value._replace(held=False, axes=sliced(value.axes))
-    return value._replace(origin=Origin.SCALAR) if value.axes == (frozenset(),) and not value.origin > 1 else value
+    is_scalar = value.origin is Origin.INPUT and value.axes == (frozenset(),)
+    return value._replace(origin=Origin.SCALAR) if is_scalar else value
 
 
 def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:

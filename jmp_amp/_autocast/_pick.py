@@ -5,13 +5,14 @@ logits, in float32, in memory. Written as a comparison with the index, it fuses 
 cast that follow it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jmp_amp._autocast._gather import Apply, with_tangent
 
 
 def is_pick(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
@@ -35,17 +36,11 @@ def is_pick(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
     )
 
 
-def pick(apply: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any]) -> list[Any]:
+def pick(apply: Apply, args: Sequence[Any]) -> list[Any]:
     """Evaluates such a gather; out of bounds nothing is picked, so the tangent is 0."""
 
-    @jax.custom_jvp
-    def call(x: Any, indices: Any) -> Any:
-        return apply([x, indices])[0]
-
-    @call.defjvp
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        x, indices = primals
+    def tangent(x: Any, indices: Any, t: Any) -> Any:
         is_picked = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
-        return call(x, indices), jnp.sum(jnp.where(is_picked, tangents[0], 0), -1, keepdims=True)
+        return jnp.sum(jnp.where(is_picked, t, 0), -1, keepdims=True)
 
-    return [call(*args)]
+    return with_tangent(apply, tangent, args)

@@ -95,8 +95,7 @@ class Planner:
 
     def rule_of(self, eqn: JaxprEqn) -> Rule:
         """Returns the rule for a first-order equation."""
-        rule = self._rules.get(eqn.primitive.name, ORIGINAL)
-        return rule if isinstance(rule, Rule) else rule(eqn.params, _avals(eqn))
+        return self.rule(eqn.primitive, eqn.params, _avals(eqn))
 
     def saves(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """The policy of `jax.checkpoint` that keeps the results of products and computes cheaper ops again."""
