@@ -366,24 +366,46 @@ def spd(w):
     return w @ w.T + 8 * jnp.eye(8)
 
 
-@program("numerics", weights, inputs)
+@program("decompositions", weights, inputs)
 def cholesky(p, x):
-    return jnp.linalg.cholesky(spd(p["w"]))
+    return x @ jnp.linalg.cholesky(spd(p["w"]))
 
 
-@program("numerics", weights, inputs)
+@program("decompositions", weights, inputs)
 def solve(p, x):
-    return jnp.linalg.solve(spd(p["w"]), x.T)
+    return x @ p["w"] + jnp.linalg.solve(spd(p["w"]), x.T).T
 
 
-@program("numerics", weights, inputs)
+@program("decompositions", weights, inputs)
 def eigenvalues(p, x):
-    return jnp.linalg.eigvalsh(spd(p["w"]))
+    return jnp.tanh(x @ p["w"]) * jnp.linalg.eigvalsh(spd(p["w"]))
 
 
-@program("numerics", weights, inputs)
+@program("decompositions", weights, inputs)
 def singular_values(p, x):
-    return jnp.linalg.svd(x @ p["w"], compute_uv=False)
+    return jnp.tanh(x @ p["w"].T) * jnp.linalg.svd(x @ p["w"], compute_uv=False)[:, None]
+
+
+def points():
+    return 3 + normal(6, 8)
+
+
+def squared_distances(x, y):
+    return jnp.sum(x**2, -1)[:, None] - 2 * x @ y.T + jnp.sum(y**2, -1)
+
+
+@program("decompositions", weights, points, lambda: normal(6))
+def likelihood_of_a_gaussian_process(p, x, y):
+    kernel = jnp.exp(-jnp.maximum(squared_distances(x, x), 0) / 16) + 0.01 * jnp.eye(6)
+    cholesky = jnp.linalg.cholesky(kernel)
+    rest = jax.scipy.linalg.solve_triangular(cholesky, y - jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"])[:, 0], lower=True)
+    return jnp.sum(rest**2) + 2 * jnp.sum(jnp.log(jnp.diag(cholesky)))
+
+
+@program("decompositions", weights, points)
+def distances_to_a_codebook(p, x):
+    codes = x + 0.01 * jnp.tanh(p["w"][:6])
+    return squared_distances(x, codes) + jnp.tanh(x @ p["w"])[:, :6]
 
 
 @program("numerics", weights, inputs)

@@ -94,7 +94,7 @@ def test_regions_patterns_overrides_and_unknown_primitives_are_reasons():
         ("", "region", F32),
         ("layer_0", "pattern", "bfloat16"),
         ("", "rule", F16),
-        ("", "rule", F16),
+        ("", "decomposition", F32),
     ]
     assert [row.why for row in rows(fun, X, primitive="tanh", **options)] == ["override"]
 

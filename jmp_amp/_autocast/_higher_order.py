@@ -50,7 +50,7 @@ def _call(
 def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
     """`cond` and `switch`: each result has the widest dtype over the branches."""
     # What leaves a branch is stored, so float32 would cost memory there, whoever reads it.
-    stored = tuple(reads if reads is Reads.TRACED else Reads.ANY for reads in wanted)
+    stored = tuple(Reads.ANY if reads is Reads.FULL else reads for reads in wanted)
     plans = [planner.plan(branch, values[1:], stored, region) for branch in eqn.params["branches"]]
     outs = tuple(
         functools.reduce(join, of_branches) for of_branches in zip(*(plan.outs for plan in plans), strict=True)

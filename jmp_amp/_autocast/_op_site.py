@@ -39,6 +39,8 @@ REASONS = {
     "rule": "the class of its primitive",
     "bias": "a bias does not widen the product that it is added to, nor a scalar an array",
     "angle": "sines and cosines are all that reads it",
+    "distance": "a term of a squared distance, which cancels with the others",
+    "decomposition": "a matrix that is decomposed, or what a solver reads",
     "loop": "it decides when a loop ends",
     "constant": "it reads a constant, or what came of one, that the low dtype cannot hold",
     "readers": "all that reads its result reads float32, with which it fuses",

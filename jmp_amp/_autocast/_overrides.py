@@ -100,7 +100,7 @@ def _of_program(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
 
 
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    rule = rule._replace(angle=False)  # a user who gives `sin` a class wants no more than that
+    rule = rule._replace(angle=False, decomposes=False)  # a user who gives `sin` a class wants no more than that
     if op_class is OpClass.LOWER:  # it rounds, whoever reads the result
         return rule._replace(op_class=op_class, moves=False, fuses=False, picks=False, gathers=False)
     several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1

@@ -8,7 +8,6 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._angles import angles
 from jmp_amp._autocast._deciding import SPLIT, depends_on
 from jmp_amp._autocast._decisions import (
     broadcast_shape,
@@ -28,6 +27,7 @@ from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._pick import pick
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
+from jmp_amp._autocast._sensitive import sensitive, squares_in
 from jmp_amp._autocast._values import FLOAT32, Origin, Reads, Value, constant, widest
 
 
@@ -164,6 +164,10 @@ class Planner:
         return Step(eqn, shared, outs, op, changed, tuple(d == FLOAT32 or is_neutral(eqn) for d in dtypes))
 
 
+# The reasons to run a product as it was traced, as `explain` names them.
+_SENSITIVE = {Reads.ANGLE: "angle", Reads.DISTANCE: "distance", Reads.MATRIX: "decomposition"}
+
+
 class _Draft:
     """A plan in the making.
 
@@ -189,7 +193,8 @@ class _Draft:
         self._regions = [planner.enter(region, eqn) for eqn in jaxpr.eqns]
         self._rules = [planner.rule_of(eqn) for eqn in jaxpr.eqns]
         self._deciding, _ = depends_on(jaxpr, [reads is Reads.TRACED for reads in wanted])
-        self._angles = angles(jaxpr, [reads is Reads.ANGLE for reads in wanted], planner.rule_of)
+        self._squares = squares_in(jaxpr, [value.squares for value in values], planner.rule_of)
+        self._sensitive = sensitive(jaxpr, self._squares, wanted, planner.rule_of)
         self._as_traced = {
             i: why for i, eqn in enumerate(jaxpr.eqns) if (why := self._why_as_traced(eqn, self._rules[i])) is not None
         }
@@ -220,9 +225,9 @@ class _Draft:
             return None  # what the code says comes first
         if any(var in self._deciding for var in eqn.outvars) and eqn.primitive.name not in SPLIT:
             return "loop"
-        if rule.op_class is OpClass.LOWER and any(var in self._angles for var in eqn.outvars):
-            return "angle"
-        return None
+        if rule.op_class is not OpClass.LOWER:
+            return None
+        return next((_SENSITIVE[self._sensitive[var]] for var in eqn.outvars if var in self._sensitive), None)
 
     def plan(self) -> Plan:
         for i in range(len(self._jaxpr.eqns)):
@@ -243,8 +248,8 @@ class _Draft:
 
     def _reads(self, var: Var, eqn: JaxprEqn) -> Reads:
         """How the readers of one of its results read it, as far as the equation may be told."""
-        if (var in self._deciding or var in self._angles) and region_of(eqn.source_info.name_stack) is None:
-            return Reads.TRACED if var in self._deciding else Reads.ANGLE
+        if (var in self._deciding or var in self._sensitive) and region_of(eqn.source_info.name_stack) is None:
+            return Reads.TRACED if var in self._deciding else self._sensitive[var]
         return Reads.FULL if self._is_wanted(var) else Reads.ANY
 
     def _decide(self, i: int) -> list[int]:
@@ -271,7 +276,8 @@ class _Draft:
         else:
             step = self._first_order(rule, eqn, values, full, self._regions[i].low)
         self._steps[i], self._reasons[i] = step, (reason, values)
-        self._known |= dict(zip(eqn.outvars, step.outs, strict=True))
+        for var, out in zip(eqn.outvars, step.outs, strict=True):
+            self._known[var] = out._replace(squares=self._squares.get(var))
         affected = [*self._affected(i, step)]
         if old is not None and old.outs != step.outs:
             affected += [j for var in eqn.outvars for j in self._readers.get(var, ())]

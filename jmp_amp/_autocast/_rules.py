@@ -40,6 +40,7 @@ class Rule(NamedTuple):
         carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
         logarithm: its result is a logarithm, and large where what it stands for is small.
         angle: the op reads an angle, of which it needs the fraction of a turn.
+        decomposes: the op decomposes a matrix or solves a system of equations, which magnifies rounding errors.
         rows: of a product, the axes of the result that vary with the other operand, if the first operand is the weight
             and if the second one is; None for an operand that cannot be the weight.
         picks: the op gathers one element a row.
@@ -56,6 +57,7 @@ class Rule(NamedTuple):
     adds: bool = False
     scales: bool = False
     angle: bool = False
+    decomposes: bool = False
     fuses: bool = False
     carries: bool = False
     logarithm: bool = False
@@ -104,6 +106,7 @@ _SAME = Rule(OpClass.FOLLOW, moves=True, fuses=True, dtype_params=("new_dtype",)
 _JOIN = Rule(OpClass.PROMOTE, moves=True)
 ORIGINAL = Rule(OpClass.ORIGINAL)
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
+_DECOMPOSITION = _COSTLY._replace(decomposes=True)
 
 
 def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
@@ -218,8 +221,9 @@ RULES: Rules = _table(
         "device_put sharding_constraint optimization_barrier": _MOVE,
         "convert_element_type": _convert,
         # Linear algebra, transforms and kernels in their own precision.
-        "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _COSTLY,
-        "fft ffi_call pallas_call triangular_solve tridiagonal tridiagonal_solve": _COSTLY,
+        "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
+        "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
+        "fft ffi_call pallas_call": _COSTLY,
         # Bits, complex numbers, and reductions by any function.
         "bitcast_convert_type reduce_precision complex conj imag real": ORIGINAL,
         "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,

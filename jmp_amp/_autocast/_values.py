@@ -29,8 +29,19 @@ class Reads(enum.IntEnum):
 
     ANY = 0
     FULL = 1  # in float32
-    ANGLE = 2  # in float32, as an angle
-    TRACED = 3  # to decide when a loop ends: what it depends on runs as it was traced
+    ANGLE = 2  # in float32, as an angle; so is the product that it comes from, and in the next two ways
+    DISTANCE = 3  # as a term of a squared distance
+    MATRIX = 4  # to be decomposed, or by a solver
+    TRACED = 5  # to decide when a loop ends: what it depends on runs as it was traced
+
+
+class Squares(enum.Enum):
+    """What a value is to the squares of which it is made."""
+
+    SQUARE = enum.auto()  # each element is one
+    SUM = enum.auto()  # each element is a sum of them
+    NORM = enum.auto()  # each element is the square root of such a sum
+    GRAM = enum.auto()  # a product of a matrix with itself: there are such sums on its diagonal
 
 
 class Value(NamedTuple):
@@ -53,6 +64,7 @@ class Value(NamedTuple):
             product of it is a loss, not a layer, and stays float32.
         copied: there is a float32 copy of it.
         adds_up: it is a carry of a loop that adds up, as it enters the body, moved or not.
+        squares: it is made of squares.
         held: it is the same in all iterations of a loop, so that its cast need not be made again for the backward pass.
     """
 
@@ -67,6 +79,7 @@ class Value(NamedTuple):
     adds_up: bool = False
     axes: tuple[Axes, ...] = ()
     filled: bool = False
+    squares: Squares | None = None
 
     def as_native(self) -> "Value":
         """Returns the value as it would be in its native dtype."""
