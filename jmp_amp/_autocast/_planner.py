@@ -64,6 +64,7 @@ class Planner:
         self._plans: dict[Any, Plan] = {}
         self._steps: dict[Any, Step] = {}
         self._constants: dict[int, tuple[Any, Value]] = {}
+        self._rules_of: dict[int, tuple[JaxprEqn, Rule]] = {}
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Reads, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -94,8 +95,11 @@ class Planner:
         return rule if isinstance(rule, Rule) else rule(params, avals)
 
     def rule_of(self, eqn: JaxprEqn) -> Rule:
-        """Returns the rule for a first-order equation."""
-        return self.rule(eqn.primitive, eqn.params, _avals(eqn))
+        """Returns the rule for a first-order equation; it is looked up once."""
+        # The equation is kept alive, so an id cannot come to mean another one.
+        if id(eqn) not in self._rules_of:
+            self._rules_of[id(eqn)] = eqn, self.rule(eqn.primitive, eqn.params, _avals(eqn))
+        return self._rules_of[id(eqn)][1]
 
     def saves(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """The policy of `jax.checkpoint` that keeps the results of products and computes cheaper ops again."""
