@@ -25,7 +25,7 @@ import numpy as np
 from programs import PROGRAMS
 from report import report
 
-SECONDS = 100  # for a program that may never end
+SECONDS = 60  # for a program that may never end
 DOES_NOT_END = "does not end"
 ENDLESS = "loops that end by a float"
 PARTLY = {"angles", "decompositions", "large constants", ENDLESS}  # where some of the products cannot be low
@@ -449,7 +449,7 @@ Each program is written for float32, and each library is applied as its own page
 the results, where they arise: a program without a product is not asked about products, nor one that raises about
 anything else. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums. Gradients are those
 of a weighted mean of the results, scaled by 2^10, or by less where that overflows. A loop that has not ended after
-100 seconds counts as one that does not.
+60 seconds counts as one that does not.
 
 A library that casts whole arguments (`jmp`, `mpx`) leaves it to the model to cast back around its norms and sums, which
 these programs do not do: that is the work that autocast takes off. `grampax` casts the operands of products only. Of
