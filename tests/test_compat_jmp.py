@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import jmp_amp as amp
 import jmp_amp.compat.jmp as jmp
 
 pytestmark = pytest.mark.usefixtures("users_code")
@@ -64,6 +65,7 @@ def test_the_scale_falls_to_its_floor_through_trees_and_jit(factor, floor):
     adjust = jax.jit(lambda s: s.adjust(jnp.bool_(False)))
     for i in range(10):
         scale = jax.tree.map(lambda x: x, adjust(scale))  # jmp loses the floor here
+        assert scale.min_loss_scale == np.float32(floor)
         np.testing.assert_allclose(scale.loss_scale, max(floor, 10 / factor ** (i + 1)), rtol=1e-5)
         assert scale.counter == 0
 
@@ -86,8 +88,120 @@ def test_scales_that_are_not_floating_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jmp.DynamicLossScale(2.0**15)
-    with pytest.raises(ValueError, match=r"must be a boolean scalar, got shape \(1,\)"):
-        jmp.DynamicLossScale(2.0**15).adjust(jnp.ones(1, bool))
+
+
+def test_the_leaves_are_the_scale_and_the_counter():
+    scale = jmp.DynamicLossScale(jnp.float32(2), jnp.int32(3), 100, 4, jnp.float32(0.5))
+    leaves = jax.tree.leaves_with_path(scale)
+    assert [(jax.tree_util.keystr(path), leaf, leaf.dtype) for path, leaf in leaves] == [
+        ("[<flat index 0>]", 2, jnp.float32),
+        ("[<flat index 1>]", 3, jnp.int32),
+    ]
+    restored = jax.tree.unflatten(jax.tree.structure(scale), [jnp.float32(8), jnp.int32(5)])
+    assert restored == jmp.DynamicLossScale(8.0, 5, 100, 4, 0.5)
+    assert jax.tree.structure(scale) == jax.tree.structure(scale.adjust(jnp.bool_(False)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_leaves_keep_their_dtypes(dtype):
+    scale = jmp.DynamicLossScale(jnp.asarray(2.0**14, dtype), period=1)
+    for finite in (True, True, True, False):
+        scale = jax.jit(lambda s, finite: s.adjust(finite))(scale, finite)
+        assert (scale.loss_scale.dtype, scale.counter.dtype) == (dtype, jnp.int32)
+        assert jnp.isfinite(scale.loss_scale)
+
+
+def test_a_loss_scale_of_jmp_continues_here():
+    theirs = pytest.importorskip("jmp", reason="needs jmp")
+    there = theirs.DynamicLossScale(jnp.float32(2.0**13), period=4, factor=3)
+    here = jmp.DynamicLossScale(jnp.float32(1), period=4, factor=3)
+    here = jax.tree.unflatten(jax.tree.structure(here), jax.tree.leaves(there))
+    for finite in np.random.default_rng(0).random(60) < 0.8:
+        there, here = there.adjust(jnp.bool_(finite)), here.adjust(jnp.bool_(finite))
+        assert jax.tree.leaves_with_path(here) == jax.tree.leaves_with_path(there)
+        assert list(map(jnp.result_type, jax.tree.leaves(here))) == list(map(jnp.result_type, jax.tree.leaves(there)))
+
+
+@pytest.mark.parametrize(("counter", "period", "after"), [(5, 2, 0), (1500, 1000, 501)])
+def test_a_counter_past_a_shorter_period_wraps(counter, period, after):
+    scale = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(counter), period).adjust(jnp.bool_(True))
+    assert (scale.loss_scale, scale.counter) == (8, after)
+
+
+def test_a_scale_without_a_floor_stays_normal():
+    scale = jmp.DynamicLossScale(jnp.float32(2.0**-125), min_loss_scale=0.0)
+    for _ in range(3):
+        scale = scale.adjust(jnp.bool_(False))
+    assert scale.loss_scale == 2.0**-126
+    assert scale.unscale(jnp.float32(1)) == 2.0**126
+
+
+def test_a_floor_that_is_computed_under_jit_cannot_leave_it():
+    def adjusted():
+        return jmp.DynamicLossScale(jnp.float32(8), min_loss_scale=jnp.float32(6)).adjust(False)
+
+    assert jax.jit(lambda: adjusted().loss_scale)() == 6
+    with pytest.raises(TypeError, match=r"`min_loss_scale` is static, .* pass a number, such as `min_loss_scale=0.5`"):
+        jax.jit(adjusted)()
+
+
+def test_flags_that_are_no_boolean_scalars_raise_as_in_jmp():
+    scale, ones, one = jmp.DynamicLossScale(2.0**15), jnp.ones(1, bool), {"w": jnp.ones(2)}
+    with pytest.raises(AssertionError, match=r"expected boolean scalar for `grads_finite`, got bool\[1\]; make it one"):
+        scale.adjust(ones)
+    with pytest.raises(TypeError, match="boolean or int"):
+        scale.adjust(jnp.float32(1))
+    assert scale.adjust(jnp.int32(0)).loss_scale == scale.adjust(False).loss_scale == 2.0**14
+    for pred, got in [(ones, r"bool\[1\]"), (jnp.int32(1), r"int32\[\]"), (1, "1"), (None, "None")]:
+        with pytest.raises(AssertionError, match=rf"expected boolean scalar for `pred`, got {got}; make it one"):
+            jmp.select_tree(pred, one, one)
+    with pytest.raises(TypeError, match=r"`a\['w'\]` is `float32\[2\]` but"):
+        jmp.select_tree(jnp.bool_(True), one, {"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="must have the same structure"):
+        jmp.select_tree(jnp.bool_(True), one, {})
+
+
+@pytest.mark.parametrize(("flag", "picked"), [(True, 1), (np.bool_(False), 0), (jnp.bool_(True), 1)])
+def test_a_tree_is_selected(flag, picked):
+    one, zero = {"w": jnp.ones(())}, {"w": jnp.zeros(())}
+    assert jmp.select_tree(flag, one, zero) == jax.jit(jmp.select_tree)(flag, one, zero) == {"w": picked}
+    assert jmp.select_tree(flag, None, None) is None
+
+
+@pytest.mark.parametrize("text", ["c=compute_float16", "compute_float16", "c="])
+def test_an_unknown_dtype_raises_as_in_jmp(text):
+    with pytest.raises(ValueError, match=r"^Unknown dtype"):
+        jmp.get_policy(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("c=f16", "p=full,c=f16,o=f16"),
+        ("params=float16,compute=bfloat16,output=f64", "p=f16,c=bf16,o=f64"),
+        ("mixed_bfloat16", "p=full,c=bf16,o=full"),
+        ("float8_e4m3fn", "p=float8_e4m3fn,c=float8_e4m3fn,o=float8_e4m3fn"),
+    ],
+)
+def test_the_string_of_a_policy_has_the_names_of_jmp(text, named):
+    policy = jmp.get_policy(text)
+    assert str(policy) == named
+    assert jmp.get_policy(named) == policy
+    assert str(policy.with_output_dtype(jnp.float16)) == named.rpartition("=")[0] + "=f16"
+
+
+def test_a_policy_is_one_of_ours():
+    policy = jmp.Policy(np.float32, jnp.bfloat16, jnp.float32)
+    assert isinstance(policy, amp.Policy)
+    assert str(amp.get_policy(policy)) == "p=full,c=bf16,o=full"
+    assert amp.autocast(jnp.dot, policy=policy)(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.float16, jnp.bfloat16, np.float32, jnp.float32, jnp.float64])
+def test_the_first_name_of_a_dtype_is_the_one_in_strings(dtype):
+    name = jmp.dtype_to_names[dtype][0]
+    assert str(jmp.Policy(dtype, dtype, dtype)) == f"p={name},c={name},o={name}"
+    assert all(jmp.get_policy(other).param_dtype == dtype for other in jmp.dtype_to_names[dtype])
 
 
 def test_a_training_loop_of_jmps_readme_runs():
