@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 REDUCTIONS = ("mean", "sum")
@@ -37,13 +38,16 @@ def accumulate(value_and_grad: Callable, steps: int, reduction: str, batch_argnu
 
         def step(total: Any, batch: dict[int, Any]) -> tuple[Any, Any]:
             (loss, aux), grads = one(batch)
-            return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (loss, grads)), aux
+            terms = [x for x in jax.tree.leaves((loss, grads)) if not _is_zero(x)]
+            return [x + y.astype(x.dtype) for x, y in zip(total, terms, strict=True)], aux
 
         (loss, _), grads = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batches))
-        total, aux = lax.scan(step, jax.tree.map(_zeros, (loss, grads)), batches)
+        leaves, treedef = jax.tree.flatten((loss, grads))
+        total, aux = lax.scan(step, [_zeros(x) for x in leaves if not _is_zero(x)], batches)
         if reduction == "mean":
-            total = jax.tree.map(lambda x: x / steps, total)
-        loss, grads = total
+            total = [x / steps for x in total]
+        totals = iter(total)
+        loss, grads = treedef.unflatten(np.zeros(x.shape, x.dtype) if _is_zero(x) else next(totals) for x in leaves)
         return (loss, aux), grads
 
     return accumulated
@@ -63,6 +67,11 @@ def _micro_batches(i: int, tree: Any, steps: int) -> Any:
         return jnp.moveaxis(jnp.reshape(x, (size // steps, steps, *jnp.shape(x)[1:])), 1, 0)
 
     return jax.tree_util.tree_map_with_path(cut, tree)
+
+
+def _is_zero(x: Any) -> bool:
+    """Whether it is the gradient of integers (`allow_int=True`), an array of the dtype that holds nothing but zeros."""
+    return x.dtype == jax.dtypes.float0
 
 
 def _zeros(x: Any) -> jax.Array:

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.tree_util import keystr
 
 from jmp_amp._loss_scale import LossScaleState, to_number
 from jmp_amp._nonfinite_leaves import describe_nonfinite, nonfinite_leaves
-from jmp_amp._transform import DynamicLossScaleState
+from jmp_amp._transform import DynamicLossScaleState, UnscaleAndCheckState
 
 
 class LossScaleError(ArithmeticError):
@@ -94,7 +95,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
         The fields of `LossScaleState` by name, and `grad_norm` where `opt_state` is that of `dynamic_loss_scale`: the
-        global norm of the true gradients of the last step, before any clipping, NaN where they were not finite. With
+        global norm of the true gradients of the last step, before any clipping, infinite where they were not finite. With
         `dynamic_loss_scale(..., nonfinite_leaves=True)` also `nonfinite/PATH`, bool[], for each leaf: whether its
         gradient was not finite. They stay on the device: nothing waits for it.
 
@@ -120,6 +121,9 @@ def check_health(
 ) -> None:
     """Raises when a run cannot recover by itself. Waits for the device: call it now and then, outside `jit`.
 
+    Where `params` or `grads` are spread over several processes, all of these must call it: looking at them is a
+    computation over their devices.
+
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one.
         params: parameters to look at, or a whole model: what is no array in it is skipped. One that is not finite never
@@ -130,9 +134,10 @@ def check_health(
             use. Give 0 with `LossScale.none()`, whose scale is always 1, if single bad batches may come in pairs.
 
     Raises:
-        LossScaleError: parameters are not finite, or the gradients of the last `max_skips` steps were not, or those of
-            the last two were not although the scale is at `min_scale`: scaling is not the cause then. The message names
-            the leaves by their paths, and says how the scale got there and what to try.
+        LossScaleError: the scale itself is not positive and finite; or parameters are not finite, or the gradients of
+            the last `max_skips` steps were not, or those of the last two were not although the scale is at `min_scale`:
+            scaling is not the cause then. The message names the leaves by their paths, and says how the scale got there
+            and what to try.
         TypeError: called inside `jit`, where nothing can be raised.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
@@ -160,7 +165,12 @@ def check_health(
         )
     state = jax.device_get(state)
     in_a_row = state.notfinite_count.max()
-    if bad_params := _notfinite(params):
+    if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
+        fact = "the loss scale in the state is not positive and finite"
+        cure = (
+            "put a good one there with `amp.set_loss_scale(opt_state, 2.0**16)`, and look for where the state came from"
+        )
+    elif bad_params := _notfinite(params):
         fact = f"parameters are not finite: {bad_params}"
         cure = "go back to the last checkpoint, and look for what makes updates infinite behind the check"
     elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
@@ -191,7 +201,10 @@ def _notfinite(tree: Any) -> str:
 
 
 def find_state(opt_state: Any) -> LossScaleState:
-    """Returns the one `LossScaleState` in a tree, its arrays out of the boxes that Flax NNX's optimizer has them in."""
+    """Returns the one `LossScaleState` in a tree, its arrays out of the boxes that Flax NNX's optimizer has them in.
+
+    Every step reads its scale by this, so this is where a wrong place of `dynamic_loss_scale` is found.
+    """
     found = [(path, x) for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=_is_state) if _is_state(x)]
     if not found:
         raise ValueError(
@@ -201,7 +214,42 @@ def find_state(opt_state: Any) -> LossScaleState:
     if len(found) > 1:
         where = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state, pass the one that is meant: {where}")
+    _check_outermost(opt_state)
     return LossScaleState(*jax.tree.leaves(found[0][1]))
+
+
+def _check_outermost(opt_state: Any) -> None:
+    """Raises where something around `dynamic_loss_scale` changes the gradients that it is to judge."""
+    kinds = (DynamicLossScaleState, UnscaleAndCheckState, *_KEEPS_OVERFLOWS)
+
+    def wraps(tree: Any) -> bool:
+        return any(map(_is_wrapper, jax.tree.leaves(tree, is_leaf=_is_wrapper)))
+
+    for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
+        where = f"at opt_state{keystr(path)}"
+        if isinstance(x, UnscaleAndCheckState) and wraps(opt_state):
+            raise ValueError(
+                f"`unscale_and_check` stands outside of `dynamic_loss_scale`, {where}, so gradients would be unscaled "
+                "twice, and overflows be zeros when they come to it; put it inside, or leave it out"
+            )
+        if type(x) in _KEEPS_OVERFLOWS and wraps(x):
+            what, fault, cure = _KEEPS_OVERFLOWS[type(x)]
+            raise ValueError(f"`{what}` is around `dynamic_loss_scale`, {where}, and {fault}; {cure}")
+
+
+_KEEPS_OVERFLOWS = {
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "keeps overflows from it, so that the scale would never back off",
+        "leave it out: overflows are skipped anyway",
+    ),
+    optax.MultiStepsState: (
+        "optax.MultiSteps",
+        "never forgets an overflow that it has added up",
+        "put it inside, `dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
+        "`amp.value_and_grad(..., accumulate_steps=)`",
+    ),
+}
 
 
 def _is_state(x: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jmp_amp._deepspeed import arguments
-from jmp_amp._unscale import map_wide, unscale_and_look
+from jmp_amp._unscale import map_wide, to_flag, unscale_and_look
 
 _NO_FLOOR = 2.0**-126
 _NO_CEILING = 2.0**126
@@ -52,8 +52,9 @@ class LossScale:
     A finite step adds one to the growth tracker; when the tracker reaches `growth_interval`, the scale is multiplied
     by `growth_factor`, unless the result would pass `max_scale`, and the tracker starts again. An overflow resets the
     tracker and uses up one unit of hysteresis; with none left, the scale is multiplied by `backoff_factor`, though
-    never to less than `min_scale`. The scale is therefore never 0, `inf` or NaN. All arithmetic is float32; with
-    powers of two it is exact.
+    never to less than `min_scale`. The scale is therefore never 0, `inf` or NaN; where a state from elsewhere holds
+    such a scale, the next one is `init_scale`. With `min_scale` equal to `max_scale` the scale never moves, wherever it
+    was set. All arithmetic is float32; with powers of two it is exact.
 
     The object is configuration: frozen, hashable, never part of a pytree. What changes is in `LossScaleState`.
 
@@ -69,6 +70,7 @@ class LossScale:
             otherwise it is refilled when the scale grows.
         overflow_delay: clean steps that are not counted after an overflow, and at the start.
         growth_delay: clean steps that are not counted after a growth.
+        clamp_growth: a growth that would pass `max_scale` ends there, instead of not taking place.
 
     Raises:
         TypeError: a value is not a number, or not an integer where steps are counted.
@@ -100,17 +102,16 @@ class LossScale:
     consecutive_hysteresis: bool = False
     overflow_delay: int = 0
     growth_delay: int = 0
+    clamp_growth: bool = False
 
     def __post_init__(self) -> None:
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             object.__setattr__(self, name, to_number(name, getattr(self, name)))
         for name, least in _COUNTS.items():
             object.__setattr__(self, name, to_count(name, getattr(self, name), least))
-        if not isinstance(self.consecutive_hysteresis, bool):
-            raise TypeError(
-                f"`consecutive_hysteresis` must be a bool, got {self.consecutive_hysteresis!r}; "
-                "the number of overflows goes into `hysteresis`"
-            )
+        for name, cure in _FLAGS.items():
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be a bool, got {getattr(self, name)!r}; {cure}")
         if self.growth_factor <= 1:
             raise ValueError(f"`growth_factor` must be greater than 1, got {self.growth_factor}")
         if self.backoff_factor >= 1:
@@ -170,19 +171,31 @@ class LossScale:
 
         Returns:
             The state for the next step.
+
+        Raises:
+            TypeError: `state` is no `LossScaleState`, or `finite` no bool.
         """
-        finite = jnp.asarray(finite)
-        tracker = state.growth_tracker + 1
+        if not isinstance(state, LossScaleState):
+            raise TypeError(
+                f"`state` must be a `LossScaleState`, got {type(state).__name__}; "
+                "in the state of `dynamic_loss_scale` it is `opt_state.loss_scale`"
+            )
+        finite = to_flag("finite", finite)
+        tracker = optax.safe_increment(state.growth_tracker)
         grow = finite & (tracker >= self.growth_interval)
         tolerated = jnp.maximum(state.hysteresis_tracker - 1, 0)
         refill = grow | (finite & self.consecutive_hysteresis)
 
         grown = state.loss_scale * self.growth_factor
-        grown = jnp.where(grown <= self.max_scale, grown, state.loss_scale)
+        most = jnp.maximum(state.loss_scale, self.max_scale) if self.clamp_growth else state.loss_scale
+        grown = jnp.where(grown <= self.max_scale, grown, most)
         backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
         overflowed = jnp.where(tolerated == 0, backed_off, state.loss_scale)
+        scale = jnp.where(finite, jnp.where(grow, grown, state.loss_scale), overflowed)
+        scale = state.loss_scale if self.min_scale == self.max_scale else scale
+        is_scale = (state.loss_scale >= _NO_FLOOR) & (state.loss_scale <= _NO_CEILING)
         return LossScaleState(
-            loss_scale=jnp.where(finite, jnp.where(grow, grown, state.loss_scale), overflowed),
+            loss_scale=jnp.where(is_scale, scale, self.init_scale),
             growth_tracker=jnp.where(finite, jnp.where(grow, -self.growth_delay, tracker), -self.overflow_delay),
             hysteresis_tracker=jnp.where(
                 finite, jnp.where(refill, self.hysteresis, state.hysteresis_tracker), tolerated
@@ -209,8 +222,8 @@ class LossScale:
 
     @classmethod
     def apex(cls, **overrides: Any) -> Self:
-        """The rule of apex's `amp.LossScaler`: torch's with a ceiling of 2^24."""
-        return cls(**{"min_scale": _NO_FLOOR} | overrides)
+        """The rule of apex's `amp.LossScaler`: torch's with a ceiling of 2^24, at which a growth ends."""
+        return cls(**{"min_scale": _NO_FLOOR, "clamp_growth": True} | overrides)
 
     @classmethod
     def deepspeed(cls, **overrides: Any) -> Self:
@@ -276,6 +289,10 @@ class LossScale:
         return cls(**{"init_scale": 2.0**15, "max_scale": _NO_CEILING} | overrides)
 
 
+_FLAGS = {
+    "consecutive_hysteresis": "the number of overflows goes into `hysteresis`",
+    "clamp_growth": "the ceiling goes into `max_scale`",
+}
 _COUNTS = {"growth_interval": 1, "hysteresis": 1, "overflow_delay": 0, "growth_delay": 0}
 
 

@@ -9,15 +9,16 @@ import optax
 from jax import lax
 
 from jmp_amp._loss_scale import LossScale, LossScaleState, to_number
-from jmp_amp._tree import check_same_leaves, select_tree
-from jmp_amp._unscale import AxisName, look, to_scale, unscale
+from jmp_amp._tree import check_same_leaves, check_updates, select_tree
+from jmp_amp._unscale import AxisName, check_axis_name, check_scaled, look, to_flag, to_scale, unscale
 
 
 class UnscaleAndCheckState(NamedTuple):
     """State of `unscale_and_check`.
 
     Attributes:
-        last_finite: bool[], whether the gradients of the last step that reached it were finite.
+        last_finite: bool[], whether the gradients of the last step that reached it were finite; None inside
+            `dynamic_loss_scale`, which unscales and checks in its place.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -28,7 +29,7 @@ class UnscaleAndCheckState(NamedTuple):
         False
     """
 
-    last_finite: jax.Array
+    last_finite: jax.Array | None
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -37,8 +38,8 @@ class DynamicLossScaleState(NamedTuple):
     Attributes:
         loss_scale: the scale and its counters.
         inner_state: the state of the wrapped transformation.
-        sum_of_squares: float32[], of the true gradients of the last step, before any clipping; NaN where they were not
-            finite, 0 before the first step.
+        sum_of_squares: float32[], of the true gradients of the last step, before any clipping; infinite where they were
+            not finite, 0 before the first step.
         nonfinite_leaves: of bool[], the tree of the parameters, true for the leaves whose gradients were not finite in
             the last step; None unless `dynamic_loss_scale` was asked for it.
 
@@ -61,13 +62,13 @@ def unscale_and_check(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscales gradients where it stands in a chain.
 
-    Before it, gradients are scaled; after it, they are the true ones, in float32. Inside `dynamic_loss_scale` that is
-    all it does: the wrapper passes it the scale, has checked the gradients and skips the step on overflow.
+    Inside `dynamic_loss_scale` it does nothing: the wrapper unscales the gradients, checks them and skips the step on
+    overflow, and all that it wraps sees true gradients.
 
-    In a chain of its own it takes the scale from `tx.update(..., loss_scale=scale)` (1 where it is not given), checks
-    the unscaled gradients, and on overflow passes **zeros** on. A transformation behind it cannot tell these from
-    gradients that are zero: Adam's moments decay by one step and its count and schedules move on. Wrap the chain in
-    `dynamic_loss_scale` to skip such a step whole.
+    In a chain of its own, gradients are scaled before it, and true and float32 behind it. It takes the scale from
+    `tx.update(..., loss_scale=scale)` (1 where it is not given), checks the unscaled gradients, and on overflow passes
+    **zeros** on. A transformation behind it cannot tell these from gradients that are zero: Adam's moments decay by one
+    step and its count and schedules move on. Wrap the chain in `dynamic_loss_scale` to skip such a step whole.
 
     Args:
         axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
@@ -76,7 +77,8 @@ def unscale_and_check(
 
     Returns:
         An optax transformation; `update` takes gradients in any floating dtype and returns float32 (float64 and complex
-        leaves keep their dtype, others pass through).
+        leaves keep their dtype, others pass through). It raises ValueError where it sees a part of the gradients only,
+        as inside `optax.masked`, or gradients that were unscaled before, as far as the traced program shows it.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -89,6 +91,8 @@ def unscale_and_check(
         [-0.5 -1. ]
     """
 
+    check_axis_name(axis_name)
+
     def init(params: optax.Params) -> UnscaleAndCheckState:
         del params
         return UnscaleAndCheckState(last_finite=jnp.asarray(True))
@@ -99,20 +103,18 @@ def unscale_and_check(
         params: optax.Params | None = None,
         *,
         loss_scale: jax.typing.ArrayLike = 1.0,
-        grads_finite: jax.Array | None = None,
-        unscale_factor: jax.Array | None = None,
-        unscaled_by: list[str] | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
-        del state, params, extra_args
-        if unscaled_by is not None:
-            unscaled_by.append("unscale_and_check")
-        factor = 1 / to_scale(loss_scale) if unscale_factor is None else unscale_factor
-        scaled, updates = updates, unscale(updates, factor)
-        if grads_finite is None:
-            grads_finite = look(scaled, factor, axis_name, implementation).finite
-            updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
-        return updates, UnscaleAndCheckState(last_finite=grads_finite)
+        del params, extra_args
+        if state.last_finite is None:
+            return updates, state
+        _check_whole(updates)
+        check_scaled(updates)
+        factor = 1 / to_scale(loss_scale)
+        finite = look(updates, factor, axis_name, implementation).finite
+        true = unscale(updates, factor)
+        zeros = jax.tree.map(jnp.zeros_like, true)
+        return select_tree(finite, true, zeros), UnscaleAndCheckState(last_finite=finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -140,9 +142,10 @@ def dynamic_loss_scale(
     Where several optimizers share one scale, `update` takes it as `loss_scale=` (float32[], instead of the one in the
     state), and `grads_finite=` (bool[], `False` skips as an overflow does) from those that skip together.
 
-    `inner` gets `loss_scale=` (float32[]), `grads_finite=` (bool[]) and `unscale_factor=` (float32[], what scaled
-    gradients are multiplied by: the reciprocal of the scale, and the clipping) as extra arguments. If it contains
-    `unscale_and_check()`, what stands before that sees scaled gradients; if it does not, all of it sees true ones.
+    All of `inner` sees true, float32 gradients. An `unscale_and_check()` in it marks the place where one unscales in a
+    chain without this wrapper, and does nothing. Other extra arguments of `update` are handed to `inner`. If one of
+    them is the very gradients that `update` gets, as `grad=` of `optax.lbfgs` is, it is unscaled with them; a `value=`
+    must be the loss as `amp.value_and_grad` returns it.
 
     Args:
         inner: any optax transformation, with float32 parameters in mind.
@@ -163,8 +166,8 @@ def dynamic_loss_scale(
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, where gradients and parameters do not match, and TypeError where `inner` changes the dtype or shape of its
-        state. Gradients that are not finite never raise.
+        path, where gradients and parameters do not match, or where the program shows that they were unscaled before,
+        and TypeError where `inner` changes the dtype or shape of its state. Gradients that are not finite never raise.
 
     Raises:
         TypeError: `inner` or `loss_scale` is something else, or `clip_global_norm` no number.
@@ -194,11 +197,13 @@ def dynamic_loss_scale(
         raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
     if clip_global_norm is not None:
         clip_global_norm = to_number("clip_global_norm", clip_global_norm)
+    check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         flags = jax.tree.map(lambda _: jnp.zeros((), bool), params) if nonfinite_leaves else None
-        return DynamicLossScaleState(loss_scale.init(), inner.init(params), jnp.zeros((), jnp.float32), flags)
+        inner_state = _without_checks(inner.init(params))
+        return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
 
     def update(
         updates: optax.Updates,
@@ -206,17 +211,18 @@ def dynamic_loss_scale(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
+        if not isinstance(state, DynamicLossScaleState):
+            raise TypeError(
+                f"the state of `dynamic_loss_scale` is a `DynamicLossScaleState`, got {type(state).__name__}; "
+                "make it with the `init` of the wrapper, or put a state that `inner` made into its `inner_state`"
+            )
         if params is not None:
             check_same_leaves(updates, params)
-        if "unscaled_by" in extra_args:
-            raise ValueError(
-                "there is a `dynamic_loss_scale` inside another one, so gradients would be unscaled twice; "
-                "wrap the whole optimizer once"
-            )
-        scale = to_scale(extra_args.pop("loss_scale", state.loss_scale.loss_scale))
+        check_scaled(updates)
+        scale = to_scale(extra_args.pop("loss_scale")) if "loss_scale" in extra_args else state.loss_scale.loss_scale
         factor = 1 / scale
         finite, sum_of_squares, flags = look(updates, factor, axis_name, implementation, nonfinite_leaves)
-        finite &= extra_args.pop("grads_finite", True)
+        finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
         if nonfinite_leaves:  # a frozen parameter may have no gradient
             by_path = dict(jax.tree.leaves_with_path(flags))
             flags = jax.tree.map_with_path(
@@ -224,22 +230,20 @@ def dynamic_loss_scale(
             )
         if clip_global_norm is not None:
             factor *= jnp.minimum(1.0, clip_global_norm / jnp.sqrt(sum_of_squares))
-        unscales_itself = _contains(UnscaleAndCheckState, state.inner_state)
-        unscaled_by: list[str] = []
-        extra_args |= {"loss_scale": scale, "grads_finite": finite}
-        extra_args |= {"unscale_factor": factor, "unscaled_by": unscaled_by}
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Unscaled here, not where the check did it, so that it fuses into `inner`.
-            grads = updates if unscales_itself else unscale(updates, factor)
-            updates_and_state = inner.update(grads, state.inner_state, params, **extra_args)
-            if unscales_itself and not unscaled_by:
-                raise ValueError(
-                    "the `unscale_and_check()` inside `inner` was not handed the loss scale: what it is wrapped in, "
-                    "such as `optax.MultiSteps(...).gradient_transformation()`, drops extra arguments; leave it out, "
-                    "and the gradients are unscaled in front of `inner`"
-                )
-            return updates_and_state
+            scaled = updates
+            if not isinstance(
+                finite, jax.core.Tracer
+            ):  # what comes of an overflow is dropped, but `debug_nans` sees it
+                scaled = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+            grads = unscale(scaled, factor)
+            extras = {name: grads if _is_same(x, updates) else x for name, x in extra_args.items()}
+            new_updates, inner_state = inner.update(grads, state.inner_state, params, **extras)
+            if params is not None:
+                check_updates(new_updates, params)
+            return new_updates, inner_state
 
         new_updates, inner_state = _SKIP[skip](finite, step, state.inner_state)
         return new_updates, DynamicLossScaleState(
@@ -249,10 +253,43 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _without_checks(inner_state: optax.OptState) -> optax.OptState:
+    """Tells each `unscale_and_check` in a state that `dynamic_loss_scale` is around it."""
+
+    def told(path: Any, x: Any) -> Any:
+        if isinstance(x, DynamicLossScaleState):
+            raise ValueError(
+                f"there is a `dynamic_loss_scale` inside another one, at `inner`{jax.tree_util.keystr(path)}, so "
+                "gradients would be unscaled twice; wrap the whole optimizer once"
+            )
+        return UnscaleAndCheckState(last_finite=None) if isinstance(x, UnscaleAndCheckState) else x
+
+    ours = (DynamicLossScaleState, UnscaleAndCheckState)
+    return jax.tree.map_with_path(told, inner_state, is_leaf=lambda x: isinstance(x, ours))
+
+
+def _check_whole(updates: optax.Updates) -> None:
+    for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
+        if isinstance(x, optax.MaskedNode):
+            raise ValueError(
+                f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled: it stands "
+                "inside `optax.masked` or one part of `optax.partition`; put it in front of that, or wrap all of it in "
+                "`dynamic_loss_scale`"
+            )
+
+
+def _is_same(x: Any, tree: Any) -> bool:
+    """Whether the leaves of one tree are the very arrays of another."""
+    leaves, others = jax.tree.leaves(x), jax.tree.leaves(tree)
+    return len(leaves) == len(others) > 0 and all(a is b for a, b in zip(leaves, others, strict=True))
+
+
 Step = Callable[[], tuple[optax.Updates, optax.OptState]]
 
 
 def _cond(finite: jax.Array, step: Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    if not isinstance(finite, jax.core.Tracer):  # outside `jit`, a branch would be compiled anew in every step
+        return _select(finite, step, state)
     step = jax.jit(step)  # traced once, for its shapes and for the branch
     updates, new_state = jax.eval_shape(step)
     _check_unchanged(state, new_state)
@@ -269,20 +306,16 @@ _SKIP = {"cond": _cond, "select": _select}
 
 
 def _check_unchanged(state: optax.OptState, new_state: optax.OptState) -> None:
+    before, after = map(str, map(jax.tree.structure, (state, new_state)))
+    if before != after:
+        raise TypeError(
+            f"`inner` changes the structure of its state, so a step could not be skipped: {before} became {after}"
+        )
     old, new = (jax.tree.leaves_with_path(tree) for tree in (state, new_state))
-    for (path, x), (_, y) in zip(old, new, strict=False):
+    for (path, x), (_, y) in zip(old, new, strict=True):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
             raise TypeError(
                 f"`inner` changes its state{jax.tree_util.keystr(path)} from {jax.typeof(x).str_short()} to "
                 f"{y.dtype.name}{list(y.shape)}, so a step could not be skipped; initialise it with the dtype and "
                 "shape that its update returns"
             )
-    before, after = map(str, map(jax.tree.structure, (state, new_state)))
-    if before != after:
-        raise TypeError(
-            f"`inner` changes the structure of its state, so a step could not be skipped: {before} became {after}"
-        )
-
-
-def _contains(kind: type, tree: Any) -> bool:
-    return any(isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))

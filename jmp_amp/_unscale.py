@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_amp._autocast._compat import varying_axes
+from jmp_amp._autocast._compat import varying_axes, was_made_in
 from pallas_kernels import check_finite, unscale_check
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -19,7 +19,7 @@ class Seen(NamedTuple):
 
     Attributes:
         finite: bool[], whether all of them are finite once they are unscaled, on every device.
-        sum_of_squares: float32[], of the true gradients, NaN where they are not finite.
+        sum_of_squares: float32[], of the true gradients, infinite where they are not finite.
         nonfinite_leaves: of bool[], the tree of the gradients, true where a leaf is not finite; None if not asked for.
     """
 
@@ -29,14 +29,33 @@ class Seen(NamedTuple):
 
 
 def to_scale(value: Any) -> jax.Array:
-    """Returns a scale that a user handed in as float32[]."""
+    """Returns a scale that a user handed in as float32[]; a traced one cannot be judged."""
     is_number = hasattr(value, "shape") or type(value) in (int, float)
     if not is_number or jnp.shape(value) != ():
         raise TypeError(
             f"`loss_scale` must be a scalar, got {type(value).__name__}; "
             "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
         )
+    is_known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    if is_known and not 0 < value < jnp.inf:
+        raise ValueError(f"`loss_scale` must be positive and finite, got {value}; write 1.0 for no scaling")
     return jnp.asarray(value, jnp.float32)
+
+
+def to_flag(name: str, value: Any) -> jax.Array:
+    """Returns a flag that a user handed in as bool[]."""
+    if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
+        raise TypeError(f"`{name}` must be a bool, such as `amp.all_finite(grads)` returns, got {value!r}")
+    return jnp.asarray(value)
+
+
+def check_axis_name(value: Any) -> None:
+    """Raises unless a value is the name of a mapped axis, or a tuple of such."""
+    if not isinstance(value, Hashable):
+        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {value!r}")
+
+
+_UNSCALED = "amp.unscale"
 
 
 def unscale(tree: Any, factor: jax.Array) -> Any:
@@ -49,7 +68,19 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
         tree: gradients of any shape; other leaves pass through.
         factor: float32[].
     """
-    return map_wide(lambda x: x * factor.astype(x.dtype), tree)
+    with jax.named_scope(_UNSCALED):
+        return map_wide(lambda x: x * factor.astype(x.dtype), tree)
+
+
+def check_scaled(tree: Any) -> None:
+    """Raises where a traced program shows that gradients come from `unscale`, through a chain of transformations."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        if was_made_in(x, _UNSCALED):
+            raise ValueError(
+                f"the gradient at `{jax.tree_util.keystr(path)}` was unscaled before: there is an `unscale_and_check` "
+                "in front of another one, or in front of `dynamic_loss_scale`; keep one of them, and put it inside the "
+                "wrapper"
+            )
 
 
 def unscale_and_look(tree: Any, factor: jax.Array, implementation: str | None) -> tuple[Any, jax.Array]:
@@ -78,23 +109,31 @@ def look(
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     typed = any(varying_axes(lax.axis_index(name)) for name in names)
     leaves, treedef = jax.tree.flatten(tree)
+    unnamed = frozenset[Any]().union(*map(varying_axes, leaves)) - {*names} - varying_axes(factor)
+    if unnamed:
+        raise ValueError(
+            f"gradients differ along the mapped axes {sorted(unnamed)}, and the loss scale does not, so that one device "
+            f"could skip a step alone; write `axis_name={(*names, *sorted(unnamed))}`, or reduce the gradients first"
+        )
     shards = collections.defaultdict(list)
     for i, x in enumerate(leaves):
         shards[tuple(name for name in names if typed and name in varying_axes(x))].append(i)
     flags: dict[int, jax.Array] = {}
     total = jnp.float32(0)
-    for axes, indices in shards.items():
-        for group in [[i] for i in indices] if by_leaf else [indices]:
-            _, squares = check_finite([leaves[i] for i in group], factor, implementation=implementation)
-            squares = lax.psum(squares, axes) if axes else squares
-            total += squares
-            if by_leaf:
-                flags[group[0]] = jnp.isnan(squares)
-    if names and not typed:
-        flags = {i: lax.psum(bad.astype(jnp.float32), names) > 0 for i, bad in flags.items()}
-        total = jnp.where(lax.psum(jnp.isnan(total).astype(jnp.float32), names) > 0, jnp.nan, total)
-    by_path = jax.tree.unflatten(treedef, [flags[i] for i in range(len(leaves))]) if by_leaf else None
-    return Seen(~jnp.isnan(total), total, by_path)
+    with jax.debug_nans(False):  # a NaN here is the answer, not an error
+        for axes, indices in shards.items():
+            for group in [[i] for i in indices] if by_leaf else [indices]:
+                _, squares = check_finite([leaves[i] for i in group], factor, implementation=implementation)
+                squares = lax.psum(squares, axes) if axes else squares
+                total += squares
+                if by_leaf:
+                    flags[group[0]] = jnp.isnan(squares)
+        if names and not typed:
+            flags = {i: lax.psum(bad.astype(jnp.float32), names) > 0 for i, bad in flags.items()}
+            total = jnp.where(lax.psum(jnp.isnan(total).astype(jnp.float32), names) > 0, jnp.nan, total)
+        by_path = jax.tree.unflatten(treedef, [flags[i] for i in range(len(leaves))]) if by_leaf else None
+        finite = ~jnp.isnan(total)
+        return Seen(finite, jnp.where(finite, total, jnp.inf), by_path)
 
 
 def map_wide(fun: Any, tree: Any) -> Any:

@@ -45,7 +45,6 @@ def runs():
     lowest = amp.cast_params(params, "O3", keep=lambda path, x: False)
     rounded = amp.rounded_weights(adamw, "stochastic")
     inside = amp.dynamic_loss_scale(optax.MultiSteps(adamw, WINDOW).gradient_transformation(), rule)
-    around = optax.MultiSteps(amp.dynamic_loss_scale(adamw, rule), WINDOW).gradient_transformation()
     mixed = amp.autocast(loss_fn)
     return {
         "O0": Run(params, loss_fn, amp.dynamic_loss_scale(adamw, amp.LossScale.none())),
@@ -53,7 +52,6 @@ def runs():
         "O2": Run(low, mixed, amp.dynamic_loss_scale(amp.master_weights(adamw), rule)),
         "O3": Run(lowest, mixed, amp.dynamic_loss_scale(rounded, rule)),
         "window_inside": Run(params, mixed, inside),
-        "window_around": Run(params, mixed, around, (9,)),  # after an overflow its windows are skipped for ever
     }
 
 

@@ -30,7 +30,6 @@ HIDING_PLACES = {
     "bare": lambda: RULE.init(),
     "dynamic_loss_scale": lambda: scaler().init(jnp.ones(2)),
     "chain": lambda: optax.chain(optax.identity(), scaler(), optax.scale(1.0)).init(jnp.ones(2)),
-    "multi_steps": lambda: optax.MultiSteps(scaler(), 2).init(jnp.ones(2)),
     "masked": lambda: optax.masked(scaler(), {"w": True, "b": False}).init({"w": jnp.ones(2), "b": jnp.ones(1)}),
     "train_state": lambda: {"params": jnp.ones(2), "opt": (None, scaler().init(jnp.ones(2))), "step": 3},
 }

@@ -147,7 +147,13 @@ def test_the_defaults_are_the_documented_ones():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LossScale)])
 def test_every_preset_takes_every_override(name, field):
-    values = {"init_scale": 2.0**10, "min_scale": 2.0, "max_scale": 2.0**40, "consecutive_hysteresis": True}
+    values = {
+        "init_scale": 2.0**10,
+        "min_scale": 2.0,
+        "max_scale": 2.0**40,
+        "consecutive_hysteresis": True,
+        "clamp_growth": True,
+    }
     values |= {"growth_factor": 4.0, "backoff_factor": 0.25}
     value = values.get(field, 7)
     rule, overridden = getattr(LossScale, name)(), getattr(LossScale, name)(**{field: value})

@@ -174,14 +174,9 @@ def test_an_overflow_somewhere_else_skips_and_is_counted(skip):
 
 
 def test_a_scale_from_outside_unscales_instead_of_the_one_inside():
-    seen = []
-    look = optax.GradientTransformationExtraArgs(
-        lambda params: (), lambda updates, state, params=None, **extra: (updates, seen.append(extra) or state)
-    )
-    tx = amp.dynamic_loss_scale(optax.chain(look, amp.unscale_and_check(), optax.sgd(1.0)), DISABLED)
+    tx = amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.sgd(1.0)), DISABLED)
     updates, state = tx.update(jnp.float32([8, 16]), tx.init(jnp.ones(2)), jnp.ones(2), loss_scale=8.0)
     assert updates.tolist() == [-1, -2]
-    assert seen[0]["loss_scale"] == 8
     assert amp.metrics(state)["grad_norm"] == np.sqrt(np.float32(5))
     with pytest.raises(TypeError, match=r"`loss_scale` must be a scalar, got LossScaleState; read it .*get_loss_scale"):
         tx.update(jnp.ones(2), state, jnp.ones(2), loss_scale=RULE.init())
@@ -189,5 +184,5 @@ def test_a_scale_from_outside_unscales_instead_of_the_one_inside():
 
 def test_one_inside_another_is_an_error():
     tx = amp.dynamic_loss_scale(optax.chain(amp.dynamic_loss_scale(optax.sgd(1.0)), optax.identity()))
-    with pytest.raises(ValueError, match=r"a `dynamic_loss_scale` inside another one.*wrap the whole optimizer once"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+    with pytest.raises(ValueError, match=r"inside another one, at `inner`\[0\].*wrap the whole optimizer once"):
+        tx.init(jnp.ones(2))

@@ -1,5 +1,6 @@
 """The only file that knows JAX's versions and its private names (JAX 0.10 to 0.12)."""
 
+import collections
 import contextlib
 import os
 import re
@@ -89,6 +90,24 @@ def varying_axes(x: Any) -> frozenset[Any]:
     """
     aval = jax.typeof(x)
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
+
+
+def was_made_in(x: Any, scope: str, most: int = 256) -> bool:
+    """Whether a traced value was computed, within the last `most` equations, from one in a named scope.
+
+    Arrays, and tracers of JAX versions that do not say what they come from, were not.
+    """
+    seen: set[int] = set()
+    waiting = collections.deque([x])
+    while waiting and len(seen) < most:
+        eqn = getattr(waiting.popleft(), "parent", None)
+        if eqn is None or id(eqn) in seen:
+            continue
+        if scope in str(eqn.source_info.name_stack).split("/"):
+            return True
+        seen.add(id(eqn))
+        waiting.extend(eqn.in_tracers)
+    return False
 
 
 def zero_cotangent(aval: Any) -> Any:

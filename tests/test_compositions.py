@@ -1,0 +1,397 @@
+"""What is put together with `dynamic_loss_scale` and `unscale_and_check` is right, or raises and says what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import jmp_amp as amp
+from jmp_amp import LossScale
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+SKIPS = ["cond", "select"]
+PARAMS = {"w": jnp.array([1.0, -2.0, 3.0]), "b": jnp.array([0.5, -0.5])}
+MARK = amp.unscale_and_check
+
+
+def loss_fn(params):
+    return jnp.sum(params["w"] ** 2) + jnp.sum((params["b"] - 1) ** 4)
+
+
+def run(tx, steps=4, bad=(), params=PARAMS, jit=True, extra=lambda value, grads: {}):
+    """Parameters and state after some steps; in those of `bad` the gradients overflow."""
+
+    def step(params, state, is_bad):
+        value, grads = amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params)
+        grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.inf, g), grads)
+        updates, state = tx.update(grads, state, params, **extra(value, grads))
+        return optax.apply_updates(params, updates), state
+
+    step, state = jax.jit(step) if jit else step, tx.init(params)
+    for i in range(steps):
+        params, state = step(params, state, jnp.asarray(i in bad))
+    return params, state
+
+
+def run_plain(tx, steps=4, params=PARAMS, extra=lambda value, grads: {}):
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params, **extra(value, grads))
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params
+
+
+def assert_close(got, want):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
+
+
+INSIDE = {
+    "two marks": lambda mark: optax.chain(mark(), optax.trace(0.5), mark(), optax.sgd(0.01)),
+    "a mark in one part": lambda mark: optax.partition(
+        {"a": optax.chain(mark(), optax.sgd(0.01)), "b": optax.adam(0.1)}, {"w": "a", "b": "b"}
+    ),
+    "a mask around a mark": lambda mark: optax.chain(
+        optax.masked(optax.chain(mark(), optax.trace(0.5)), {"w": True, "b": False}), optax.sgd(0.01)
+    ),
+    "accumulation around a mark": lambda mark: optax.MultiSteps(
+        optax.chain(mark(), optax.adam(0.1)), 2
+    ).gradient_transformation(),
+    "a clip in front of the mark": lambda mark: optax.chain(optax.clip_by_global_norm(1.0), mark(), optax.sgd(0.01)),
+    "a mark in an injection": lambda mark: optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(mark(), optax.sgd(learning_rate))
+    )(learning_rate=0.01),
+}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_mark_anywhere_inside_is_the_optimizer_without_it(name, skip):
+    params, state = run(amp.dynamic_loss_scale(INSIDE[name](MARK), skip=skip), steps=6, bad=(1, 3))
+    assert_close(params, run_plain(INSIDE[name](optax.identity), steps=4))
+    assert state.loss_scale.total_notfinite == 2
+    assert state.loss_scale.loss_scale == 2.0**14
+
+
+OUTSIDE = {
+    "a mark in front": (
+        lambda tx: optax.chain(MARK(), tx),
+        r"`unscale_and_check` stands outside.*opt_state\[0\].*inside",
+    ),
+    "a mark behind": (lambda tx: optax.chain(tx, MARK()), r"`unscale_and_check` stands outside.*opt_state\[1\]"),
+    "accumulation": (
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        r"`optax.MultiSteps` is around.*never forgets.*put it inside",
+    ),
+    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), r"`optax.apply_if_finite` is around.*leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("read", [amp.get_loss_scale, amp.metrics, amp.check_health])
+def test_what_may_not_be_around_the_wrapper_is_found_where_the_scale_is_read(name, read):
+    around, message = OUTSIDE[name]
+    state = around(amp.dynamic_loss_scale(optax.sgd(0.1))).init(PARAMS)
+    with pytest.raises(ValueError, match=message):
+        read(state)
+
+
+def test_apply_if_finite_inside_the_wrapper_is_harmless():
+    params, state = run(amp.dynamic_loss_scale(optax.apply_if_finite(optax.sgd(0.01), 3)), bad=(2,))
+    assert_close(params, run_plain(optax.sgd(0.01), steps=3))
+    assert state.loss_scale.loss_scale == 2.0**15
+
+
+def test_one_wrapper_inside_another_is_an_error_at_any_depth():
+    tx = amp.dynamic_loss_scale(optax.masked(amp.dynamic_loss_scale(optax.sgd(1.0)), {"w": True, "b": True}))
+    with pytest.raises(ValueError, match=r"inside another one, at `inner`\.inner_state.*wrap the whole optimizer once"):
+        tx.init(PARAMS)
+
+
+@pytest.mark.parametrize("between", [optax.identity(), optax.clip_by_global_norm(1.0), optax.scale_by_adam()])
+def test_gradients_that_a_chain_unscales_twice_are_found_while_it_is_traced(between):
+    tx = optax.chain(MARK(), between, MARK(), optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"gradient at `\['b'\]` was unscaled before.*keep one"):
+        jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
+
+
+def test_two_optimizers_that_each_unscale_their_own_gradients_are_no_error():
+    tx = optax.chain(MARK(), optax.sgd(1.0))
+
+    @jax.jit
+    def step(grads, scale):
+        first, _ = tx.update(grads, tx.init(PARAMS), PARAMS, loss_scale=scale)
+        second, _ = tx.update(jax.tree.map(jnp.sin, grads), tx.init(PARAMS), PARAMS, loss_scale=scale)
+        return first, second
+
+    assert_close(step(PARAMS, 2.0)[0], jax.tree.map(lambda x: -x / 2, PARAMS))
+
+
+PARTS = {
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_mark_alone_on_a_part_of_the_gradients_is_an_error(name):
+    tx = PARTS[name](optax.chain(MARK(), optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=r"leave the gradient at `\['b'\]` scaled.*in front of that"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
+
+
+# Transformations that take extra arguments, or other parameters than the gradients' own.
+
+
+def of_loss(value, grads):
+    return {"value": value, "grad": grads, "value_fn": loss_fn}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.lbfgs(),
+        optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(10)),
+        optax.chain(optax.sgd(0.1), optax.scale_by_zoom_linesearch(10)),
+    ],
+    ids=["zoom", "backtracking", "sgd"],
+)
+def test_a_line_search_gets_true_values_and_gradients(inner, skip):
+    params, _ = run(amp.dynamic_loss_scale(inner, skip=skip), steps=3, extra=of_loss)
+    assert_close(params, run_plain(inner, steps=3, extra=of_loss))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_sharpness_aware_minimization(skip):
+    inner = contrib.sam(optax.sgd(0.01), optax.chain(contrib.normalize(), optax.sgd(0.05)), sync_period=2)
+    params, _ = run(amp.dynamic_loss_scale(inner, skip=skip), steps=6, bad=(1,))
+    assert_close(params, run_plain(inner, steps=5))
+    inner = contrib.sam(optax.sgd(0.01), optax.chain(contrib.normalize(), optax.sgd(0.05)), opaque_mode=True)
+
+    def true_grads(value, grads):
+        return {"grad_fn": lambda params, _: jax.grad(loss_fn)(params)}
+
+    params, _ = run(amp.dynamic_loss_scale(inner, skip=skip), extra=true_grads)
+    assert_close(params, run_plain(inner, extra=true_grads))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_lookahead(skip):
+    inner = optax.lookahead(optax.sgd(0.01), sync_period=2, slow_step_size=0.5)
+    tx = amp.dynamic_loss_scale(inner, skip=skip)
+    grads = jax.grad(loss_fn)(PARAMS)
+
+    def end(tx, scale):
+        params = optax.LookaheadParams.init_synced(PARAMS)
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(jax.tree.map(lambda g: g * scale, grads), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    assert_close(end(tx, 2.0**16), end(inner, 1.0))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_gradients_of_single_examples(skip):
+    private = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.1, key=jax.random.key(0))
+    inner = optax.chain(private, optax.sgd(0.1))
+    grads = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), PARAMS)
+
+    def update(tx, scale):
+        return tx.update(jax.tree.map(lambda g: g * scale, grads), tx.init(PARAMS), PARAMS)[0]
+
+    assert_close(update(amp.dynamic_loss_scale(inner, skip=skip), 2.0**16), update(inner, 1.0))
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), skip=skip)
+    with pytest.raises(ValueError, match=r"the update at `\['b'\]` has shape \(3, 2\), its parameter \(2,\)"):
+        update(tx, 1.0)
+
+
+# Outside of `jit`, while debugging, and across devices.
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_outside_of_jit_nothing_is_compiled_after_the_first_step(skip):
+    tx = amp.dynamic_loss_scale(optax.adam(0.1), skip=skip)
+    state, compiled = tx.init(PARAMS), []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "compile" in name else None
+    )
+    for _ in range(2):
+        _, state = tx.update(PARAMS, state, PARAMS)
+    first = len(compiled)
+    for _ in range(5):
+        _, state = tx.update(PARAMS, state, PARAMS)
+    assert len(compiled) == first
+
+
+def test_outside_of_jit_both_ways_to_skip_run_the_same_ops():
+    ends = [run(amp.dynamic_loss_scale(optax.adam(0.1), skip=skip), bad=(1,), jit=False) for skip in SKIPS]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_is_no_error_while_looking_for_nans(skip, jit, clip):
+    tx = amp.dynamic_loss_scale(optax.adamw(0.1), skip=skip, clip_global_norm=clip, nonfinite_leaves=True)
+    update, state = jax.jit(tx.update) if jit else tx.update, tx.init(PARAMS)
+    with jax.debug_nans(True):
+        updates, state = update(PARAMS | {"w": jnp.array([jnp.inf, 1.0, -jnp.inf])}, state, PARAMS)
+        seen = amp.metrics(state)
+    assert not any(map(np.any, jax.tree.leaves(updates)))
+    assert np.isinf(seen["grad_norm"])
+    assert seen["nonfinite/w"]
+    assert seen["loss_scale"] == 2.0**15
+
+
+def test_a_forgotten_axis_name_is_found_where_the_types_tell():
+    mesh = jax.make_mesh((2,), ("data",))
+    spec = jax.sharding.PartitionSpec
+
+    def step(axis_name, scale_spec=None):
+        tx = amp.dynamic_loss_scale(optax.sgd(1.0), axis_name=axis_name)
+        grads, state = jnp.ones(4), tx.init(jnp.ones(2))
+        specs = spec("data"), spec()
+        placed = jax.device_put(grads, jax.sharding.NamedSharding(mesh, spec("data")))
+        sharded = jax.shard_map(
+            lambda g, s: tx.update(g, s)[1].loss_scale.loss_scale, mesh=mesh, in_specs=specs, out_specs=spec()
+        )
+        return sharded(placed, state)
+
+    with pytest.raises(ValueError, match=r"mapped axes \['data'\].*write `axis_name=\('data',\)`"):
+        step(None)
+    assert step("data") == 2.0**16
+
+
+# What is handed in.
+
+WRONG = {
+    "the state of inner": (
+        lambda tx, s: tx.update(PARAMS, s.inner_state, PARAMS),
+        TypeError,
+        "got tuple; make it with",
+    ),
+    "a flag in words": (
+        lambda tx, s: tx.update(PARAMS, s, PARAMS, grads_finite="no"),
+        TypeError,
+        "`grads_finite` must be a bool, such as `amp.all_finite.grads.` returns, got 'no'",
+    ),
+    "a flag of 1": (lambda tx, s: tx.update(PARAMS, s, PARAMS, grads_finite=1), TypeError, "must be a bool.*got 1"),
+    "an integer flag": (
+        lambda tx, s: tx.update(PARAMS, s, PARAMS, grads_finite=jnp.int32(1)),
+        TypeError,
+        "`grads_finite` must be a bool",
+    ),
+    "the wrapper's state for the rule": (
+        lambda tx, s: LossScale().update(s, True),
+        TypeError,
+        "got DynamicLossScaleState; in the state of `dynamic_loss_scale` it is `opt_state.loss_scale`",
+    ),
+    "a list of axes": (
+        lambda tx, s: amp.dynamic_loss_scale(optax.sgd(1.0), axis_name=["data"]),
+        TypeError,
+        r"a tuple of names, got \['data'\]",
+    ),
+    "a list of axes, alone": (lambda tx, s: MARK(["data"]), TypeError, r"a tuple of names, got \['data'\]"),
+    "an array for a tree": (
+        lambda tx, s: tx.update(jnp.ones(3), s, PARAMS),
+        ValueError,
+        "the gradients are an array, which the parameters do not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_say_what_to_hand_in(name):
+    call, error, message = WRONG[name]
+    tx = amp.dynamic_loss_scale(optax.adam(0.1))
+    with pytest.raises(error, match=message):
+        call(tx, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_change_of_structure_is_named_as_one(skip):
+    inner = optax.GradientTransformation(lambda p: [jnp.zeros(2), jnp.zeros(3)], lambda u, s, p=None: (u, [*s[1:]]))
+    tx = amp.dynamic_loss_scale(inner, skip=skip)
+    with pytest.raises(TypeError, match="changes the structure of its state"):
+        jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, -8, np.nan, np.inf, jnp.float32(0), np.float32(-1)], ids=repr)
+def test_a_scale_that_is_no_scale_raises_outside_of_jit(scale):
+    for call in (
+        lambda: amp.value_and_grad(loss_fn, loss_scale=scale)(PARAMS),
+        lambda: amp.grad(loss_fn, loss_scale=scale)(PARAMS),
+        lambda: MARK().update(PARAMS, MARK().init(PARAMS), loss_scale=scale),
+    ):
+        with pytest.raises(ValueError, match="`loss_scale` must be positive and finite, got"):
+            call()
+
+
+# A state from elsewhere.
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -4.0, 0.0, 1e-45], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [LossScale(), LossScale.static(8.0), LossScale.apex()], ids=["default", "static", "apex"]
+)
+def test_a_scale_that_is_none_is_told_and_replaced(rule, scale):
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), rule)
+    state = tx.init(PARAMS)
+    state = state._replace(loss_scale=state.loss_scale._replace(loss_scale=jnp.float32(scale)))
+    if not 0 < scale < np.inf:
+        with pytest.raises(
+            amp.LossScaleError, match="loss scale in the state is not positive and finite.*set_loss_scale"
+        ):
+            amp.check_health(state)
+    _, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
+    assert amp.get_loss_scale(state) == rule.init_scale
+
+
+def test_a_tracker_at_the_end_of_int32_does_not_wrap():
+    rule = LossScale(growth_interval=2**31 - 1)
+    state = rule.init()._replace(growth_tracker=jnp.int32(2**31 - 2))
+    state = rule.update(state, True)
+    assert (state.growth_tracker, state.loss_scale) == (0, 2.0**17)
+    saved = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+    rule, state = amp.load_state_dict(saved | {"_growth_tracker": 2**31 - 1})
+    assert rule.update(state, True).loss_scale == 8
+
+
+def test_a_static_scale_that_was_set_stays_where_it_is():
+    rule = LossScale.static(64.0)
+    for finite in (True, False):
+        state = amp.set_loss_scale(rule.init(), 8.0)._replace(growth_tracker=jnp.int32(1999))
+        assert rule.update(state, finite).loss_scale == 8
+
+
+def test_apex_ends_at_its_ceiling():
+    rule = LossScale.apex(init_scale=2.0**24 - 2**20, growth_interval=1)
+    assert rule.update(rule.init(), True).loss_scale == 2.0**24
+    beyond = amp.set_loss_scale(rule.init(), 2.0**30)
+    assert rule.update(beyond, True).loss_scale == 2.0**30
+    refuses = LossScale(init_scale=2.0**24 - 2**20, growth_interval=1)
+    assert refuses.update(refuses.init(), True).loss_scale == 2.0**24 - 2**20
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_integers_among_the_parameters_of_an_accumulated_gradient(reduction):
+    params = {"w": jnp.float32(3), "index": jnp.arange(2)}
+
+    def loss(params, x):
+        return jnp.mean(params["w"] * x) + params["index"][0]
+
+    value_and_grad = amp.value_and_grad(loss, accumulate_steps=2, reduction=reduction, allow_int=True)
+    value, grads = jax.jit(value_and_grad)(params, jnp.arange(4.0))
+    factor = 1 if reduction == "mean" else 2
+    assert (value, grads["w"]) == (4.5 * factor, 1.5 * factor)
+    assert (grads["index"].dtype, grads["index"].shape) == (jax.dtypes.float0, (2,))
