@@ -90,7 +90,6 @@ def unscale_and_check(
         >>> print(updates["w"])
         [-0.5 -1. ]
     """
-
     check_axis_name(axis_name)
 
     def init(params: optax.Params) -> UnscaleAndCheckState:
