@@ -47,7 +47,8 @@ def accumulate(value_and_grad: Callable, steps: int, reduction: str, batch_argnu
         if reduction == "mean":
             total = [x / steps for x in total]
         totals = iter(total)
-        loss, grads = treedef.unflatten(np.zeros(x.shape, x.dtype) if _is_zero(x) else next(totals) for x in leaves)
+        sums = [np.zeros(x.shape, x.dtype) if _is_zero(x) else next(totals) for x in leaves]
+        loss, grads = jax.tree.unflatten(treedef, sums)
         return (loss, aux), grads
 
     return accumulated

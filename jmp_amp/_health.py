@@ -95,8 +95,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
         The fields of `LossScaleState` by name, and `grad_norm` where `opt_state` is that of `dynamic_loss_scale`: the
-        global norm of the true gradients of the last step, before any clipping, infinite where they were not finite. With
-        `dynamic_loss_scale(..., nonfinite_leaves=True)` also `nonfinite/PATH`, bool[], for each leaf: whether its
+        global norm of the true gradients of the last step, before any clipping, infinite where they were not finite.
+        With `dynamic_loss_scale(..., nonfinite_leaves=True)` also `nonfinite/PATH`, bool[], for each leaf: whether its
         gradient was not finite. They stay on the device: nothing waits for it.
 
     Raises:
@@ -167,9 +167,7 @@ def check_health(
     in_a_row = state.notfinite_count.max()
     if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
         fact = "the loss scale in the state is not positive and finite"
-        cure = (
-            "put a good one there with `amp.set_loss_scale(opt_state, 2.0**16)`, and look for where the state came from"
-        )
+        cure = "put another there with `amp.set_loss_scale(opt_state, 2.0**16)`, and see where the state comes from"
     elif bad_params := _notfinite(params):
         fact = f"parameters are not finite: {bad_params}"
         cure = "go back to the last checkpoint, and look for what makes updates infinite behind the check"

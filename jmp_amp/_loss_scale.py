@@ -245,14 +245,18 @@ class LossScale:
         """The rule that a DeepSpeed config asks for.
 
         Args:
-            config: the config, of which the section `fp16` is read: `enabled`, `loss_scale` (0 is dynamic),
+            config: the whole config, of which the section `fp16` is read: `enabled`, `loss_scale` (0 is dynamic),
                 `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`,
-                with DeepSpeed's defaults. What `auto_cast` and `fp16_master_weights_and_grads` ask for is not the
+                with DeepSpeed's defaults, and as DeepSpeed reads them: `"128"` is a number, `16.0` an integer, `"true"`
+                a bool, `"auto"` the default (not for `enabled`). What is not used, such as the window of a static
+                scale, may be out of range. What `auto_cast` and `fp16_master_weights_and_grads` ask for is not the
                 scale's affair. Without the section, or where it is not enabled, nothing is scaled.
 
         Raises:
-            TypeError: the section is no mapping.
-            ValueError: a name is unknown, or a value out of its range.
+            TypeError: the config or its section is no mapping (load a file with `json` first), or a key of the section
+                is no string.
+            ValueError: the section was passed in place of the config, a name is unknown, or a value is out of its
+                range; the message names `fp16.<key>`.
 
         Examples:
             >>> import jmp_amp as amp

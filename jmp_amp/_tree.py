@@ -242,10 +242,10 @@ def check_same_leaves(grads: Any, params: Any) -> None:
     arrays = {path: leaf for path, leaf in got.items() if _is_value(leaf)}
     for path in arrays:
         if not _is_value(want.get(path)):
-            leaf = f"have a leaf `{jax.tree_util.keystr(path)}`" if path else "are an array"
+            fault = f"have a leaf `{jax.tree_util.keystr(path)}` that" if path else "are an array, which"
             raise ValueError(
-                f"the gradients {leaf}{' that' if path else ', which'} the parameters do not have; pass `tx.update` the "
-                "gradient with respect to the very tree that `params` is"
+                f"the gradients {fault} the parameters do not have; pass `tx.update` the gradient with respect to the "
+                "very tree that `params` is"
             )
     batches = {jnp.shape(x)[:1] if jnp.shape(x)[1:] == jnp.shape(want[path]) else None for path, x in arrays.items()}
     if len(batches) > 1 or None in batches:

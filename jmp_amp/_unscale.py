@@ -112,8 +112,8 @@ def look(
     unnamed = frozenset[Any]().union(*map(varying_axes, leaves)) - {*names} - varying_axes(factor)
     if unnamed:
         raise ValueError(
-            f"gradients differ along the mapped axes {sorted(unnamed)}, and the loss scale does not, so that one device "
-            f"could skip a step alone; write `axis_name={(*names, *sorted(unnamed))}`, or reduce the gradients first"
+            f"gradients differ along the mapped axes {sorted(unnamed)}, and the loss scale does not, so a device would "
+            f"skip alone; write `axis_name={(*names, *sorted(unnamed))}`, or reduce the gradients first"
         )
     shards = collections.defaultdict(list)
     for i, x in enumerate(leaves):

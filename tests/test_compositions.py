@@ -350,7 +350,7 @@ def test_a_scale_that_is_none_is_told_and_replaced(rule, scale):
     state = state._replace(loss_scale=state.loss_scale._replace(loss_scale=jnp.float32(scale)))
     if not 0 < scale < np.inf:
         with pytest.raises(
-            amp.LossScaleError, match="loss scale in the state is not positive and finite.*set_loss_scale"
+            amp.LossScaleError, match=r"loss scale in the state is not positive and finite.*set_loss_scale"
         ):
             amp.check_health(state)
     _, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
