@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_amp._rounding import round_stochastically, round_to_nearest
+
 
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`.
@@ -80,7 +82,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         full = jax.tree.map(lambda p, m: m if _is_low(p) else p, params, state.master)
         steps, inner_state = inner.update(jax.tree.map(_full, updates), state.inner_state, full, **extra_args)
         moved = optax.apply_updates(full, steps)
-        return _ways(params, moved, steps), MasterWeightsState(_low_only(params, moved), inner_state)
+        updates = _ways(params, _round_low(params, moved), steps)
+        return updates, MasterWeightsState(_low_only(params, moved), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -159,33 +162,34 @@ def rounded_weights(
         full = jax.tree.map(_full, params)
         steps, inner_state = inner.update(jax.tree.map(_full, updates), state.inner_state, full, **extra_args)
         moved = optax.apply_updates(full, steps)
+        keys = None
         if rounding == "stochastic":
-            key = jax.random.fold_in(jax.random.key(seed), state.step)
-            keys = optax.tree.split_key_like(key, moved)
-            moved = jax.tree.map(_round_stochastically, keys, moved, params)
-        return _ways(params, moved, steps), RoundedWeightsState(optax.safe_increment(state.step), inner_state)
+            keys = optax.tree.split_key_like(jax.random.fold_in(jax.random.key(seed), state.step), moved)
+        rounded = _round_low(params, moved, keys)
+        return _ways(params, rounded, steps), RoundedWeightsState(optax.safe_increment(state.step), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _round_stochastically(key: jax.Array, x: jax.Array, like: jax.Array) -> jax.Array:
-    """Rounds float32 values to neighbours that the dtype of `like` holds, up or down with the odds of the distances."""
-    if not _is_low(like):
-        return x
-    info = jnp.finfo(like.dtype)
-    _, exponent = jnp.frexp(x)
-    last_place = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, info.minexp) - info.nmant)
-    rounded = jnp.floor(x / last_place + jax.random.uniform(key, x.shape)) * last_place
-    return jnp.where(jnp.isfinite(x), rounded, x)
+def _round_low(params: Any, full: Any, keys: Any = None) -> Any:
+    """Rounds float32 values to the dtypes of their parameters below float32, stochastically if there are keys."""
+
+    def round_leaf(p: Any, x: Any, key: Any = None) -> Any:
+        if not _is_low(p):
+            return x
+        return round_to_nearest(x, p.dtype) if key is None else round_stochastically(x, p.dtype, key)
+
+    return jax.tree.map(round_leaf, params, full, *([] if keys is None else [keys]))
 
 
-def _ways(params: Any, moved: Any, steps: Any) -> Any:
-    """What takes each parameter to where it goes, rounded to its dtype; float32 ones take the steps as they are."""
+def _ways(params: Any, rounded: Any, steps: Any) -> Any:
+    """What takes each low-precision parameter to its rounded value; the others take the steps as they are."""
 
-    def way(p: Any, m: Any, step: Any) -> Any:
-        return _full(m.astype(p.dtype)) - _full(p) if _is_low(p) else step
+    def way(p: Any, target: Any, step: Any) -> Any:
+        # Negated, because it must be -0 where they are equal: adding +0 would change a parameter of -0.
+        return -(_full(p) - _full(target)) if _is_low(p) else step
 
-    return jax.tree.map(way, params, moved, steps)
+    return jax.tree.map(way, params, rounded, steps)
 
 
 def _check_inner(inner: Any) -> None:
