@@ -36,8 +36,12 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     from each parameter to its rounded master, so `optax.apply_updates` leaves parameters that are the rounded masters,
     and steps that are too small for the parameters' dtype add up in the masters until they are not.
 
+    A master beyond the largest finite number of the dtype leaves its parameter at that number, 65504 in float16, and the
+    parameter follows again when the master comes back. An infinite master makes its parameter infinite.
+
     Parameters of float32 and wider are handed to `inner` as they are. Where the model's parameters are changed from
-    outside, the masters win at the next step.
+    outside, the masters win at the next step; an infinite or NaN parameter needs a finite number in its place first,
+    because `optax.apply_updates` adds.
 
     Args:
         inner: any optax transformation.
@@ -114,7 +118,8 @@ def rounded_weights(
 
     `inner` gets float32 gradients and parameters and keeps its state in float32. What it makes of the parameters is
     rounded to their dtype. Rounded to the nearest, steps of less than half a unit in the last place are lost;
-    stochastically, to one of the two neighbours with the odds of the distances, they arrive on average.
+    stochastically, to one of the two neighbours with the odds of the distances, they arrive on average, and what the
+    dtype holds stays. Either way finite values beyond the largest finite number of the dtype become that number.
 
     Args:
         inner: any optax transformation.
@@ -186,8 +191,12 @@ def _ways(params: Any, rounded: Any, steps: Any) -> Any:
     """What takes each low-precision parameter to its rounded value; the others take the steps as they are."""
 
     def way(p: Any, target: Any, step: Any) -> Any:
+        if not _is_low(p):
+            return step
+        # Nothing that is added makes an infinite parameter finite, but -inf would make it NaN.
+        start = jnp.where(jnp.isfinite(p), _full(p), 0)
         # Negated, because it must be -0 where they are equal: adding +0 would change a parameter of -0.
-        return -(_full(p) - _full(target)) if _is_low(p) else step
+        return -(start - _full(target))
 
     return jax.tree.map(way, params, rounded, steps)
 

@@ -223,6 +223,67 @@ def test_without_masters_the_state_of_the_optimizer_is_float32():
         assert np.isfinite(updates["w"]).all()
 
 
+# Beyond the largest number
+
+
+def step_from(tx, params, state, step):
+    """The parameters and the state after one compiled step of gradient descent."""
+    updates, state = jax.jit(tx.update)(step, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_parameters_follow_their_masters_beyond_the_largest_number_and_back(dtype, sign):
+    largest = np.float32(sign * jnp.finfo(dtype).max)
+    params, tx = np.full(2, largest, dtype), amp.master_weights(optax.sgd(-1.0))
+    state = tx.init(params)
+    for way in (2.0**-13, 2.0**-9, 2.0**-10, -(2.0**-10), -(2.0**-4)):  # beyond, further, and back
+        params, state = step_from(tx, params, state, np.full(2, largest * way, np.float32))
+        equal(params, np.clip(state.master, -abs(largest), abs(largest)).astype(dtype))
+    assert (abs(params.astype(jnp.float32)) < abs(largest)).all()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_without_masters_parameters_stay_finite_and_come_back(dtype, rounding, sign):
+    largest = np.float32(sign * jnp.finfo(dtype).max)
+    params, tx = np.full(2, largest, dtype), amp.rounded_weights(optax.sgd(-1.0), rounding)
+    state = tx.init(params)
+    for way, expected in ((2.0**-13, largest), (1.5 * 2.0**-9, largest), (-0.5, largest / 2)):
+        params, state = step_from(tx, params, state, np.full(2, largest * way, np.float32))
+        np.testing.assert_allclose(np.float32(params), expected, rtol=2.0**-7)
+        assert expected != largest or (params == largest).all()
+
+
+@pytest.mark.parametrize("wrap", [amp.master_weights, amp.rounded_weights])
+def test_infinite_parameters_become_no_nan_and_masters_win_over_finite_ones(wrap):
+    params, tx = jnp.ones(3, jnp.float16), wrap(optax.sgd(1.0))
+    state = tx.init(params)
+    broken, state = step_from(tx, params.at[0].set(np.inf).at[1].set(-np.inf), state, jnp.zeros(3))
+    equal(broken, np.float16([np.inf, -np.inf, 1]))
+    if wrap is amp.master_weights:
+        after, _ = step_from(tx, jnp.zeros_like(params), state, jnp.zeros(3))
+        equal(after, params)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_master_that_is_not_finite_shows_in_its_parameter(bad):
+    params, tx = jnp.ones(2, jnp.float16), amp.master_weights(optax.sgd(-1.0))
+    state = tx.init(params)
+    for step in (bad, 0.0, 0.0):
+        params, state = step_from(tx, params, state, jnp.float32([step, 0]))
+        equal(params, np.float16([bad, 1]))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_negative_zero_stays_one(dtype):
+    for wrap in (amp.master_weights, amp.rounded_weights):
+        tx, params = wrap(optax.sgd(1.0)), jnp.full(2, -0.0, dtype)
+        assert np.signbit(np.asarray(step_from(tx, params, tx.init(params), jnp.zeros(2))[0])).all()
+
+
 def test_wrong_calls_of_rounded_weights_say_what_is_missing():
     with pytest.raises(TypeError, match="`inner` must be an optax transformation, got float"):
         amp.rounded_weights(0.1)
