@@ -284,6 +284,110 @@ def test_a_negative_zero_stays_one(dtype):
         assert np.signbit(np.asarray(step_from(tx, params, tx.init(params), jnp.zeros(2))[0])).all()
 
 
+# Frozen parameters: None or a masked node in place of the gradient
+
+WRAPPERS = {
+    "masters": amp.master_weights,
+    "nearest": amp.rounded_weights,
+    "stochastic": lambda inner: amp.rounded_weights(inner, "stochastic"),
+}
+HOLES = {"none": None, "masked": optax.MaskedNode()}
+
+
+def apply_to_trained(params, updates):
+    """`optax.apply_updates`, which takes no array whose update is missing."""
+    moved = {k: optax.apply_updates(params[k], u) for k, u in updates.items() if isinstance(u, jax.Array)}
+    return params | moved
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
+@pytest.mark.parametrize("jit", [False, True])
+def test_parameters_without_gradients_stay_and_the_others_move_as_they_would(wrap, hole, jit):
+    trained = {"w": jnp.full(3, 0.5, jnp.float16), "scale": jnp.ones(3)}
+    frozen = {"low": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2), "part": {"a": jnp.ones(2, jnp.float16)}, "": hole}
+    tx = amp.dynamic_loss_scale(wrap(optax.sgd(0.25)), amp.LossScale.static(2.0))
+
+    def run(params, grads):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = (jax.jit(tx.update) if jit else tx.update)(grads, state, params)
+            assert jax.tree.structure(updates) == jax.tree.structure(grads)
+            params = apply_to_trained(params, updates)
+        return params, state.inner_state
+
+    grads = {"w": jnp.full(3, 0.5, jnp.float16), "scale": jnp.ones(3)}
+    params, state = run(trained | frozen, grads | dict.fromkeys(frozen, hole))
+    expected, _ = run(trained, grads)
+    equal(params, expected | frozen)
+    if wrap is amp.master_weights:
+        equal(state.master["part"], {"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
+def test_the_state_can_be_made_of_the_trained_parameters_alone(wrap, hole):
+    params = {"w": jnp.ones(2, jnp.float16), "frozen": jnp.ones(2, jnp.float16), "activation": jax.nn.relu}
+    holes = {"frozen": hole, "activation": hole}
+    tx = wrap(optax.adamw(0.1))  # with moments: optax needs the same holes in its state
+    expected, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": params["w"]}), {"w": params["w"]})
+    for given in (params, params | holes):
+        updates, state = tx.update({"w": jnp.ones(2)} | holes, tx.init(params | holes), given)
+        equal(updates["w"], expected["w"])
+        assert jax.tree.structure(state) == jax.tree.structure(tx.init(params | holes))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_optax_masked_and_partition_freeze_parameters(wrap):
+    params = {"w": jnp.ones(2, jnp.float16), "frozen": jnp.ones(2, jnp.float16)}
+    labels = {"w": "train", "frozen": "freeze"}
+    tx = optax.partition({"train": wrap(optax.adam(0.25)), "freeze": optax.set_to_zero()}, labels)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    equal(optax.apply_updates(params, updates), {"w": np.float16([0.75, 0.75]), "frozen": np.ones(2)})
+
+
+# Transformed and sharded
+
+
+def stochastic_step(seed=0):
+    tx = amp.rounded_weights(optax.sgd(1.0), "stochastic", seed)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx, step
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_random_bits_are_the_same_however_the_parameters_are_sharded(dtype):
+    tx, step = stochastic_step()
+    params, grads = jnp.ones((8, 512), dtype), jnp.full((8, 512), 1e-4)
+    expected, _ = step(params, tx.init(params), grads)
+    assert len(np.unique(np.float32(expected))) == 2
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put((params, grads), jax.NamedSharding(mesh, jax.P("data")))
+    moved, _ = jax.jit(step)(spread[0], tx.init(params), spread[1])
+    equal(moved, expected)
+    replicated = jax.shard_map(step, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    equal(jax.jit(replicated)(params, tx.init(params), grads)[0], expected)
+    sharded = jax.shard_map(
+        step, mesh=mesh, in_specs=(jax.P("data"), jax.P(), jax.P("data")), out_specs=(jax.P("data"), jax.P())
+    )
+    rows = jax.jit(sharded)(params, tx.init(params), grads)[0]
+    equal(rows, jnp.broadcast_to(rows[:1], rows.shape))  # replicas would be equal
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_an_ensemble_under_vmap_rounds_as_its_members_do(dtype):
+    tx, step = stochastic_step()
+    params, grads = jnp.ones((3, 256), dtype), jnp.full((3, 256), 1e-4)
+    state = jax.vmap(tx.init)(params)._replace(step=jnp.arange(3, dtype=jnp.int32))
+    moved, _ = jax.jit(jax.vmap(step))(params, state, grads)
+    members = [step(params[i], jax.tree.map(lambda x, i=i: x[i], state), grads[i])[0] for i in range(3)]
+    equal(moved, jnp.stack(members))
+
+
 def test_wrong_calls_of_rounded_weights_say_what_is_missing():
     with pytest.raises(TypeError, match="`inner` must be an optax transformation, got float"):
         amp.rounded_weights(0.1)
