@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_amp._rounding import round_stochastically, round_to_nearest
+from jmp_amp._tree import is_inexact
+
 
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`.
@@ -34,8 +37,19 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     from each parameter to its rounded master, so `optax.apply_updates` leaves parameters that are the rounded masters,
     and steps that are too small for the parameters' dtype add up in the masters until they are not.
 
+    A master beyond the largest finite number of the dtype leaves its parameter at that number, 65504 in float16, until
+    it comes back. An infinite master makes its parameter infinite.
+
     Parameters of float32 and wider are handed to `inner` as they are. Where the model's parameters are changed from
-    outside, the masters win at the next step.
+    outside, the masters win at the next step; an infinite or NaN parameter needs a finite number in its place first,
+    because `optax.apply_updates` adds.
+
+    Where the gradients hold None or `optax.MaskedNode`, the parameters are frozen: `inner` and the updates get that in
+    their place, and the masters stay.
+
+    A float16 parameter that shrinks more than 8192-fold in one step (bfloat16: 65536-fold) can miss its rounded master
+    by 2**-24 of its former size, since the update is float32; the next step makes up for it. Backends that flush
+    subnormal float32 values to zero, such as CPUs, flush those of bfloat16 parameters, too: below 1.2e-38.
 
     Args:
         inner: any optax transformation.
@@ -77,10 +91,12 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         _check_params("master_weights", params)
-        full = jax.tree.map(lambda p, m: m if _is_low(p) else p, params, state.master)
+        params, master = _where_frozen(updates, updates, params), _where_frozen(updates, updates, state.master)
+        full = jax.tree.map(lambda p, m: m if _is_low(p) else p, params, master)
         steps, inner_state = inner.update(jax.tree.map(_full, updates), state.inner_state, full, **extra_args)
         moved = optax.apply_updates(full, steps)
-        return _ways(params, moved, steps), MasterWeightsState(_low_only(params, moved), inner_state)
+        master = _where_frozen(updates, state.master, _low_only(params, moved))
+        return _ways(params, _round_low(params, moved), steps), MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -111,7 +127,15 @@ def rounded_weights(
 
     `inner` gets float32 gradients and parameters and keeps its state in float32. What it makes of the parameters is
     rounded to their dtype. Rounded to the nearest, steps of less than half a unit in the last place are lost;
-    stochastically, to one of the two neighbours with the odds of the distances, they arrive on average.
+    stochastically, to one of the two neighbours with the odds of the distances, they arrive on average, and what the
+    dtype holds stays. Either way finite values beyond the largest finite number of the dtype become that number.
+
+    Where the gradients hold None or `optax.MaskedNode`, the parameters are frozen: `inner` and the updates get that in
+    their place.
+
+    Inside `shard_map` every device draws the same random bits, so that replicas stay equal. Backends that flush
+    subnormal float32 values to zero, such as CPUs, flush bfloat16 parameters and updates below 1.2e-38: a parameter
+    below 1.5e-36 cannot move by one last place there.
 
     Args:
         inner: any optax transformation.
@@ -120,7 +144,8 @@ def rounded_weights(
 
     Returns:
         An optax transformation whose `update` needs `params`; put it inside `dynamic_loss_scale`. Updates are float32,
-        the way from each parameter to where it goes, so that `optax.apply_updates` rounds no more.
+        the way from each parameter to where it goes, so that `optax.apply_updates` rounds no more (unless one shrinks
+        as far as `master_weights` says).
 
     Raises:
         TypeError: `inner` is something else.
@@ -156,36 +181,51 @@ def rounded_weights(
         **extra_args: Any,
     ) -> tuple[optax.Updates, RoundedWeightsState]:
         _check_params("rounded_weights", params)
+        params = _where_frozen(updates, updates, params)
         full = jax.tree.map(_full, params)
         steps, inner_state = inner.update(jax.tree.map(_full, updates), state.inner_state, full, **extra_args)
         moved = optax.apply_updates(full, steps)
+        keys = None
         if rounding == "stochastic":
-            key = jax.random.fold_in(jax.random.key(seed), state.step)
-            keys = optax.tree.split_key_like(key, moved)
-            moved = jax.tree.map(_round_stochastically, keys, moved, params)
-        return _ways(params, moved, steps), RoundedWeightsState(optax.safe_increment(state.step), inner_state)
+            keys = optax.tree.split_key_like(jax.random.fold_in(jax.random.key(seed), state.step), moved)
+        rounded = _round_low(params, moved, keys)
+        return _ways(params, rounded, steps), RoundedWeightsState(optax.safe_increment(state.step), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _round_stochastically(key: jax.Array, x: jax.Array, like: jax.Array) -> jax.Array:
-    """Rounds float32 values to neighbours that the dtype of `like` holds, up or down with the odds of the distances."""
-    if not _is_low(like):
-        return x
-    info = jnp.finfo(like.dtype)
-    _, exponent = jnp.frexp(x)
-    last_place = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, info.minexp) - info.nmant)
-    rounded = jnp.floor(x / last_place + jax.random.uniform(key, x.shape)) * last_place
-    return jnp.where(jnp.isfinite(x), rounded, x)
+def _where_frozen(grads: Any, frozen: Any, trained: Any) -> Any:
+    """Takes what `frozen` has, be it a subtree, where the gradients hold None or a masked node, else from `trained`."""
+
+    def is_hole(g: Any) -> bool:
+        return g is None or isinstance(g, optax.MaskedNode)
+
+    return jax.tree.map(lambda g, f, t: f if is_hole(g) else t, grads, frozen, trained, is_leaf=is_hole)
 
 
-def _ways(params: Any, moved: Any, steps: Any) -> Any:
-    """What takes each parameter to where it goes, rounded to its dtype; float32 ones take the steps as they are."""
+def _round_low(params: Any, full: Any, keys: Any = None) -> Any:
+    """Rounds float32 values to the dtypes of their parameters below float32, stochastically if there are keys."""
 
-    def way(p: Any, m: Any, step: Any) -> Any:
-        return _full(m.astype(p.dtype)) - _full(p) if _is_low(p) else step
+    def round_leaf(p: Any, x: Any, key: Any = None) -> Any:
+        if not _is_low(p):
+            return x
+        return round_to_nearest(x, p.dtype) if key is None else round_stochastically(x, p.dtype, key)
 
-    return jax.tree.map(way, params, moved, steps)
+    return jax.tree.map(round_leaf, params, full, *([] if keys is None else [keys]))
+
+
+def _ways(params: Any, rounded: Any, steps: Any) -> Any:
+    """What takes each low-precision parameter to its rounded value; the others take the steps as they are."""
+
+    def way(p: Any, target: Any, step: Any) -> Any:
+        if not _is_low(p):
+            return step
+        # Nothing that is added makes an infinite parameter finite, but -inf would make it NaN.
+        start = jnp.where(jnp.isfinite(p), _full(p), 0)
+        # Negated, because it must be -0 where they are equal: adding +0 would change a parameter of -0.
+        return -(start - _full(target))
+
+    return jax.tree.map(way, params, rounded, steps)
 
 
 def _check_inner(inner: Any) -> None:
@@ -199,8 +239,7 @@ def _check_params(name: str, params: Any) -> None:
 
 
 def _is_low(x: Any) -> bool:
-    dtype = jnp.result_type(x)
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return is_inexact(x) and jnp.finfo(jnp.result_type(x)).bits < 32
 
 
 def _full(x: Any) -> Any:

@@ -223,6 +223,171 @@ def test_without_masters_the_state_of_the_optimizer_is_float32():
         assert np.isfinite(updates["w"]).all()
 
 
+# Beyond the largest number
+
+
+def step_from(tx, params, state, step):
+    """The parameters and the state after one compiled step of gradient descent."""
+    updates, state = jax.jit(tx.update)(step, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_parameters_follow_their_masters_beyond_the_largest_number_and_back(dtype, sign):
+    largest = np.float32(sign * jnp.finfo(dtype).max)
+    params, tx = np.full(2, largest, dtype), amp.master_weights(optax.sgd(-1.0))
+    state = tx.init(params)
+    for way in (2.0**-13, 2.0**-9, 2.0**-10, -(2.0**-10), -(2.0**-4)):  # beyond, further, and back
+        params, state = step_from(tx, params, state, np.full(2, largest * way, np.float32))
+        equal(params, np.clip(state.master, -abs(largest), abs(largest)).astype(dtype))
+    assert (abs(params.astype(jnp.float32)) < abs(largest)).all()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_without_masters_parameters_stay_finite_and_come_back(dtype, rounding, sign):
+    largest = np.float32(sign * jnp.finfo(dtype).max)
+    params, tx = np.full(2, largest, dtype), amp.rounded_weights(optax.sgd(-1.0), rounding)
+    state = tx.init(params)
+    for way, expected in ((2.0**-13, largest), (1.5 * 2.0**-9, largest), (-0.5, largest / 2)):
+        params, state = step_from(tx, params, state, np.full(2, largest * way, np.float32))
+        np.testing.assert_allclose(np.float32(params), expected, rtol=2.0**-7)
+        assert expected != largest or (params == largest).all()
+
+
+@pytest.mark.parametrize("wrap", [amp.master_weights, amp.rounded_weights])
+def test_infinite_parameters_become_no_nan_and_masters_win_over_finite_ones(wrap):
+    params, tx = jnp.ones(3, jnp.float16), wrap(optax.sgd(1.0))
+    state = tx.init(params)
+    broken, state = step_from(tx, params.at[0].set(np.inf).at[1].set(-np.inf), state, jnp.zeros(3))
+    equal(broken, np.float16([np.inf, -np.inf, 1]))
+    if wrap is amp.master_weights:
+        after, _ = step_from(tx, jnp.zeros_like(params), state, jnp.zeros(3))
+        equal(after, params)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_master_that_is_not_finite_shows_in_its_parameter(bad):
+    params, tx = jnp.ones(2, jnp.float16), amp.master_weights(optax.sgd(-1.0))
+    state = tx.init(params)
+    for step in (bad, 0.0, 0.0):
+        params, state = step_from(tx, params, state, jnp.float32([step, 0]))
+        equal(params, np.float16([bad, 1]))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_negative_zero_stays_one(dtype):
+    for wrap in (amp.master_weights, amp.rounded_weights):
+        tx, params = wrap(optax.sgd(1.0)), jnp.full(2, -0.0, dtype)
+        assert np.signbit(np.asarray(step_from(tx, params, tx.init(params), jnp.zeros(2))[0])).all()
+
+
+# Frozen parameters: None or a masked node in place of the gradient
+
+WRAPPERS = {
+    "masters": amp.master_weights,
+    "nearest": amp.rounded_weights,
+    "stochastic": lambda inner: amp.rounded_weights(inner, "stochastic"),
+}
+HOLES = {"none": None, "masked": optax.MaskedNode()}
+
+
+def apply_to_trained(params, updates):
+    """`optax.apply_updates`, which takes no array whose update is missing."""
+    moved = {k: optax.apply_updates(params[k], u) for k, u in updates.items() if isinstance(u, jax.Array)}
+    return params | moved
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
+@pytest.mark.parametrize("jit", [False, True])
+def test_parameters_without_gradients_stay_and_the_others_move_as_they_would(wrap, hole, jit):
+    trained = {"w": jnp.full(3, 0.5, jnp.float16), "scale": jnp.ones(3)}
+    frozen = {"low": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2), "part": {"a": jnp.ones(2, jnp.float16)}, "": hole}
+    tx = amp.dynamic_loss_scale(wrap(optax.sgd(0.25)), amp.LossScale.static(2.0))
+
+    def run(params, grads):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = (jax.jit(tx.update) if jit else tx.update)(grads, state, params)
+            assert jax.tree.structure(updates) == jax.tree.structure(grads)
+            params = apply_to_trained(params, updates)
+        return params, state.inner_state
+
+    grads = {"w": jnp.full(3, 0.5, jnp.float16), "scale": jnp.ones(3)}
+    params, state = run(trained | frozen, grads | dict.fromkeys(frozen, hole))
+    expected, _ = run(trained, grads)
+    equal(params, expected | frozen)
+    if wrap is amp.master_weights:
+        equal(state.master["part"], {"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
+def test_the_state_can_be_made_of_the_trained_parameters_alone(wrap, hole):
+    params = {"w": jnp.ones(2, jnp.float16), "frozen": jnp.ones(2, jnp.float16), "activation": jax.nn.relu}
+    holes = {"frozen": hole, "activation": hole}
+    tx = wrap(optax.adamw(0.1))  # with moments: optax needs the same holes in its state
+    expected, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": params["w"]}), {"w": params["w"]})
+    for given in (params, params | holes):
+        updates, state = tx.update({"w": jnp.ones(2)} | holes, tx.init(params | holes), given)
+        equal(updates["w"], expected["w"])
+        assert jax.tree.structure(state) == jax.tree.structure(tx.init(params | holes))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_optax_masked_and_partition_freeze_parameters(wrap):
+    params = {"w": jnp.ones(2, jnp.float16), "frozen": jnp.ones(2, jnp.float16)}
+    labels = {"w": "train", "frozen": "freeze"}
+    tx = optax.partition({"train": wrap(optax.adam(0.25)), "freeze": optax.set_to_zero()}, labels)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    equal(optax.apply_updates(params, updates), {"w": np.float16([0.75, 0.75]), "frozen": np.ones(2)})
+
+
+# Transformed and sharded
+
+
+def stochastic_step(seed=0):
+    tx = amp.rounded_weights(optax.sgd(1.0), "stochastic", seed)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx, step
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_random_bits_are_the_same_however_the_parameters_are_sharded(dtype):
+    tx, step = stochastic_step()
+    params, grads = jnp.ones((8, 512), dtype), jnp.full((8, 512), 1e-4)
+    expected, _ = step(params, tx.init(params), grads)
+    assert len(np.unique(np.float32(expected))) == 2
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put((params, grads), jax.NamedSharding(mesh, jax.P("data")))
+    moved, _ = jax.jit(step)(spread[0], tx.init(params), spread[1])
+    equal(moved, expected)
+    replicated = jax.shard_map(step, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    equal(jax.jit(replicated)(params, tx.init(params), grads)[0], expected)
+    sharded = jax.shard_map(
+        step, mesh=mesh, in_specs=(jax.P("data"), jax.P(), jax.P("data")), out_specs=(jax.P("data"), jax.P())
+    )
+    rows = jax.jit(sharded)(params, tx.init(params), grads)[0]
+    equal(rows, jnp.broadcast_to(rows[:1], rows.shape))  # replicas would be equal
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_an_ensemble_under_vmap_rounds_as_its_members_do(dtype):
+    tx, step = stochastic_step()
+    params, grads = jnp.ones((3, 256), dtype), jnp.full((3, 256), 1e-4)
+    state = jax.vmap(tx.init)(params)._replace(step=jnp.arange(3, dtype=jnp.int32))
+    moved, _ = jax.jit(jax.vmap(step))(params, state, grads)
+    members = [step(params[i], jax.tree.map(lambda x, i=i: x[i], state), grads[i])[0] for i in range(3)]
+    equal(moved, jnp.stack(members))
+
+
 def test_wrong_calls_of_rounded_weights_say_what_is_missing():
     with pytest.raises(TypeError, match="`inner` must be an optax transformation, got float"):
         amp.rounded_weights(0.1)
