@@ -254,7 +254,7 @@ def check_same_leaves(grads: Any, params: Any) -> None:
         if _is_value(leaf) and path not in got and not any(path[: len(hole)] == hole for hole in holes):
             raise ValueError(
                 f"the parameter `{jax.tree_util.keystr(path)}` has no gradient; "
-                "give it one, or put None in its place where it is frozen"
+                "give it one; where it is frozen, put None in its place in the gradients and in the parameters"
             )
 
 

@@ -254,18 +254,17 @@ def test_an_overflow_is_no_error_while_looking_for_nans(skip, jit, clip):
 
 
 def test_a_forgotten_axis_name_is_found_where_the_types_tell():
-    mesh = jax.make_mesh((2,), ("data",))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
 
-    def step(axis_name, scale_spec=None):
+    def step(axis_name):
         tx = amp.dynamic_loss_scale(optax.sgd(1.0), axis_name=axis_name)
-        grads, state = jnp.ones(4), tx.init(jnp.ones(2))
-        specs = spec("data"), spec()
-        placed = jax.device_put(grads, jax.sharding.NamedSharding(mesh, spec("data")))
-        sharded = jax.shard_map(
-            lambda g, s: tx.update(g, s)[1].loss_scale.loss_scale, mesh=mesh, in_specs=specs, out_specs=spec()
-        )
-        return sharded(placed, state)
+
+        def scale_after(grads, state):
+            return tx.update(grads, state)[1].loss_scale.loss_scale
+
+        sharded = jax.shard_map(scale_after, mesh=mesh, in_specs=(spec("data"), spec()), out_specs=spec())
+        return sharded(jnp.ones(4), tx.init(jnp.ones(2)))
 
     with pytest.raises(ValueError, match=r"mapped axes \['data'\].*write `axis_name=\('data',\)`"):
         step(None)

@@ -4,6 +4,7 @@ from jmp_amp._nonfinite_leaves import describe_nonfinite, nonfinite_leaves
 from jmp_amp.debug._compare import compare
 from jmp_amp.debug._comparison import Comparison, ErrorRow
 from jmp_amp.debug._first_nonfinite import first_nonfinite
+from jmp_amp.debug._loss_scaling import check_loss_scaling
 from jmp_amp.debug._report import NonFinite, Values
 from jmp_amp.debug._underflow import LeafUnderflow, Underflow, underflow
 
@@ -14,6 +15,7 @@ __all__ = [
     "NonFinite",
     "Underflow",
     "Values",
+    "check_loss_scaling",
     "compare",
     "describe_nonfinite",
     "first_nonfinite",

@@ -1,0 +1,202 @@
+"""By which power of the loss scale each value of a program is multiplied, found from its equations alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jmp_amp._autocast import _compat
+from jmp_amp._autocast._rules import RULES, Rule
+from jmp_amp.debug._place import origin_of
+
+
+class Unit(NamedTuple):
+    """By which power of each loss scale a value is multiplied.
+
+    Attributes:
+        powers: one for each scale; zeros for true values.
+        is_number: whether it was computed from scales and constants alone. Such may be compared with any number.
+    """
+
+    powers: tuple[Fraction, ...]
+    is_number: bool = False
+
+
+# What is 0, infinite or NaN throughout fits every unit.
+Known = Unit | None
+
+
+class Follower:
+    """Follows some inputs of a program, the loss scales, through it."""
+
+    def __init__(self, scales: Sequence[int]) -> None:
+        self._scales = scales
+        self._true, self._number = self._unit(), self._unit(is_number=True)
+        self._faults: dict[str, None] = {}
+
+    def faults(self, program: Any) -> list[str]:
+        """Returns what is wrong in a closed jaxpr, in the order of its equations."""
+        inputs = [self._true] * len(_compat.open_jaxpr(program)[0].invars)
+        for k, i in enumerate(self._scales):
+            inputs[i] = Unit(tuple(Fraction(int(j == k)) for j in range(len(self._scales))), is_number=True)
+        self._follow(program, inputs, ())
+        return list(self._faults)
+
+    def _unit(self, powers: Sequence[Fraction] = (), *, is_number: bool = False) -> Unit:
+        return Unit(tuple(powers) or (Fraction(0),) * len(self._scales), is_number)
+
+    def _follow(self, jaxpr: Any, inputs: Sequence[Known], outer: tuple[JaxprEqn, ...]) -> list[Known]:
+        opened, consts = _compat.open_jaxpr(jaxpr)
+        known: dict[Var, Known] = dict(zip(opened.invars, inputs, strict=True))
+        known |= {var: self._constant(x) for var, x in zip(opened.constvars, consts, strict=True)}
+
+        def read(atom: Any) -> Known:
+            return self._constant(atom.val) if isinstance(atom, Literal) else known.get(atom, self._true)
+
+        for eqn in opened.eqns:
+            units = self._results(eqn, list(map(read, eqn.invars)), (*outer, eqn))
+            floats = [jnp.issubdtype(getattr(var.aval, "dtype", np.bool_), jnp.inexact) for var in eqn.outvars]
+            known |= {
+                var: unit if is_float else self._true
+                for var, unit, is_float in zip(eqn.outvars, units, floats, strict=True)
+            }
+        return list(map(read, opened.outvars))
+
+    def _constant(self, x: Any) -> Known:
+        if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return self._number
+        some = np.asarray(x, np.float64).ravel()[:1]
+        is_one = np.size(x) == 1 or not np.any(np.asarray(x) != np.asarray(x).ravel()[0])
+        return None if some.size and is_one and (some[0] == 0 or not np.isfinite(some[0])) else self._number
+
+    def _results(self, eqn: JaxprEqn, operands: list[Known], path: tuple[JaxprEqn, ...]) -> list[Known]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _compat.CALLS or name == "shard_map":
+            return self._follow(params[_compat.CALLS.get(name, "jaxpr")], operands, path)
+        if name == "cond":
+            branches = [self._follow(branch, operands[1:], path) for branch in params["branches"]]
+            return [self._agreed(units, path, "returns from one branch") for units in zip(*branches, strict=True)]
+        if name in ("scan", "while"):
+            return self._loop(eqn, operands, path)
+        rule = _rule_of(eqn)
+        floats = [
+            unit
+            for unit, atom in zip(operands, eqn.invars, strict=True)
+            if jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.inexact)
+        ]
+        if name in _PAIRWISE and len(operands) == len(eqn.outvars):
+            return operands
+        return [self._result(name, rule, params, floats, path)] * len(eqn.outvars)
+
+    def _result(
+        self, name: str, rule: Rule | None, params: Mapping[str, Any], floats: list[Known], path: tuple[JaxprEqn, ...]
+    ) -> Known:
+        if not floats or name in _UNITLESS:
+            return self._true if not all(unit == self._number for unit in floats) or not floats else self._number
+        if name in _POWERS:
+            return self._times([(floats[0], _POWERS[name](params))])
+        if name in _PRODUCTS or name == "div":
+            return self._times([(unit, Fraction(-1 if name == "div" and i else 1)) for i, unit in enumerate(floats)])
+        if name in _LINEAR or (rule is not None and rule.passes_on):
+            return self._agreed(floats, path, _VERBS.get(name, f"gives `{name}`"))
+        scaled = [unit for unit in floats if unit and any(unit.powers)]
+        if not scaled:
+            return self._number if all(unit is None or unit.is_number for unit in floats) else self._true
+        if rule is None or len(scaled) < len(floats) > 1:
+            return scaled[0]  # not known: a kernel, which may be linear in it
+        if not all(unit.is_number for unit in scaled):
+            self._fault(path, f"takes `{name}` of", scaled[0])
+        return self._unit(is_number=all(unit.is_number for unit in scaled))
+
+    def _times(self, factors: Sequence[tuple[Known, Fraction]]) -> Known:
+        if any(unit is None for unit, _ in factors):
+            return None
+        known = [(unit, power) for unit, power in factors if unit is not None]
+        powers = [sum((unit.powers[k] * power for unit, power in known), Fraction(0)) for k in range(len(self._scales))]
+        return Unit(tuple(powers), all(unit.is_number for unit, _ in known))
+
+    def _agreed(self, units: Sequence[Known], path: tuple[JaxprEqn, ...], verb: str) -> Known:
+        known = [unit for unit in units if unit is not None]
+        if not known:
+            return None
+        different = {unit.powers for unit in known}
+        is_number = all(unit.is_number for unit in known)
+        if len(different) > 1 and not is_number:
+            scaled, *_, other = sorted(known, key=lambda unit: unit.powers == self._true.powers)
+            self._fault(path, verb, scaled, other)
+        return Unit(max(different, key=lambda powers: [abs(power) for power in powers]), is_number)
+
+    def _fault(self, path: tuple[JaxprEqn, ...], verb: str, unit: Unit, other: Unit | None = None) -> None:
+        def described(unit: Unit) -> str:
+            power = next((power for power in unit.powers if power), Fraction(0))
+            return f"multiplied by the loss scale to the power {power}" if power else "not scaled"
+
+        what = f"a value {described(unit)}"
+        if other is not None:
+            what += f" with one that is {described(other)}"
+        power = next((power for power in unit.powers if power), Fraction(0))
+        cure = _STILL_SCALED if power > 0 else _NEVER_SCALED
+        self._faults[f"{origin_of(path).line} {verb} {what}: {cure}"] = None
+
+    def _loop(self, eqn: JaxprEqn, operands: list[Known], path: tuple[JaxprEqn, ...]) -> list[Known]:
+        if eqn.primitive.name == "scan":
+            body, (n_consts, n_carry) = eqn.params["jaxpr"], _compat.scan_sizes(eqn)
+        else:
+            body, first = eqn.params["body_jaxpr"], eqn.params["cond_nconsts"]
+            operands, n_consts = operands[first:], eqn.params["body_nconsts"]
+            n_carry = len(operands) - n_consts
+        consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+        for _ in range(2 * n_carry + 1):  # zeros take the unit of what is added to them, one carry after the other
+            before = dict(self._faults)
+            outs = self._follow(body, [*consts, *carry, *xs], path)
+            new = [self._agreed(units, path, "carries") for units in zip(carry, outs[:n_carry], strict=True)]
+            if new == carry:
+                break
+            carry, self._faults = new, before
+        return [*carry, *outs[n_carry:]]
+
+
+_STILL_SCALED = (
+    "gradients are still scaled here; unscale them first, by `dynamic_loss_scale` around all of the optimizer"
+)
+_NEVER_SCALED = (
+    "gradients are unscaled that were not scaled by this scale, or unscaled twice; hand "
+    "`loss_scale=amp.get_loss_scale(opt_state)` to `amp.value_and_grad`, and unscale in one place"
+)
+_VERBS = {
+    "add": "adds",
+    "add_any": "adds",
+    "sub": "subtracts",
+    "select_n": "chooses between",
+    "max": "compares",
+    "min": "compares",
+    "clamp": "clips",
+    "concatenate": "joins",
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "compares"),
+}
+_POWERS: Mapping[str, Callable[[Mapping[str, Any]], Fraction]] = {
+    "sqrt": lambda _: Fraction(1, 2),
+    "rsqrt": lambda _: Fraction(-1, 2),
+    "cbrt": lambda _: Fraction(1, 3),
+    "square": lambda _: Fraction(2),
+    "integer_pow": lambda params: Fraction(params["y"]),
+}
+_PRODUCTS = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
+_UNITLESS = {"is_finite", "sign", "argmax", "argmin"}
+# Beside the ops that pass on the elements of their operands, their sums or differences.
+_LINEAR = {
+    *("convert_element_type", "reduce_precision", "real", "imag", "conj", "complex", "rem", "nextafter"),
+    *("reduce_sum", "cumsum", "cummax", "cummin", "reduce_window_sum", "sort", "top_k"),
+    *("psum", "psum_invariant", "pmax", "pmin", "reduce_scatter", "all_to_all"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+}
+_PAIRWISE = {"optimization_barrier", "psum", "psum_invariant", "sort", "copy", "split"}
+
+
+def _rule_of(eqn: JaxprEqn) -> Rule | None:
+    rule = RULES.get(eqn.primitive.name)
+    return rule if isinstance(rule, Rule) or rule is None else rule(eqn.params, [atom.aval for atom in eqn.invars])

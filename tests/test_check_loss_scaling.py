@@ -1,0 +1,232 @@
+"""`debug.check_loss_scaling` is silent on right train steps, and names the line of those that scale in two ways."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optax_transformations import case_of, gradients, names, parameters
+
+import jmp_amp as amp
+from jmp_amp import LossScale
+
+pytestmark = [pytest.mark.usefixtures("users_code"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+PARAMS = {"w": jnp.linspace(-1, 1, 32).reshape(4, 8), "u": jnp.linspace(-1, 1, 64).reshape(8, 8), "b": jnp.zeros(8)}
+X = jnp.linspace(-1, 1, 24).reshape(6, 4)
+SKIPS = ["cond", "select"]
+check = amp.debug.check_loss_scaling
+
+
+def network(params, x):
+    def layer(h, _):
+        variance = jnp.var(h, -1, keepdims=True)
+        return jnp.tanh(h @ params["u"] + params["b"]) * lax.rsqrt(variance + 1e-6), jnp.max(h)
+
+    h, _ = lax.scan(jax.checkpoint(layer), x @ params["w"], length=2)
+    scores = jnp.where(jnp.tril(jnp.ones(2 * h.shape[:1], bool)), h @ h.T, -1e9)
+    return jax.nn.logsumexp(jax.nn.softmax(scores) @ h, axis=-1)
+
+
+@amp.autocast
+def loss_fn(params, x):
+    return jnp.mean(network(params, x) ** 2)
+
+
+def train_step(tx, params, state, x, *, scale=None, change=lambda grads, params: grads, loss_fn=loss_fn, **options):
+    loss_scale = amp.get_loss_scale(state) if scale is None else scale
+    loss, grads = amp.value_and_grad(loss_fn, loss_scale=loss_scale, **options)(params, x)
+    updates, state = tx.update(change(grads, params), state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+def checked(tx, params=PARAMS, **options):
+    check(functools.partial(train_step, tx, **options))(params, tx.init(params), X)
+
+
+WRAPPERS = {
+    "plain": {},
+    "select": {"skip": "select"},
+    "clipping": {"clip_global_norm": 1.0},
+    "leaves": {"nonfinite_leaves": True},
+    "static": {"loss_scale": LossScale.static(2.0**10)},
+    "deepspeed": {"loss_scale": LossScale.deepspeed_consecutive()},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_right_step_passes(name):
+    inner = optax.chain(amp.unscale_and_check(), optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    checked(amp.dynamic_loss_scale(inner, **WRAPPERS[name]))
+
+
+def test_right_steps_of_other_forms_pass():
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+    checked(tx, accumulate_steps=2)
+    checked(tx, loss_fn=network_loss_in_float16)
+    checked(tx, transform=lambda fun, **kwargs: jax.jit(jax.value_and_grad(fun, **kwargs)))
+    low = amp.cast_params(PARAMS, "O2")
+    checked(amp.dynamic_loss_scale(amp.master_weights(optax.adam(1e-3))), low)
+    checked(amp.dynamic_loss_scale(amp.rounded_weights(optax.adam(1e-3), "stochastic")), low)
+    jitted = jax.jit(functools.partial(train_step, tx))
+    check(jitted)(PARAMS, tx.init(PARAMS), X)
+    check(jitted)(*jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS), X)))
+
+
+def network_loss_in_float16(params, x):
+    return loss_fn(params, x).astype(jnp.float16)
+
+
+def test_a_chain_of_its_own_passes_with_the_scale_and_not_without():
+    rule, tx = LossScale(), optax.chain(amp.unscale_and_check(), optax.sgd(0.1))
+
+    def step(params, scaling, state, handed=True):
+        grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, X)
+        updates, state = tx.update(grads, state, params, loss_scale=scaling.loss_scale if handed else 1.0)
+        return optax.apply_updates(params, updates), rule.update(scaling, state[0].last_finite), state
+
+    check(step)(PARAMS, rule.init(), tx.init(PARAMS))
+    with pytest.raises(ValueError, match=r"power 1 with one that is not scaled: gradients are still scaled here"):
+        check(step)(PARAMS, rule.init(), tx.init(PARAMS), handed=False)
+
+
+def test_each_of_two_losses_has_its_scale():
+    rule, tx = LossScale(), optax.sgd(0.1)
+
+    def step(params, scalings, swapped=False):
+        grads, finite = [], []
+        for scaling, other in zip(scalings, scalings[::-1], strict=True):
+            scaled = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, X)
+            true, ok = rule.unscale(other if swapped else scaling, scaled)
+            grads.append(true)
+            finite.append(ok)
+        updates, _ = tx.update(jax.tree.map(jnp.add, *grads), tx.init(params), params)
+        return optax.apply_updates(params, updates), [
+            rule.update(s, ok) for s, ok in zip(scalings, finite, strict=True)
+        ]
+
+    check(step)(PARAMS, [rule.init(), rule.init()])
+    with pytest.raises(ValueError, match="does not come out even"):
+        check(step)(PARAMS, [rule.init(), rule.init()], swapped=True)
+
+
+UNSCALED, STILL = r"power -1 with one that is not scaled: gradients are unscaled", r"gradients are still scaled here"
+FAULTS = {
+    "the loss was not scaled": ({"scale": 1.0}, UNSCALED),
+    "another scale": ({"scale": 2.0**16}, UNSCALED),
+    "clipped by norm while scaled": (
+        {"change": lambda grads, _: optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]},
+        r"compares a value multiplied by the loss scale to the power 1 .*" + STILL,
+    ),
+    "clipped by value while scaled": (
+        {"change": lambda grads, _: jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)},
+        STILL,
+    ),
+    "weight decay while scaled": (
+        {"change": lambda grads, params: jax.tree.map(lambda g, p: g + 0.1 * p, grads, params)},
+        r"test_check_loss_scaling.py:\d+ \(\S*<lambda>\) adds .*" + STILL,
+    ),
+    "a logarithm of scaled gradients": (
+        {"change": lambda grads, _: jax.tree.map(lambda g: g * jnp.log1p(jnp.abs(g)), grads)},
+        r"takes `log1p` of a value multiplied by the loss scale.*",
+    ),
+    "unscaled by hand as well": (
+        {"change": lambda grads, _: jax.tree.map(lambda g: g / 1024, grads), "scale": 1024.0},
+        UNSCALED,
+    ),
+}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_with_its_line(name, skip):
+    options, message = FAULTS[name]
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9), skip=skip)
+    with pytest.raises(ValueError, match=message):
+        checked(tx, **options)
+
+
+def test_gradients_that_are_unscaled_outside_as_well():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(params, state):
+        grads = amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, X)
+        true, _ = LossScale().unscale(state.loss_scale, grads)
+        updates, state = tx.update(true, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(ValueError, match=UNSCALED):
+        check(step)(PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(amp.unscale_and_check(), optax.clip(1.0), optax.scale(-0.1)),
+        optax.chain(optax.scale(-0.1), amp.unscale_and_check()),
+    ],
+    ids=["behind", "in front"],
+)
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_chain_that_unscales_twice_in_eager_code_is_found_as_well(tx, doubled):
+    def step(params, scaling):
+        scale = scaling.loss_scale
+        grads = amp.grad(loss_fn, loss_scale=scale)(params, X)
+        true = jax.tree.map(lambda g: g / scale, grads) if doubled else grads
+        return optax.apply_updates(params, tx.update(true, tx.init(params), params, loss_scale=scale)[0])
+
+    if doubled:
+        with pytest.raises(ValueError, match=r"power -1"):
+            check(step)(PARAMS, LossScale().init())
+    else:
+        check(step)(PARAMS, LossScale().init())
+
+
+def test_shard_map_is_entered():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3), axis_name="data")
+
+    def step(params, state, x, **options):
+        def local(params, state, x):
+            return train_step(tx, params, state, x, **options)
+
+        specs = spec(), spec(), spec("data")
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec(), check_vma=False)(params, state, x)
+
+    x = jnp.concatenate([X, X])
+    check(step)(PARAMS, tx.init(PARAMS), x)
+    with pytest.raises(ValueError, match=UNSCALED):
+        check(step)(PARAMS, tx.init(PARAMS), x, scale=8.0)
+
+
+# Those whose steps do not depend on the size of the gradients.
+OF_NO_SCALE = {"rprop", "scale_by_rprop", "scale_by_sign", "set_to_zero", "sign_sgd", "contrib.normalize"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+@pytest.mark.filterwarnings("ignore:Specifying a key")
+def test_every_transformation_of_optax_passes_and_is_found_without_a_scale(name):
+    case, params = case_of(name), parameters(name)
+    tx = amp.dynamic_loss_scale(case.make())
+
+    def step(params, state, scaled=True):
+        value, grads = gradients(name, params, amp.get_loss_scale(state) if scaled else 1.0)
+        updates, state = tx.update(grads, state, params, **case.extra(value, grads))
+        return optax.apply_updates(params, updates), state
+
+    check(step)(params, tx.init(params))
+    if name not in OF_NO_SCALE:
+        with pytest.raises(ValueError, match="does not come out even"):
+            check(step)(params, tx.init(params), scaled=False)
+
+
+def test_wrong_calls():
+    with pytest.raises(TypeError, match="`step` must be a function, got int"):
+        check(3)
+    with pytest.raises(ValueError, match="no loss scale among the arguments; pass the state"):
+        check(lambda x: x)(np.ones(3))
