@@ -122,6 +122,11 @@ class LossScale:
                 f"min_scale={self.min_scale}, init_scale={self.init_scale}, max_scale={self.max_scale}"
             )
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale never moves: `min_scale` is `max_scale`."""
+        return self.min_scale == self.max_scale
+
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
         return LossScaleState(
@@ -192,7 +197,7 @@ class LossScale:
         backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
         overflowed = jnp.where(tolerated == 0, backed_off, state.loss_scale)
         scale = jnp.where(finite, jnp.where(grow, grown, state.loss_scale), overflowed)
-        scale = state.loss_scale if self.min_scale == self.max_scale else scale
+        scale = state.loss_scale if self.is_static else scale
         is_scale = (state.loss_scale >= _NO_FLOOR) & (state.loss_scale <= _NO_CEILING)
         return LossScaleState(
             loss_scale=jnp.where(is_scale, scale, self.init_scale),

@@ -165,8 +165,9 @@ def dynamic_loss_scale(
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, where gradients and parameters do not match, or where the program shows that they were unscaled before,
-        and TypeError where `inner` changes the dtype or shape of its state. Gradients that are not finite never raise.
+        path, where gradients and parameters do not match, or where the traced program shows that gradients were not
+        scaled, or were unscaled before; and TypeError where `inner` changes the dtype or shape of its state. Gradients
+        that are not finite never raise.
 
     Raises:
         TypeError: `inner` or `loss_scale` is something else, or `clip_global_norm` no number.
@@ -217,8 +218,10 @@ def dynamic_loss_scale(
             )
         if params is not None:
             check_same_leaves(updates, params)
-        check_scaled(updates)
-        scale = to_scale(extra_args.pop("loss_scale")) if "loss_scale" in extra_args else state.loss_scale.loss_scale
+        given = extra_args.pop("loss_scale", None)
+        scale = state.loss_scale.loss_scale if given is None else to_scale(given)
+        # A scale that stands still may have been handed to the loss as a number.
+        check_scaled(updates, given if given is not None or loss_scale.is_static else scale)
         factor = 1 / scale
         finite, sum_of_squares, flags = look(updates, factor, axis_name, implementation, nonfinite_leaves)
         finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))

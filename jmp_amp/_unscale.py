@@ -1,6 +1,7 @@
 """Scaled gradients become true ones, and are looked at once: what loss scaling does with `pallas_kernels`."""
 
 import collections
+import itertools
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_amp._autocast._compat import varying_axes, was_made_in
+from jmp_amp._autocast._compat import equations_behind, is_same_value, open_jaxpr, varying_axes
 from pallas_kernels import check_finite, unscale_check
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -72,15 +73,43 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
         return map_wide(lambda x: x * factor.astype(x.dtype), tree)
 
 
-def check_scaled(tree: Any) -> None:
-    """Raises where a traced program shows that gradients come from `unscale`, through a chain of transformations."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        if was_made_in(x, _UNSCALED):
+def check_scaled(tree: Any, scale: Any = None) -> None:
+    """Raises where a traced program shows that gradients are not those of a loss times `scale`.
+
+    That is where they come from `unscale`, through a chain of transformations; or from differentiation, if a traced
+    `scale` is given, without any use of it.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    for path, x in leaves:
+        if any(_UNSCALED in _scopes(eqn) for eqn in itertools.islice(equations_behind(x), _NEAR)):
             raise ValueError(
                 f"the gradient at `{jax.tree_util.keystr(path)}` was unscaled before: there is an `unscale_and_check` "
                 "in front of another one, or in front of `dynamic_loss_scale`; keep one of them, and put it inside the "
                 "wrapper"
             )
+    for path, x in leaves if isinstance(scale, jax.core.Tracer) else ():
+        behind = list(equations_behind(x))
+        is_used = any(is_same_value(scale, tracer) for eqn in behind for tracer in eqn.in_tracers)
+        if not is_used and any(map(_differentiates, behind)):
+            raise ValueError(
+                f"the gradient at `{jax.tree_util.keystr(path)}` does not depend on the loss scale that it is divided "
+                "by; write `amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(opt_state))`, or wrap the "
+                "optimizer with `LossScale.none()`"
+            )
+        break  # those of one loss are scaled together
+
+
+_NEAR = 256  # equations between two transformations of a chain, at most
+
+
+def _scopes(eqn: Any) -> list[str]:
+    return str(eqn.source_info.name_stack).split("/")
+
+
+def _differentiates(eqn: Any) -> bool:
+    """Whether an equation is part of a backward pass, or a call of one."""
+    inner, _ = open_jaxpr(eqn.params.get("jaxpr"))
+    return any("transpose(" in str(e.source_info.name_stack) for e in (eqn, *getattr(inner, "eqns", ())))
 
 
 def unscale_and_look(tree: Any, factor: jax.Array, implementation: str | None) -> tuple[Any, jax.Array]:

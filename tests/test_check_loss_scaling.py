@@ -114,9 +114,10 @@ def test_each_of_two_losses_has_its_scale():
 
 
 UNSCALED, STILL = r"power -1 with one that is not scaled: gradients are unscaled", r"gradients are still scaled here"
+FORGOTTEN = r"does not depend on the loss scale"  # the wrapper says so itself
 FAULTS = {
-    "the loss was not scaled": ({"scale": 1.0}, UNSCALED),
-    "another scale": ({"scale": 2.0**16}, UNSCALED),
+    "the loss was not scaled": ({"scale": 1.0}, FORGOTTEN),
+    "another scale": ({"scale": 2.0**16}, FORGOTTEN),
     "clipped by norm while scaled": (
         {"change": lambda grads, _: optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]},
         r"compares a value multiplied by the loss scale to the power 1 .*" + STILL,
@@ -135,7 +136,7 @@ FAULTS = {
     ),
     "unscaled by hand as well": (
         {"change": lambda grads, _: jax.tree.map(lambda g: g / 1024, grads), "scale": 1024.0},
-        UNSCALED,
+        FORGOTTEN,
     ),
 }
 
@@ -199,12 +200,8 @@ def test_shard_map_is_entered():
 
     x = jnp.concatenate([X, X])
     check(step)(PARAMS, tx.init(PARAMS), x)
-    with pytest.raises(ValueError, match=UNSCALED):
+    with pytest.raises(ValueError, match=FORGOTTEN):
         check(step)(PARAMS, tx.init(PARAMS), x, scale=8.0)
-
-
-# Those whose steps do not depend on the size of the gradients.
-OF_NO_SCALE = {"rprop", "scale_by_rprop", "scale_by_sign", "set_to_zero", "sign_sgd", "contrib.normalize"}
 
 
 @pytest.mark.slow
@@ -220,9 +217,34 @@ def test_every_transformation_of_optax_passes_and_is_found_without_a_scale(name)
         return optax.apply_updates(params, updates), state
 
     check(step)(params, tx.init(params))
-    if name not in OF_NO_SCALE:
-        with pytest.raises(ValueError, match="does not come out even"):
-            check(step)(params, tx.init(params), scaled=False)
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        check(step)(params, tx.init(params), scaled=False)
+
+
+def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(params, state, start):
+        def add(total, x):
+            grads = amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, x)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = lax.scan(add, start(params), jnp.stack([X, X]))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    check(functools.partial(step, start=lambda params: jax.tree.map(jnp.zeros_like, params)))(PARAMS, tx.init(PARAMS))
+    with pytest.raises(ValueError, match=STILL):
+        check(functools.partial(step, start=lambda params: params))(PARAMS, tx.init(PARAMS))
+
+    def last(params, state):
+        grads, _ = lax.scan(
+            lambda _, x: (amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, x), None), params, X[None]
+        )
+        return tx.update(grads, state, params)
+
+    with pytest.raises(ValueError, match=r"replaces a value .*" + STILL):
+        check(last)(PARAMS, tx.init(PARAMS))
 
 
 def test_wrong_calls():

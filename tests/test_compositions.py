@@ -1,10 +1,13 @@
 """What is put together with `dynamic_loss_scale` and `unscale_and_check` is right, or raises and says what to do."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from optax import contrib
 
 import jmp_amp as amp
@@ -394,3 +397,70 @@ def test_integers_among_the_parameters_of_an_accumulated_gradient(reduction):
     factor = 1 if reduction == "mean" else 2
     assert (value, grads["w"]) == (4.5 * factor, 1.5 * factor)
     assert (grads["index"].dtype, grads["index"].shape) == (jax.dtypes.float0, (2,))
+
+
+# A loss that was not scaled.
+
+X = jnp.linspace(-1, 1, 8).reshape(4, 2)
+WEIGHTS = {"w": jnp.ones((2, 2)), "b": jnp.zeros(2)}
+
+
+def loss_on(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+
+# From parameters, batch and scale, gradients of the loss.
+SCALED = {
+    "by value_and_grad": lambda p, x, scale: amp.grad(loss_on, loss_scale=scale)(p, x),
+    "by hand": lambda p, x, scale: jax.grad(lambda p: loss_on(p, x) * scale)(p),
+    "after all": lambda p, x, scale: jax.tree.map(lambda g: g * scale, jax.grad(loss_on)(p, x)),
+    "in a jit of its own": lambda p, x, scale: jax.jit(lambda p, s: amp.grad(loss_on, loss_scale=s)(p, x))(p, scale),
+    "in micro-batches": lambda p, x, scale: amp.grad(loss_on, loss_scale=scale, accumulate_steps=2)(p, x),
+    "under autocast": lambda p, x, scale: amp.grad(amp.autocast(loss_on), loss_scale=scale)(p, x),
+    "example by example": lambda p, x, scale: jax.tree.map(
+        lambda g: g.mean(0), jax.vmap(lambda x: amp.grad(loss_on, loss_scale=scale)(p, x[None]))(x)
+    ),
+    "not here": lambda p, x, scale: p,
+}
+UNSCALED = {
+    "without a scale": lambda p, x, scale: amp.grad(loss_on)(p, x),
+    "by jax.grad": lambda p, x, scale: jax.grad(loss_on)(p, x),
+    "with a number": lambda p, x, scale: amp.grad(loss_on, loss_scale=2.0**16)(p, x),
+    "in a jit of its own": lambda p, x, scale: jax.jit(jax.grad(loss_on))(p, x),
+    "in micro-batches": lambda p, x, scale: amp.grad(loss_on, accumulate_steps=2)(p, x),
+    "clipped": lambda p, x, scale: jax.tree.map(lambda g: jnp.clip(g, -1, 1), jax.grad(loss_on)(p, x)),
+}
+AROUND = {
+    "jit": lambda step, *args: jax.jit(step)(*args),
+    "scan": lambda step, params, state, x: lax.scan(lambda s, x: (step(params, s, x)[1], None), state, x[None])[0],
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_of_a_scaled_loss_pass(name, around):
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(params, state, x):
+        return tx.update(SCALED[name](params, x, amp.get_loss_scale(state)), state, params)
+
+    AROUND[around](step, WEIGHTS, tx.init(WEIGHTS), X)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", UNSCALED)
+def test_a_forgotten_scale_is_found_while_the_step_is_traced(name, around):
+    def step(tx, params, state, x, **scale):
+        return tx.update(UNSCALED[name](params, x, amp.get_loss_scale(state)), state, params, **scale)
+
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"gradient at `\['b'\]` does not depend on the loss scale.*get_loss_scale"):
+        AROUND[around](functools.partial(step, tx), WEIGHTS, tx.init(WEIGHTS), X)
+    # A scale that is known to stand still, or is handed in as a number, may be one.
+    for rule, scale in (
+        (LossScale.none(), {}),
+        (LossScale.static(2.0**16), {}),
+        (LossScale(), {"loss_scale": 2.0**16}),
+    ):
+        tx = amp.dynamic_loss_scale(optax.sgd(0.1), rule)
+        AROUND[around](functools.partial(step, tx, **scale), WEIGHTS, tx.init(WEIGHTS), X)

@@ -92,22 +92,25 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
-def was_made_in(x: Any, scope: str, most: int = 256) -> bool:
-    """Whether a traced value was computed, within the last `most` equations, from one in a named scope.
+def equations_behind(x: Any) -> Iterator[Any]:
+    """Yields the equations that a traced value was computed by, the last ones first.
 
-    Arrays, and tracers of JAX versions that do not say what they come from, were not.
+    None for arrays, and for tracers that do not say what they come from. An equation has `source_info`, `params` and
+    `in_tracers`.
     """
     seen: set[int] = set()
     waiting = collections.deque([x])
-    while waiting and len(seen) < most:
+    while waiting:
         eqn = getattr(waiting.popleft(), "parent", None)
-        if eqn is None or id(eqn) in seen:
-            continue
-        if scope in str(eqn.source_info.name_stack).split("/"):
-            return True
-        seen.add(id(eqn))
-        waiting.extend(eqn.in_tracers)
-    return False
+        if eqn is not None and id(eqn) not in seen:
+            seen.add(id(eqn))
+            waiting.extend(eqn.in_tracers)
+            yield eqn
+
+
+def is_same_value(x: Any, y: Any) -> bool:
+    """Whether two tracers stand for one variable of a program."""
+    return x is y or (getattr(x, "val", None) is not None and x.val is getattr(y, "val", None))
 
 
 def zero_cotangent(aval: Any) -> Any:

@@ -20,7 +20,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     have none again. What is added, compared or chosen between must have the same unit; an exponential or a logarithm
     takes values without one. So these are found, whatever made them:
 
-    - the loss was not scaled, or by another scale than the gradients are divided by;
+    - the loss was not scaled, or by another scale than the gradients are divided by (in a traced step,
+      `dynamic_loss_scale` raises for that by itself);
     - gradients are unscaled twice, in part, or not at all, before they reach the optimizer's state or the parameters;
     - they are clipped, or a weight decay or noise is added, while they are scaled.
 
@@ -40,18 +41,19 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         >>> import jax, jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> tx = amp.dynamic_loss_scale(optax.sgd(0.1))
-        >>> def step(params, state, scaled=True):
-        ...     scale = amp.get_loss_scale(state) if scaled else 1.0
+        >>> def step(params, state, decay=0.0):
+        ...     scale = amp.get_loss_scale(state)
         ...     loss, grads = amp.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=scale)(params)
+        ...     grads = grads + decay * params if decay else grads
         ...     updates, state = tx.update(grads, state, params)
         ...     return optax.apply_updates(params, updates), state, loss
         >>> params = jnp.ones(3)
         >>> amp.debug.check_loss_scaling(step)(params, tx.init(params))
-        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params), scaled=False)
+        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params), decay=0.1)
         Traceback (most recent call last):
           ...
         ValueError: the loss scale does not come out even:
-        - at ... (step) adds a value multiplied by the loss scale to the power -1 with one that is not scaled: ...
+        - at ... (step) adds a value multiplied by the loss scale to the power 1 with one that is not scaled: ...
 
     References:
         torch's `GradScaler` keeps a stage for each optimizer, and raises where `unscale_` is called twice.

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp._autocast import _compat
-from jmp_amp._autocast._rules import RULES, Rule
+from jmp_amp._autocast._rules import RULES, OpClass, Rule
 from jmp_amp.debug._place import origin_of
 
 
@@ -59,19 +59,14 @@ class Follower:
 
         for eqn in opened.eqns:
             units = self._results(eqn, list(map(read, eqn.invars)), (*outer, eqn))
-            floats = [jnp.issubdtype(getattr(var.aval, "dtype", np.bool_), jnp.inexact) for var in eqn.outvars]
-            known |= {
-                var: unit if is_float else self._true
-                for var, unit, is_float in zip(eqn.outvars, units, floats, strict=True)
-            }
+            known |= {var: unit if _is_float(var) else self._true for var, unit in zip(eqn.outvars, units, strict=True)}
         return list(map(read, opened.outvars))
 
     def _constant(self, x: Any) -> Known:
         if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return self._number
-        some = np.asarray(x, np.float64).ravel()[:1]
-        is_one = np.size(x) == 1 or not np.any(np.asarray(x) != np.asarray(x).ravel()[0])
-        return None if some.size and is_one and (some[0] == 0 or not np.isfinite(some[0])) else self._number
+        values = np.asarray(x).ravel().astype(np.complex128)
+        return None if np.all((values == 0) | ~np.isfinite(values)) else self._number
 
     def _results(self, eqn: JaxprEqn, operands: list[Known], path: tuple[JaxprEqn, ...]) -> list[Known]:
         name, params = eqn.primitive.name, eqn.params
@@ -82,21 +77,19 @@ class Follower:
             return [self._agreed(units, path, "returns from one branch") for units in zip(*branches, strict=True)]
         if name in ("scan", "while"):
             return self._loop(eqn, operands, path)
-        rule = _rule_of(eqn)
-        floats = [
-            unit
-            for unit, atom in zip(operands, eqn.invars, strict=True)
-            if jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.inexact)
-        ]
         if name in _PAIRWISE and len(operands) == len(eqn.outvars):
             return operands
-        return [self._result(name, rule, params, floats, path)] * len(eqn.outvars)
+        floats = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if _is_float(atom)]
+        return [self._result(name, _rule_of(eqn), params, floats, path)] * len(eqn.outvars)
 
     def _result(
         self, name: str, rule: Rule | None, params: Mapping[str, Any], floats: list[Known], path: tuple[JaxprEqn, ...]
     ) -> Known:
-        if not floats or name in _UNITLESS:
-            return self._true if not all(unit == self._number for unit in floats) or not floats else self._number
+        if not floats:
+            return self._true
+        is_number = all(unit is None or unit.is_number for unit in floats)
+        if name in _UNITLESS:
+            return self._unit(is_number=is_number)
         if name in _POWERS:
             return self._times([(floats[0], _POWERS[name](params))])
         if name in _PRODUCTS or name == "div":
@@ -104,13 +97,11 @@ class Follower:
         if name in _LINEAR or (rule is not None and rule.passes_on):
             return self._agreed(floats, path, _VERBS.get(name, f"gives `{name}`"))
         scaled = [unit for unit in floats if unit and any(unit.powers)]
-        if not scaled:
-            return self._number if all(unit is None or unit.is_number for unit in floats) else self._true
-        if rule is None or len(scaled) < len(floats) > 1:
-            return scaled[0]  # not known: a kernel, which may be linear in it
-        if not all(unit.is_number for unit in scaled):
+        if scaled and (rule is None or rule.op_class is OpClass.ORIGINAL):
+            return scaled[0]  # a solver or a kernel, which may be linear in it
+        if scaled and not is_number:
             self._fault(path, f"takes `{name}` of", scaled[0])
-        return self._unit(is_number=all(unit.is_number for unit in scaled))
+        return self._unit(is_number=is_number)
 
     def _times(self, factors: Sequence[tuple[Known, Fraction]]) -> Known:
         if any(unit is None for unit, _ in factors):
@@ -131,15 +122,9 @@ class Follower:
         return Unit(max(different, key=lambda powers: [abs(power) for power in powers]), is_number)
 
     def _fault(self, path: tuple[JaxprEqn, ...], verb: str, unit: Unit, other: Unit | None = None) -> None:
-        def described(unit: Unit) -> str:
-            power = next((power for power in unit.powers if power), Fraction(0))
-            return f"multiplied by the loss scale to the power {power}" if power else "not scaled"
-
-        what = f"a value {described(unit)}"
-        if other is not None:
-            what += f" with one that is {described(other)}"
-        power = next((power for power in unit.powers if power), Fraction(0))
-        cure = _STILL_SCALED if power > 0 else _NEVER_SCALED
+        what = f"a value {_described(unit)}"
+        what += "" if other is None else f" with one that is {_described(other)}"
+        cure = _STILL_SCALED if sum(unit.powers) > 0 else _NEVER_SCALED
         self._faults[f"{origin_of(path).line} {verb} {what}: {cure}"] = None
 
     def _loop(self, eqn: JaxprEqn, operands: list[Known], path: tuple[JaxprEqn, ...]) -> list[Known]:
@@ -150,14 +135,27 @@ class Follower:
             operands, n_consts = operands[first:], eqn.params["body_nconsts"]
             n_carry = len(operands) - n_consts
         consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
-        for _ in range(2 * n_carry + 1):  # zeros take the unit of what is added to them, one carry after the other
+        while True:  # zeros take the unit of what replaces them, once
             before = dict(self._faults)
             outs = self._follow(body, [*consts, *carry, *xs], path)
-            new = [self._agreed(units, path, "carries") for units in zip(carry, outs[:n_carry], strict=True)]
+            new = [_entering(old, out) for old, out in zip(carry, outs[:n_carry], strict=True)]
             if new == carry:
                 break
             carry, self._faults = new, before
-        return [*carry, *outs[n_carry:]]
+        after = [self._agreed(units, path, "replaces") for units in zip(carry, outs[:n_carry], strict=True)]
+        return [*after, *outs[n_carry:]]
+
+
+def _described(unit: Unit) -> str:
+    power = next(filter(None, unit.powers), None)
+    return "not scaled" if power is None else f"multiplied by the loss scale to the power {power}"
+
+
+def _entering(old: Known, out: Known) -> Known:
+    """What is known of a carry as it enters a loop, from what it was before and what the body returns."""
+    if old is None or out is None:
+        return old or out
+    return old._replace(is_number=old.is_number and out.is_number)
 
 
 _STILL_SCALED = (
@@ -195,6 +193,10 @@ _LINEAR = {
     *("eq", "ne", "lt", "le", "gt", "ge"),
 }
 _PAIRWISE = {"optimization_barrier", "psum", "psum_invariant", "sort", "copy", "split"}
+
+
+def _is_float(atom: Any) -> bool:
+    return jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.inexact)
 
 
 def _rule_of(eqn: JaxprEqn) -> Rule | None:
