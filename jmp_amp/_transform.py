@@ -236,9 +236,8 @@ def dynamic_loss_scale(
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Unscaled here, not where the check did it, so that it fuses into `inner`.
             scaled = updates
-            if not isinstance(
-                finite, jax.core.Tracer
-            ):  # what comes of an overflow is dropped, but `debug_nans` sees it
+            if not isinstance(finite, jax.core.Tracer):
+                # What `inner` makes of an overflow is dropped, but op by op `jax.debug_nans` would see it.
                 scaled = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
             grads = unscale(scaled, factor)
             extras = {name: grads if _is_same(x, updates) else x for name, x in extra_args.items()}

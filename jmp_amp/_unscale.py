@@ -38,7 +38,7 @@ def to_scale(value: Any) -> jax.Array:
             "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
         )
     is_known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    if is_known and not 0 < value < jnp.inf:
+    if is_known and not 0 < float(value) < jnp.inf:
         raise ValueError(f"`loss_scale` must be positive and finite, got {value}; write 1.0 for no scaling")
     return jnp.asarray(value, jnp.float32)
 
@@ -77,17 +77,17 @@ def check_scaled(tree: Any, scale: Any = None) -> None:
     """Raises where a traced program shows that gradients are not those of a loss times `scale`.
 
     That is where they come from `unscale`, through a chain of transformations; or from differentiation, if a traced
-    `scale` is given, without any use of it.
+    `scale` is given, without any use of it. The first few leaves tell it for all.
     """
     leaves = jax.tree.leaves_with_path(tree)
-    for path, x in leaves:
+    for path, x in leaves[:_FEW]:
         if any(_UNSCALED in _scopes(eqn) for eqn in itertools.islice(equations_behind(x), _NEAR)):
             raise ValueError(
                 f"the gradient at `{jax.tree_util.keystr(path)}` was unscaled before: there is an `unscale_and_check` "
                 "in front of another one, or in front of `dynamic_loss_scale`; keep one of them, and put it inside the "
                 "wrapper"
             )
-    for path, x in leaves if isinstance(scale, jax.core.Tracer) else ():
+    for path, x in leaves[:1] if isinstance(scale, jax.core.Tracer) else ():
         behind = list(equations_behind(x))
         is_used = any(is_same_value(scale, tracer) for eqn in behind for tracer in eqn.in_tracers)
         if not is_used and any(map(_differentiates, behind)):
@@ -96,10 +96,9 @@ def check_scaled(tree: Any, scale: Any = None) -> None:
                 "by; write `amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(opt_state))`, or wrap the "
                 "optimizer with `LossScale.none()`"
             )
-        break  # those of one loss are scaled together
 
 
-_NEAR = 256  # equations between two transformations of a chain, at most
+_FEW, _NEAR = 4, 256  # leaves, and equations between two transformations of a chain
 
 
 def _scopes(eqn: Any) -> list[str]:
