@@ -165,6 +165,8 @@ class TestNotRounded:
         x = jnp.full(512, 16.0)  # its square is 131,072
         assert amp.autocast(jnp.vdot)(x, x) == 131_072
         assert dtypes(amp.autocast(jnp.vecdot), X, X, primitive="dot_general") == [FULL_PRODUCT]
+        rows = amp.autocast(lambda x, y: (x[:, None, :] @ y[:, :, None])[:, 0, 0])
+        assert dtypes(rows, X, X, primitive="dot_general") == [FULL_PRODUCT]
 
 
 class TestMixedProduct:

@@ -121,11 +121,15 @@ def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes |
 def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     """A product of vectors, row by row, is a sum over many terms; no matrix unit would speed it up."""
     contracting, batch = params["dimension_numbers"]
-    left, right = (aval.ndim - len(c) - len(b) for aval, c, b in zip(avals, contracting, batch, strict=True))
-    shared = len(batch[0])
-    lefts, rights = frozenset(range(shared, shared + left)), frozenset(range(shared + left, shared + left + right))
+    left, right = (
+        [n for i, n in enumerate(aval.shape) if i not in (*c, *b)]
+        for aval, c, b in zip(avals, contracting, batch, strict=True)
+    )
+    first, middle = len(batch[0]), len(batch[0]) + len(left)
+    lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
     rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
-    return rule if left or right or rule.op_class is not OpClass.LOWER else _VECTORS
+    are_vectors = all(n == 1 for n in (*left, *right))
+    return _VECTORS if are_vectors and rule.op_class is OpClass.LOWER else rule
 
 
 def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
