@@ -141,10 +141,10 @@ def dynamic_loss_scale(
     Where several optimizers share one scale, `update` takes it as `loss_scale=` (float32[], instead of the one in the
     state), and `grads_finite=` (bool[], `False` skips as an overflow does) from those that skip together.
 
-    All of `inner` sees true, float32 gradients. An `unscale_and_check()` in it marks the place where one unscales in a
-    chain without this wrapper, and does nothing. Other extra arguments of `update` are handed to `inner`. If one of
-    them is the very gradients that `update` gets, as `grad=` of `optax.lbfgs` is, it is unscaled with them; a `value=`
-    must be the loss as `amp.value_and_grad` returns it.
+    All of `inner` sees true float32 gradients. An `unscale_and_check()` in it does nothing: it marks, for the reader,
+    where a chain without this wrapper unscales. Other extra arguments of `update` are handed to `inner`. One that is
+    the very gradients that `update` gets, such as the `grad=` of `optax.lbfgs`, is unscaled with them; a `value=` must
+    be the loss as `amp.value_and_grad` returns it.
 
     Args:
         inner: any optax transformation, with float32 parameters in mind.
