@@ -15,13 +15,9 @@ from jmp_amp._policy import Policy, get_policy
 from jmp_amp._report import PrecisionDiff, PrecisionReport
 from jmp_amp._state_dict import load_state_dict, state_dict
 from jmp_amp._suggest_rules import suggest_rules
-from jmp_amp._transform import (
-    DynamicLossScaleState,
-    UnscaleAndCheckState,
-    dynamic_loss_scale,
-    unscale_and_check,
-)
+from jmp_amp._transform import DynamicLossScaleState, dynamic_loss_scale
 from jmp_amp._tree import all_finite, cast_to_full, cast_to_half, half_dtype, select_tree
+from jmp_amp._unscale_and_check import UnscaleAndCheckState, unscale_and_check
 from jmp_amp._version import __version__
 
 # In the order of the data flow.

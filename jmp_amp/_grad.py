@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp._accumulate import REDUCTIONS, accumulate
-from jmp_amp._unscale import to_scale
+from jmp_amp._arguments import to_scale
 
 
 def value_and_grad(

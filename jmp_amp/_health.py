@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-from jmp_amp._loss_scale import LossScaleState, to_number
+from jmp_amp._arguments import to_number
+from jmp_amp._loss_scale import LossScaleState
 from jmp_amp._nonfinite_leaves import describe_nonfinite, nonfinite_leaves
-from jmp_amp._transform import DynamicLossScaleState, UnscaleAndCheckState
+from jmp_amp._transform import DynamicLossScaleState
+from jmp_amp._unscale_and_check import UnscaleAndCheckState
 
 
 class LossScaleError(ArithmeticError):

@@ -1,21 +1,16 @@
 """The loss scale: a frozen configuration whose methods are pure functions over an immutable state."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from jmp_amp._arguments import NO_CEILING, NO_FLOOR, to_count, to_flag, to_number
 from jmp_amp._deepspeed import arguments
-from jmp_amp._unscale import map_wide, to_flag, unscale_and_look
-
-_NO_FLOOR = 2.0**-126
-_NO_CEILING = 2.0**126
-"""Between the two, float32 holds a scale and its reciprocal as normal numbers; devices flush others to zero."""
+from jmp_amp._unscale import map_wide, unscale_and_look
 
 
 class LossScaleState(NamedTuple):
@@ -198,7 +193,7 @@ class LossScale:
         overflowed = jnp.where(tolerated == 0, backed_off, state.loss_scale)
         scale = jnp.where(finite, jnp.where(grow, grown, state.loss_scale), overflowed)
         scale = state.loss_scale if self.is_static else scale
-        is_scale = (state.loss_scale >= _NO_FLOOR) & (state.loss_scale <= _NO_CEILING)
+        is_scale = (state.loss_scale >= NO_FLOOR) & (state.loss_scale <= NO_CEILING)
         return LossScaleState(
             loss_scale=jnp.where(is_scale, scale, self.init_scale),
             growth_tracker=jnp.where(finite, jnp.where(grow, -self.growth_delay, tracker), -self.overflow_delay),
@@ -223,12 +218,12 @@ class LossScale:
     @classmethod
     def torch(cls, **overrides: Any) -> Self:
         """The rule of `torch.amp.GradScaler`."""
-        return cls(**{"min_scale": _NO_FLOOR, "max_scale": _NO_CEILING} | overrides)
+        return cls(**{"min_scale": NO_FLOOR, "max_scale": NO_CEILING} | overrides)
 
     @classmethod
     def apex(cls, **overrides: Any) -> Self:
         """The rule of apex's `amp.LossScaler`: torch's with a ceiling of 2^24, at which a growth ends."""
-        return cls(**{"min_scale": _NO_FLOOR, "clamp_growth": True} | overrides)
+        return cls(**{"min_scale": NO_FLOOR, "clamp_growth": True} | overrides)
 
     @classmethod
     def deepspeed(cls, **overrides: Any) -> Self:
@@ -237,7 +232,7 @@ class LossScale:
         It tolerates one overflow between growths, and the first growth after the start or an overflow takes one step
         more than those that follow.
         """
-        theirs = {"growth_interval": 1000, "max_scale": _NO_CEILING, "hysteresis": 2, "overflow_delay": 1}
+        theirs = {"growth_interval": 1000, "max_scale": NO_CEILING, "hysteresis": 2, "overflow_delay": 1}
         return cls(**theirs | overrides)
 
     @classmethod
@@ -277,7 +272,7 @@ class LossScale:
         theirs = {
             "init_scale": 2.0**32,
             "growth_interval": 1000,
-            "max_scale": _NO_CEILING,
+            "max_scale": NO_CEILING,
             "hysteresis": 2,
         }
         return cls(**theirs | overrides)
@@ -295,7 +290,7 @@ class LossScale:
     @classmethod
     def jmp(cls, **overrides: Any) -> Self:
         """The rule of jmp's `DynamicLossScale`; jmp leaves the initial scale to the user, here it is 2^15."""
-        return cls(**{"init_scale": 2.0**15, "max_scale": _NO_CEILING} | overrides)
+        return cls(**{"init_scale": 2.0**15, "max_scale": NO_CEILING} | overrides)
 
 
 _FLAGS = {
@@ -303,29 +298,3 @@ _FLAGS = {
     "clamp_growth": "the ceiling goes into `max_scale`",
 }
 _COUNTS = {"growth_interval": 1, "hysteresis": 1, "overflow_delay": 0, "growth_delay": 0}
-
-
-def to_number(name: str, value: Any) -> float:
-    """Returns `value` as a float that float32 holds as a normal, positive number."""
-    try:
-        if isinstance(value, bool | np.bool_ | str | bytes):
-            raise TypeError
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except TypeError:
-        raise TypeError(f"`{name}` must be a number, got {value!r} of type {type(value).__name__}") from None
-    if not (math.isfinite(number) and _NO_FLOOR <= number <= _NO_CEILING):
-        raise ValueError(
-            f"`{name}` must be a number from 2^-126 to 2^126, where float32 holds its reciprocal too, got {value!r}"
-        )
-    return number
-
-
-def to_count(name: str, value: Any, least: int) -> int:
-    """Returns `value` as a number of steps that int32 holds."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`{name}` must be an integer, got {value!r} of type {type(value).__name__}")
-    if not least <= value <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be at least {least} and fit into int32, got {value}")
-    return int(value)

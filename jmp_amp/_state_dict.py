@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_amp._arguments import to_count
 from jmp_amp._health import find_state
-from jmp_amp._loss_scale import LossScale, LossScaleState, to_count
+from jmp_amp._loss_scale import LossScale, LossScaleState
 
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = ("scale", *_RULE, "_growth_tracker")

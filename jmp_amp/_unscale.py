@@ -29,33 +29,6 @@ class Seen(NamedTuple):
     nonfinite_leaves: Any = None
 
 
-def to_scale(value: Any) -> jax.Array:
-    """Returns a scale that a user handed in as float32[]; a traced one cannot be judged."""
-    is_number = hasattr(value, "shape") or type(value) in (int, float)
-    if not is_number or jnp.shape(value) != ():
-        raise TypeError(
-            f"`loss_scale` must be a scalar, got {type(value).__name__}; "
-            "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
-        )
-    is_known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    if is_known and not 0 < float(value) < jnp.inf:
-        raise ValueError(f"`loss_scale` must be positive and finite, got {value}; write 1.0 for no scaling")
-    return jnp.asarray(value, jnp.float32)
-
-
-def to_flag(name: str, value: Any) -> jax.Array:
-    """Returns a flag that a user handed in as bool[]."""
-    if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
-        raise TypeError(f"`{name}` must be a bool, such as `amp.all_finite(grads)` returns, got {value!r}")
-    return jnp.asarray(value)
-
-
-def check_axis_name(value: Any) -> None:
-    """Raises unless a value is the name of a mapped axis, or a tuple of such."""
-    if not isinstance(value, Hashable):
-        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {value!r}")
-
-
 _UNSCALED = "amp.unscale"
 
 

@@ -328,14 +328,14 @@ def test_a_change_of_structure_is_named_as_one(skip):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("scale", [0, 0.0, -8, np.nan, np.inf, jnp.float32(0), np.float32(-1)], ids=repr)
+@pytest.mark.parametrize("scale", [0, 0.0, -8, 1e300, np.nan, np.inf, jnp.float32(0), np.float32(-1)], ids=repr)
 def test_a_scale_that_is_no_scale_raises_outside_of_jit(scale):
     for call in (
         lambda: amp.value_and_grad(loss_fn, loss_scale=scale)(PARAMS),
         lambda: amp.grad(loss_fn, loss_scale=scale)(PARAMS),
         lambda: MARK().update(PARAMS, MARK().init(PARAMS), loss_scale=scale),
     ):
-        with pytest.raises(ValueError, match="`loss_scale` must be positive and finite, got"):
+        with pytest.raises(ValueError, match="`loss_scale` must be positive and finite in float32, got"):
             call()
 
 

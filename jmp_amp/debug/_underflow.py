@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp._arguments import to_number
 from jmp_amp._extras import extra
-from jmp_amp._loss_scale import to_number
 from jmp_amp._table import aligned, percent
 from jmp_amp._tree import is_inexact
 
