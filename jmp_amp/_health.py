@@ -112,7 +112,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     found = find_state(opt_state)._asdict()
     for x in jax.tree.leaves(opt_state, is_leaf=_is_wrapper):
         if _is_wrapper(x):
-            found["grad_norm"] = jnp.sqrt(*jax.tree.leaves(x.sum_of_squares))
+            found["grad_norm"] = jnp.sqrt(jnp.abs(*jax.tree.leaves(x.sum_of_squares)))
             flags = jax.tree.leaves_with_path(x.nonfinite_leaves)
             found |= {f"nonfinite/{keystr(path, simple=True, separator='/')}": flag for path, flag in flags}
     return found

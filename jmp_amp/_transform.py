@@ -21,8 +21,8 @@ class DynamicLossScaleState(NamedTuple):
     Attributes:
         loss_scale: the scale and its counters.
         inner_state: the state of the wrapped transformation.
-        sum_of_squares: float32[], of the true gradients of the last step, before any clipping; infinite where they were
-            not finite, 0 before the first step.
+        sum_of_squares: float32[], of the true gradients of the last step, before any clipping; -inf where they were not
+            finite, 0 before the first step.
         nonfinite_leaves: of bool[], the tree of the parameters, true for the leaves whose gradients were not finite in
             the last step; None unless `dynamic_loss_scale` was asked for it.
 
@@ -153,7 +153,7 @@ def dynamic_loss_scale(
                 lambda path, old: by_path.get(path, jnp.zeros_like(old)), state.nonfinite_leaves
             )
         if clip_global_norm is not None:
-            factor *= jnp.minimum(1.0, clip_global_norm / jnp.sqrt(sum_of_squares))
+            factor *= jnp.minimum(1.0, clip_global_norm / jnp.sqrt(jnp.abs(sum_of_squares)))
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Unscaled here, not where the check did it, so that it fuses into `inner`.

@@ -20,7 +20,7 @@ class Seen(NamedTuple):
 
     Attributes:
         finite: bool[], whether all of them are finite once they are unscaled, on every device.
-        sum_of_squares: float32[], of the true gradients, infinite where they are not finite.
+        sum_of_squares: float32[], of the true gradients, -inf where they are not finite.
         nonfinite_leaves: of bool[], the tree of the gradients, true where a leaf is not finite; None if not asked for.
     """
 
@@ -133,8 +133,9 @@ def look(
             flags = {i: lax.psum(bad.astype(jnp.float32), names) > 0 for i, bad in flags.items()}
             total = jnp.where(lax.psum(jnp.isnan(total).astype(jnp.float32), names) > 0, jnp.nan, total)
         by_path = jax.tree.unflatten(treedef, [flags[i] for i in range(len(leaves))]) if by_leaf else None
-        finite = ~jnp.isnan(total)
-        return Seen(finite, jnp.where(finite, total, jnp.inf), by_path)
+        # Into the fusion that adds up; of NaN, `jax.debug_nans` would make an error.
+        total = jnp.where(jnp.isnan(total), -jnp.inf, total)
+        return Seen(total >= 0, total, by_path)
 
 
 def map_wide(fun: Any, tree: Any) -> Any:

@@ -103,7 +103,7 @@ def sharded_step(tx, check_vma=True):
     )
     def step(grads, params):
         updates, state = tx.update(grads, tx.init(params), params)
-        seen = jnp.sqrt(state.sum_of_squares)
+        seen = jnp.sqrt(jnp.abs(state.sum_of_squares))
         return updates, seen if check_vma else seen[None]
 
     return jax.jit(step)
