@@ -128,7 +128,8 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     first, middle = len(batch[0]), len(batch[0]) + len(left)
     lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
     rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
-    are_vectors = all(n == 1 for n in (*left, *right))
+    # A layer with one output for one input is a layer, not a product of vectors.
+    are_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
     return _VECTORS if are_vectors and rule.op_class is OpClass.LOWER else rule
 
 
