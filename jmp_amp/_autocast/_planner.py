@@ -211,6 +211,7 @@ class _Draft:
         for i, eqn in enumerate(jaxpr.eqns):
             for var in _variables(eqn.invars):
                 self._readers.setdefault(var, []).append(i)
+        self._copying = {var: [*filter(self._uses_copies, readers)] for var, readers in self._readers.items()}
         self._stored = {
             var
             for rule, eqn in zip(self._rules, jaxpr.eqns, strict=True)
@@ -300,7 +301,7 @@ class _Draft:
                 self._low_reads[var] -= 1
                 if self._is_wanted(var) and var in self._producers:
                     yield self._producers[var]
-                yield from (j for j in self._readers[var] if self._uses_copies(j))
+                yield from self._copying[var]
 
     def _uses_copies(self, i: int) -> bool:
         """Whether it matters to an equation that there is a float32 copy of what it reads."""
