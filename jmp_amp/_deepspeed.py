@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jmp_amp._arguments import NO_CEILING, NO_FLOOR
+
 
 def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that make the loss scale of a DeepSpeed config; its defaults are DeepSpeed's.
@@ -112,7 +114,7 @@ _BOOLS: dict[Any, bool] = {
     **dict.fromkeys((0, "0", "f", "false", "n", "no", "off"), False),
 }
 
-_SCALE_RANGE, _COUNT_RANGE = (2.0**-126, 2.0**126), (1, 2**31 - 1)
+_SCALE_RANGE, _COUNT_RANGE = (NO_FLOOR, NO_CEILING), (1, 2**31 - 1)
 _A_SCALE = "a number from 2^-126 to 2^126, where float32 holds its reciprocal too"
 _A_COUNT = "an integer of at least 1 that fits into int32"
 

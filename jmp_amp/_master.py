@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_amp._rounding import round_stochastically, round_to_nearest
-from jmp_amp._tree import is_inexact
+from jmp_amp._tree import is_hole, is_inexact
 
 
 class MasterWeightsState(NamedTuple):
@@ -196,10 +196,6 @@ def rounded_weights(
 
 def _where_frozen(grads: Any, frozen: Any, trained: Any) -> Any:
     """Takes what `frozen` has, be it a subtree, where the gradients hold None or a masked node, else from `trained`."""
-
-    def is_hole(g: Any) -> bool:
-        return g is None or isinstance(g, optax.MaskedNode)
-
     return jax.tree.map(lambda g, f, t: f if is_hole(g) else t, grads, frozen, trained, is_leaf=is_hole)
 
 

@@ -274,5 +274,10 @@ def _check_shapes(what: str, got: dict[tuple[Any, ...], Any], want: dict[tuple[A
             )
 
 
+def is_hole(x: Any) -> bool:
+    """Whether it stands where a frozen parameter has no gradient."""
+    return x is None or isinstance(x, optax.MaskedNode)
+
+
 def _leaves_by_path(tree: Any) -> dict[tuple[Any, ...], Any]:
-    return dict(jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)))
+    return dict(jax.tree.leaves_with_path(tree, is_leaf=is_hole))
