@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast._rules import Rule
 
 # From inputs of a jaxpr that reach a value, by their places: whether they do so by arithmetic.
 _Sources = dict[int, bool]
-_RuleOf = Callable[[JaxprEqn], Rule]
+_RulesOf = Callable[[Jaxpr], Sequence[Rule]]
 
 
-def accumulators(body: Any, n_consts: int, n_carry: int, rule_of: _RuleOf) -> list[bool]:
+def accumulators(body: Any, n_consts: int, n_carry: int, rules_of: _RulesOf) -> list[bool]:
     """Returns whether each carry of a loop adds up.
 
     Args:
@@ -28,9 +28,9 @@ def accumulators(body: Any, n_consts: int, n_carry: int, rule_of: _RuleOf) -> li
             results.
         n_consts: how many constants there are.
         n_carry: how many carries there are.
-        rule_of: the rule of a first-order equation.
+        rules_of: the rule of each equation of an open jaxpr.
     """
-    reach = _closure([_carried(sources, n_consts, n_carry) for sources in _sources(body, rule_of)[:n_carry]])
+    reach = _closure([_carried(sources, n_consts, n_carry) for sources in _sources(body, rules_of)[:n_carry]])
     adds_up = [reach[i].get(i, False) for i in range(n_carry)]
     return [adds_up[i] or any(adds_up[j] for j in reach[i]) for i in range(n_carry)]
 
@@ -48,7 +48,7 @@ def _closure(reach: list[_Sources]) -> list[_Sources]:
         reach = more
 
 
-def _sources(jaxpr: Any, rule_of: _RuleOf) -> list[_Sources]:
+def _sources(jaxpr: Any, rules_of: _RulesOf) -> list[_Sources]:
     """Returns which inputs of a jaxpr reach each of its results."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     env: dict[Any, _Sources] = {var: {i: False} for i, var in enumerate(opened.invars)}
@@ -56,37 +56,36 @@ def _sources(jaxpr: Any, rule_of: _RuleOf) -> list[_Sources]:
     def read(atom: Any) -> _Sources:
         return env.get(atom, {}) if isinstance(atom, Var) else {}
 
-    for eqn in opened.eqns:
+    for eqn, rule in zip(opened.eqns, rules_of(opened), strict=True):
         operands = list(map(read, eqn.invars))
         if any(operands):
-            env.update(zip(eqn.outvars, _results(eqn, operands, rule_of), strict=True))
+            env.update(zip(eqn.outvars, _results(eqn, rule, operands, rules_of), strict=True))
     return list(map(read, opened.outvars))
 
 
-def _results(eqn: JaxprEqn, operands: Sequence[_Sources], rule_of: _RuleOf) -> list[_Sources]:
+def _results(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Sources], rules_of: _RulesOf) -> list[_Sources]:
     name, params = eqn.primitive.name, eqn.params
     if name in _compat.CALLS:
-        return _through(_sources(params[_compat.CALLS[name]], rule_of), operands)
+        return _through(_sources(params[_compat.CALLS[name]], rules_of), operands)
     if name == "cond":
-        branches = [_through(_sources(branch, rule_of), operands[1:]) for branch in params["branches"]]
+        branches = [_through(_sources(branch, rules_of), operands[1:]) for branch in params["branches"]]
         return [_merged(results) for results in zip(*branches, strict=True)]
     if name in ("scan", "while"):
-        return _through_loop(eqn, operands, rule_of)
-    rule = rule_of(eqn)
+        return _through_loop(eqn, operands, rules_of)
     if not rule.passes_on:
         return [{}] * len(eqn.outvars)
     merged = _by(_merged(operands), rule.arithmetic)
     return [merged if getattr(var.aval, "dtype", None) == np.float32 else {} for var in eqn.outvars]
 
 
-def _through_loop(eqn: JaxprEqn, operands: Sequence[_Sources], rule_of: _RuleOf) -> list[_Sources]:
+def _through_loop(eqn: JaxprEqn, operands: Sequence[_Sources], rules_of: _RulesOf) -> list[_Sources]:
     if eqn.primitive.name == "scan":
         body, (n_consts, n_carry) = eqn.params["jaxpr"], _compat.scan_sizes(eqn)
     else:
         body, n_consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
         operands = operands[eqn.params["cond_nconsts"] :]
         n_carry = len(operands) - n_consts
-    results = _sources(body, rule_of)
+    results = _sources(body, rules_of)
     first = [_merged([sources, {n_consts + i: False}]) for i, sources in enumerate(results[:n_carry])]
     reach = _closure([_carried(sources, n_consts, n_carry) for sources in first])
     # What reaches a carry in one iteration reaches in later ones what this carry reaches.

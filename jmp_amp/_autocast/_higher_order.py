@@ -82,7 +82,7 @@ def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, regio
     def plan_body(carry: Values) -> Plan:
         return planner.plan(body, (*consts, *carry, *xs), (Reads.ANY,) * len(wanted), region)
 
-    adds_up = accumulators(body, n_consts, n_carry, planner.rule_of)
+    adds_up = accumulators(body, n_consts, n_carry, planner.rules_of)
     carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed], adds_up)
     # What is stacked is stored as it is carried.
     stored = dict(zip(plan.jaxpr.outvars, carry, strict=False))
@@ -122,7 +122,7 @@ def _while(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, regi
     def plan_body(carry: Values) -> Plan:
         return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), reads, region)
 
-    adds_up = accumulators(eqn.params["body_jaxpr"], n_consts - n_cond, len(wanted), planner.rule_of)
+    adds_up = accumulators(eqn.params["body_jaxpr"], n_consts - n_cond, len(wanted), planner.rules_of)
     carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:], adds_up, decides)
     cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (Reads.TRACED,), region)
     changed = body.changed or cond.changed

@@ -100,14 +100,15 @@ class Plan:
 
     @functools.cached_property
     def _single(self) -> list[tuple[Block, list[Var]]]:
-        return self._with_last_reads(
-            [Block(step.eqn, step.eqn.invars, step.casts, step.eqn.outvars, step.run) for step in self.steps]
-        )
+        return self._with_last_reads(self._blocks())
 
     @functools.cached_property
     def _grouped(self) -> list[tuple[Block, list[Var]]]:
         results = {atom for atom in self.jaxpr.outvars if isinstance(atom, Var)}
-        return self._with_last_reads(grouped([block for block, _ in self._single], results))
+        return self._with_last_reads(grouped(self._blocks(), results))
+
+    def _blocks(self) -> list[Block]:
+        return [Block(step.eqn, step.eqn.invars, step.casts, step.eqn.outvars, step.run) for step in self.steps]
 
     def _with_last_reads(self, blocks: Sequence[Block]) -> list[tuple[Block, list[Var]]]:
         """Adds the variables that can be freed after each block, which matters outside `jit`."""

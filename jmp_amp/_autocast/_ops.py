@@ -7,7 +7,6 @@ model of equal layers then costs little more than one layer, and each op keeps i
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Primitive, Var
 
 from jmp_amp._autocast import _compat
 from jmp_amp._autocast import _weight_grad as weight_grad
@@ -115,22 +114,28 @@ class Block(NamedTuple):
 
 def grouped(blocks: Sequence[Block], results: Collection[Any]) -> list[Block]:
     """Joins the blocks of ops that came from one call in the user's code; `results` are read by the caller."""
-    groups = [list(group) for _, group in itertools.groupby(blocks, lambda b: _origin(b) if _is_op(b) else id(b))]
+    groups: list[tuple[Any, list[Block]]] = []
+    for block in blocks:
+        call = _call(block)
+        if groups and call is not None and call == groups[-1][0]:
+            groups[-1][1].append(block)
+        else:
+            groups.append((call, [block]))
     read_later, joined = set(results), []
-    for group in reversed(groups):
-        joined.append(_join(group, read_later) if _is_op(group[0]) else group[0])
-        read_later.update(atom for block in group for atom in block.invars if isinstance(atom, Var))
+    for call, group in reversed(groups):
+        joined.append(group[0] if call is None else _join(group, read_later))
+        read_later.update([atom for block in group for atom in block.invars if isinstance(atom, Var)])
     return joined[::-1]
 
 
-def _is_op(block: Block) -> bool:
+def _call(block: Block) -> tuple[Any, ...] | None:
+    """Returns what identifies the call that an op came from; None for what is not to be joined."""
+    if not isinstance(block.run, Op) or block.eqn.effects:
+        return None
     try:
-        return isinstance(block.run, Op) and not block.eqn.effects and hash(block.run) is not None
+        hash(block.run)
     except TypeError:  # a parameter that cannot be hashed
-        return False
-
-
-def _origin(block: Block) -> tuple[Any, ...]:
+        return None
     source = block.eqn.source_info
     return source.traceback, source.name_stack, block.eqn.ctx
 
@@ -161,38 +166,32 @@ def _run(group: _Group, *args: Any) -> list[Any]:
 
 
 def _join(blocks: Sequence[Block], read_later: Collection[Var]) -> Block:
-    defined = {var for block in blocks for var in block.outvars}
+    # Atoms go by their ids, since literals cannot be hashed.
+    read = [[(id(atom), cast) for atom, cast in zip(b.invars, b.casts, strict=True)] for b in blocks]
+    defined = {id(var) for block in blocks for var in block.outvars}
     inputs = {
-        (_key(atom), cast): atom
-        for block in blocks
-        for atom, cast in zip(block.invars, block.casts, strict=True)
-        if _key(atom) not in defined
+        key: atom
+        for block, keys in zip(blocks, read, strict=True)
+        for key, atom in zip(keys, block.invars, strict=True)
+        if key[0] not in defined
     }
-    places = {read: i for i, read in enumerate(inputs)}
+    places = {key: i for i, key in enumerate(inputs)}
     ops: list[Any] = []
     reads: list[tuple[int, ...]] = []
-
-    def add(op: Any, operands: tuple[int, ...], results: Sequence[Var], cast: Any = None) -> None:
-        ops.append(op)
-        reads.append(operands)
-        places.update({(_key(var), cast): len(places) + i for i, var in enumerate(results)})
-
-    def place(atom: Any, cast: Any) -> int:
-        if (_key(atom), cast) not in places:  # defined here, and cast here
-            add(_Cast(cast), (places[_key(atom), None],), [atom], cast)
-        return places[_key(atom), cast]
-
-    for block in blocks:
-        add(block.run, tuple(map(place, block.invars, block.casts)), block.outvars)
+    for block, keys in zip(blocks, read, strict=True):
+        for atom, cast in keys:
+            if (atom, cast) not in places:  # defined here, and cast here
+                ops.append(_Cast(cast))
+                reads.append((places[atom, None],))
+                places[atom, cast] = len(places)
+        ops.append(block.run)
+        reads.append(tuple([places[key] for key in keys]))
+        for var in block.outvars:
+            places[id(var), None] = len(places)
     outvars = [var for block in blocks for var in block.outvars if var in read_later]
-    group = _Group(tuple(ops), tuple(reads), tuple(places[_key(var), None] for var in outvars))
+    group = _Group(tuple(ops), tuple(reads), tuple([places[id(var), None] for var in outvars]))
     casts = [cast for _, cast in inputs]
     return Block(blocks[0].eqn, [*inputs.values()], casts, outvars, lambda args: _run(group, *args))
-
-
-def _key(atom: Any) -> Any:
-    """Literals cannot be hashed."""
-    return id(atom) if isinstance(atom, Literal) else atom
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=_compat.INLINE)

@@ -27,7 +27,7 @@ from jmp_amp._autocast._overrides import Overrides, scope_path
 from jmp_amp._autocast._pick import pick
 from jmp_amp._autocast._regions import region_of
 from jmp_amp._autocast._rules import ORIGINAL, OpClass, Rule, Rules
-from jmp_amp._autocast._sensitive import sensitive, squares_in
+from jmp_amp._autocast._sensitive import Sensitivity
 from jmp_amp._autocast._values import FLOAT32, Origin, Reads, Value, constant, widest
 
 
@@ -64,7 +64,8 @@ class Planner:
         self._plans: dict[Any, Plan] = {}
         self._steps: dict[Any, Step] = {}
         self._constants: dict[int, tuple[Any, Value]] = {}
-        self._rules_of: dict[int, tuple[JaxprEqn, Rule]] = {}
+        self._rules_of: dict[int, tuple[Jaxpr, list[Rule]]] = {}
+        self.sensitivity = Sensitivity(self.rules_of)
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Reads, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -94,12 +95,16 @@ class Planner:
         rule = self._rules.get(primitive.name, ORIGINAL)
         return rule if isinstance(rule, Rule) else rule(params, avals)
 
+    def rules_of(self, jaxpr: Jaxpr) -> list[Rule]:
+        """Returns the rule for each equation of an open jaxpr; they are looked up once."""
+        # The jaxpr is kept alive, so an id cannot come to mean another one.
+        if id(jaxpr) not in self._rules_of:
+            self._rules_of[id(jaxpr)] = jaxpr, [self.rule_of(eqn) for eqn in jaxpr.eqns]
+        return self._rules_of[id(jaxpr)][1]
+
     def rule_of(self, eqn: JaxprEqn) -> Rule:
-        """Returns the rule for a first-order equation; it is looked up once."""
-        # The equation is kept alive, so an id cannot come to mean another one.
-        if id(eqn) not in self._rules_of:
-            self._rules_of[id(eqn)] = eqn, self.rule(eqn.primitive, eqn.params, _avals(eqn))
-        return self._rules_of[id(eqn)][1]
+        """Returns the rule for a first-order equation."""
+        return self.rule(eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars])
 
     def saves(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """The policy of `jax.checkpoint` that keeps the results of products and computes cheaper ops again."""
@@ -121,8 +126,8 @@ class Planner:
         self, rule: Rule, eqn: JaxprEqn, values: tuple[Value, ...], full: bool, meets: bool, low: np.dtype
     ) -> Step:
         """Decides an op; an equal one, such as that of the layer before, is decided as it was."""
-        avals = (*_avals(eqn), *(var.aval for var in eqn.outvars))
-        literals = tuple(isinstance(atom, Literal) for atom in eqn.invars)
+        avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
+        literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         key = eqn.primitive, tuple(eqn.params.items()), avals, literals, rule, values, full, meets, low
         try:
             known = self._steps.get(key)
@@ -195,32 +200,36 @@ class _Draft:
         literals = (atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal))
         self._literals = {id(literal): constant(literal.val) for literal in literals}
         self._regions = [planner.enter(region, eqn) for eqn in jaxpr.eqns]
-        self._rules = [planner.rule_of(eqn) for eqn in jaxpr.eqns]
+        self._rules = planner.rules_of(jaxpr)
         self._deciding, _ = depends_on(jaxpr, [reads is Reads.TRACED for reads in wanted])
-        self._squares = squares_in(jaxpr, [value.squares for value in values], planner.rule_of)
-        self._sensitive = sensitive(jaxpr, self._squares, wanted, planner.rule_of)
-        self._as_traced = {
-            i: why for i, eqn in enumerate(jaxpr.eqns) if (why := self._why_as_traced(eqn, self._rules[i])) is not None
-        }
+        squares = tuple([value.squares for value in values])
+        self._squares = planner.sensitivity.squares(jaxpr, squares)
+        self._sensitive = planner.sensitivity.sensitive(jaxpr, squares, wanted)
+        self._as_traced: dict[int, str] = {}
+        if self._deciding or self._sensitive:
+            reasons = map(self._why_as_traced, jaxpr.eqns, self._rules)
+            self._as_traced = {i: why for i, why in enumerate(reasons) if why is not None}
         for i in self._as_traced:
             self._regions[i] = self._regions[i]._replace(low=FLOAT32)
         self._steps: list[Step | None] = [None] * len(jaxpr.eqns)
         self._reasons: list[Any] = [None] * len(jaxpr.eqns)  # each step was decided as it was for these
         self._producers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self._operands = [tuple(dict.fromkeys(_variables(eqn.invars))) for eqn in jaxpr.eqns]
         self._readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
-            for var in _variables(eqn.invars):
+        for i, operands in enumerate(self._operands):
+            for var in operands:
                 self._readers.setdefault(var, []).append(i)
-        self._copying = {var: [*filter(self._uses_copies, readers)] for var, readers in self._readers.items()}
+        # The equations to which it matters that there is a float32 copy of what they read.
+        self._use_copies = [
+            (rule.moves and not rule.fuses) or eqn.primitive.name in planner.higher_order
+            for eqn, rule in zip(jaxpr.eqns, self._rules, strict=True)
+        ]
         self._stored = {
-            var
-            for rule, eqn in zip(self._rules, jaxpr.eqns, strict=True)
-            if rule.stores
-            for var in _variables(eqn.invars)
+            var for rule, operands in zip(self._rules, self._operands, strict=True) if rule.stores for var in operands
         }
         self._full_reads: dict[Var, set[int]] = {}  # by the equations that do
         self._decays: set[Var] = set()  # a carry that adds up is multiplied with them in every iteration
-        self._low_reads = Counter(var for eqn in jaxpr.eqns for var in {*_variables(eqn.invars)})
+        self._low_reads = Counter({var: len(readers) for var, readers in self._readers.items()})
         self._low_reads.update(_variables(jaxpr.outvars))
         self._low_reads.subtract(_variables(chosen([bool(reads) for reads in wanted], jaxpr.outvars)))
 
@@ -251,6 +260,11 @@ class _Draft:
         """Whether a variable is read in float32 only, not if it is not read at all; or must be precise."""
         return self._low_reads.get(var) == 0 or var in self._decays
 
+    def _are_wanted(self, results: Sequence[Var]) -> bool:
+        """Whether each of several results is wanted or not read at all, and one is wanted."""
+        wanted = [var for var in results if self._is_wanted(var)]
+        return bool(wanted) and all(var in wanted or not self._low_reads[var] for var in results)
+
     def _reads(self, var: Var, eqn: JaxprEqn) -> Reads:
         """How the readers of one of its results read it, as far as the equation may be told."""
         if (var in self._deciding or var in self._sensitive) and region_of(eqn.source_info.name_stack) is None:
@@ -261,72 +275,67 @@ class _Draft:
         """Decides an equation, and returns those that now have reason to be decided again."""
         eqn, rule = self._jaxpr.eqns[i], self._rules[i]
         higher_order = self._planner.higher_order.get(eqn.primitive.name)
-        wanted = tuple(self._reads(var, eqn) for var in eqn.outvars)
-        values = tuple(map(self._read, eqn.invars))
+        wanted = tuple([self._reads(var, eqn) for var in eqn.outvars])
+        values = tuple([self._read(atom) for atom in eqn.invars])
         copied = False
-        if self._uses_copies(i):
+        if self._use_copies[i]:
             values = tuple(
                 value._replace(copied=True) if self._is_copied(atom, i) else value
                 for atom, value in zip(eqn.invars, values, strict=True)
             )
             copied = any(value.copied for value in values)
-        wanted_or_unread = [self._is_wanted(var) or not self._low_reads[var] for var in eqn.outvars]
-        all_wanted = any(map(self._is_wanted, eqn.outvars)) and all(wanted_or_unread)
-        full = all_wanted and (rule.fuses or (rule.moves and copied))
+        full = (rule.fuses or (rule.moves and copied)) and self._are_wanted(eqn.outvars)
         reason = wanted if higher_order else full
         if (old := self._steps[i]) is not None and (reason, values) == self._reasons[i]:
             return []
         if higher_order:
             step = higher_order(self._planner, eqn, values, wanted, self._regions[i])
         else:
-            step = self._first_order(rule, eqn, values, full, self._regions[i].low)
+            low = self._regions[i].low
+            rule = rule if low != FLOAT32 else ORIGINAL
+            step = self._planner.first_order(rule, eqn, values, full, self._meets_other_data(i, values), low)
         self._steps[i], self._reasons[i] = step, (reason, values)
         for var, out in zip(eqn.outvars, step.outs, strict=True):
-            self._known[var] = out._replace(squares=self._squares.get(var))
-        affected = [*self._affected(i, step)]
+            squares = self._squares.get(var)
+            self._known[var] = out if out.squares is squares else out._replace(squares=squares)
+        affected = list(self._affected(i, step))
         if old is not None and old.outs != step.outs:
             affected += [j for var in eqn.outvars for j in self._readers.get(var, ())]
         return [j for j in affected if self._steps[j] is not None]
 
     def _affected(self, i: int, step: Step) -> Iterator[int]:
         """Notes what an equation reads in float32; yields the equations that this is a reason to decide again."""
-        if self._rules[i].scales and any(self._read(atom).adds_up for atom in step.eqn.invars):
-            self._decays.update(_variables(step.eqn.invars))
-            yield from (self._producers[var] for var in _variables(step.eqn.invars) if var in self._producers)
-        reads = list(zip(step.eqn.invars, step.reads_full, strict=True))
-        for var in {*_variables(step.eqn.invars)}:
-            readers = self._full_reads.setdefault(var, set())
-            if i not in readers and all(is_full for atom, is_full in reads if atom is var):
+        if self._rules[i].scales and any(self._known[var].adds_up for var in self._operands[i]):
+            self._decays.update(self._operands[i])
+            yield from (self._producers[var] for var in self._operands[i] if var in self._producers)
+        pairs = zip(step.eqn.invars, step.reads_full, strict=True)
+        low = {atom for atom, is_full in pairs if not is_full and isinstance(atom, Var)}
+        for var in self._operands[i]:
+            if var not in low and i not in (readers := self._full_reads.setdefault(var, set())):
                 readers.add(i)
                 self._low_reads[var] -= 1
                 if self._is_wanted(var) and var in self._producers:
                     yield self._producers[var]
-                yield from self._copying[var]
-
-    def _uses_copies(self, i: int) -> bool:
-        """Whether it matters to an equation that there is a float32 copy of what it reads."""
-        rule = self._rules[i]
-        return (rule.moves and not rule.fuses) or self._jaxpr.eqns[i].primitive.name in self._planner.higher_order
+                yield from (j for j in self._readers[var] if self._use_copies[j])
 
     def _is_copied(self, atom: Any, i: int) -> bool:
         """Whether another equation reads a variable in float32."""
         return isinstance(atom, Var) and (self._known[atom].copied or bool(self._full_reads.get(atom, set()) - {i}))
 
-    def _first_order(self, rule: Rule, eqn: JaxprEqn, values: tuple[Value, ...], full: bool, low: np.dtype) -> Step:
-        rule = rule if low != FLOAT32 else ORIGINAL
-        # A norm of low-precision data is float32, but what a product reads of it is stored in low precision. Where it
-        # meets other data, as in a residual sum, float32 would only be stored a second time.
-        meets = any(
-            atom in self._stored and value.as_native().dtype != value.dtype
-            for atom, value in zip(eqn.invars, values, strict=True)
-            if isinstance(atom, Var)
+    def _meets_other_data(self, i: int, values: tuple[Value, ...]) -> bool:
+        """Whether an equation reads a norm of low-precision data that a product reads, too.
+
+        The norm is float32, but what a product reads of it is stored in low precision. Where it meets other data, as
+        in a residual sum, float32 would only be stored a second time.
+        """
+        if self._stored.isdisjoint(self._operands[i]):
+            return False
+        atoms = zip(self._jaxpr.eqns[i].invars, values, strict=True)
+        return any(
+            isinstance(atom, Var) and atom in self._stored and value.as_native().dtype != value.dtype
+            for atom, value in atoms
         )
-        return self._planner.first_order(rule, eqn, values, full, meets, low)
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
     return [atom for atom in atoms if isinstance(atom, Var)]
-
-
-def _avals(eqn: JaxprEqn) -> list[Any]:
-    return [atom.aval for atom in eqn.invars]

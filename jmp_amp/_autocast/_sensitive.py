@@ -19,41 +19,87 @@ from jmp_amp._autocast._decisions import dtype_of, shape_of
 from jmp_amp._autocast._rules import OpClass, Rule
 from jmp_amp._autocast._values import Reads, Squares
 
-_RuleOf = Callable[[JaxprEqn], Rule]
-
 Known = dict[Var, Squares]
 
 
-def sensitive(jaxpr: Any, squares: Known, results: Sequence[Reads], rule_of: _RuleOf) -> dict[Var, Reads]:
-    """Returns the values that are read in one of these ways, through arithmetic, moves and calls, and in which.
+class Sensitivity:
+    """Finds the sensitive values of jaxprs; one that is held by many equations, as a layer is, is read once."""
 
-    Args:
-        jaxpr: closed or open.
-        squares: from `squares_in` this jaxpr.
-        results: how its results are read.
-        rule_of: the rule of a first-order equation.
-    """
-    opened, _ = _compat.open_jaxpr(jaxpr)
-    found: dict[Var, Reads] = {}
+    def __init__(self, rules_of: Callable[[Jaxpr], Sequence[Rule]]) -> None:
+        """Takes what returns the rule of each equation of a jaxpr."""
+        self._rules_of = rules_of
+        self._squares: dict[Any, tuple[Jaxpr, Known]] = {}
+        self._sensitive: dict[Any, tuple[Jaxpr, dict[Var, Reads]]] = {}
 
-    def note(atoms: Sequence[Any], reads: Sequence[Reads]) -> None:
-        for atom, each in zip(atoms, reads, strict=True):
-            if isinstance(atom, Var):
-                found[atom] = _merged(found.get(atom, each), each)
+    def squares(self, jaxpr: Jaxpr, inputs: tuple[Squares | None, ...]) -> Known:
+        """Returns the values of a jaxpr that are made of squares, those of its inputs given; scalars aside."""
+        # The jaxpr is kept alive, so an id cannot come to mean another one.
+        key = id(jaxpr), inputs
+        if key not in self._squares:
+            self._squares[key] = jaxpr, self._find_squares(jaxpr, inputs)
+        return self._squares[key][1]
 
-    note(opened.outvars, [reads if reads in _WAYS else Reads.ANY for reads in results])
-    for eqn in reversed(opened.eqns):
-        outs = [found.get(var, Reads.ANY) for var in eqn.outvars]
-        inner, operands = _held(eqn)
-        for each in inner:
-            inside = sensitive(each, squares_in(each, _at(squares, operands), rule_of), outs, rule_of)
-            note(operands, [inside.get(var, Reads.ANY) for var in each.invars])
-        if not inner:
-            note(eqn.invars, [_reads(eqn, rule_of(eqn), outs, squares)] * len(eqn.invars))
-    return {var: reads for var, reads in found.items() if reads in _WAYS}
+    def sensitive(
+        self, jaxpr: Jaxpr, inputs: tuple[Squares | None, ...], results: tuple[Reads, ...]
+    ) -> dict[Var, Reads]:
+        """Returns the values that are read in one of these ways, through arithmetic, moves and calls, and in which.
+
+        Args:
+            jaxpr: an open one.
+            inputs: what its inputs are made of.
+            results: how its results are read.
+        """
+        key = id(jaxpr), inputs, results
+        if key not in self._sensitive:
+            self._sensitive[key] = jaxpr, self._find_sensitive(jaxpr, self.squares(jaxpr, inputs), results)
+        return self._sensitive[key][1]
+
+    def _find_sensitive(self, jaxpr: Jaxpr, squares: Known, results: tuple[Reads, ...]) -> dict[Var, Reads]:
+        found: dict[Var, Reads] = {}
+
+        def note(atoms: Sequence[Any], reads: Sequence[Reads]) -> None:
+            for atom, each in zip(atoms, reads, strict=True):
+                if isinstance(atom, Var):
+                    found[atom] = _merged(found[atom], each) if atom in found else each
+
+        note(jaxpr.outvars, [reads if reads in _WAYS else Reads.ANY for reads in results])
+        for eqn, rule in zip(reversed(jaxpr.eqns), reversed(self._rules_of(jaxpr)), strict=True):
+            outs = tuple([found.get(var, Reads.ANY) for var in eqn.outvars])
+            inner, operands = _held(eqn)
+            for each in inner:
+                inside = self.sensitive(each, _at(squares, operands), outs)
+                note(operands, [inside.get(var, Reads.ANY) for var in each.invars])
+            if not inner:
+                reads = _reads(eqn, rule, outs, squares)
+                note(eqn.invars, [reads] * len(eqn.invars))
+        return {var: reads for var, reads in found.items() if reads in _WAYS}
+
+    def _find_squares(self, jaxpr: Jaxpr, inputs: Sequence[Squares | None]) -> Known:
+        known = {var: each for var, each in zip(jaxpr.invars, inputs, strict=True) if each is not None}
+        roots: dict[Any, Any] = {}  # of what was moved only, what it was before
+        for eqn, rule in zip(jaxpr.eqns, self._rules_of(jaxpr), strict=True):
+            inner, operands = _held(eqn)
+            if inner:
+                results = [_at(self.squares(each, _at(known, operands)), each.outvars) for each in inner]
+                outs = [next(filter(None, of_each), None) for of_each in zip(*results, strict=True)]
+            else:
+                if rule.moves and len(eqn.outvars) == 1 and isinstance(eqn.invars[0], Var):
+                    roots[eqn.outvars[0]] = roots.get(eqn.invars[0], eqn.invars[0])
+                operands = _at(known, eqn.invars)
+                if not (any(operands) or eqn.primitive.name in _SQUARING):
+                    continue
+                sources = [roots.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars]
+                outs = [_made(eqn, rule, operands, sources)] * len(eqn.outvars)
+            known |= {
+                var: each
+                for var, each in zip(eqn.outvars, outs, strict=True)
+                if each is not None and varying(shape_of(var))
+            }
+        return known
 
 
 _WAYS = (Reads.ANGLE, Reads.DISTANCE, Reads.MATRIX)
+_SQUARING = ("square", "mul", "integer_pow", "dot_general")
 
 
 def _merged(a: Reads, b: Reads) -> Reads:
@@ -66,36 +112,14 @@ def _reads(eqn: JaxprEqn, rule: Rule, outs: Sequence[Reads], squares: Known) -> 
         return Reads.ANGLE
     if rule.decomposes:
         return Reads.MATRIX
-    reads = functools.reduce(_merged, outs) if outs else Reads.ANY
-    if rule.op_class is OpClass.LOWER or not (rule.passes_on or reads is Reads.MATRIX):
+    if rule.op_class is OpClass.LOWER or not outs:
+        return Reads.ANY
+    reads = functools.reduce(_merged, outs)
+    if not (rule.passes_on or reads is Reads.MATRIX):
         return Reads.ANY
     if rule.arithmetic and not rule.scales and Squares.SUM in _at(squares, eqn.invars):
         return max(reads, Reads.DISTANCE)
     return reads
-
-
-def squares_in(jaxpr: Any, inputs: Sequence[Squares | None], rule_of: _RuleOf) -> Known:
-    """Returns the values of a jaxpr that are made of squares, those of its inputs given; scalars aside."""
-    opened, _ = _compat.open_jaxpr(jaxpr)
-    known = {var: each for var, each in zip(opened.invars, inputs, strict=True) if each is not None}
-    roots: dict[Any, Any] = {}  # of what was moved only, what it was before
-    for eqn in opened.eqns:
-        inner, operands = _held(eqn)
-        if inner:
-            results = [_at(squares_in(each, _at(known, operands), rule_of), each.outvars) for each in inner]
-            outs = [next(filter(None, of_each), None) for of_each in zip(*results, strict=True)]
-        else:
-            rule = rule_of(eqn)
-            if rule.moves and len(eqn.outvars) == 1 and isinstance(eqn.invars[0], Var):
-                roots[eqn.outvars[0]] = roots.get(eqn.invars[0], eqn.invars[0])
-            sources = [roots.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars]
-            outs = [_made(eqn, rule, _at(known, eqn.invars), sources)] * len(eqn.outvars)
-        known |= {
-            var: each
-            for var, each in zip(eqn.outvars, outs, strict=True)
-            if each is not None and varying(shape_of(var))
-        }
-    return known
 
 
 def _held(eqn: JaxprEqn) -> tuple[list[Jaxpr], Sequence[Any]]:
@@ -106,8 +130,8 @@ def _held(eqn: JaxprEqn) -> tuple[list[Jaxpr], Sequence[Any]]:
     return [_compat.open_jaxpr(params[_compat.CALLS[name]])[0]] if name in _compat.CALLS else [], eqn.invars
 
 
-def _at(known: Known, atoms: Sequence[Any]) -> list[Squares | None]:
-    return [known.get(atom) if isinstance(atom, Var) else None for atom in atoms]
+def _at(known: Known, atoms: Sequence[Any]) -> tuple[Squares | None, ...]:
+    return tuple([known.get(atom) if isinstance(atom, Var) else None for atom in atoms])
 
 
 def _made(eqn: JaxprEqn, rule: Rule, operands: Sequence[Squares | None], sources: Sequence[Any]) -> Squares | None:
