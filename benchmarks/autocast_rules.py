@@ -15,8 +15,9 @@ import models
 from autocast_cost import autocast, measure
 from report import report
 
-from jmp_amp._autocast import _api, _ops
-from jmp_amp._autocast._rules import RULES, Rule
+from jmp_amp._autocast import _api, _rewrites
+from jmp_amp._autocast._rewrites import _broadcast_bias, _take_label_logit
+from jmp_amp._autocast._rules import RULES, Makes, Rule
 
 CASES = {
     "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),
@@ -26,24 +27,39 @@ CASES = {
 }
 
 
-def changed(**fields):
-    """Replaces fields in every rule of the table."""
+def changed(change):
+    """Changes every rule of the table."""
 
-    def change(rule):
-        if isinstance(rule, Rule):
-            return rule._replace(**fields)
-        return lambda params, avals: rule(params, avals)._replace(**fields)
+    def each(rule):
+        return change(rule) if isinstance(rule, Rule) else lambda params, avals: change(rule(params, avals))
 
-    return mock.patch.object(_api, "RULES", {name: change(rule) for name, rule in RULES.items()})
+    return mock.patch.object(_api, "RULES", {name: each(rule) for name, rule in RULES.items()})
+
+
+def without_biases(rule):
+    """A sum whose operands are never biases."""
+    return rule._replace(makes=Makes.DIFFERENCE) if rule.adds else rule
+
+
+def without_label_logit():
+    rewrites = tuple(rewrite for rewrite in _rewrites._REWRITES if rewrite is not _take_label_logit)
+    return mock.patch.object(_rewrites, "_REWRITES", rewrites)
+
+
+def broadcast_first():
+    def run(self, op, args):
+        return op.apply(op.cast(list(map(self._broadcast, args, op.casts))))
+
+    return mock.patch.object(_broadcast_bias._BroadcastFirst, "__call__", run)
 
 
 WITHOUT = {
     "nothing": contextlib.nullcontext,
-    "biases are part of the layer": lambda: changed(adds=False),
-    "what only float32 ops read is float32": lambda: changed(fuses=False),
-    "what a product reads of a norm is stored in float16": lambda: changed(stores=False),
-    "the label's logit is not scattered": lambda: changed(picks=False),
-    "a bias is broadcast after its cast": lambda: mock.patch.object(_ops.Op, "_spread", _ops.Op._broadcast_first),
+    "biases are part of the layer": lambda: changed(without_biases),
+    "what only float32 ops read is float32": lambda: changed(lambda rule: rule._replace(fuses=False)),
+    "what a product reads of a norm is stored in float16": lambda: changed(lambda rule: rule._replace(stores=False)),
+    "the label's logit is not scattered": without_label_logit,
+    "a bias is broadcast after its cast": broadcast_first,
     '`save="matmuls"`': contextlib.nullcontext,
 }
 

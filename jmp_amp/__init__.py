@@ -2,23 +2,36 @@
 
 from jmp_amp import debug
 from jmp_amp._autocast import autocast, full_precision, precision
-from jmp_amp._explain import explain
-from jmp_amp._grad import grad, value_and_grad
-from jmp_amp._health import LossScaleError, check_health, get_loss_scale, metrics, set_loss_scale
-from jmp_amp._initialize import initialize
-from jmp_amp._live import LiveView, live
-from jmp_amp._loss_scale import LossScale, LossScaleState
-from jmp_amp._master import MasterWeightsState, RoundedWeightsState, master_weights, rounded_weights
-from jmp_amp._params import cast_params, is_norm
-from jmp_amp._plot_history import plot_history
-from jmp_amp._policy import Policy, get_policy
-from jmp_amp._report import PrecisionDiff, PrecisionReport
-from jmp_amp._state_dict import load_state_dict, state_dict
-from jmp_amp._suggest_rules import suggest_rules
-from jmp_amp._transform import DynamicLossScaleState, dynamic_loss_scale
-from jmp_amp._tree import all_finite, cast_to_full, cast_to_half, half_dtype, select_tree
-from jmp_amp._unscale_and_check import UnscaleAndCheckState, unscale_and_check
+from jmp_amp._loss_scale import (
+    DynamicLossScaleState,
+    LossScale,
+    LossScaleError,
+    LossScaleState,
+    UnscaleAndCheckState,
+    check_health,
+    dynamic_loss_scale,
+    get_loss_scale,
+    grad,
+    load_state_dict,
+    metrics,
+    set_loss_scale,
+    state_dict,
+    unscale_and_check,
+    value_and_grad,
+)
+from jmp_amp._params import (
+    MasterWeightsState,
+    RoundedWeightsState,
+    cast_params,
+    initialize,
+    is_norm,
+    master_weights,
+    rounded_weights,
+)
+from jmp_amp._policy import Policy, all_finite, cast_to_full, cast_to_half, get_policy, half_dtype, select_tree
 from jmp_amp._version import __version__
+from jmp_amp._watch import LiveView, live, plot_history
+from jmp_amp.debug import PrecisionDiff, PrecisionReport, explain, suggest_rules
 
 # In the order of the data flow.
 __all__ = [  # noqa: RUF022

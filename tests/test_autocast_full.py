@@ -287,11 +287,11 @@ class TestEqualLayers:
         return loss
 
     def test_are_differentiated_once(self, monkeypatch):
-        from jmp_amp._autocast import _ops
+        from jmp_amp._autocast import _op
 
         called = []
-        call = _ops.Op.__call__
-        monkeypatch.setattr(_ops.Op, "__call__", lambda op, args: called.append(op) or call(op, args))
+        call = _op.Op.__call__
+        monkeypatch.setattr(_op.Op, "__call__", lambda op, args: called.append(op) or call(op, args))
 
         def calls(layers, width):
             called.clear()

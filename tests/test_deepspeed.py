@@ -10,7 +10,7 @@ import pytest
 
 import jmp_amp as amp
 from jmp_amp import LossScale
-from jmp_amp._deepspeed import _FIELDS
+from jmp_amp._loss_scale._deepspeed import _FIELDS
 
 
 def rule(**fp16):

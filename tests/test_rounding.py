@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
-from jmp_amp._rounding import round_stochastically, round_to_nearest
+from jmp_amp._params._rounding import round_stochastically, round_to_nearest
 
 LOW = [jnp.float16, jnp.bfloat16]
 SAMPLES = 8192

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from jmp_amp._tree import cast_floating
+from jmp_amp._policy import cast_floating
 
 FLOATING = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2]
 

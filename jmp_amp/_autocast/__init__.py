@@ -1,6 +1,29 @@
 """Autocast: a function traced to a jaxpr, whose ops then run each in the dtype of its class."""
 
-from jmp_amp._autocast._api import autocast
+from jmp_amp._autocast._api import Settings, autocast, parse_settings
+from jmp_amp._autocast._explain import Explanation, explain_call
+from jmp_amp._autocast._format import parse_format
+from jmp_amp._autocast._op_site import REASONS, OpSite
+from jmp_amp._autocast._overrides import matches, parse_rules
 from jmp_amp._autocast._regions import full_precision, precision
+from jmp_amp._autocast._rules import RULES, OpClass, Rule
+from jmp_amp._autocast._values import Reads
 
-__all__ = ["autocast", "full_precision", "precision"]
+__all__ = [
+    "REASONS",
+    "RULES",
+    "Explanation",
+    "OpClass",
+    "OpSite",
+    "Reads",
+    "Rule",
+    "Settings",
+    "autocast",
+    "explain_call",
+    "full_precision",
+    "matches",
+    "parse_format",
+    "parse_rules",
+    "parse_settings",
+    "precision",
+]

@@ -12,25 +12,23 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_amp._autocast import _compat
 from jmp_amp._autocast._rules import Rule
+from jmp_amp._jaxpr import Branches, Call, Loop, open_jaxpr, structure_of
 
 # From inputs of a jaxpr that reach a value, by their places: whether they do so by arithmetic.
 _Sources = dict[int, bool]
 _RulesOf = Callable[[Jaxpr], Sequence[Rule]]
 
 
-def accumulators(body: Any, n_consts: int, n_carry: int, rules_of: _RulesOf) -> list[bool]:
+def accumulators(loop: Loop, rules_of: _RulesOf) -> list[bool]:
     """Returns whether each carry of a loop adds up.
 
     Args:
-        body: the jaxpr of the loop's body: constants and carries first, both in its inputs; carries first in its
-            results.
-        n_consts: how many constants there are.
-        n_carry: how many carries there are.
+        loop: the loop.
         rules_of: the rule of each equation of an open jaxpr.
     """
-    reach = _closure([_carried(sources, n_consts, n_carry) for sources in _sources(body, rules_of)[:n_carry]])
+    n_consts, n_carry = loop.n_consts, loop.n_carry
+    reach = _closure([_carried(sources, n_consts, n_carry) for sources in _sources(loop.body, rules_of)[:n_carry]])
     adds_up = [reach[i].get(i, False) for i in range(n_carry)]
     return [adds_up[i] or any(adds_up[j] for j in reach[i]) for i in range(n_carry)]
 
@@ -50,7 +48,7 @@ def _closure(reach: list[_Sources]) -> list[_Sources]:
 
 def _sources(jaxpr: Any, rules_of: _RulesOf) -> list[_Sources]:
     """Returns which inputs of a jaxpr reach each of its results."""
-    opened, _ = _compat.open_jaxpr(jaxpr)
+    opened, _ = open_jaxpr(jaxpr)
     env: dict[Any, _Sources] = {var: {i: False} for i, var in enumerate(opened.invars)}
 
     def read(atom: Any) -> _Sources:
@@ -64,28 +62,24 @@ def _sources(jaxpr: Any, rules_of: _RulesOf) -> list[_Sources]:
 
 
 def _results(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Sources], rules_of: _RulesOf) -> list[_Sources]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in _compat.CALLS:
-        return _through(_sources(params[_compat.CALLS[name]], rules_of), operands)
-    if name == "cond":
-        branches = [_through(_sources(branch, rules_of), operands[1:]) for branch in params["branches"]]
-        return [_merged(results) for results in zip(*branches, strict=True)]
-    if name in ("scan", "while"):
-        return _through_loop(eqn, operands, rules_of)
+    match structure_of(eqn):
+        case Call(jaxpr, places):
+            return _through(_sources(jaxpr, rules_of), [operands[i] for i in places])
+        case Branches(jaxprs, places):
+            inputs = [operands[i] for i in places]
+            branches = [_through(_sources(branch, rules_of), inputs) for branch in jaxprs]
+            return [_merged(results) for results in zip(*branches, strict=True)]
+        case Loop() as loop:
+            return _through_loop(loop, operands, rules_of)
     if not rule.passes_on:
         return [{}] * len(eqn.outvars)
     merged = _by(_merged(operands), rule.arithmetic)
     return [merged if getattr(var.aval, "dtype", None) == np.float32 else {} for var in eqn.outvars]
 
 
-def _through_loop(eqn: JaxprEqn, operands: Sequence[_Sources], rules_of: _RulesOf) -> list[_Sources]:
-    if eqn.primitive.name == "scan":
-        body, (n_consts, n_carry) = eqn.params["jaxpr"], _compat.scan_sizes(eqn)
-    else:
-        body, n_consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
-        operands = operands[eqn.params["cond_nconsts"] :]
-        n_carry = len(operands) - n_consts
-    results = _sources(body, rules_of)
+def _through_loop(loop: Loop, operands: Sequence[_Sources], rules_of: _RulesOf) -> list[_Sources]:
+    n_consts, n_carry = loop.n_consts, loop.n_carry
+    results = _sources(loop.body, rules_of)
     first = [_merged([sources, {n_consts + i: False}]) for i, sources in enumerate(results[:n_carry])]
     reach = _closure([_carried(sources, n_consts, n_carry) for sources in first])
     # What reaches a carry in one iteration reaches in later ones what this carry reaches.
@@ -94,7 +88,8 @@ def _through_loop(eqn: JaxprEqn, operands: Sequence[_Sources], rules_of: _RulesO
         _merged([sources, *(_by(carried[i], by) for i, by in _carried(sources, n_consts, n_carry).items())])
         for sources in results[n_carry:]
     ]
-    return _through([*carried, *stacked], operands)
+    inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
+    return _through([*carried, *stacked], inputs)
 
 
 def _through(inner: Sequence[_Sources], operands: Sequence[_Sources]) -> list[_Sources]:

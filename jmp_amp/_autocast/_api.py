@@ -6,20 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jmp_amp._autocast import _compat
-from jmp_amp._autocast._higher_order import HIGHER_ORDER
-from jmp_amp._autocast._interpreter import Plan, Region
+from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
+from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._overrides import parse_rules
+from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Options, Planner
-from jmp_amp._autocast._regions import compute_dtype
 from jmp_amp._autocast._rules import RULES
-from jmp_amp._autocast._values import FLOAT32, Reads, unknown
-from jmp_amp._policy import Policy, get_policy
-from jmp_amp._tree import cast_floating
+from jmp_amp._autocast._values import Reads, unknown
+from jmp_amp._jaxpr import HIGHER_ORDER, as_type, open_jaxpr, split_arrays, trace
+from jmp_amp._policy import Policy, cast_floating, get_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,7 +126,7 @@ def autocast(
     if not callable(fun):
         raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
     settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype)
-    if not enabled or (settings.low == FLOAT32 and policy is None and not rules):
+    if not enabled or (settings.format is FORMATS["float32"] and policy is None and not rules):
         return fun
     autocasted = autocast_with(fun, settings)
     autocasted.autocast_of = fun, settings  # type: ignore[attr-defined] # for `explain`
@@ -140,7 +137,7 @@ class Settings(NamedTuple):
     """The arguments of `autocast`, parsed."""
 
     policy: Policy | None
-    low: np.dtype
+    format: Format
     options: Options
 
 
@@ -153,18 +150,18 @@ def parse_settings(
 ) -> Settings:
     """Checks the arguments of `autocast`; it documents them."""
     policy = None if policy is None else get_policy(policy)
-    low = compute_dtype(dtype if policy is None else policy.compute_dtype)
+    form = parse_format(dtype if policy is None else policy.compute_dtype)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
-    for name in overrides.primitives.keys() & HIGHER_ORDER.keys():
+    for name in overrides.primitives.keys() & (HIGHER_ORDER.keys() - RULES.keys()):
         raise ValueError(
             f"`{name}` holds a program and has no class itself: give one to the primitives in it, or put it into a "
             "`jax.named_scope` and give a dtype to that: {'my_scope': 'full'}"
         )
     if save not in ("all", "matmuls"):
         raise ValueError(f'`save` must be "all" or "matmuls", got {save!r}')
-    if weight_grad_dtype is not None and compute_dtype(weight_grad_dtype) != FLOAT32:
+    if weight_grad_dtype is not None and parse_format(weight_grad_dtype) is not FORMATS["float32"]:
         raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {weight_grad_dtype!r}")
-    return Settings(policy, low, Options(overrides, save, None if weight_grad_dtype is None else FLOAT32))
+    return Settings(policy, form, Options(overrides, save, None if weight_grad_dtype is None else FLOAT32))
 
 
 def autocast_with(
@@ -175,7 +172,7 @@ def autocast_with(
 
 
 def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, Plan], Any]) -> Callable:
-    policy, low, options = settings
+    policy, form, options = settings
 
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
@@ -191,16 +188,16 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, P
         # Arrays of a low `param_dtype` are traced as the float32 ones that they stand for; the casts are dead code.
         stored = FLOAT32 if policy is None else policy.param_dtype
         full = [cast_floating(x, FLOAT32) if x.dtype == stored and stored.itemsize == 2 else x for x in arrays]
-        closed = _compat.trace(flat, full)
-        jaxpr, _ = _compat.open_jaxpr(closed)
+        closed = trace(flat, full)
+        jaxpr, _ = open_jaxpr(closed)
         values = tuple(unknown(aval.dtype, aval.shape) for aval in map(jax.typeof, arrays))
-        planner = Planner(RULES, HIGHER_ORDER, options)
-        plan = planner.plan(closed, values, (Reads.ANY,) * len(jaxpr.outvars), Region(low))
+        planner = Planner(RULES, plan_higher_order, options)
+        plan = planner.plan(closed, values, (Reads.ANY,) * len(jaxpr.outvars), Region(form))
         planned(planner, plan)
         for pattern in options.overrides.scopes.keys() - planner.matched:
             warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=3)
-        results = zip(plan.run(*arrays), jaxpr.outvars, strict=True)
-        out = rebuild_out([_compat.as_type(x, var.aval) for x, var in results])
+        results = zip(plan(*arrays), jaxpr.outvars, strict=True)
+        out = rebuild_out([as_type(x, var.aval) for x, var in results])
         return out if policy is None else policy.cast_to_output(out)
 
     return autocasted
@@ -210,21 +207,3 @@ def _unmatched(pattern: str, scopes: set[str]) -> str:
     known = sorted(scope for scope in scopes if scope)
     shown = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
     return f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}"
-
-
-def split_arrays(tree: Any, *also: type) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns the arrays of a tree, and what is `also` one, and a function that puts arrays in their place."""
-    leaves, treedef = jax.tree.flatten(tree)
-    traced = [isinstance(x, (jax.Array, np.ndarray, *also)) and _has_jax_dtype(x) for x in leaves]
-    arrays = [x for x, t in zip(leaves, traced, strict=True) if t]
-
-    def rebuild(arrays: Any) -> Any:
-        it = iter(arrays)
-        return jax.tree.unflatten(treedef, [next(it) if t else x for x, t in zip(leaves, traced, strict=True)])
-
-    return arrays, rebuild
-
-
-def _has_jax_dtype(x: Any) -> bool:
-    """Whether JAX can trace it; numpy also has arrays of strings and of objects."""
-    return not isinstance(x, np.ndarray) or jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_

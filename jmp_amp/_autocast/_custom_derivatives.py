@@ -4,7 +4,8 @@ The rule itself is never touched. `jax.jvp` and `jax.vjp` of the traced call app
 is traced, planned and run like any other program, inside a new function with a custom derivative.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -13,40 +14,39 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast import _compat
-from jmp_amp._autocast._decisions import dtype_of
-from jmp_amp._autocast._interpreter import Plan, cast_results
-from jmp_amp._autocast._masks import chosen, merged
+from jmp_amp._autocast._plan import Plan, with_results
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Reads, Value
+from jmp_amp._jaxpr import bind, dtype_of, open_jaxpr, trace, with_dtype, zero_cotangent
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    differentiable, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
+    differentiable, perturbed_outs = _differentiable(eqn), _inexact(eqn.outvars)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moved = [d and not isinstance(t, SymbolicZero) for d, t in zip(differentiable, tangents, strict=True)]
-        tangents = chosen(moved, tangents)
+        perturbed = [d and not isinstance(t, SymbolicZero) for d, t in zip(differentiable, tangents, strict=True)]
+        tangents = list(compress(tangents, perturbed))
 
         def as_traced(*args: Any) -> list[Any]:
-            primals, tangents = args[: len(moved)], args[len(moved) :]
-            results, result_tangents = jax.jvp(_of_moved(eqn, moved, primals), chosen(moved, primals), list(tangents))
-            return [*results, *chosen(moved_outs, result_tangents)]
+            primals, tangents = args[: len(perturbed)], args[len(perturbed) :]
+            fun = _of_perturbed(eqn, perturbed, primals)
+            results, result_tangents = jax.jvp(fun, list(compress(primals, perturbed)), list(tangents))
+            return [*results, *compress(result_tangents, perturbed_outs)]
 
-        outs = (*plan.outs, *_tangents(chosen(moved_outs, plan.outs)))
+        outs = (*plan.outs, *_tangents(compress(plan.outs, perturbed_outs)))
         rule = planner.plan(
-            _compat.trace(as_traced, [*(types := _types(primals, eqn.invars)), *chosen(moved, types)]),
-            (*_inputs(plan), *_tangents(chosen(moved, _inputs(plan)))),
+            trace(as_traced, [*(types := _types(primals, eqn.invars)), *compress(types, perturbed)]),
+            (*plan.inputs, *_tangents(compress(plan.inputs, perturbed))),
             (Reads.ANY,) * len(outs),
             plan.region,
         )
-        results = cast_results(rule.run, outs)(*primals, *tangents)
+        results = with_results(rule, outs)(*primals, *tangents)
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
         given = iter(result_tangents)
-        return results, [next(given) if m else _no_tangent(x) for m, x in zip(moved_outs, results, strict=True)]
+        return results, [next(given) if m else _no_tangent(x) for m, x in zip(perturbed_outs, results, strict=True)]
 
     function = jax.custom_jvp(_named(plan, eqn, "custom_jvp"))
     function.defjvp(jvp, symbolic_zeros=eqn.params["symbolic_zeros"])
@@ -55,49 +55,49 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`; residuals may be low precision."""
-    differentiable, moved_outs = _differentiable(eqn), _inexact(eqn.outvars)
+    differentiable, perturbed_outs = _differentiable(eqn), _inexact(eqn.outvars)
     n_outs = len(eqn.outvars)
 
-    def forward_of(moved: Sequence[bool], args: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Evaluates the user's rule for the gradients of the operands that are `moved`."""
+    def forward_of(perturbed: Sequence[bool], args: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Evaluates the user's rule for the gradients of the operands that are `perturbed`."""
         pullback_tree: Any = None
 
         def as_traced(*args: Any) -> list[Any]:
             nonlocal pullback_tree
-            results, pullback = jax.vjp(_of_moved(eqn, moved, args), *chosen(moved, args))
+            results, pullback = jax.vjp(_of_perturbed(eqn, perturbed, args), *compress(args, perturbed))
             residuals, pullback_tree = jax.tree.flatten(pullback)
             return [*results, *residuals]
 
-        traced = _compat.trace(as_traced, _types(args, eqn.invars))
-        outvars = _compat.open_jaxpr(traced)[0].outvars
-        rule = planner.plan(traced, _inputs(plan), (Reads.ANY,) * len(outvars), plan.region)
+        traced = trace(as_traced, _types(args, eqn.invars))
+        outvars = open_jaxpr(traced)[0].outvars
+        rule = planner.plan(traced, plan.inputs, (Reads.ANY,) * len(outvars), plan.region)
         outs = (*plan.outs, *rule.outs[n_outs:])
-        results = cast_results(rule.run, outs)(*args)
+        results = with_results(rule, outs)(*args)
         residual_types = _types(results[n_outs:], outvars[n_outs:])
 
         def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-            given = [m and not isinstance(ct, SymbolicZero) for m, ct in zip(moved_outs, cotangents, strict=True)]
-            nothing = [_compat.zero_cotangent(var.aval) for var in eqn.outvars]
-            cotangents = chosen(given, cotangents)
+            given = [m and not isinstance(ct, SymbolicZero) for m, ct in zip(perturbed_outs, cotangents, strict=True)]
+            nothing = [zero_cotangent(var.aval) for var in eqn.outvars]
+            cotangents = list(compress(cotangents, given))
 
             def as_traced(*args: Any) -> list[Any]:
                 pullback = jax.tree.unflatten(pullback_tree, args[: len(residuals)])
-                return list(pullback(merged(given, args[len(residuals) :], nothing)))
+                return list(pullback(_combine(given, args[len(residuals) :], nothing)))
 
-            types = _types(cotangents, chosen(given, eqn.outvars))
-            values = (*outs[n_outs:], *_tangents(chosen(given, plan.outs)))
-            traced = _compat.trace(as_traced, [*residual_types, *types])
-            grads = _tangents(chosen(moved, _inputs(plan)))
+            types = _types(cotangents, list(compress(eqn.outvars, given)))
+            values = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
+            traced = trace(as_traced, [*residual_types, *types])
+            grads = _tangents(compress(plan.inputs, perturbed))
             rule = planner.plan(traced, values, (Reads.ANY,) * len(grads), plan.region)
-            return merged(moved, cast_results(rule.run, grads)(*residuals, *cotangents), [None] * len(moved))
+            return _combine(perturbed, with_results(rule, grads)(*residuals, *cotangents), [None] * len(perturbed))
 
         return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         if not eqn.params["symbolic_zeros"]:
             return forward_of(differentiable, args)
-        moved = [d and arg.perturbed for d, arg in zip(differentiable, args, strict=True)]
-        return forward_of(moved, [arg.value for arg in args])
+        perturbed = [d and arg.perturbed for d, arg in zip(differentiable, args, strict=True)]
+        return forward_of(perturbed, [arg.value for arg in args])
 
     function = jax.custom_vjp(_named(plan, eqn, "custom_vjp"))
     function.defvjp(
@@ -108,15 +108,15 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
 def _named(plan: Plan, eqn: JaxprEqn, default: str) -> Callable[..., list[Any]]:
     def call(*args: Any) -> list[Any]:
-        return plan.run(*args)
+        return plan(*args)
 
     call.__name__ = eqn.params.get("name", default)
     return call
 
 
-def _of_moved(eqn: JaxprEqn, moved: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
+def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
     """Returns the traced call as a function of its differentiable operands."""
-    return lambda *values: _compat.bind(eqn, merged(moved, values, args))
+    return lambda *values: bind(eqn, _combine(perturbed, values, args))
 
 
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
@@ -129,18 +129,20 @@ def _inexact(variables: Sequence[Any]) -> list[bool]:
     return [jnp.issubdtype(dtype_of(var), jnp.inexact) for var in variables]
 
 
-def _inputs(plan: Plan) -> tuple[Value, ...]:
-    return tuple(plan.values[var] for var in plan.jaxpr.invars)
+def _combine(mask: Sequence[bool], items: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Returns `others`, with `items` at the places at which the mask is true."""
+    it = iter(items)
+    return [next(it) if is_item else other for is_item, other in zip(mask, others, strict=True)]
 
 
-def _tangents(values: Sequence[Value]) -> tuple[Value, ...]:
+def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:
     """What is known of tangents and cotangents: their dtype."""
     return tuple(Value(value.dtype) for value in values)
 
 
 def _types(args: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns the types of `args` in the dtypes that the variables were traced in."""
-    return [_compat.with_dtype(x, dtype_of(var)) for x, var in zip(args, variables, strict=True)]
+    return [with_dtype(x, dtype_of(var)) for x, var in zip(args, variables, strict=True)]
 
 
 def _no_tangent(x: Any) -> np.ndarray:

@@ -1,30 +1,25 @@
 """What decides when a `while` ends: all of it runs as it was traced, since rounded it might never end."""
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_amp._autocast import _compat
+from jmp_amp._jaxpr import Branches, Call, Loop, dtype_of, is_floating, open_jaxpr, structure_of
 
 
-def deciding_carries(cond: Any, body: Any, n_cond: int, n_body: int) -> list[bool]:
-    """Returns whether the end of a `while` depends on each carry, through however many iterations.
-
-    Args:
-        cond: the jaxpr of the predicate.
-        body: the jaxpr of the body.
-        n_cond: how many of the inputs of `cond` are constants.
-        n_body: how many of the inputs of `body` are constants.
-    """
-    return closed_over_iterations(body, n_body, depends_on(cond, [True])[1][n_cond:])
+def deciding_carries(loop: Loop) -> list[bool]:
+    """Returns whether the end of a `while` depends on each carry, through however many iterations."""
+    n_cond_consts = loop.cond_consts.stop - loop.cond_consts.start
+    return closed_over_iterations(loop.body, loop.n_consts, depends_on(loop.cond, [True])[1][n_cond_consts:])
 
 
 def closed_over_iterations(body: Any, n_consts: int, carries: Sequence[bool]) -> list[bool]:
     """Returns the carries that the chosen ones depend on, through however many iterations of a loop."""
-    rest = [False] * (len(_compat.open_jaxpr(body)[0].outvars) - len(carries))
+    rest = [False] * (len(open_jaxpr(body)[0].outvars) - len(carries))
     while True:
         inputs = depends_on(body, [*carries, *rest])[1][n_consts : n_consts + len(carries)]
         more = [a or b for a, b in zip(carries, inputs, strict=True)]
@@ -33,8 +28,9 @@ def closed_over_iterations(body: Any, n_consts: int, carries: Sequence[bool]) ->
         carries = more
 
 
-# Of these, only the results that decide run as they were traced; other equations that hold jaxprs do so as a whole.
-SPLIT = {*_compat.CALLS, "cond"}
+def runs_as_whole(eqn: JaxprEqn) -> bool:
+    """Whether all of an equation runs as it was traced if one of its results decides: not a call, nor branches."""
+    return not isinstance(structure_of(eqn), Call | Branches)
 
 
 def depends_on(jaxpr: Any, results: Sequence[bool]) -> tuple[set[Var], list[bool]]:
@@ -43,7 +39,7 @@ def depends_on(jaxpr: Any, results: Sequence[bool]) -> tuple[set[Var], list[bool
     An integer depends on integers only: a decoder that stops at a token is not one that stops at the logits of which
     the token was the largest.
     """
-    opened, _ = _compat.open_jaxpr(jaxpr)
+    opened, _ = open_jaxpr(jaxpr)
     needed = {atom for atom, needs in zip(opened.outvars, results, strict=True) if needs and isinstance(atom, Var)}
     for eqn in reversed(opened.eqns) if needed else ():
         if not needed.isdisjoint(eqn.outvars):
@@ -52,20 +48,15 @@ def depends_on(jaxpr: Any, results: Sequence[bool]) -> tuple[set[Var], list[bool
 
 
 def _operands(eqn: JaxprEqn, results: Sequence[bool]) -> list[Var]:
-    if eqn.primitive.name in _compat.CALLS:
-        reads = depends_on(eqn.params[_compat.CALLS[eqn.primitive.name]], results)[1]
-    elif eqn.primitive.name == "cond":
-        branches = [depends_on(branch, results)[1] for branch in eqn.params["branches"]]
-        reads = [True, *map(any, zip(*branches, strict=True))]
-    else:
-        rounds = all(_is_integer(var) for var, needs in zip(eqn.outvars, results, strict=True) if needs)
-        reads = [not (rounds and _is_floating(atom)) for atom in eqn.invars]
-    return [atom for atom, is_read in zip(eqn.invars, reads, strict=True) if is_read and isinstance(atom, Var)]
-
-
-def _is_integer(var: Any) -> bool:
-    return jax.numpy.issubdtype(var.aval.dtype, np.integer)
-
-
-def _is_floating(atom: Any) -> bool:
-    return jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.bool_), np.floating)
+    match structure_of(eqn):
+        case Call(jaxpr, operands):
+            is_read = depends_on(jaxpr, results)[1]
+            atoms = list(compress([eqn.invars[i] for i in operands], is_read))
+        case Branches(jaxprs, operands):
+            of_branches = [depends_on(branch, results)[1] for branch in jaxprs]
+            is_read = list(map(any, zip(*of_branches, strict=True)))
+            atoms = [eqn.invars[0], *compress([eqn.invars[i] for i in operands], is_read)]
+        case _:
+            rounds = all(jnp.issubdtype(dtype_of(var), np.integer) for var in compress(eqn.outvars, results))
+            atoms = [atom for atom in eqn.invars if not (rounds and is_floating(atom))]
+    return [atom for atom in atoms if isinstance(atom, Var)]

@@ -2,25 +2,43 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_amp._autocast import _compat
 from jmp_amp._autocast._axes import Axes, moved, varying
-from jmp_amp._autocast._rules import FOLDS, OpClass, Rule
+from jmp_amp._autocast._format import FLOAT32, Format
+from jmp_amp._autocast._rules import FOLDS, Makes, OpClass, Rule
 from jmp_amp._autocast._sizes import is_smaller
-from jmp_amp._autocast._values import (
-    FLOAT32,
-    Origin,
-    Value,
-    common_dtype,
-    folded,
-    merged_magnitudes,
-    widest,
-)
+from jmp_amp._autocast._values import Origin, Value, common_dtype, folded, merged_magnitudes, widest
+from jmp_amp._jaxpr import dtype_of, retyped, shape_of
+
+
+class OpContext(NamedTuple):
+    """What an op is decided by.
+
+    Attributes:
+        eqn: the equation.
+        rule: the rule of the op.
+        values: what is known of its operands.
+        format: that of its region.
+        reads_full: whether its results are read in float32 only, so that it is evaluated in float32.
+        shares_norm: whether it reads a norm of low-precision data that a product reads, too.
+    """
+
+    eqn: JaxprEqn
+    rule: Rule
+    values: tuple[Value, ...]
+    format: Format
+    reads_full: bool = False
+    shares_norm: bool = False
+
+    @property
+    def is_float32(self) -> list[bool]:
+        """Whether each operand was traced in float32."""
+        return [dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
 
 
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:
@@ -28,35 +46,25 @@ def differs(known: Iterable[tuple[Any, Value]]) -> bool:
     return any(value.dtype != dtype_of(atom) for atom, value in known)
 
 
-def dtype_of(atom: Any) -> Any:
-    """The dtype that a variable or literal was traced in; None for tokens and the like."""
-    return getattr(atom.aval, "dtype", None)
-
-
-def shape_of(atom: Any) -> tuple[int, ...] | None:
-    """The shape of a variable or literal; None for tokens and the like."""
-    return getattr(atom.aval, "shape", None)
-
-
-def is_neutral(eqn: JaxprEqn) -> bool:
-    """Whether it is all one in which dtype an op reads: a comparison, for instance."""
+def returns_no_float32(eqn: JaxprEqn) -> bool:
+    """Whether the dtype of the operands does not show in the results: a comparison, for instance."""
     return not any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
 
 
-def operand_dtype(rule: Rule, eqn: JaxprEqn, eligible: Sequence[Value], full: bool, low: np.dtype) -> Any:
-    """Returns the dtype that all eligible operands are cast to, None to take them as they come."""
-    op_class = rule.op_class
-    if full or op_class in (OpClass.FULL, OpClass.ORIGINAL):
+def operand_dtype(op: OpContext) -> Any:
+    """Returns the dtype that the float32 operands of an op are cast to, None to take them as they come."""
+    op_class, eqn = op.rule.op_class, op.eqn
+    if op.reads_full or op_class in (OpClass.FULL, OpClass.ORIGINAL):
         return FLOAT32
+    eligible = list(compress(weighed(op.rule, eqn, op.values), op.is_float32))
+    if op.shares_norm:
+        eligible = [value.as_native() for value in eligible]
     if op_class is OpClass.FOLLOW:
-        return None if not rule.stores else widest(value.as_native().dtype for value in eligible) if eligible else None
-    if op_class is OpClass.LOWER and any(value.exact or value.is_lost(low) for value in eligible):
-        return FLOAT32
+        return widest(value.as_native().dtype for value in eligible) if op.rule.stores and eligible else None
     if op_class is OpClass.LOWER:
-        # Integers are left alone, and so is a product with an operand or result of another dtype, which the user chose.
-        dtypes = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)}
-        floating = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.floating)}
-        return low if floating <= {FLOAT32, low} else FLOAT32
+        is_kept = any(value.keep_float32 or value.is_lost(op.format.operands) for value in eligible)
+        takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
+        return op.format.operands if takes and not is_kept else FLOAT32
     return common_dtype(eligible)
 
 
@@ -88,45 +96,57 @@ def _gives_way(rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | No
     return value.origin is Origin.INPUT and any(map(value.axes[0].issubset, features))
 
 
-def params_for(rule: Rule, eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
-    """Returns the parameters that name float32 and must name the dtype of the operands."""
+def params_for(op: OpContext, operands: Sequence[Any]) -> dict[str, Any]:
+    """Returns the parameters that name float32 and must name the dtype that the op computes in.
+
+    Args:
+        op: the op.
+        operands: the dtypes that its operands are cast to.
+    """
+    rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
+    dtype = widest(eligible) if eligible else FLOAT32
     if dtype == FLOAT32:
         return {}
-    params = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
+    result = op.format.results if rule.op_class is OpClass.LOWER else dtype
+    params: dict[str, Any] = {name: result for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
     jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
-    return params | {name: _compat.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
+    return params | {name: retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
 
 
-def broadcast_shape(rule: Rule, eqn: JaxprEqn) -> tuple[int, ...] | None:
-    """Returns the shape that an elementwise op broadcasts its operands to, None for other ops."""
-    shape = shape_of(eqn.outvars[0]) if eqn.outvars else None
-    return shape if rule.fuses and rule.op_class is OpClass.PROMOTE else None
-
-
-def results(
-    rule: Rule, eqn: JaxprEqn, values: Sequence[Value], operands: Sequence[Any], low: np.dtype
-) -> tuple[Value, ...]:
+def results(op: OpContext, operands: Sequence[Any]) -> tuple[Value, ...]:
     """Returns what is known of the results, from the dtypes that the operands are cast to."""
+    eqn, rule, values = op.eqn, op.rule, op.values
     scalars = all(
         value.origin is Origin.SCALAR and shape_of(atom) == () for value, atom in zip(values, eqn.invars, strict=True)
     )
-    eligible = [dtype for dtype, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) == FLOAT32]
-    pairwise = rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars)
+    eligible = list(compress(operands, op.is_float32))
     outs = []
     for i, var in enumerate(eqn.outvars):
-        dtype = dtype_of(var)
-        if dtype == FLOAT32 and rule.op_class is not OpClass.ORIGINAL and eligible:
-            dtype = operands[i] if pairwise and dtype_of(eqn.invars[i]) == FLOAT32 else widest(eligible)
         out = _moved(eqn, values, var) if rule.moves else _computed(rule, eqn, values, var)
         if scalars and shape_of(var) == () and not rule.moves:
-            out = Value(dtype, Origin.SCALAR)
-        native = _native(rule, eqn, values, var, low) if dtype == FLOAT32 and eligible else None
-        exact = dtype == FLOAT32 and any(n != 1 for n in shape_of(var) or ()) and _is_exact(rule, values, low)
-        held = rule.moves and all(value.held for value in values)
-        adds_up = rule.moves and any(value.adds_up for value in values)
-        out = out._replace(dtype=dtype, native=native, exact=exact, held=held, adds_up=adds_up)
-        outs.append(_fold(eqn, values, out) if scalars and dtype == FLOAT32 and shape_of(var) == () else out)
+            out = Value(None, Origin.SCALAR)
+        is_array = any(n != 1 for n in shape_of(var) or ())
+        is_float32 = dtype_of(var) == FLOAT32
+        out = out._replace(
+            dtype=_result_dtype(op, i, operands, eligible),
+            native=_native(op, var) if is_float32 and eligible else None,
+            keep_float32=is_float32 and is_array and _keeps_float32(op),
+            save_cast=rule.moves and all(value.save_cast for value in values),
+            adds_up=rule.moves and any(value.adds_up for value in values),
+        )
+        outs.append(_fold(eqn, values, out) if scalars and is_float32 and shape_of(var) == () else out)
     return tuple(outs)
+
+
+def _result_dtype(op: OpContext, i: int, operands: Sequence[Any], eligible: Sequence[Any]) -> Any:
+    """Returns the dtype of a result; of an op on several arrays side by side, each keeps its own."""
+    dtype, op_class = dtype_of(op.eqn.outvars[i]), op.rule.op_class
+    if dtype != FLOAT32 or op_class is OpClass.ORIGINAL or not eligible:
+        return dtype
+    if op_class is OpClass.LOWER and widest(eligible) == op.format.operands:
+        return op.format.results
+    is_pairwise = op_class is OpClass.FOLLOW and len(operands) == len(op.eqn.outvars)
+    return operands[i] if is_pairwise and dtype_of(op.eqn.invars[i]) == FLOAT32 else widest(eligible)
 
 
 def _moved(eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
@@ -189,8 +209,9 @@ def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
         return folded(out, fold(eqn.params, *map(np.float32, known)))
 
 
-def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: np.dtype) -> Any:
+def _native(op: OpContext, var: Var) -> Any:
     """Returns the native dtype of a float32 result: that of the operands it has the elements of."""
+    rule, eqn, values = op.rule, op.eqn, op.values
     if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
     floating = [
@@ -202,7 +223,7 @@ def _native(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var, low: n
         floating = [(value, shape) for value, shape in floating if shape == shape_of(var)]
     if floating:
         return widest(value.as_native().dtype for value, _ in floating)
-    return low if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
+    return op.format.results if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
 
 
 def _is_broadcast(value: Value, var: Var) -> bool:
@@ -212,8 +233,8 @@ def _is_broadcast(value: Value, var: Var) -> bool:
     return value.origin is Origin.SCALAR
 
 
-def _is_exact(rule: Rule, values: Sequence[Value], low: np.dtype) -> bool:
+def _keeps_float32(op: OpContext) -> bool:
     """Whether a float32 result must not be rounded, because its operands must not, or by what the op makes of them."""
-    if not (rule.carries or rule.moves):
-        return rule.logarithm
-    return any(value.exceeds(low) or value.exact for value in values)
+    if not op.rule.keeps_magnitude:
+        return op.rule.makes is Makes.LOGARITHM
+    return any(value.exceeds(op.format.results) or value.keep_float32 for value in op.values)

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,20 +10,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.extend.source_info_util import summarize
 
-from jmp_amp._autocast import _compat
-from jmp_amp._autocast._api import Settings, autocast_with, split_arrays
-from jmp_amp._autocast._decisions import dtype_of, shape_of, weighed
-from jmp_amp._autocast._interpreter import Plan, Step
+from jmp_amp._autocast._api import Settings, autocast_with
+from jmp_amp._autocast._decisions import weighed
+from jmp_amp._autocast._format import FLOAT32, FORMATS, Format
 from jmp_amp._autocast._nnx import unbound
+from jmp_amp._autocast._op import Op
 from jmp_amp._autocast._op_site import OpSite
-from jmp_amp._autocast._ops import Op
-from jmp_amp._autocast._overrides import scope_path
+from jmp_amp._autocast._plan import Plan, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._regions import region_of
+from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._rules import RULES, OpClass
-from jmp_amp._autocast._values import FLOAT32, Origin, Value, constant
+from jmp_amp._autocast._values import Origin, Value, constant
+from jmp_amp._jaxpr import (
+    Frame,
+    dtype_of,
+    flat_call,
+    frames_of,
+    has_no_derivative,
+    holds_jaxprs,
+    inner_jaxprs,
+    is_backward,
+    is_floating,
+    is_recomputed,
+    open_jaxpr,
+    scope_path,
+    shape_of,
+)
 
 
 class Explanation(NamedTuple):
@@ -52,14 +64,10 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
         kwargs: likewise.
     """
     fun, args = unbound(fun, args)
-    arrays, rebuild = split_arrays((args, kwargs), jax.ShapeDtypeStruct)
-    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
     plans: list[tuple[Planner, Plan]] = []
     autocasted = autocast_with(fun, settings, lambda *plan: plans.append(plan))
-
-    def call(*arrays: Any) -> list[Any]:
-        args, kwargs = rebuild(arrays)
-        return split_arrays(autocasted(*args, **kwargs))[0]
+    call, arrays = flat_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
 
     def call_and_pull(*arrays: Any) -> Any:
         def of_floats(*floats: Any) -> list[Any]:
@@ -73,14 +81,14 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
     try:
         program, differentiable = jax.make_jaxpr(call_and_pull)(*arrays), True
     except Exception as error:
-        if not _compat.has_no_derivative(error):
+        if not has_no_derivative(error):
             raise
         plans.clear()
         program, differentiable = jax.make_jaxpr(call)(*arrays), False
     planner, plan = plans[0]
     equations = list(_equations(program, _TOP))
-    backward = [_backward_site(planner, eqn, place) for eqn, place in equations if "transpose(" in place.stack]
-    sites = [*_forward_sites(planner, plan, settings.low, _TOP, None), *filter(None, backward)]
+    backward = [_backward_site(planner, eqn, place) for eqn, place in equations if is_backward(place.stack)]
+    sites = [*_forward_sites(planner, plan, settings.format, _TOP, None), *filter(None, backward)]
     casts = sum(place.times for eqn, place in equations if _is_cast(eqn))
     return Explanation(sites, casts, _kept(program) if differentiable else None)
 
@@ -95,47 +103,44 @@ class _Place(NamedTuple):
 
     def of(self, eqn: JaxprEqn) -> "_Place":
         # What JAX traced once for all its callers has no source of its own.
-        source = _source(eqn) or self.source
         names = eqn.source_info.name_stack
+        frames = frames_of(eqn)
+        source = _shown(frames[0]) if frames else self.source
         return _Place(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
 
 
 _TOP = _Place("", "", "", 1)
-_SUMMARY = re.compile(r"(.*):(\d+):\d+ \((.*)\)")
 
 
-def _source(eqn: JaxprEqn) -> str:
+def _shown(frame: Frame) -> str:
     """The file, line and function of the user's code; no more of the path than its last folder."""
-    found = _SUMMARY.fullmatch(summarize(eqn.source_info))
-    if found is None:
-        return ""
-    path, line, function = found.groups()
-    return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line} ({function})"
+    file = "/".join(frame.file.replace(os.sep, "/").split("/")[-2:])
+    return f"{file}:{frame.line} ({frame.function})"
 
 
-def _forward_sites(planner: Planner, plan: Plan, top: np.dtype, outer: _Place, forced: str | None) -> Iterator[OpSite]:
-    for i, step in enumerate(plan.steps):
+def _forward_sites(planner: Planner, plan: Plan, top: Format, outer: _Place, forced: str | None) -> Iterator[OpSite]:
+    for step in plan.steps:
         eqn = step.eqn
         region, place, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
-        if region_of(eqn.source_info.name_stack) is not None:
+        if format_in(eqn.source_info.name_stack) is not None:
             why = "region"
         elif planner.options.overrides.matching(region.path):
             why = "pattern"
-        elif i in plan.as_traced:
-            why, region = plan.as_traced[i], region._replace(low=FLOAT32)
+        elif step.as_traced is not None:
+            why, region = step.as_traced, region._replace(format=FORMATS["float32"])
         for inner, runs in step.inner:
             yield from _forward_sites(planner, inner, top, place._replace(times=place.times * runs), why)
-        if not step.inner and any(map(_is_floating, (*eqn.invars, *eqn.outvars))):
-            yield _forward_site(planner, plan, step, region.low, place, why if region.low != top else None)
+        if not step.inner and any(map(is_floating, (*eqn.invars, *eqn.outvars))):
+            yield _forward_site(planner, plan, step, region.format, place, why if region.format is not top else None)
 
 
-def _forward_site(planner: Planner, plan: Plan, step: Step, low: np.dtype, place: _Place, forced: str | None) -> OpSite:
+def _forward_site(planner: Planner, plan: Plan, step: Step, form: Format, place: _Place, forced: str | None) -> OpSite:
     eqn, times = step.eqn, place.times
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
     each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
-    floating = [i for i, atom in enumerate(eqn.invars) if _is_floating(atom)]
-    outputs = [value.dtype for value, var in zip(step.outs, eqn.outvars, strict=True) if _is_floating(var)]
+    floating = [i for i, atom in enumerate(eqn.invars) if is_floating(atom)]
+    outputs = [value.dtype for value, var in zip(step.outs, eqn.outvars, strict=True) if is_floating(var)]
     compute = _widest([operands[i] for i in floating] or outputs)
     rule = planner.rule_of(eqn)
     read = weighed(rule, eqn, values)
@@ -146,7 +151,7 @@ def _forward_site(planner: Planner, plan: Plan, step: Step, low: np.dtype, place
         place.source,
         eqn.primitive.name,
         rule.op_class.value,
-        forced or _why(planner, eqn, rule.op_class, traced, compute, low),
+        forced or _why(planner, eqn, rule.op_class, traced, compute, form),
         tuple(str(values[i].dtype) for i in floating),
         str(compute),
         str(_widest(outputs)) if outputs else str(dtype_of(eqn.outvars[0])) if eqn.outvars else "",
@@ -161,7 +166,7 @@ def _results(eqn: JaxprEqn, step: Step) -> Iterator[tuple[Any, Value]]:
 
 
 def _why(
-    planner: Planner, eqn: JaxprEqn, op_class: OpClass, traced: Sequence[Value], compute: Any, low: np.dtype
+    planner: Planner, eqn: JaxprEqn, op_class: OpClass, traced: Sequence[Value], compute: Any, form: Format
 ) -> str:
     """Why an op in no region computes in that dtype; `traced` are its operands that were traced in float32."""
     name = eqn.primitive.name
@@ -175,27 +180,27 @@ def _why(
         return "precision" if name in ("dot_general", "conv_general_dilated", "ragged_dot_general") else "rule"
     if op_class is OpClass.FULL or not traced:
         return "rule"
-    if op_class is OpClass.LOWER and compute != low:
-        return "constant" if any(value.exact or value.is_lost(low) for value in traced) else "traced"
+    if op_class is OpClass.LOWER and compute != form.operands:
+        return "constant" if any(value.keep_float32 or value.is_lost(form.operands) for value in traced) else "traced"
     arrays = [value for value in traced if value.origin is not Origin.SCALAR]
     if compute != FLOAT32:
         widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
         return "bias" if widened else "rule"
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
-    if any(value.exceeds(low) or (is_low and not value.fits(low)) for value in traced):
+    if any(value.exceeds(form.results) or (is_low and not value.fits(form.results)) for value in traced):
         return "constant"
     return "readers" if is_low else "rule"
 
 
 def _backward_site(planner: Planner, eqn: Any, place: _Place) -> OpSite | None:
     times = place.times
-    outputs = [dtype_of(var) for var in eqn.outvars if _is_floating(var)]
-    if not outputs or any(_jaxprs(eqn)):
+    outputs = [dtype_of(var) for var in eqn.outvars if is_floating(var)]
+    if not outputs or holds_jaxprs(eqn):
         return None
     avals = [atom.aval for atom in eqn.invars]
-    inputs = [dtype_of(atom) for atom in eqn.invars if _is_floating(atom)]
+    inputs = [dtype_of(atom) for atom in eqn.invars if is_floating(atom)]
     return OpSite(
-        "recomputed" if "rematted_computation" in place.stack else "backward",
+        "recomputed" if is_recomputed(place.stack) else "backward",
         place.module,
         place.source,
         eqn.primitive.name,
@@ -206,48 +211,34 @@ def _backward_site(planner: Planner, eqn: Any, place: _Place) -> OpSite | None:
         str(_widest(outputs)),
         times,
         times * _flops(eqn),
-        times * sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars if _is_floating(var)),
+        times * sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars if is_floating(var)),
     )
 
 
 def _equations(jaxpr: Any, outer: _Place) -> Iterator[tuple[JaxprEqn, _Place]]:
     """All equations, those inside other equations included."""
-    opened, _ = _compat.open_jaxpr(jaxpr)
-    for eqn in opened.eqns:
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
         place = outer.of(eqn)
         yield eqn, place
-        runs = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in _jaxprs(eqn):
-            yield from _equations(inner, place._replace(times=place.times * runs))
-
-
-def _jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
-    for param in eqn.params.values():
-        for inner in param if isinstance(param, tuple | list) else (param,):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield inner
+        for inner, times in inner_jaxprs(eqn):
+            yield from _equations(inner, place._replace(times=place.times * times))
 
 
 def _kept(program: Any) -> dict[str, int]:
     made, read = set[Any](), set[Any]()
-    for eqn in _compat.open_jaxpr(program)[0].eqns:
-        if "transpose(" in str(eqn.source_info.name_stack):
+    for eqn in open_jaxpr(program)[0].eqns:
+        if is_backward(eqn.source_info.name_stack):
             read.update(atom for atom in eqn.invars if isinstance(atom, Var))
         else:
             made.update(eqn.outvars)
     kept: Counter[str] = Counter()
-    for var in filter(_is_floating, made & read):
+    for var in filter(is_floating, made & read):
         kept[str(dtype_of(var))] += math.prod(var.aval.shape) * var.aval.dtype.itemsize
     return dict(kept)
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and all(map(_is_floating, (*eqn.invars, *eqn.outvars)))
-
-
-def _is_floating(atom: Any) -> bool:
-    dtype = dtype_of(atom)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return eqn.primitive.name == "convert_element_type" and all(map(is_floating, (*eqn.invars, *eqn.outvars)))
 
 
 def _widest(dtypes: Sequence[Any]) -> np.dtype:

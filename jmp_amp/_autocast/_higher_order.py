@@ -1,166 +1,142 @@
-"""Primitives that hold jaxprs: their bodies are planned and run like the program itself."""
+"""Equations that hold jaxprs: their bodies are planned and run like the program itself."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast import _compat
 from jmp_amp._autocast._accumulators import accumulators
 from jmp_amp._autocast._axes import sliced
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._deciding import deciding_carries
-from jmp_amp._autocast._decisions import dtype_of, shape_of
-from jmp_amp._autocast._interpreter import Plan, Region, Step, cast_results
-from jmp_amp._autocast._planner import HigherOrder, Planner
-from jmp_amp._autocast._values import FLOAT32, Origin, Reads, Value, join
+from jmp_amp._autocast._format import AS_TRACED, FLOAT32
+from jmp_amp._autocast._plan import Plan, Region, Step, with_results
+from jmp_amp._autocast._planner import Planner
+from jmp_amp._autocast._values import Origin, Reads, Value, join
+from jmp_amp._jaxpr import HIGHER_ORDER, Branches, Call, Loop, bind, dtype_of, shape_of
 
 Values = tuple[Value, ...]
 Wanted = tuple[Reads, ...]
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def _call(
-    rebuild: Callable[[Planner, JaxprEqn, Plan], Run], param: str = "jaxpr", *, keeps_inputs: bool = False
-) -> HigherOrder:
-    """A call of one jaxpr: `rebuild` makes the same call of the planned jaxpr.
+def plan_higher_order(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
+    """Decides an equation that holds jaxprs."""
+    match HIGHER_ORDER[eqn.primitive.name].enter(eqn):
+        case Call() as call:
+            return _call(planner, eqn, call, values, wanted, region)
+        case Branches() as branches:
+            return _branches(planner, eqn, branches, values, wanted, region)
+        case Loop(cond=None) as loop:
+            return _scan(planner, eqn, loop, values, region)
+        case Loop() as loop:
+            return _while(planner, eqn, loop, values, region)
 
-    What the body reads in float32 only is cast in front of the call, where other readers can share it; not if the call
-    keeps its inputs for the backward pass, which would then be float32.
+
+def _call(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, wanted: Wanted, region: Region) -> Step:
+    """What the body reads in float32 only is cast in front of the call, where other readers can share the cast.
+
+    It is not if the call keeps its inputs for the backward pass, which would then be float32.
     """
+    entry = HIGHER_ORDER[eqn.primitive.name]
+    if entry.run is None:
+        return _as_traced(planner, eqn, call, values, region)
+    plan = planner.plan(call.jaxpr, values, wanted, region)
+    reads_full = (False,) * len(values) if entry.keeps_inputs else plan.reads_full
+    full = tuple(
+        value.in_full() if is_full and dtype_of(atom) == FLOAT32 else value
+        for value, is_full, atom in zip(values, reads_full, eqn.invars, strict=True)
+    )
+    plan = planner.plan(call.jaxpr, full, wanted, region)
+    derivative = _DERIVATIVES.get(eqn.primitive.name)
+    run = derivative(planner, eqn, plan) if derivative and plan.changed else _run_with(eqn, [plan])
+    return _step(eqn, _casts(values, full), plan.outs, run, [(plan, 1)])._replace(reads_full=reads_full)
 
-    def decide(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
-        plan = planner.plan(eqn.params[param], values, wanted, region)
-        reads_full = (False,) * len(values) if keeps_inputs else plan.reads_full
-        full = tuple(
-            value.in_full() if is_full and dtype_of(atom) == FLOAT32 else value
-            for value, is_full, atom in zip(values, reads_full, eqn.invars, strict=True)
-        )
-        plan = planner.plan(eqn.params[param], full, wanted, region)
-        run = rebuild(planner, eqn, plan) if plan.changed else _as_traced(eqn)
-        return Step(eqn, _casts(values, full), plan.outs, run, plan.changed, reads_full, ((plan, 1),))
 
-    return decide
+def _as_traced(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, region: Region) -> Step:
+    """An equation that cannot be run with another jaxpr: its jaxpr is planned for `explain` alone."""
+    pairs = zip(values, eqn.invars, strict=True)
+    full = tuple(value.in_full() if dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
+    reads = (Reads.TRACED,) * len(eqn.outvars)
+    plan = planner.plan(call.jaxpr, tuple(full[i] for i in call.operands), reads, Region(AS_TRACED, region.path))
+    outs = tuple(Value(dtype_of(var)) for var in eqn.outvars)
+    return _step(eqn, _casts(values, full), outs, functools.partial(bind, eqn), [(plan, 1)])._replace(
+        reads_full=(True,) * len(values)
+    )
 
 
-def _cond(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
+def _branches(
+    planner: Planner, eqn: JaxprEqn, branches: Branches, values: Values, wanted: Wanted, region: Region
+) -> Step:
     """`cond` and `switch`: each result has the widest dtype over the branches."""
     # What leaves a branch is stored, so float32 would cost memory there, whoever reads it.
     stored = tuple(Reads.ANY if reads is Reads.FULL else reads for reads in wanted)
-    plans = [planner.plan(branch, values[1:], stored, region) for branch in eqn.params["branches"]]
-    outs = tuple(
-        functools.reduce(join, of_branches) for of_branches in zip(*(plan.outs for plan in plans), strict=True)
-    )
-    changed = any(plan.changed for plan in plans)
-
-    def run(args: Sequence[Any]) -> Sequence[Any]:
-        index, *operands = args
-        branches = [cast_results(plan.run, outs) for plan in plans]
-        if "branches_platforms" not in eqn.params:
-            return lax.switch(index, branches, *operands)
-        # The index is that of the platform; the branches for other platforms may not even compile on this one.
-        platforms = zip(eqn.params["branches_platforms"], branches, strict=True)
-        by_name = {name: branch for names, branch in platforms for name in names or ("default",)}
-        return lax.platform_dependent(*operands, **by_name)
-
-    inner = [(plan, 1) for plan in plans]
-    return _stored_step(eqn, (None,) * len(values), outs, run if changed else _as_traced(eqn), changed, inner)
+    inputs = tuple(values[i] for i in branches.operands)
+    plans = [planner.plan(branch, inputs, stored, region) for branch in branches.jaxprs]
+    of_results = zip(*(plan.outs for plan in plans), strict=True)
+    outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
+    run = _run_with(eqn, plans, [with_results(plan, outs) for plan in plans])
+    return _step(eqn, (None,) * len(values), outs, run, [(plan, 1) for plan in plans])
 
 
-def _scan(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
+def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: Region) -> Step:
     """`scan`: each carry has the dtype that the body, once it gets it, returns again."""
-    n_consts, n_carry = _compat.scan_sizes(eqn)
-    body, n_fixed = eqn.params["jaxpr"], n_consts + n_carry
-    keeps_products = planner.options.save == "matmuls"
-    consts = tuple(value._replace(held=keeps_products) for value in values[:n_consts])
-    xs = tuple(map(_sliced, values[n_fixed:]))
+    saves_products = planner.options.save == "matmuls"
+    consts = tuple(value._replace(save_cast=saves_products) for value in values[loop.consts])
+    xs = tuple(map(_sliced, values[loop.xs]))
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(body, (*consts, *carry, *xs), (Reads.ANY,) * len(wanted), region)
+        return planner.plan(loop.body, (*consts, *carry, *xs), (Reads.ANY,) * len(eqn.outvars), region)
 
-    adds_up = accumulators(body, n_consts, n_carry, planner.rules_of)
-    carry, plan = _fixpoint(plan_body, values[n_consts:n_fixed], eqn.invars[n_consts:n_fixed], adds_up)
+    adds_up = accumulators(loop, planner.rules_of)
+    carry, plan = _fixpoint(plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up)
     # What is stacked is stored as it is carried.
     stored = dict(zip(plan.jaxpr.outvars, carry, strict=False))
-    stacked = (stored.get(var, out) for var, out in zip(plan.jaxpr.outvars[n_carry:], plan.outs[n_carry:], strict=True))
-    outs = carry + tuple(Value(out.dtype, exact=out.exact) for out in stacked)
-
-    def run(args: Sequence[Any]) -> Sequence[Any]:
-        consts, init, xs = args[:n_consts], args[n_consts:n_fixed], args[n_fixed:]
-        step = cast_results(plan.run, outs)
-
-        def call(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = step(*consts, *carry, *x)
-            return results[:n_carry], results[n_carry:]
-
-        if keeps_products and not plan.jaxpr.effects:
-            call = jax.checkpoint(call, policy=planner.saves, prevent_cse=False)
-        length = None if xs else eqn.params["length"]  # a symbolic one cannot be given
-        options = {name: eqn.params[name] for name in ("reverse", "unroll")}
-        carried, ys = lax.scan(call, list(init), list(xs), length, **options)
-        return [*carried, *ys]
-
-    casts = _casts(values, (*consts, *carry, *values[n_fixed:]))
-    inner = [(plan, eqn.params["length"])]
-    return _stored_step(eqn, casts, outs, run if plan.changed else _as_traced(eqn), plan.changed, inner)
+    slices = zip(plan.jaxpr.outvars[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
+    stacked = [stored.get(var, out) for var, out in slices]
+    outs = carry + tuple(Value(out.dtype, keep_float32=out.keep_float32) for out in stacked)
+    body = with_results(plan, outs)
+    if saves_products and not plan.jaxpr.effects:
+        body = jax.checkpoint(body, policy=planner.is_saved, prevent_cse=False)
+    casts = _casts(values, (*consts, *carry, *values[loop.xs]))
+    return _step(eqn, casts, outs, _run_with(eqn, [plan], [body]), [(plan, loop.length)])
 
 
-def _while(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
+def _while(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: Region) -> Step:
     """`while_loop` and `fori_loop`: carries as in `scan`."""
-    n_cond = eqn.params["cond_nconsts"]
-    n_consts = n_cond + eqn.params["body_nconsts"]
-    body_consts = values[n_cond:n_consts]
-
     # What decides when the loop ends is not rounded: it might never end.
-    decides = deciding_carries(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], n_cond, n_consts - n_cond)
+    decides = deciding_carries(loop)
     reads = tuple(Reads.TRACED if d else Reads.ANY for d in decides)
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(eqn.params["body_jaxpr"], (*body_consts, *carry), reads, region)
+        return planner.plan(loop.body, (*values[loop.consts], *carry), reads, region)
 
-    adds_up = accumulators(eqn.params["body_jaxpr"], n_consts - n_cond, len(wanted), planner.rules_of)
-    carry, body = _fixpoint(plan_body, values[n_consts:], eqn.invars[n_consts:], adds_up, decides)
-    cond = planner.plan(eqn.params["cond_jaxpr"], (*values[:n_cond], *carry), (Reads.TRACED,), region)
-    changed = body.changed or cond.changed
-
-    def run(args: Sequence[Any]) -> Sequence[Any]:
-        cond_consts, body_consts, init = args[:n_cond], args[n_cond:n_consts], args[n_consts:]
-        step = cast_results(body.run, carry)
-
-        def goes_on(carry: Sequence[Any]) -> Any:
-            return cond.run(*cond_consts, *carry)[0]
-
-        def each_that_goes_on(carry: Sequence[Any]) -> list[Any]:
-            """Under `vmap` each element has a predicate; those that are done stay as they are."""
-            go, new = goes_on(carry), step(*body_consts, *carry)
-            return [
-                lax.select(lax.broadcast_in_dim(go, jnp.shape(x), range(go.ndim)), x, old)
-                for x, old in zip(new, carry, strict=True)
-            ]
-
-        if shape_of(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0]) == ():
-            return lax.while_loop(goes_on, lambda carry: step(*body_consts, *carry), list(init))
-        return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), each_that_goes_on, list(init))
-
-    casts = _casts(values, (*values[:n_consts], *carry))
-    inner = [(cond, 1), (body, 1)]
-    return _stored_step(eqn, casts, carry, run if changed else _as_traced(eqn), changed, inner)
+    adds_up = accumulators(loop, planner.rules_of)
+    carry, body = _fixpoint(plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up, decides)
+    cond = planner.plan(loop.cond, (*values[loop.cond_consts], *carry), (Reads.TRACED,), region)
+    casts = _casts(values, (*values[loop.cond_consts], *values[loop.consts], *carry))
+    run = _run_with(eqn, [cond, body], [cond, with_results(body, carry)])
+    return _step(eqn, casts, carry, run, [(cond, 1), (body, 1)])
 
 
-def _stored_step(
-    eqn: JaxprEqn,
-    casts: tuple[Any, ...],
-    outs: Values,
-    run: Run,
-    changed: bool,
-    inner: Sequence[tuple[Plan, int]],
+def _run_with(eqn: JaxprEqn, plans: Sequence[Plan], functions: Sequence[Any] = ()) -> Run | None:
+    """Returns what runs an equation with its jaxprs planned; None if that changes nothing."""
+    run = HIGHER_ORDER[eqn.primitive.name].run
+    changed = any(plan.changed for plan in plans)
+    return functools.partial(run, eqn, functions or plans) if changed and run is not None else None
+
+
+def _step(
+    eqn: JaxprEqn, casts: tuple[Any, ...], outs: Values, run: Run | None, inner: Sequence[tuple[Plan, Any]]
 ) -> Step:
-    """What enters a loop or a branch is stored, so float32 would cost memory there, whoever reads it."""
-    return Step(eqn, casts, outs, run, changed, (False,) * len(casts), tuple(inner))
+    """Returns the decision for an equation; what enters a loop or a branch is stored, whoever reads it.
+
+    So nothing says that it is read in float32, which would cost memory.
+    """
+    changed = any(plan.changed for plan, _ in inner)
+    return Step(eqn, casts, outs, run or functools.partial(bind, eqn), changed, (False,) * len(casts), tuple(inner))
 
 
 def _fixpoint(
@@ -191,7 +167,7 @@ def _fixpoint(
         while True:
             plan = plan_body(carry)
             joined = kept(
-                old if is_rounded and not new.exact else join(old, new)
+                old if is_rounded and not new.keep_float32 else join(old, new)
                 for old, new, is_rounded in zip(carry, plan.outs, rounded, strict=False)
             )
             if joined == carry:
@@ -215,12 +191,12 @@ def _first_carry(value: Value, atom: Any) -> Value:
         return value
     if value.magnitudes is not None and (value.origin is Origin.SCALAR or value.magnitudes[1] == 0):
         return value._replace(origin=Origin.SCALAR, axes=(), filled=False)
-    return Value(value.dtype, exact=value.exact)
+    return Value(value.dtype, keep_float32=value.keep_float32)
 
 
 def _sliced(value: Value) -> Value:
     """What is known of the slices along the first axis."""
-    value = value._replace(held=False, axes=sliced(value.axes))
+    value = value._replace(save_cast=False, axes=sliced(value.axes))
     is_scalar = value.origin is Origin.INPUT and value.axes == (frozenset(),)
     return value._replace(origin=Origin.SCALAR) if is_scalar else value
 
@@ -229,48 +205,7 @@ def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:
     return tuple(w.dtype if w.dtype != v.dtype else None for v, w in zip(values, wanted, strict=True))
 
 
-def _as_traced(eqn: JaxprEqn) -> Run:
-    return functools.partial(_compat.bind, eqn)
-
-
-def _jit(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
-    return lambda args: _compat.bind(eqn, args, jaxpr=plan.trace(args))
-
-
-def _inline(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
-    return lambda args: plan.run(*args)
-
-
-def _shard_map(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
-    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
-    sharded = jax.shard_map(
-        lambda *args: tuple(plan.run(*args)), axis_names=set(eqn.params["newly_manual_axes"]), **options
-    )
-    return lambda args: sharded(*args)
-
-
-def _remat(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
-    # The parameters say whether this is a recomputation, so they are kept: `jax.checkpoint` cannot be told.
-    def run(args: Sequence[Any]) -> Sequence[Any]:
-        jaxpr, consts = _compat.hoist_consts(plan.trace(args), args)
-        prevent_cse = eqn.params["prevent_cse"]
-        if isinstance(prevent_cse, tuple):  # one for each operand
-            prevent_cse = (False,) * len(consts) + prevent_cse
-        return _compat.bind(eqn, [*consts, *args], jaxpr=jaxpr, prevent_cse=prevent_cse)
-
-    return run
-
-
-HIGHER_ORDER: Mapping[str, HigherOrder] = {
-    "jit": _call(_jit),
-    "call": _call(_inline, "call_jaxpr"),
-    "closed_call": _call(_inline, "call_jaxpr"),
-    "eval_jaxpr": _call(_inline, "call_jaxpr"),  # the name of both from JAX 0.12 on
-    "remat2": _call(_remat, keeps_inputs=True),
-    "custom_jvp_call": _call(custom_jvp, "call_jaxpr"),
-    "custom_vjp_call": _call(custom_vjp, "call_jaxpr", keeps_inputs=True),
-    "shard_map": _call(_shard_map, keeps_inputs=True),
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
+_DERIVATIVES: Mapping[str, Callable[[Planner, JaxprEqn, Plan], Run]] = {
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jmp_amp._autocast import _compat
+from jmp_amp._jaxpr import api_boundary
 
 
 def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Callable:
@@ -24,7 +24,7 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
     method = getattr(fun, "__func__", None)
     owner = fun if method is None else fun.__self__  # type: ignore[attr-defined]
 
-    @_compat.api_boundary
+    @api_boundary
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         nnx = sys.modules.get("flax.nnx")  # whoever has a module has imported it

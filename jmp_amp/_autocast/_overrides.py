@@ -1,24 +1,14 @@
 """Rules of the user's own: for a primitive, or for the scopes that a pattern matches."""
 
 import fnmatch
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.core import Primitive
 
-from jmp_amp._autocast._regions import compute_dtype, is_mark
-from jmp_amp._autocast._rules import RULES, OpClass, Rule, RuleOf, Rules
-from jmp_amp._autocast._values import FLOAT32
-
-_TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`, differentiated
-
-# What `jax.checkpoint` computes again or transposes has its path twice: `transpose(jvp(net))/jvp(net)/layer`, in one
-# equation or in two of which one is in the other.
-_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
-
-_NO_MODULE = re.compile(r"^$|->|^checkpoint$|^rematted_computation$")  # einsums, `jax.checkpoint`
+from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
+from jmp_amp._autocast._rules import RULES, Makes, OpClass, Rule, RuleOf, Rules
+from jmp_amp._autocast._values import Reads
 
 # What `shard_map` makes of a primitive where it checks types; JAX exports only the one.
 _VARIANTS = {"psum": ("psum_invariant",), "all_gather": ("all_gather_invariant",)}
@@ -29,11 +19,11 @@ class Overrides(NamedTuple):
 
     Attributes:
         primitives: the class of a primitive, by its name.
-        scopes: the compute dtype of the scopes that a pattern matches; of several, the last one counts.
+        scopes: the format of the scopes that a pattern matches; of several, the last one counts.
     """
 
     primitives: Rules
-    scopes: Mapping[str, np.dtype]
+    scopes: Mapping[str, Format]
 
     def matching(self, path: str) -> list[str]:
         """Returns the patterns that match a scope, or one that it lies in."""
@@ -62,22 +52,13 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
             primitives |= {name: _override(name, value) for name in (key.name, *_VARIANTS.get(key.name, ()))}
         elif isinstance(key, str):
             pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # it may start at any scope anyway
-            scopes[pattern] = FLOAT32 if value == "full" else compute_dtype(value)
+            scopes[pattern] = FORMATS["float32"] if value == "full" else parse_format(value)
         else:
             raise TypeError(
                 "a rule is for a primitive (`lax.tanh_p`) or for a pattern of scopes ('decoder/*'), "
                 f"got {key!r} of type {type(key).__name__}"
             )
     return Overrides(primitives, scopes)
-
-
-def scope_path(outer: str, name_stack: Any) -> str:
-    """Returns the scopes of an equation, and of the jaxpr that it is in, that a user or a library named: modules."""
-    stack = _REPEATED.sub("", str(name_stack))
-    names = _TRANSFORM.sub("", stack).split("/")
-    path = "/".join(name for name in names if not _NO_MODULE.search(name) and not is_mark(name))
-    repeats = "jvp(" in stack and f"{path}/".startswith(f"{outer}/")
-    return path if repeats else f"{outer}/{path}".strip("/")
 
 
 def _override(name: str, value: Any) -> Rule | RuleOf:
@@ -100,9 +81,9 @@ def _of_program(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
 
 
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    rule = rule._replace(angle=False, decomposes=False)  # a user who gives `sin` a class wants no more than that
+    rule = rule._replace(reads=Reads.ANY)  # a user who gives `sin` a class wants no more than that
     if op_class is OpClass.LOWER:  # it rounds, whoever reads the result
-        return rule._replace(op_class=op_class, moves=False, fuses=False, picks=False, gathers=False)
+        return rule._replace(op_class=op_class, makes=Makes.OTHER if rule.moves else rule.makes, fuses=False)
     several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1
     if op_class is OpClass.FOLLOW and rule.op_class is not OpClass.FOLLOW and several:
         op_class = OpClass.PROMOTE  # the operands of one op have one dtype

@@ -1,20 +1,12 @@
 """Regions of another precision, written into the name stack so that they survive tracing and differentiation."""
 
-import re
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
-import jax
-import numpy as np
-
-from jmp_amp._policy import NAMED_POLICIES, parse_dtype
+from jmp_amp._autocast._format import FORMATS, Format, parse_format
+from jmp_amp._jaxpr import marked, marks_in
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_SCOPE = "amp:"
-_DTYPES = ("float16", "bfloat16", "float32")
-_NAME = re.compile(_SCOPE + f"({'|'.join(_DTYPES)})")
-_MARK = re.compile(rf"(?<![^/(]){_NAME.pattern}(?![^/)])")  # a whole scope, in `jvp(...)` or not
 
 
 class Mark(Protocol):
@@ -23,18 +15,6 @@ class Mark(Protocol):
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: Any) -> bool | None: ...
     def __call__(self, fun: F, /) -> F: ...
-
-
-def compute_dtype(value: Any) -> np.dtype:
-    """Parses a dtype that autocast can compute in."""
-    try:
-        dtype = parse_dtype(value)
-    except ValueError:
-        dtype = None
-    if dtype is None or dtype.name not in _DTYPES:
-        cure = f'; give the policy as `policy="{value}"`' if dtype is None and value in NAMED_POLICIES else ""
-        raise ValueError(f"autocast computes in {', '.join(_DTYPES)}, got {dtype or value}{cure}")
-    return dtype
 
 
 def precision(dtype: Any) -> Mark:
@@ -59,7 +39,7 @@ def precision(dtype: Any) -> Mark:
         >>> print(product(jnp.full((1, 2), 1e3)))  # float16 ends at 65504
         [[1.998848e+06]]
     """
-    return jax.named_scope(_SCOPE + compute_dtype(dtype).name)
+    return marked(parse_format(dtype).name)
 
 
 @overload
@@ -83,18 +63,10 @@ def full_precision(fun: F | None = None) -> F | Mark:
         >>> print(gram(jnp.full((1, 2), 300.0)))
         [[180000.]]
     """
-    region = precision(np.float32)
+    region = precision("float32")
     return region if fun is None else region(fun)
 
 
-def region_of(name_stack: Any) -> np.dtype | None:
-    """Returns the dtype of the innermost region in a name stack, None outside."""
-    if not name_stack.stack:
-        return None
-    marks = _MARK.findall(str(name_stack))
-    return parse_dtype(marks[-1]) if marks else None
-
-
-def is_mark(scope: str) -> bool:
-    """Whether a scope is the mark of a region, and no name that a user gave."""
-    return _NAME.fullmatch(scope) is not None
+def format_in(name_stack: Any) -> Format | None:
+    """Returns the format of the innermost region in a name stack, None outside of any."""
+    return next((FORMATS[mark] for mark in reversed(marks_in(name_stack)) if mark in FORMATS), None)

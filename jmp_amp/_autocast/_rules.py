@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 
 from jmp_amp._autocast._axes import Axes
-from jmp_amp._autocast._pick import is_pick
 from jmp_amp._autocast._sizes import is_smaller
+from jmp_amp._autocast._values import Reads
 
 
-class OpClass(enum.Enum):
+class OpClass(enum.StrEnum):
     """What an op does with floating operands that were traced in float32."""
 
     LOWER = "lower"  # cast to the compute dtype
@@ -26,25 +26,31 @@ class OpClass(enum.Enum):
     ORIGINAL = "original"  # cast back to the traced dtypes
 
 
+class Makes(enum.StrEnum):
+    """What the elements of the result of an op are, in terms of the elements of its operands."""
+
+    MOVED = "moved"  # these elements, in other places
+    CHOSEN = "chosen"  # some of them, or their negatives
+    SUM = "sum"  # sums of two of them, one of which may be a bias
+    DIFFERENCE = "difference"  # differences of two of them, or sums of cotangents
+    PRODUCT = "product"  # products of two of them
+    QUOTIENT = "quotient"  # quotients of two of them
+    OUTER_PRODUCT = "outer product"  # products of each with each
+    LOGARITHM = "logarithm"  # large where what it stands for is small
+    OTHER = "other"
+
+
 class Rule(NamedTuple):
-    """The class of an op, and what the planner must know of it besides.
+    """The class of an op, and what else the planner must know of it.
 
     Attributes:
         op_class: the class.
-        moves: the op only moves values: what came straight from an input still does afterwards.
-        arithmetic: the op adds, subtracts, multiplies or divides.
-        adds: the op adds: an operand that is a product takes up a bias.
-        scales: the op multiplies or divides.
+        makes: what the elements of its result are.
+        reads: how it reads its operands: as angles, as matrices to decompose, or in no special way.
         fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
             evaluated in float32.
-        carries: the elements of the operands are in the result, or their sums and products: what is large stays large.
-        logarithm: its result is a logarithm, and large where what it stands for is small.
-        angle: the op reads an angle, of which it needs the fraction of a turn.
-        decomposes: the op decomposes a matrix or solves a system of equations, which magnifies rounding errors.
         rows: of a product, the axes of the result that vary with the other operand, if the first operand is the weight
             and if the second one is; None for an operand that cannot be the weight.
-        picks: the op gathers one element a row.
-        gathers: the op gathers elements, each any number of times.
         costly: the op is not computed a second time for the backward pass.
         stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
         dtype_params: parameters that name the dtype of the result.
@@ -52,28 +58,48 @@ class Rule(NamedTuple):
     """
 
     op_class: OpClass
-    moves: bool = False
-    arithmetic: bool = False
-    adds: bool = False
-    scales: bool = False
-    angle: bool = False
-    decomposes: bool = False
+    makes: Makes = Makes.OTHER
+    reads: Reads = Reads.ANY
     fuses: bool = False
-    carries: bool = False
-    logarithm: bool = False
     rows: tuple[Axes | None, Axes | None] = (None, None)
-    picks: bool = False
-    gathers: bool = False
     costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
 
     @property
+    def moves(self) -> bool:
+        """Whether the op only moves values: what came straight from an input still does afterwards."""
+        return self.makes is Makes.MOVED
+
+    @property
+    def adds(self) -> bool:
+        """Whether the op adds: an operand that is a product takes up a bias."""
+        return self.makes is Makes.SUM
+
+    @property
+    def scales(self) -> bool:
+        """Whether the op multiplies or divides two arrays element by element."""
+        return self.makes in (Makes.PRODUCT, Makes.QUOTIENT)
+
+    @property
+    def arithmetic(self) -> bool:
+        """Whether the op adds, subtracts, multiplies or divides."""
+        return self.makes in _ARITHMETIC
+
+    @property
+    def keeps_magnitude(self) -> bool:
+        """Whether what is large in an operand may be as large in the result."""
+        return self.makes in _KEEPS_MAGNITUDE
+
+    @property
     def passes_on(self) -> bool:
         """Whether the elements of the operands are in the result, or their sums, products or quotients."""
-        return self.moves or self.carries or self.arithmetic
+        return self.makes not in (Makes.LOGARITHM, Makes.OTHER)
 
+
+_ARITHMETIC = {Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.QUOTIENT, Makes.OUTER_PRODUCT}
+_KEEPS_MAGNITUDE = {Makes.MOVED, Makes.CHOSEN, Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.OUTER_PRODUCT}
 
 # A rule may depend on the parameters of the op and the types of its operands.
 RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
@@ -82,31 +108,30 @@ Rules = Mapping[str, Rule | RuleOf]
 _LOWER = Rule(OpClass.LOWER, costly=True, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
 _VECTORS = Rule(OpClass.FULL, dtype_params=("preferred_element_type",))
-_LOGARITHM = Rule(OpClass.FULL, logarithm=True)
+_LOGARITHM = Rule(OpClass.FULL, Makes.LOGARITHM)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_UPDATE = Rule(OpClass.PROMOTE, carries=True)
-_OUTER_PRODUCT = Rule(OpClass.PROMOTE, arithmetic=True, carries=True, dtype_params=("preferred_element_type",))
-_SCATTER = Rule(OpClass.PROMOTE, carries=True, jaxpr_params=("update_jaxpr",))
-_SCATTER_SUM = Rule(OpClass.FULL, carries=True, jaxpr_params=("update_jaxpr",))
+_UPDATE = Rule(OpClass.PROMOTE, Makes.CHOSEN)
+_OUTER_PRODUCT = Rule(OpClass.PROMOTE, Makes.OUTER_PRODUCT, dtype_params=("preferred_element_type",))
+_SCATTER = Rule(OpClass.PROMOTE, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
+_SCATTER_SUM = Rule(OpClass.FULL, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
 _WINDOW = Rule(OpClass.FOLLOW, stores=True)
 _COMPARE = Rule(OpClass.PROMOTE, fuses=True)
-_SELECT = Rule(OpClass.PROMOTE, fuses=True, carries=True)
-_ARITHMETIC = Rule(OpClass.PROMOTE, arithmetic=True, fuses=True, carries=True)
-_ADD = _ARITHMETIC._replace(adds=True)
-_MULTIPLY = _ARITHMETIC._replace(scales=True)
-_DIVIDE = _MULTIPLY._replace(carries=False)
-_FUSED_FOLLOW = Rule(OpClass.FOLLOW, fuses=True)
-_ANGLE = Rule(OpClass.FOLLOW, angle=True, fuses=True)
-_FUSED_CARRY = Rule(OpClass.FOLLOW, fuses=True, carries=True)
-_MOVE = Rule(OpClass.FOLLOW, moves=True)
-_PICK = Rule(OpClass.FOLLOW, moves=True, picks=True)
-_FUSED_MOVE = Rule(OpClass.FOLLOW, moves=True, fuses=True)
-_SAME = Rule(OpClass.FOLLOW, moves=True, fuses=True, dtype_params=("new_dtype",))
-_JOIN = Rule(OpClass.PROMOTE, moves=True)
+_SELECT = Rule(OpClass.PROMOTE, Makes.CHOSEN, fuses=True)
+_ADD = Rule(OpClass.PROMOTE, Makes.SUM, fuses=True)
+_SUBTRACT = Rule(OpClass.PROMOTE, Makes.DIFFERENCE, fuses=True)
+_MULTIPLY = Rule(OpClass.PROMOTE, Makes.PRODUCT, fuses=True)
+_DIVIDE = Rule(OpClass.PROMOTE, Makes.QUOTIENT, fuses=True)
+_ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
+_ANGLE = Rule(OpClass.FOLLOW, reads=Reads.ANGLE, fuses=True)
+_CHOOSE = Rule(OpClass.FOLLOW, Makes.CHOSEN, fuses=True)
+_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
+_FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
+_CAST = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True, dtype_params=("new_dtype",))
+_JOIN = Rule(OpClass.PROMOTE, Makes.MOVED)
 ORIGINAL = Rule(OpClass.ORIGINAL)
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
-_DECOMPOSITION = _COSTLY._replace(decomposes=True)
+_DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
 
 
 def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
@@ -147,12 +172,12 @@ def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
 
 def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """`x ** -1` is torch's `reciprocal`; a square or cube (GELU) would only store more in float32."""
-    return _FULL if params["y"] < 0 else _FUSED_FOLLOW
+    return _FULL if params["y"] < 0 else _ELEMENTWISE
 
 
 def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """A cast from float32 to float32 changes the weak type only; any other is the user's and is honoured."""
-    return _SAME if params["new_dtype"] == np.float32 else ORIGINAL
+    return _CAST if params["new_dtype"] == np.float32 else ORIGINAL
 
 
 def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -160,12 +185,10 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     fill = params["fill_value"]
     if fill is not None and np.isfinite(fill) and abs(fill) > float(np.finfo(np.float16).max):
         return _FULL
-    if is_pick(params, avals):
-        return _PICK
     x, indices = avals
     shape = (*indices.shape[:-1], *params["slice_sizes"])
     is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
-    return (_FUSED_MOVE if is_whole else _MOVE)._replace(gathers=True)
+    return _FUSED_MOVE if is_whole else _MOVE
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -200,7 +223,7 @@ RULES: Rules = _table(
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
         "add": _ADD,
-        "sub add_any": _ARITHMETIC,
+        "sub add_any": _SUBTRACT,
         "mul": _mul,
         "div": _DIVIDE,
         "max min clamp select_n": _SELECT,
@@ -210,10 +233,10 @@ RULES: Rules = _table(
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _UPDATE,
         "concatenate pad stack": _JOIN,
         # Bounded or exact in any dtype.
-        "neg abs reduce_max reduce_min": _FUSED_CARRY,
-        "sign square one_minus_square is_finite": _FUSED_FOLLOW,
+        "neg abs reduce_max reduce_min": _CHOOSE,
+        "sign square one_minus_square is_finite": _ELEMENTWISE,
         "sin cos": _ANGLE,
-        "floor ceil round sqrt cbrt tanh logistic erf erfc": _FUSED_FOLLOW,
+        "floor ceil round sqrt cbrt tanh logistic erf erfc": _ELEMENTWISE,
         "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
         "reduce_window_max reduce_window_min": _WINDOW,
         "psum psum_invariant pmax pmin reduce_scatter all_to_all": _FOLLOW,

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_amp._autocast import _compat
 from jmp_amp._autocast._axes import varying
-from jmp_amp._autocast._decisions import dtype_of, shape_of
 from jmp_amp._autocast._rules import OpClass, Rule
 from jmp_amp._autocast._values import Reads, Squares
+from jmp_amp._jaxpr import Branches, Call, dtype_of, open_jaxpr, shape_of, structure_of
 
 Known = dict[Var, Squares]
 
@@ -65,7 +64,7 @@ class Sensitivity:
         note(jaxpr.outvars, [reads if reads in _WAYS else Reads.ANY for reads in results])
         for eqn, rule in zip(reversed(jaxpr.eqns), reversed(self._rules_of(jaxpr)), strict=True):
             outs = tuple([found.get(var, Reads.ANY) for var in eqn.outvars])
-            inner, operands = _held(eqn)
+            inner, operands = _inner(eqn, rule)
             for each in inner:
                 inside = self.sensitive(each, _at(squares, operands), outs)
                 note(operands, [inside.get(var, Reads.ANY) for var in each.invars])
@@ -78,7 +77,7 @@ class Sensitivity:
         known = {var: each for var, each in zip(jaxpr.invars, inputs, strict=True) if each is not None}
         roots: dict[Any, Any] = {}  # of what was moved only, what it was before
         for eqn, rule in zip(jaxpr.eqns, self._rules_of(jaxpr), strict=True):
-            inner, operands = _held(eqn)
+            inner, operands = _inner(eqn, rule)
             if inner:
                 results = [_at(self.squares(each, _at(known, operands)), each.outvars) for each in inner]
                 outs = [next(filter(None, of_each), None) for of_each in zip(*results, strict=True)]
@@ -108,10 +107,8 @@ def _merged(a: Reads, b: Reads) -> Reads:
 
 
 def _reads(eqn: JaxprEqn, rule: Rule, outs: Sequence[Reads], squares: Known) -> Reads:
-    if rule.angle:
-        return Reads.ANGLE
-    if rule.decomposes:
-        return Reads.MATRIX
+    if rule.reads:
+        return rule.reads
     if rule.op_class is OpClass.LOWER or not outs:
         return Reads.ANY
     reads = functools.reduce(_merged, outs)
@@ -122,12 +119,15 @@ def _reads(eqn: JaxprEqn, rule: Rule, outs: Sequence[Reads], squares: Known) -> 
     return reads
 
 
-def _held(eqn: JaxprEqn) -> tuple[list[Jaxpr], Sequence[Any]]:
+def _inner(eqn: JaxprEqn, rule: Rule) -> tuple[list[Jaxpr], Sequence[Any]]:
     """Returns the jaxprs of a call or of branches, and the operands that they are given."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        return [_compat.open_jaxpr(branch)[0] for branch in params["branches"]], eqn.invars[1:]
-    return [_compat.open_jaxpr(params[_compat.CALLS[name]])[0]] if name in _compat.CALLS else [], eqn.invars
+    structure = None if rule.reads else structure_of(eqn)
+    match structure:
+        case Call(jaxpr, operands):
+            return [open_jaxpr(jaxpr)[0]], [eqn.invars[i] for i in operands]
+        case Branches(jaxprs, operands):
+            return [open_jaxpr(branch)[0] for branch in jaxprs], [eqn.invars[i] for i in operands]
+    return [], eqn.invars
 
 
 def _at(known: Known, atoms: Sequence[Any]) -> tuple[Squares | None, ...]:
@@ -150,7 +150,7 @@ def _made(eqn: JaxprEqn, rule: Rule, operands: Sequence[Squares | None], sources
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in operands)
         return Squares.SUM if Squares.SUM in operands or both_are_squares else None
     if Squares.GRAM in operands and rule.passes_on:
-        return Squares.SUM if rule.gathers else Squares.GRAM  # its diagonal, or masked by a multiplication
+        return Squares.SUM if name == "gather" else Squares.GRAM  # its diagonal, or masked by a multiplication
     others = [source for source, each in zip(sources, operands, strict=True) if each is None]
     alone = not any(varying(shape_of(atom)) for atom in others if atom is not None and dtype_of(atom) == np.float32)
     return next(filter(None, operands), None) if rule.passes_on and alone else None

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from jmp_amp._autocast._axes import Axes, varying
-
-FLOAT32 = np.dtype(np.float32)
+from jmp_amp._autocast._format import FLOAT32
 
 # Constants are read on the host, at trace time, to see whether a low dtype holds them; above 64 MB they are not.
 _READABLE = 2**24
@@ -35,7 +34,7 @@ class Reads(enum.IntEnum):
     TRACED = 5  # to decide when a loop ends: what it depends on runs as it was traced
 
 
-class Squares(enum.Enum):
+class Squares(enum.StrEnum):
     """What a value is to the squares of which it is made."""
 
     SQUARE = enum.auto()  # each element is one
@@ -60,12 +59,12 @@ class Value(NamedTuple):
         magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
             no such element); None for what is not known to be constant.
         scalar: the value of a constant scalar, where it is known.
-        exact: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm: a
-            product of it is a loss, not a layer, and stays float32.
-        copied: there is a float32 copy of it.
+        keep_float32: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm:
+            a product of it is a loss, not a layer, and stays float32.
+        has_float32_copy: another equation reads it in float32.
         adds_up: it is a carry of a loop that adds up, as it enters the body, moved or not.
         squares: it is made of squares.
-        held: it is the same in all iterations of a loop, so that its cast need not be made again for the backward pass.
+        save_cast: it is the same in all iterations of a loop, so its cast is saved for the backward pass.
     """
 
     dtype: Any
@@ -73,9 +72,9 @@ class Value(NamedTuple):
     magnitudes: tuple[float, float] | None = None
     native: Any = None
     scalar: float | None = None
-    exact: bool = False
-    copied: bool = False
-    held: bool = False
+    keep_float32: bool = False
+    has_float32_copy: bool = False
+    save_cast: bool = False
     adds_up: bool = False
     axes: tuple[Axes, ...] = ()
     filled: bool = False
@@ -154,7 +153,7 @@ def _is_known(x: Any) -> bool:
 
 
 def widest(dtypes: Iterable[Any]) -> np.dtype:
-    """Returns the dtype that holds all of `dtypes`, each float32 or one of the two 16-bit dtypes."""
+    """Returns the dtype that holds all of `dtypes`, each float32 or the result dtype of a format."""
     different = set(dtypes)
     return different.pop() if len(different) == 1 else FLOAT32
 
@@ -177,4 +176,4 @@ def join(a: Value, b: Value) -> Value:
         axes = (frozenset[int]().union(*a.axes, *b.axes),)
     elif origin is Origin.PRODUCT:
         origin, axes = (origin, a.axes) if a.axes == b.axes else (Origin.COMPUTED, ())
-    return Value(common_dtype((a, b)), origin, exact=a.exact or b.exact, axes=axes)
+    return Value(common_dtype((a, b)), origin, keep_float32=a.keep_float32 or b.keep_float32, axes=axes)

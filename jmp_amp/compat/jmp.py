@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp import _policy, _tree
-from jmp_amp._tree import all_finite, cast_to_full, cast_to_half, half_dtype
-from jmp_amp._unscale import map_wide
+from jmp_amp import _policy
+from jmp_amp._loss_scale import map_wide
+from jmp_amp._policy import all_finite, cast_to_full, cast_to_half, half_dtype
 
 __all__ = (
     "DynamicLossScale",
@@ -100,7 +100,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     """
     if not isinstance(pred, bool) and (getattr(pred, "shape", None), getattr(pred, "dtype", None)) != ((), jnp.bool_):
         raise _no_boolean_scalar("pred", pred)
-    return _tree.select_tree(pred, a, b)
+    return _policy.select_tree(pred, a, b)
 
 
 def _no_boolean_scalar(name: str, value: Any) -> AssertionError:

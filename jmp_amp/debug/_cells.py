@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast import _compat
-from jmp_amp.debug._report import is_floating
+from jmp_amp._jaxpr import bind
+from jmp_amp.debug._nonfinite_report import is_floating
 
 Path = tuple[int, ...]
 
@@ -80,7 +80,7 @@ def in_float32(eqn: JaxprEqn, operands: Sequence[Cell]) -> list[Any] | None:
     wide = [lax.convert_element_type(x.value, np.float32) if is_low(x.value.dtype) else x.value for x in operands]
     params = {k: np.dtype(np.float32) if is_low(v) else v for k, v in eqn.params.items()}
     try:
-        return _compat.bind(eqn, wide, **params)
+        return bind(eqn, wide, **params)
     except Exception:  # a custom primitive may refuse other dtypes, with any error
         return None
 

@@ -6,7 +6,7 @@ import os
 from typing import Any, NamedTuple
 
 from jmp_amp._extras import extra
-from jmp_amp._table import aligned
+from jmp_amp.debug._table import aligned
 
 
 class ErrorRow(NamedTuple):

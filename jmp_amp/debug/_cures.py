@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._autocast import _compat
+from jmp_amp._jaxpr import holds_jaxprs
 from jmp_amp.debug._cells import in_float32, is_low
 from jmp_amp.debug._evaluate import Event
-from jmp_amp.debug._place import Origin, origin_of
-from jmp_amp.debug._report import Values, floating, values_of
+from jmp_amp.debug._location import Location, location_of
+from jmp_amp.debug._nonfinite_report import Values, floating, values_of
 
 
 class Facts(NamedTuple):
@@ -19,7 +19,7 @@ class Facts(NamedTuple):
 
     Attributes:
         primitive: the name of the op.
-        origin: where it is from.
+        location: where it is from.
         operands: its floating operands.
         result: its result that is not finite.
         divides_by_zero: whether it does where it is not finite, or takes the logarithm of 0.
@@ -32,11 +32,11 @@ class Facts(NamedTuple):
     """
 
     primitive: str
-    origin: Origin
+    location: Location
     operands: tuple[Values, ...]
     result: Values
     divides_by_zero: bool
-    rounded: Origin | None
+    rounded: Location | None
     rounded_by: str
     constant: bool
     opaque: bool
@@ -56,16 +56,16 @@ class Facts(NamedTuple):
     @property
     def in_full(self) -> str:
         """How to run the op in float32."""
-        rule = f' or `rules={{"{self.origin.scope}": "full"}}`' if self.origin.scope else ""
+        rule = f' or `rules={{"{self.location.scope}": "full"}}`' if self.location.scope else ""
         return (
             f"`with amp.full_precision():` around that line{rule} where autocast made it {self.result.dtype}, "
             "`.astype(jnp.float32)` where the code itself did"
         )
 
 
-def cure(event: Event, origin: Origin) -> str:
+def cure(event: Event, location: Location) -> str:
     """Returns what to try."""
-    facts = _facts(event, origin)
+    facts = _facts(event, location)
     return next(text(facts) for fits, text in _TABLE if fits(facts))
 
 
@@ -139,7 +139,7 @@ _TABLE: Sequence[tuple[Callable[[Facts], bool], Callable[[Facts], str]]] = (
         ),
     ),
     (
-        lambda f: f.excess is not None and f.origin.backward and f.excess < 2.0**24,
+        lambda f: f.excess is not None and f.location.backward and f.excess < 2.0**24,
         lambda f: (
             f"the gradient is {f.excess:.3g} times too large for {f.result.dtype}. If the loss is scaled, a scale that "
             f"is 2^{max(math.ceil(math.log2(f.excess or 1)), 1)} times smaller fits: it gets there by itself, by "
@@ -164,7 +164,7 @@ _TABLE: Sequence[tuple[Callable[[Facts], bool], Callable[[Facts], str]]] = (
 )
 
 
-def _facts(event: Event, origin: Origin) -> Facts:
+def _facts(event: Event, location: Location) -> Facts:
     name = event.eqn.primitive.name
     values = [x.value for x in event.operands]
     bad = first_bad(event.outs)
@@ -173,14 +173,14 @@ def _facts(event: Event, origin: Origin) -> Facts:
     full = in_float32(event.eqn, event.operands) if is_low(bad.dtype) else []
     return Facts(
         name,
-        origin,
+        location,
         tuple(map(values_of, floating(values))),
         values_of(bad),
         divisor is not None and bool(np.any((np.asarray(divisor.value) == 0) & ~np.isfinite(np.asarray(bad)))),
-        origin_of(rounded.eqns) if rounded else None,
+        location_of(rounded.eqns) if rounded else None,
         rounded.eqns[-1].primitive.name if rounded else "",
         all(x.constant for x in event.operands),
-        full is None or any(hasattr(_compat.open_jaxpr(x)[0], "eqns") for x in event.eqn.params.values()),
+        full is None or holds_jaxprs(event.eqn),
         _excess(full, bad.dtype) if full else None,
     )
 

@@ -1,17 +1,16 @@
 """Evaluates a jaxpr op by op on concrete values, and remembers which ops made values that are not finite."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-from jmp_amp._autocast import _compat
-from jmp_amp._autocast._decisions import dtype_of
+from jmp_amp._jaxpr import Branches, Call, Loop, apply_as_traced, dtype_of, evaluate, structure_of
 from jmp_amp.debug._cells import Cell, Path, Place, in_float32, look
 
 
@@ -57,39 +56,33 @@ class Evaluation:
 
     def run(self, jaxpr: Any, args: Sequence[Cell], place: Place = Place()) -> list[Cell]:  # noqa: B008 (immutable)
         """Evaluates a jaxpr."""
-        opened, consts = _compat.open_jaxpr(jaxpr)
-        env = dict(zip(opened.constvars, map(look, consts), strict=True))
-        env |= dict(zip(opened.invars, args, strict=True))
+        indices = itertools.count()
 
-        def read(atom: Any) -> Cell:
-            if isinstance(atom, Literal):
-                return look(np.asarray(atom.val, dtype_of(atom)), constant=True)
-            return env[atom]
+        def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Cell]:
+            return self._equation(operands, place.at(next(indices), eqn))
 
-        for i, (eqn, dead) in enumerate(_with_last_reads(opened)):
-            outs = self._step(list(map(read, eqn.invars)), place.at(i, eqn))
-            env.update(zip(eqn.outvars, outs, strict=True))
-            for var in dead:
-                del env[var]
-        return list(map(read, opened.outvars))
+        def literal(atom: Literal) -> Cell:
+            return look(np.asarray(atom.val, dtype_of(atom)), constant=True)
 
-    def _step(self, operands: list[Cell], place: Place) -> list[Cell]:
+        return evaluate(jaxpr, args, apply, look, literal)
+
+    def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
         eqn = place.eqns[-1]
-        match eqn.primitive.name:
-            case name if name in _compat.CALLS:
-                return self.run(eqn.params[_compat.CALLS[name]], operands, place)
-            case "cond":
-                branches = eqn.params["branches"]
-                index = min(max(int(operands[0].value), 0), len(branches) - 1)
-                return self.run(branches[index], operands[1:], place)
-            case "while" if place.path in self.lengths:
-                return self._while(operands, place)
-            case "scan" | "while" as name:
+        match structure_of(eqn):
+            case Call(jaxpr, places, is_inline=True):
+                return self.run(jaxpr, [operands[i] for i in places], place)
+            case Branches(jaxprs, places):
+                index = min(max(int(operands[0].value), 0), len(jaxprs) - 1)
+                return self.run(jaxprs[index], [operands[i] for i in places], place)
+            case Loop(length=None) as loop if place.path in self.lengths:
+                return self._while(loop, operands, place)
+            case Loop() as loop:
                 # A loop whose results are finite has nothing to hide, and runs faster as a whole.
                 results = [look(x, operands) for x in _bind(eqn, operands)]
                 if not any(x.bad for x in results):
                     return results
-                return self._scan(operands, results, place) if name == "scan" else self._while(operands, place)
+                run = self._while if loop.length is None else self._scan
+                return run(loop, operands, place)
         return self._op(operands, place)
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
@@ -108,33 +101,28 @@ class Evaluation:
         self.events[place.path] = Event(place, tuple(operands), tuple(out.value for out in outs))
         return [out._replace(events=frozenset({place.path})) if out.bad else out for out in outs]
 
-    def _scan(self, operands: list[Cell], results: list[Cell], place: Place) -> list[Cell]:
-        eqn = place.eqns[-1]
-        n_consts, n_carry = _compat.scan_sizes(eqn)
-        carry, xs = operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+    def _scan(self, loop: Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        carry, xs = operands[loop.carry], operands[loop.xs]
         ys: dict[int, list[Cell]] = {}
-        steps = range(eqn.params["length"])
-        for i in reversed(steps) if eqn.params["reverse"] else steps:
+        steps = range(loop.length)
+        for i in reversed(steps) if place.eqns[-1].params["reverse"] else steps:
             slices = [look(lax.dynamic_index_in_dim(x.value, np.int32(i), keepdims=False), [x]) for x in xs]
-            outs = self.run(eqn.params["jaxpr"], [*operands[:n_consts], *carry, *slices], place.iterated(0, i))
-            carry, ys[i] = outs[:n_carry], outs[n_carry:]
+            outs = self.run(loop.body, [*operands[loop.consts], *carry, *slices], place.iterated(0, i))
+            carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         if not ys:
-            return results
+            return [look(x, operands) for x in _bind(place.eqns[-1], operands)]
         columns = zip(*(ys[i] for i in steps), strict=True)
         return [*carry, *(look(jnp.stack([y.value for y in column]), column) for column in columns)]
 
-    def _while(self, operands: list[Cell], place: Place) -> list[Cell]:
-        params = place.eqns[-1].params
-        n_cond = params["cond_nconsts"]
-        n_consts = n_cond + params["body_nconsts"]
-        carry = operands[n_consts:]
+    def _while(self, loop: Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        carry = operands[loop.carry]
         limit = self.lengths.get(place.path)
         for i in itertools.count() if limit is None else range(limit):
-            (go,) = self.run(params["cond_jaxpr"], [*operands[:n_cond], *carry], place.iterated(0, i))
+            (go,) = self.run(loop.cond, [*operands[loop.cond_consts], *carry], place.iterated(0, i))
             self.lengths[place.path] = i
             if not np.any(go.value):
                 break
-            new = self.run(params["body_jaxpr"], [*operands[n_cond:n_consts], *carry], place.iterated(1, i))
+            new = self.run(loop.body, [*operands[loop.consts], *carry], place.iterated(1, i))
             carry = [_where(go.value, x, old) for x, old in zip(new, carry, strict=True)]
         return carry
 
@@ -157,16 +145,4 @@ def _where(go: Any, new: Cell, old: Cell) -> Cell:
 
 
 def _bind(eqn: JaxprEqn, operands: Sequence[Cell]) -> list[Any]:
-    with _compat.context_of(eqn):
-        return _compat.bind(eqn, [x.value for x in operands])
-
-
-def _with_last_reads(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, list[Var]]]:
-    """Adds the variables that can be freed after each equation."""
-    seen = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
-    dead = []
-    for eqn in reversed(jaxpr.eqns):
-        atoms = {atom for atom in (*eqn.invars, *eqn.outvars) if isinstance(atom, Var)}
-        dead.append(list(atoms - seen))
-        seen |= atoms
-    yield from zip(jaxpr.eqns, reversed(dead), strict=True)
+    return apply_as_traced(eqn, [x.value for x in operands])

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_amp._autocast import _compat
-from jmp_amp._autocast._api import split_arrays
+from jmp_amp._jaxpr import flat_call, open_jaxpr, split_arrays, trace
 from jmp_amp.debug._cells import Path, look
 from jmp_amp.debug._cures import cure, first_bad
 from jmp_amp.debug._evaluate import Evaluation, Event, argument_path
-from jmp_amp.debug._place import origin_of
-from jmp_amp.debug._report import NonFinite, floating, values_of
+from jmp_amp.debug._location import location_of
+from jmp_amp.debug._nonfinite_report import NonFinite, floating, values_of
 
 
 def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
@@ -62,14 +61,9 @@ def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
 
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
-        arrays, rebuild = split_arrays((args, kwargs))
-
-        def flat(*arrays: Any) -> list[Any]:
-            args, kwargs = rebuild(arrays)
-            return split_arrays(fun(*args, **kwargs))[0]
-
-        program = _compat.trace(flat, arrays)
-        _, consts = _compat.open_jaxpr(program)
+        flat, arrays = flat_call(fun, args, kwargs)
+        program = trace(flat, arrays)
+        _, consts = open_jaxpr(program)
         if any(isinstance(x, jax.core.Tracer) for x in (*arrays, *consts)):
             raise TypeError(
                 "`first_nonfinite` reads values, so it cannot run inside `jit` or another transformation; "
@@ -126,14 +120,14 @@ def _first_harmful(program: Any, arrays: Sequence[Any], suspects: Sequence[Path]
 
 
 def _report(event: Event) -> NonFinite:
-    origin = origin_of(event.place.eqns)
+    location = location_of(event.place.eqns)
     return NonFinite(
         event.eqn.primitive.name,
-        *origin,
+        *location,
         event.place.iteration,
         tuple(map(values_of, floating([x.value for x in event.operands]))),
         values_of(first_bad(event.outs)),
-        cure(event, origin),
+        cure(event, location),
     )
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jmp_amp._autocast import _compat
-from jmp_amp._autocast._api import split_arrays
+from jmp_amp._jaxpr import flat_call, trace
 from jmp_amp._loss_scale import LossScaleState
 from jmp_amp.debug._units import Follower
 
@@ -63,18 +62,14 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
-        arrays, rebuild = split_arrays((args, kwargs), jax.ShapeDtypeStruct)
+        flat, arrays = flat_call(step, args, kwargs, jax.ShapeDtypeStruct)
         scales = _scales_among((args, kwargs), arrays)
         if not scales:
             raise ValueError(
                 "there is no loss scale among the arguments; pass the state of `dynamic_loss_scale`, or a scale's own"
             )
 
-        def flat(*arrays: Any) -> list[Any]:
-            args, kwargs = rebuild(arrays)
-            return split_arrays(step(*args, **kwargs))[0]
-
-        faults = Follower(scales).faults(_compat.trace(flat, arrays))
+        faults = Follower(scales).faults(trace(flat, arrays))
         if faults:
             shown = "\n".join(f"- {fault}" for fault in faults[:_SHOWN])
             raise ValueError(f"the loss scale does not come out even:\n{shown}")

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._arguments import to_number
-from jmp_amp._autocast._api import split_arrays
-from jmp_amp._grad import value_and_grad
-from jmp_amp._tree import cast_floating
+from jmp_amp._jaxpr import split_arrays
+from jmp_amp._loss_scale import to_number, value_and_grad
+from jmp_amp._policy import cast_floating
 from jmp_amp.debug._underflow import module_name
 
 _FIRST_SCALE = 2.0**16

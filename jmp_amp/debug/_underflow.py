@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._arguments import to_number
 from jmp_amp._extras import extra
-from jmp_amp._table import aligned, percent
-from jmp_amp._tree import is_inexact
+from jmp_amp._loss_scale import to_number
+from jmp_amp._policy import is_inexact
+from jmp_amp.debug._table import aligned, percent
 
 _SMALLEST, _NORMAL, _END = -24, -14, 16  # the powers of two between which float16 holds numbers, and normal ones
 _HELD, _LOST, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"

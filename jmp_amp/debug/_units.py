@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast import _compat
-from jmp_amp._autocast._rules import RULES, OpClass, Rule
-from jmp_amp.debug._place import origin_of
+from jmp_amp._autocast import RULES, OpClass, Rule
+from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, open_jaxpr, structure_of
+from jmp_amp.debug._location import location_of
 
 
 class Unit(NamedTuple):
@@ -40,7 +40,7 @@ class Follower:
 
     def faults(self, program: Any) -> list[str]:
         """Returns what is wrong in a closed jaxpr, in the order of its equations."""
-        inputs = [self._true] * len(_compat.open_jaxpr(program)[0].invars)
+        inputs = [self._true] * len(open_jaxpr(program)[0].invars)
         for k, i in enumerate(self._scales):
             inputs[i] = Unit(tuple(Fraction(int(j == k)) for j in range(len(self._scales))), is_number=True)
         self._follow(program, inputs, ())
@@ -50,17 +50,12 @@ class Follower:
         return Unit(tuple(powers) or (Fraction(0),) * len(self._scales), is_number)
 
     def _follow(self, jaxpr: Any, inputs: Sequence[Known], outer: tuple[JaxprEqn, ...]) -> list[Known]:
-        opened, consts = _compat.open_jaxpr(jaxpr)
-        known: dict[Var, Known] = dict(zip(opened.invars, inputs, strict=True))
-        known |= {var: self._constant(x) for var, x in zip(opened.constvars, consts, strict=True)}
 
-        def read(atom: Any) -> Known:
-            return self._constant(atom.val) if isinstance(atom, Literal) else known.get(atom, self._true)
+        def apply(eqn: JaxprEqn, operands: list[Known]) -> list[Known]:
+            units = self._results(eqn, operands, (*outer, eqn))
+            return [unit if is_inexact(var) else self._true for unit, var in zip(units, eqn.outvars, strict=True)]
 
-        for eqn in opened.eqns:
-            units = self._results(eqn, list(map(read, eqn.invars)), (*outer, eqn))
-            known |= {var: unit if _is_float(var) else self._true for var, unit in zip(eqn.outvars, units, strict=True)}
-        return list(map(read, opened.outvars))
+        return evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
 
     def _constant(self, x: Any) -> Known:
         if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -69,18 +64,19 @@ class Follower:
         return None if np.all((values == 0) | ~np.isfinite(values)) else self._number
 
     def _results(self, eqn: JaxprEqn, operands: list[Known], path: tuple[JaxprEqn, ...]) -> list[Known]:
-        name, params = eqn.primitive.name, eqn.params
-        if name in _compat.CALLS or name == "shard_map":
-            return self._follow(params[_compat.CALLS.get(name, "jaxpr")], operands, path)
-        if name == "cond":
-            branches = [self._follow(branch, operands[1:], path) for branch in params["branches"]]
-            return [self._agreed(units, path, "returns from one branch") for units in zip(*branches, strict=True)]
-        if name in ("scan", "while"):
-            return self._loop(eqn, operands, path)
+        name, params, rule = eqn.primitive.name, eqn.params, _rule_of(eqn)
+        match None if rule and rule.reads else structure_of(eqn):
+            case Call(jaxpr, places):
+                return self._follow(jaxpr, [operands[i] for i in places], path)
+            case Branches(jaxprs, places):
+                branches = [self._follow(branch, [operands[i] for i in places], path) for branch in jaxprs]
+                return [self._agreed(units, path, "returns from one branch") for units in zip(*branches, strict=True)]
+            case Loop() as loop:
+                return self._loop(loop, operands, path)
         if name in _PAIRWISE and len(operands) == len(eqn.outvars):
             return operands
-        floats = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if _is_float(atom)]
-        return [self._result(name, _rule_of(eqn), params, floats, path)] * len(eqn.outvars)
+        floats = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if is_inexact(atom)]
+        return [self._result(name, rule, params, floats, path)] * len(eqn.outvars)
 
     def _result(
         self, name: str, rule: Rule | None, params: Mapping[str, Any], floats: list[Known], path: tuple[JaxprEqn, ...]
@@ -125,25 +121,19 @@ class Follower:
         what = f"a value {_described(unit)}"
         what += "" if other is None else f" with one that is {_described(other)}"
         cure = _STILL_SCALED if sum(unit.powers) > 0 else _NEVER_SCALED
-        self._faults[f"{origin_of(path).line} {verb} {what}: {cure}"] = None
+        self._faults[f"{location_of(path).line} {verb} {what}: {cure}"] = None
 
-    def _loop(self, eqn: JaxprEqn, operands: list[Known], path: tuple[JaxprEqn, ...]) -> list[Known]:
-        if eqn.primitive.name == "scan":
-            body, (n_consts, n_carry) = eqn.params["jaxpr"], _compat.scan_sizes(eqn)
-        else:
-            body, first = eqn.params["body_jaxpr"], eqn.params["cond_nconsts"]
-            operands, n_consts = operands[first:], eqn.params["body_nconsts"]
-            n_carry = len(operands) - n_consts
-        consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+    def _loop(self, loop: Loop, operands: list[Known], path: tuple[JaxprEqn, ...]) -> list[Known]:
+        consts, carry, xs = operands[loop.consts], operands[loop.carry], operands[loop.xs]
         while True:  # zeros take the unit of what replaces them, once
             before = dict(self._faults)
-            outs = self._follow(body, [*consts, *carry, *xs], path)
-            new = [_entering(old, out) for old, out in zip(carry, outs[:n_carry], strict=True)]
+            outs = self._follow(loop.body, [*consts, *carry, *xs], path)
+            new = [_entering(old, out) for old, out in zip(carry, outs[: loop.n_carry], strict=True)]
             if new == carry:
                 break
             carry, self._faults = new, before
-        after = [self._agreed(units, path, "replaces") for units in zip(carry, outs[:n_carry], strict=True)]
-        return [*after, *outs[n_carry:]]
+        after = [self._agreed(units, path, "replaces") for units in zip(carry, outs[: loop.n_carry], strict=True)]
+        return [*after, *outs[loop.n_carry :]]
 
 
 def _described(unit: Unit) -> str:
@@ -193,10 +183,6 @@ _LINEAR = {
     *("eq", "ne", "lt", "le", "gt", "ge"),
 }
 _PAIRWISE = {"optimization_barrier", "psum", "psum_invariant", "sort", "copy", "split"}
-
-
-def _is_float(atom: Any) -> bool:
-    return jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.inexact)
 
 
 def _rule_of(eqn: JaxprEqn) -> Rule | None:

@@ -1,0 +1,233 @@
+"""A plan in the making: the equations of one jaxpr, each decided until nothing changes any more."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jmp_amp._autocast._deciding import depends_on, runs_as_whole
+from jmp_amp._autocast._decisions import OpContext
+from jmp_amp._autocast._format import FORMATS
+from jmp_amp._autocast._plan import Plan, Region, Step
+from jmp_amp._autocast._regions import format_in
+from jmp_amp._autocast._rules import OpClass, Rule
+from jmp_amp._autocast._values import Reads, Value, constant
+from jmp_amp._jaxpr import HIGHER_ORDER
+
+if TYPE_CHECKING:
+    from jmp_amp._autocast._planner import Planner
+
+# The reasons to run a product as it was traced, as `explain` names them.
+_SENSITIVE = {Reads.ANGLE: "angle", Reads.DISTANCE: "distance", Reads.MATRIX: "decomposition"}
+
+
+@dataclasses.dataclass(slots=True)
+class _Variable:
+    """A variable of the jaxpr.
+
+    Attributes:
+        value: what is known of it; None until its equation is decided.
+        producer: its equation; None for an input.
+        readers: the equations that read it.
+        full_readers: those that read it in float32.
+        low_reads: how many equations, or results of the jaxpr, do not read it in float32.
+        is_read: whether there is a reader, or it is a result of the jaxpr.
+        reads: how it is read where rounding would grow; ANY for most.
+        stored: whether a product or the like reads it from memory.
+        decays: whether a carry that adds up is multiplied with it in every iteration.
+    """
+
+    value: Value | None = None
+    producer: "_Equation | None" = None
+    readers: "list[_Equation]" = dataclasses.field(default_factory=list)
+    full_readers: set[int] = dataclasses.field(default_factory=set)
+    low_reads: int = 0
+    is_read: bool = False
+    reads: Reads = Reads.ANY
+    stored: bool = False
+    decays: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is read, and in float32 only; or must be precise."""
+        return (self.is_read and not self.low_reads) or self.decays
+
+
+@dataclasses.dataclass(slots=True)
+class _Equation:
+    """An equation of the jaxpr, and what was decided of it.
+
+    Attributes:
+        index: its place.
+        eqn: the equation.
+        rule: the rule of its op.
+        region: where it stands.
+        operands: the variables that it reads, each once.
+        uses_copies: whether it matters to it that there is a float32 copy of what it reads.
+        as_traced: why it runs as it was traced, see `Step`.
+        step: the decision; None until there is one.
+        reason: what it was decided for; with the same reason it is not decided again.
+    """
+
+    index: int
+    eqn: JaxprEqn
+    rule: Rule
+    region: Region
+    operands: list[Var]
+    uses_copies: bool
+    as_traced: str | None = None
+    step: Step | None = None
+    reason: Any = None
+
+
+class Draft:
+    """A plan in the making.
+
+    Equations are decided in order, but what reads a result comes later. When all that reads the result of a cheap op
+    has turned out to read it in float32, the op is decided again: evaluated in float32 it fuses with its readers, which
+    costs no memory and rounds less. So is an op that moves values of which there is a float32 copy anyway.
+    """
+
+    def __init__(
+        self,
+        planner: "Planner",
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        values: tuple[Value, ...],
+        wanted: tuple[Reads, ...],
+        region: Region,
+    ) -> None:
+        """Takes what `Planner.plan` takes."""
+        self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
+        given = zip((*jaxpr.constvars, *jaxpr.invars), (*map(planner.constant, consts), *values), strict=True)
+        self._variables = {var: _Variable(value) for var, value in given}
+        literals = [atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal)]
+        self._literals = {id(literal): constant(literal.val) for literal in literals}
+        self._equations = list(map(self._equation, range(len(jaxpr.eqns)), jaxpr.eqns, planner.rules_of(jaxpr)))
+        for reads, atom in zip(wanted, jaxpr.outvars, strict=True):
+            if isinstance(atom, Var):
+                self._variables[atom].is_read = True
+                self._variables[atom].low_reads += not reads
+        self._find_sensitive(values, wanted)
+
+    def _equation(self, index: int, eqn: JaxprEqn, rule: Rule) -> _Equation:
+        operands = list(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
+        uses_copies = (rule.moves and not rule.fuses) or eqn.primitive.name in HIGHER_ORDER
+        equation = _Equation(index, eqn, rule, self._planner.enter(self._region, eqn), operands, uses_copies)
+        for var in operands:
+            variable = self._variables[var]
+            variable.readers.append(equation)
+            variable.low_reads += 1
+            variable.is_read = True
+            variable.stored |= rule.stores
+        for var in eqn.outvars:
+            self._variables[var] = _Variable(producer=equation)
+        return equation
+
+    def _find_sensitive(self, values: tuple[Value, ...], wanted: tuple[Reads, ...]) -> None:
+        """Finds what decides when a loop ends, and values whose rounding errors grow."""
+        squares = tuple([value.squares for value in values])
+        self._squares = self._planner.sensitivity.squares(self._jaxpr, squares)
+        found = dict(self._planner.sensitivity.sensitive(self._jaxpr, squares, wanted))
+        deciding, _ = depends_on(self._jaxpr, [reads is Reads.TRACED for reads in wanted])
+        found |= dict.fromkeys(deciding, Reads.TRACED)
+        for var, reads in found.items():
+            variable = self._variables[var]
+            equation = variable.producer
+            # What the code says comes first.
+            if equation is None or format_in(equation.eqn.source_info.name_stack) is not None:
+                continue
+            variable.reads = reads
+            if reads is Reads.TRACED and runs_as_whole(equation.eqn):
+                equation.as_traced = "loop"
+            elif reads is not Reads.TRACED and equation.rule.op_class is OpClass.LOWER:
+                equation.as_traced = equation.as_traced or _SENSITIVE[reads]
+        for equation in self._equations:
+            if equation.as_traced:
+                equation.region = equation.region._replace(format=FORMATS["float32"])
+
+    def plan(self) -> Plan:
+        """Decides all equations."""
+        for equation in self._equations:
+            pending = [equation]
+            while pending:
+                pending += self._decide(pending.pop())
+        known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
+        reads_full = tuple([self._variables[var].is_wanted for var in self._jaxpr.invars])
+        steps = [equation.step for equation in self._equations if equation.step is not None]
+        outs = tuple(map(self._read, self._jaxpr.outvars))
+        return Plan(self._jaxpr, self._consts, known, steps, outs, reads_full, self._region)
+
+    def _read(self, atom: Any) -> Value:
+        value = self._variables[atom].value if isinstance(atom, Var) else self._literals.get(id(atom))
+        return constant(atom.val) if value is None else value
+
+    def _decide(self, equation: _Equation) -> list[_Equation]:
+        """Decides an equation, and returns those that now have reason to be decided again."""
+        eqn, rule, old = equation.eqn, equation.rule, equation.step
+        outs = [self._variables[var] for var in eqn.outvars]
+        wanted = tuple([out.reads or (Reads.FULL if out.is_wanted else Reads.ANY) for out in outs])
+        values = tuple([self._read(atom) for atom in eqn.invars])
+        has_copy = False
+        if equation.uses_copies:
+            values = tuple(map(self._with_copy, eqn.invars, values, [equation.index] * len(values)))
+            has_copy = any(value.has_float32_copy for value in values)
+        reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
+        reason = values, wanted if eqn.primitive.name in HIGHER_ORDER else reads_full
+        if old is not None and reason == equation.reason:
+            return []
+        shares_norm = self._shares_norm(equation, values)
+        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm)
+        step = self._planner.decide(op, wanted, equation.region)
+        equation.step, equation.reason = step._replace(as_traced=equation.as_traced), reason
+        for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
+            squares = self._squares.get(var)
+            variable.value = out if out.squares is squares else out._replace(squares=squares)
+        affected = list(self._affected(equation, step))
+        if old is not None and old.outs != step.outs:
+            affected += [reader for out in outs for reader in out.readers]
+        return [each for each in affected if each.step is not None]
+
+    def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
+        """Notes whether another equation reads an operand in float32."""
+        if not isinstance(atom, Var) or not self._variables[atom].full_readers - {reader}:
+            return value
+        return value._replace(has_float32_copy=True)
+
+    def _affected(self, equation: _Equation, step: Step) -> Iterator[_Equation]:
+        """Notes what an equation reads in float32; yields the equations that this is a reason to decide again."""
+        operands = [self._variables[var] for var in equation.operands]
+        if equation.rule.scales and any(operand.value.adds_up for operand in operands if operand.value):
+            for operand in operands:
+                operand.decays = True
+                if operand.producer is not None:
+                    yield operand.producer
+        pairs = zip(step.eqn.invars, step.reads_full, strict=True)
+        low = {atom for atom, is_full in pairs if not is_full and isinstance(atom, Var)}
+        for var, operand in zip(equation.operands, operands, strict=True):
+            if var not in low and equation.index not in operand.full_readers:
+                operand.full_readers.add(equation.index)
+                operand.low_reads -= 1
+                if operand.is_wanted and operand.producer is not None:
+                    yield operand.producer
+                yield from [reader for reader in operand.readers if reader.uses_copies]
+
+    def _shares_norm(self, equation: _Equation, values: tuple[Value, ...]) -> bool:
+        """Whether an equation reads a norm of low-precision data that a product reads, too.
+
+        The norm is float32, but what a product reads of it is stored in low precision. Where it meets other data, as
+        in a residual sum, float32 would only be stored a second time.
+        """
+        if not any(self._variables[var].stored for var in equation.operands):
+            return False
+        return any(
+            isinstance(atom, Var) and self._variables[atom].stored and value.as_native().dtype != value.dtype
+            for atom, value in zip(equation.eqn.invars, values, strict=True)
+        )
+
+
+def _are_wanted(results: Sequence[_Variable]) -> bool:
+    """Whether each of several results is wanted or not read at all, and one is wanted."""
+    wanted = [result.is_wanted for result in results]
+    return any(wanted) and all(is_one or not result.low_reads for is_one, result in zip(wanted, results, strict=True))

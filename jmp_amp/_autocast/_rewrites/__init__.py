@@ -1,0 +1,18 @@
+"""Rewrites: ops that are evaluated in another way than one by one, for the sake of their derivatives.
+
+Each file has one: `match` returns how an op is evaluated, or None where the rewrite does not apply.
+"""
+
+from jmp_amp._autocast._op import Rewrite
+from jmp_amp._autocast._rewrites import _broadcast_bias, _float32_weight_grad, _gather_low, _take_label_logit
+from jmp_amp._autocast._rewrites._decided import Decided
+
+_REWRITES = (_take_label_logit, _gather_low, _float32_weight_grad, _broadcast_bias)
+
+
+def rewrite_of(decided: Decided) -> Rewrite | None:
+    """Returns the first rewrite that applies to an op, None if none does."""
+    return next((run for rewrite in _REWRITES if (run := rewrite.match(decided)) is not None), None)
+
+
+__all__ = ["Decided", "rewrite_of"]

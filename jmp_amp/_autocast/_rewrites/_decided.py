@@ -1,0 +1,31 @@
+"""What a rewrite may match on."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jmp_amp._autocast._format import Format
+from jmp_amp._autocast._rules import Rule
+
+
+class Decided(NamedTuple):
+    """An op of which the dtypes are decided.
+
+    Attributes:
+        eqn: the equation.
+        rule: the rule of the op.
+        format: that of the region.
+        reads_full: whether its results are read in float32 only, so that it is evaluated in float32.
+        dtypes: the dtypes of its operands, cast or not.
+        casts: the dtypes that its operands are cast to by each use of its own; None for all others.
+        weight_grad_dtype: the argument of `autocast`.
+    """
+
+    eqn: JaxprEqn
+    rule: Rule
+    format: Format
+    reads_full: bool
+    dtypes: tuple[Any, ...]
+    casts: tuple[Any, ...]
+    weight_grad_dtype: np.dtype | None

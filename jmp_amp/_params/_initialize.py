@@ -1,0 +1,101 @@
+"""apex's four levels, assembled by one call."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+from jmp_amp._autocast import autocast
+from jmp_amp._loss_scale import LossScale, dynamic_loss_scale
+from jmp_amp._params._cast_params import cast_params, is_norm
+from jmp_amp._params._master import master_weights, rounded_weights
+from jmp_amp._policy import Policy, parse_dtype
+
+
+def initialize(
+    loss_fn: Callable,
+    params: Any,
+    tx: optax.GradientTransformation,
+    opt_level: str = "O1",
+    *,
+    dtype: Any = "float16",
+    loss_scale: LossScale | None = None,
+    keep: Callable | None = None,
+    **options: Any,
+) -> tuple[Callable, Any, optax.GradientTransformationExtraArgs]:
+    """Assembles mixed precision training at one of apex's levels.
+
+    | level | parameters | `loss_fn` | optimizer | loss scale |
+    |---|---|---|---|---|
+    | `"O0"` | float32 | as it is | as it is | none |
+    | `"O1"` | float32 | `autocast` | as it is | dynamic |
+    | `"O2"` | `dtype`, norms float32 | `autocast` | `master_weights` | dynamic |
+    | `"O3"` | `dtype` | `autocast` | `rounded_weights` | none |
+
+    At every level, steps whose gradients are not finite are skipped, and `loss_fn` is traced with float32 parameters,
+    for which it was written. `"O0"` is the baseline, `"O1"` what to train with; `"O2"` has low-precision weights and
+    gradients, for two more bytes a parameter in all; `"O3"` needs the least memory and is the least accurate. For
+    anything between, put the parts together by hand: `autocast`, `cast_params`, `master_weights` or `rounded_weights`,
+    `dynamic_loss_scale`.
+
+    Args:
+        loss_fn: takes the parameters first.
+        params: float32 parameters.
+        tx: any optax transformation, with float32 parameters in mind; it may contain `unscale_and_check()`.
+        opt_level: `"O0"` to `"O3"`.
+        dtype: `"float16"` or `"bfloat16"`, which needs no loss scale and gets none.
+        loss_scale: another rule than that of the level.
+        keep: says of a path and a leaf of `params` whether it stays float32 at `"O2"` and `"O3"`; `is_norm` at `"O2"`,
+            nothing at `"O3"`, if not given.
+        **options: of `autocast`.
+
+    Returns:
+        `(loss_fn, params, tx)`, to be used as in any train step: `tx.init(params)`,
+        `value_and_grad(loss_fn, loss_scale=get_loss_scale(opt_state))`.
+
+    Raises:
+        ValueError: the level or the dtype is unknown.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> loss_fn, params, tx = amp.initialize(loss_fn, {"w": jnp.ones(2)}, optax.adam(1e-3), "O2")
+        >>> opt_state = tx.init(params)
+        >>> scale = amp.get_loss_scale(opt_state)
+        >>> loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, jnp.ones((4, 2)))
+        >>> updates, opt_state = tx.update(grads, opt_state, params)
+        >>> print(loss, params["w"].dtype, scale)
+        4.0 float16 65536.0
+
+    References:
+        `amp.initialize` of apex, whose O2 and O3 run every op on 16-bit parameters in 16 bits. Here the class of the op
+        decides at each level, as XLA fuses what stays float32.
+    """
+    if opt_level not in _LEVELS:
+        raise ValueError(f"`opt_level` must be one of {', '.join(map(repr, _LEVELS))}, got {opt_level!r}")
+    level, low = _LEVELS[opt_level], parse_dtype(dtype)
+    if low.name not in ("float16", "bfloat16"):
+        raise ValueError(f'`dtype` must be float16 or bfloat16, got {low.name}; for float32 take opt_level="O0"')
+    policy = Policy(low if level.keep else "float32", low, "float32")
+    if loss_scale is None:
+        loss_scale = LossScale() if level.scaled and low == "float16" else LossScale.none()
+    return (
+        autocast(loss_fn, policy=policy, enabled=opt_level != "O0", **options),
+        cast_params(params, policy, keep=keep or level.keep) if level.keep else params,
+        dynamic_loss_scale(level.wrap(tx), loss_scale),
+    )
+
+
+class _Level(NamedTuple):
+    keep: Callable | None  # None: parameters are not cast
+    wrap: Callable
+    scaled: bool
+
+
+_LEVELS = {
+    "O0": _Level(None, lambda tx: tx, scaled=False),
+    "O1": _Level(None, lambda tx: tx, scaled=True),
+    "O2": _Level(is_norm, master_weights, scaled=True),
+    "O3": _Level(lambda path, leaf: False, rounded_weights, scaled=False),
+}
