@@ -1,16 +1,14 @@
-"""What differs between JAX versions, or is deprecated, in one place."""
+"""Code that depends on the JAX version, or on deprecated or private parts of JAX."""
 
 import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from jax._src import config
 
-
-def interpret_mosaic_gpu() -> Any:
-    """The argument of `plgpu.kernel` that runs it in Pallas' interpreter, where what is not written is NaN."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # here, for it takes a second to import
+def mosaic_gpu_interpret_params() -> Any:
+    """Returns `interpret` for `plgpu.kernel`: Pallas' interpreter, in which unwritten memory is NaN."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # imported here, because it takes a second
 
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams()
@@ -21,11 +19,14 @@ def interpret_mosaic_gpu() -> Any:
 
 @contextlib.contextmanager
 def lowering_kernels() -> Iterator[None]:
-    """What holds while a kernel is traced and lowered, where no value has an axis to vary over any more.
+    """Sets `check_vma=False` while a kernel is traced and lowered, and silences the warning that Triton is deprecated.
 
-    Triton's outputs do not say over which axes of `shard_map` they vary, which `check_vma=True` asks for; Mosaic GPU
-    sets the same option itself. From JAX 0.11 lowering a Triton kernel warns; who asks for one by name knows.
+    With `check_vma=True`, JAX requires the axes of `shard_map` over which each output varies, and Triton outputs do not
+    have them. During lowering no value varies over an axis, so disabling the check is safe. Mosaic GPU disables it
+    itself. JAX 0.11 and newer warn when a Triton kernel is lowered, which is redundant: the caller chose it by name.
     """
+    from jax._src import config
+
     with config._check_vma(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton backend is deprecated", category=DeprecationWarning)
         yield

@@ -1,0 +1,31 @@
+"""The layout of the code: where JAX's private names are, and how long files are. `lint-imports` checks the imports."""
+
+import pathlib
+import subprocess
+import sys
+
+import jmp_amp
+
+ROOT = pathlib.Path(jmp_amp.__file__).parent
+FILES = [*ROOT.rglob("*.py"), *(ROOT.parent / "pallas_kernels").rglob("*.py")]
+
+
+def test_private_names_of_jax_are_in_one_file_of_each_package():
+    named = {path.relative_to(ROOT.parent).as_posix() for path in FILES if "jax._src" in path.read_text()}
+    assert named <= {"jmp_amp/_jaxpr/_versions.py", "pallas_kernels/_compat.py"}
+
+
+def test_a_private_name_that_jax_moves_does_not_break_the_import():
+    program = """
+import jax, optax, jax.experimental.pallas  # all that JAX itself imports later
+from jax._src import traceback_util
+del traceback_util.register_exclusion, traceback_util.api_boundary
+import jmp_amp as amp
+print(amp.autocast(lambda x: x @ x.T)(jax.numpy.ones((2, 3))).dtype)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "float32\n"), done.stderr
+
+
+def test_no_file_has_more_than_300_lines():
+    assert {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 300} == {}
