@@ -15,9 +15,9 @@ import models
 from autocast_cost import autocast, measure
 from report import report
 
-from jmp_amp._autocast import _api, _rewrites
+from jmp_amp._autocast import RULES, Rule, _api, _rewrites
 from jmp_amp._autocast._rewrites import _broadcast_bias, _take_label_logit
-from jmp_amp._autocast._rules import RULES, Makes, Rule
+from jmp_amp._autocast._rule import Makes
 
 CASES = {
     "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations, row
 
 import jmp_amp as amp
-from jmp_amp._autocast._rules import RULES, OpClass, Rule
+from jmp_amp._autocast import RULES, OpClass, Rule
 from jmp_amp._jaxpr import HIGHER_ORDER
 
 pytestmark = pytest.mark.usefixtures("users_code")

@@ -10,7 +10,8 @@ from jax import lax
 from jaxprs import dtypes, row, scoped_equations
 
 import jmp_amp as amp
-from jmp_amp._autocast._rules import RULES, OpClass, Rule, _table
+from jmp_amp._autocast import RULES, OpClass, Rule
+from jmp_amp._autocast._rules import _table
 from jmp_amp._jaxpr import HIGHER_ORDER
 
 pytestmark = pytest.mark.usefixtures("users_code")

@@ -147,6 +147,20 @@ def test_bodies_are_included_as_often_as_they_run(name):
     assert sum(row.runs for row in rows(fun, X, primitive="dot_general", direction="backward")) == times
 
 
+def test_the_ops_inside_a_linear_solve_are_listed_in_float32():
+    def fun(x):
+        def solve(_, b):
+            with jax.named_scope("solver"):
+                return b @ W  # inside the solver
+
+        return lax.custom_linear_solve(lambda x: W @ x, x[0], solve, symmetric=True)
+
+    (product,) = rows(fun, X, primitive="dot_general")
+    assert (product.module, product.inputs, product.compute, product.output) == ("solver", (F32, F32), F32, F32)
+    assert product.why == "decomposition"
+    assert product.source.startswith(f"{HERE}:{line_of('inside the solver')} (")
+
+
 def test_what_is_computed_again_for_the_backward_pass_is_told_apart():
     fun = jax.checkpoint(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w))))
     assert len(rows(fun, W, X, primitive="dot_general", direction="recomputed")) == 1
@@ -189,7 +203,7 @@ def test_casts_are_counted_in_both_passes():
 def test_a_function_under_autocast_is_explained_as_it_is():
     fun = amp.autocast(lambda x: x @ W, "bfloat16", rules={lax.dot_general_p: "full"})
     assert [row.why for row in rows(fun, X, primitive="dot_general")] == ["override"]
-    with pytest.raises(TypeError, match="under autocast already; explain it without options"):
+    with pytest.raises(TypeError, match=r"already under `autocast`.* call `explain\(fun\)` without options"):
         amp.explain(fun, rules={})
     with pytest.raises(TypeError, match="`explain` takes a function, got int"):
         amp.explain(3)
@@ -197,7 +211,7 @@ def test_a_function_under_autocast_is_explained_as_it_is():
 
 def test_a_mixed_product_is_not_said_to_have_no_float32():
     text = str(amp.explain(lambda x: x @ W.astype("bfloat16"))(X))
-    assert "traced: it, or an operand of it, was traced in another dtype than float32" in text
+    assert "traced: the op, or an operand, was traced in another dtype than float32" in text
 
 
 def test_float32_explains_the_plain_program():
@@ -282,7 +296,7 @@ def test_equal_modules_share_their_lines_when_printed():
         ["dot_general", "lower", "rule", "f32", "f32", "f16", "f16", "1"],
         ["dot_general", "lower", "rule", "f16", "f32", "f16", "f16", "2"],
     ]
-    assert "bias: a bias does not widen the product" in text
+    assert "bias: a bias does not widen a product" in text
     assert 'more op sites: `report.select(direction="backward")`' in text
 
 

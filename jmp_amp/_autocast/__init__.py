@@ -6,7 +6,8 @@ from jmp_amp._autocast._format import parse_format
 from jmp_amp._autocast._op_site import REASONS, OpSite
 from jmp_amp._autocast._overrides import matches, parse_rules
 from jmp_amp._autocast._regions import full_precision, precision
-from jmp_amp._autocast._rules import RULES, OpClass, Rule
+from jmp_amp._autocast._rule import OpClass, Rule
+from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Reads
 
 __all__ = [

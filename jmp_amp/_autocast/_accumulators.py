@@ -1,34 +1,34 @@
-"""The carries of a loop that add up: those that come back as themselves plus something.
+"""Finds the carries of a loop that accumulate: those that the body returns as themselves plus something.
 
-Rounded to 16 bits in every iteration, such a carry drifts, or stands still once it is large. It is found by following
-each carry through the body: through arithmetic, moves and selections, into calls, branches and loops. A carry that
-comes back to itself by arithmetic is an accumulator, and so is whatever it is copied or added to. A state that is
-replaced as a whole, such as `tanh(x @ w + h @ u)`, is not.
+A carry that is rounded to 16 bits in every iteration drifts, or stops growing once it is large. This module follows
+each carry through the body: through arithmetic, moves and selections, and into calls, branches and loops. A carry that
+reaches itself by arithmetic is an accumulator, and so is every carry that it is copied or added to. A state that the
+body replaces, such as `tanh(x @ w + h @ u)`, is not.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, Var
 
-from jmp_amp._autocast._rules import Rule
-from jmp_amp._jaxpr import Branches, Call, Loop, open_jaxpr, structure_of
+from jmp_amp._autocast._facts import Facts
+from jmp_amp._jaxpr import Branches, Call, Loop, open_jaxpr
 
-# From inputs of a jaxpr that reach a value, by their places: whether they do so by arithmetic.
+# The inputs of a jaxpr that reach a value, by index, and whether they do so by arithmetic.
 _Sources = dict[int, bool]
-_RulesOf = Callable[[Jaxpr], Sequence[Rule]]
+_FactsOf = Callable[[Jaxpr], Sequence[Facts]]
 
 
-def accumulators(loop: Loop, rules_of: _RulesOf) -> list[bool]:
-    """Returns whether each carry of a loop adds up.
+def accumulators(loop: Loop, facts_of: _FactsOf) -> list[bool]:
+    """Returns whether each carry of a loop is an accumulator.
 
     Args:
         loop: the loop.
-        rules_of: the rule of each equation of an open jaxpr.
+        facts_of: returns the facts of each equation of an open jaxpr.
     """
     n_consts, n_carry = loop.n_consts, loop.n_carry
-    reach = _closure([_carried(sources, n_consts, n_carry) for sources in _sources(loop.body, rules_of)[:n_carry]])
+    reach = _closure([_carried(sources, n_consts, n_carry) for sources in _sources(loop.body, facts_of)[:n_carry]])
     adds_up = [reach[i].get(i, False) for i in range(n_carry)]
     return [adds_up[i] or any(adds_up[j] for j in reach[i]) for i in range(n_carry)]
 
@@ -38,7 +38,7 @@ def _carried(sources: _Sources, n_consts: int, n_carry: int) -> _Sources:
 
 
 def _closure(reach: list[_Sources]) -> list[_Sources]:
-    """Follows the carries through any number of iterations."""
+    """Follows the carries through any number of iterations of the loop."""
     while True:
         more = [_merged([sources, *(_by(reach[i], by) for i, by in sources.items())]) for sources in reach]
         if more == reach:
@@ -46,7 +46,7 @@ def _closure(reach: list[_Sources]) -> list[_Sources]:
         reach = more
 
 
-def _sources(jaxpr: Any, rules_of: _RulesOf) -> list[_Sources]:
+def _sources(jaxpr: Any, facts_of: _FactsOf) -> list[_Sources]:
     """Returns which inputs of a jaxpr reach each of its results."""
     opened, _ = open_jaxpr(jaxpr)
     env: dict[Any, _Sources] = {var: {i: False} for i, var in enumerate(opened.invars)}
@@ -54,35 +54,36 @@ def _sources(jaxpr: Any, rules_of: _RulesOf) -> list[_Sources]:
     def read(atom: Any) -> _Sources:
         return env.get(atom, {}) if isinstance(atom, Var) else {}
 
-    for eqn, rule in zip(opened.eqns, rules_of(opened), strict=True):
-        operands = list(map(read, eqn.invars))
+    for facts in facts_of(opened):
+        operands = list(map(read, facts.eqn.invars))
         if any(operands):
-            env.update(zip(eqn.outvars, _results(eqn, rule, operands, rules_of), strict=True))
+            env.update(zip(facts.eqn.outvars, _results(facts, operands, facts_of), strict=True))
     return list(map(read, opened.outvars))
 
 
-def _results(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Sources], rules_of: _RulesOf) -> list[_Sources]:
-    match structure_of(eqn):
+def _results(facts: Facts, operands: Sequence[_Sources], facts_of: _FactsOf) -> list[_Sources]:
+    eqn, rule = facts.eqn, facts.rule
+    match facts.structure:
         case Call(jaxpr, places):
-            return _through(_sources(jaxpr, rules_of), [operands[i] for i in places])
+            return _through(_sources(jaxpr, facts_of), [operands[i] for i in places])
         case Branches(jaxprs, places):
             inputs = [operands[i] for i in places]
-            branches = [_through(_sources(branch, rules_of), inputs) for branch in jaxprs]
+            branches = [_through(_sources(branch, facts_of), inputs) for branch in jaxprs]
             return [_merged(results) for results in zip(*branches, strict=True)]
         case Loop() as loop:
-            return _through_loop(loop, operands, rules_of)
+            return _through_loop(loop, operands, facts_of)
     if not rule.passes_on:
         return [{}] * len(eqn.outvars)
     merged = _by(_merged(operands), rule.arithmetic)
     return [merged if getattr(var.aval, "dtype", None) == np.float32 else {} for var in eqn.outvars]
 
 
-def _through_loop(loop: Loop, operands: Sequence[_Sources], rules_of: _RulesOf) -> list[_Sources]:
+def _through_loop(loop: Loop, operands: Sequence[_Sources], facts_of: _FactsOf) -> list[_Sources]:
     n_consts, n_carry = loop.n_consts, loop.n_carry
-    results = _sources(loop.body, rules_of)
+    results = _sources(loop.body, facts_of)
     first = [_merged([sources, {n_consts + i: False}]) for i, sources in enumerate(results[:n_carry])]
     reach = _closure([_carried(sources, n_consts, n_carry) for sources in first])
-    # What reaches a carry in one iteration reaches in later ones what this carry reaches.
+    # A source of a carry in one iteration is a source of all that the carry reaches in later ones.
     carried = [_merged([_by(first[j], by) for j, by in sources.items()]) for sources in reach]
     stacked = [
         _merged([sources, *(_by(carried[i], by) for i, by in _carried(sources, n_consts, n_carry).items())])
@@ -93,7 +94,7 @@ def _through_loop(loop: Loop, operands: Sequence[_Sources], rules_of: _RulesOf) 
 
 
 def _through(inner: Sequence[_Sources], operands: Sequence[_Sources]) -> list[_Sources]:
-    """Returns what reaches the results of a call, from what reaches its operands."""
+    """Returns the sources of the results of a call, given those of its operands."""
     return [_merged([_by(operands[i], by) for i, by in sources.items()]) for sources in inner]
 
 

@@ -56,48 +56,47 @@ def autocast(
 ) -> Any:
     """Returns `fun` with each of its ops run in the precision that suits it.
 
-    Matrix products and convolutions run in `dtype`; exponentials, logarithms, sums, norms and losses in float32; what
-    lies between runs in what it gets. `fun` itself is not changed and need not know: it is traced once, at its own
-    dtypes, and the trace is evaluated with the operands of each op cast by the op's class. `jit`, `grad`, `vmap`,
-    `scan` and `jax.checkpoint` may stand inside or around it.
+    Matrix products and convolutions run in `dtype`. Exponentials, logarithms, sums, norms and losses run in float32.
+    All other ops run in the dtypes of their operands. `fun` needs no change: `autocast` traces it once, at its own
+    dtypes, and evaluates the trace with the operands of each op cast by the class of the op. `jit`, `grad`, `vmap`,
+    `scan` and `jax.checkpoint` work inside it and around it.
 
-    Only what was traced in float32 is cast. Integers, float64, complex and float8 values, ops that `fun` casts to 16
-    bits by itself, and products that ask for `precision=HIGHEST` stay as they are. A bias does not widen the product
-    that it is added to, and a constant that `dtype` cannot hold (-1e9 in a mask) makes its op float32. What `fun` adds
-    up by itself is float32: sums by scatter, and carries of loops that come back as themselves plus something. What
-    decides when a `while_loop` ends runs as it was traced.
+    `autocast` casts only values that were traced in float32. Integers, float64, complex and float8 values, ops that
+    `fun` casts to 16 bits, and products with `precision=HIGHEST` stay as they are. A bias does not widen the product
+    that it is added to. A constant that `dtype` cannot hold (-1e9 in a mask) makes its op float32. Sums that `fun`
+    writes itself are float32: scatter-adds, and carries of loops that accumulate. Values that decide when a
+    `while_loop` ends are not cast.
 
     Args:
-        fun: any function of pytrees that JAX can trace. Arrays among the arguments are traced, everything else (Python
-            numbers, strings, None, static fields) is passed through as it is. Flax NNX modules, among the arguments or
-            as `fun`, are updated in place as they are without autocast. Used as a decorator, it may be left out.
-        dtype: `"float16"`, `"bfloat16"`, or `"float32"`, with which `fun` comes back as it is.
-        policy: a `Policy` or its name, in place of `dtype`: ops compute in its `compute_dtype`, and floating results
-            are cast to its `output_dtype`. Where its `param_dtype` is float16 or bfloat16, arrays of that dtype among
-            the arguments are parameters: `fun` is traced as if they were float32, which it was written for, and each op
-            reads them in its own dtype.
-        rules: overrides, added to those of `policy`. A primitive is given a class, `{lax.tanh_p: "full"}` ("lower",
-            "promote", "follow" and "original" are the others; this also registers a primitive of your own). A pattern
-            of named scopes, such as the modules of Flax and Haiku, is given "full" or a compute dtype:
-            `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. In it `*` stands for any characters, `?`
-            for one, and `[12]` for one of those in brackets or for itself. It may start at any scope and holds for all
-            that the scope contains; the last pattern that matches counts, and a region in the code comes before it.
-        save: what the bodies of scans keep for the backward pass. `"matmuls"` keeps the results of products,
-            convolutions, linear algebra and custom kernels, and computes the rest again: cheap ops, but not free, for a
-            third of the memory of a scanned transformer. `"all"` keeps what JAX keeps.
-        weight_grad_dtype: `"float32"` takes the gradients of weights (inputs of `fun` that are operands of products)
-            from the matrix unit in float32, without a float16 in between that could overflow. Such a product cannot be
-            differentiated forward (`jax.jvp`). None leaves them to JAX.
+        fun: a function of pytrees that JAX can trace. Arrays among the arguments are traced; all other leaves (Python
+            numbers, strings, None, static fields) are passed on as they are. Flax NNX modules, among the arguments or
+            as `fun`, are updated in place, as without autocast. Leave it out to use `autocast` as a decorator.
+        dtype: `"float16"`, `"bfloat16"`, or `"float32"`, which returns `fun` as it is.
+        policy: a `Policy` or its name, instead of `dtype`. Ops compute in its `compute_dtype`, and floating results are
+            cast to its `output_dtype`. If its `param_dtype` is float16 or bfloat16, arguments of that dtype are
+            parameters: `fun` is traced as if they were float32, and each op casts them to its own dtype.
+        rules: overrides, added to those of `policy`. A primitive maps to a class, `{lax.tanh_p: "full"}`; the others
+            are "lower", "promote", "follow" and "original". This also registers a primitive of your own. A pattern of
+            named scopes, such as the modules of Flax and Haiku, maps to "full" or a compute dtype:
+            `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. `*` matches any characters, `?` one, and `[12]` one of
+            those in brackets, or itself. A pattern may start at any scope and holds for everything in it. The last
+            pattern that matches counts; a region in the code takes precedence.
+        save: the residuals that the bodies of scans keep. `"matmuls"` keeps the results of products, convolutions,
+            linear algebra and custom kernels, and computes other ops again. These are cheap but not free, and a scanned
+            transformer takes a third of the memory. `"all"` keeps the residuals that JAX keeps.
+        weight_grad_dtype: `"float32"` computes the gradients of weights (inputs of `fun` that are operands of
+            products) with float32 results, so that they cannot overflow in float16. Such a product has no forward-mode
+            derivative (`jax.jvp`). None computes them in the compute dtype.
         enabled: False returns `fun` as it is.
 
     Returns:
-        A function with the signature of `fun`, whose results have the shapes and dtypes of those of `fun`. Products
-        accumulate in float32 where the hardware does (every GPU and TPU matrix unit); sums accumulate in float32.
+        A function with the signature of `fun`. Its results have the shapes and dtypes of those of `fun`. Products
+        accumulate in float32 on hardware that does so (every GPU and TPU matrix unit); sums accumulate in float32.
 
     Raises:
         TypeError: `fun` is not callable, or a rule is for neither a primitive nor a string.
-        ValueError: `dtype` is not one of the three, or a rule's value is no dtype or no class that its primitive can
-            have. A pattern that matches nothing warns, with the scopes that there are.
+        ValueError: `dtype` is not one of the three, or the value of a rule is not a dtype or a class that its primitive
+            can have. A pattern that matches no scope warns and lists the scopes.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -167,7 +166,7 @@ def parse_settings(
 def autocast_with(
     fun: Callable, settings: Settings, planned: Callable[[Planner, Plan], Any] = lambda planner, plan: None
 ) -> Callable:
-    """Returns `fun` under autocast; `planned` is told of each plan that a call makes."""
+    """Returns `fun` under autocast; each call passes its planner and its plan to `planned`."""
     return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
 
 
@@ -185,7 +184,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, P
             results, rebuild_out = split_arrays(fun(*args, **kwargs))
             return results
 
-        # Arrays of a low `param_dtype` are traced as the float32 ones that they stand for; the casts are dead code.
+        # Parameters of a low `param_dtype` are traced as float32; these casts are dead code.
         stored = FLOAT32 if policy is None else policy.param_dtype
         full = [cast_floating(x, FLOAT32) if x.dtype == stored and stored.itemsize == 2 else x for x in arrays]
         closed = trace(flat, full)

@@ -1,4 +1,4 @@
-"""The axes along which a value varies, and where they are after the value was moved."""
+"""Follows the axes along which a value varies through ops that move it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ Shape = tuple[Any, ...]
 
 def varying(shape: Shape | None) -> Axes:
     """Returns the axes of more than one element."""
-    # `!= 1`, because a symbolic dimension can be compared for equality only.
+    # A symbolic dimension can only be compared for equality.
     return frozenset(i for i, n in enumerate(shape or ()) if n != 1)
 
 
 def moved(primitive: str, params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
-    """Returns where `axes` are after an op that moves an array; None where that is not known.
+    """Returns the positions of `axes` after an op that moves an array; None if they are not known.
 
     Args:
         primitive: the name of the op.
@@ -43,7 +43,7 @@ def _transpose(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axe
 
 
 def _reshape(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
-    """An axis that is made of several, or a part of one, is among the axes if one of these is."""
+    """Counts an axis that merges several axes, or is a part of one, if any of these counts."""
     if params["dimensions"] is not None:
         return None
     olds, news = sorted(varying(before)), sorted(varying(after))
@@ -79,5 +79,5 @@ _MOVES: Mapping[str, Callable[[Mapping[str, Any], Shape, Shape, Axes], Axes | No
 
 
 def sliced(axes: Sequence[Axes]) -> tuple[Axes, ...]:
-    """Returns where the axes are in the slices along the first one."""
+    """Returns the positions of the axes in slices along the first axis."""
     return tuple(frozenset(axis - 1 for axis in each if axis) for each in axes)

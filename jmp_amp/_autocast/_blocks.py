@@ -1,8 +1,8 @@
-"""Blocks of ops that came from one call in the user's code, each evaluated as one.
+"""Groups the ops that come from one call in the user's code, so that JAX differentiates equal groups once.
 
-JAX remembers how it differentiated a `jit`, but differentiates a bare primitive anew each time. So, where JAX
-differentiates, the ops of one call are applied as one `jit`, which JAX inlines: a model of equal layers then costs
-little more than one layer, and each op keeps its source line and its scope.
+JAX caches the derivative of a `jit`, but not that of a primitive. So, under differentiation, the ops of one call run as
+one `jit`, which JAX inlines. A model of equal layers then takes little longer to trace than one layer, and each op
+keeps its source line and its scope.
 """
 
 import functools
@@ -18,14 +18,14 @@ from jmp_amp._jaxpr import INLINE
 
 
 class Block(NamedTuple):
-    """What is evaluated at once.
+    """One or more ops that are evaluated together.
 
     Attributes:
-        eqn: the equation that it came from, or the first of them.
+        eqn: the first equation.
         invars: the variables and literals that it reads.
-        casts: the dtype that each is cast to, once for all blocks that want it; None leaves it.
+        casts: the dtype that each is cast to, in a cast that all blocks share; None leaves it.
         outvars: the variables that it defines.
-        run: from the operands to the results.
+        run: computes the results from the operands.
     """
 
     eqn: JaxprEqn
@@ -36,7 +36,12 @@ class Block(NamedTuple):
 
 
 def grouped(blocks: Sequence[Block], results: Collection[Any]) -> list[Block]:
-    """Joins the blocks of ops that came from one call in the user's code; `results` are read by the caller."""
+    """Joins the blocks of ops that come from one call in the user's code.
+
+    Args:
+        blocks: the blocks, in order.
+        results: the variables that the caller reads.
+    """
     groups: list[tuple[Any, list[Block]]] = []
     for block in blocks:
         call = _call(block)
@@ -52,7 +57,7 @@ def grouped(blocks: Sequence[Block], results: Collection[Any]) -> list[Block]:
 
 
 def _call(block: Block) -> tuple[Any, ...] | None:
-    """Returns what identifies the call that an op came from; None for what is not to be joined."""
+    """Returns a key for the call that an op comes from; None for a block that cannot be joined."""
     if not isinstance(block.run, Op) or block.eqn.effects:
         return None
     try:
@@ -73,7 +78,7 @@ class _Cast(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Ops one after the other, as a value: what each reads are places among the inputs and then all results so far."""
+    """A sequence of ops, as a value. Each reads by index from the inputs and all results so far."""
 
     ops: tuple[Op | _Cast, ...]
     reads: tuple[tuple[int, ...], ...]
@@ -89,7 +94,7 @@ def _run(group: _Group, *args: Any) -> list[Any]:
 
 
 def _join(blocks: Sequence[Block], read_later: Collection[Var]) -> Block:
-    # Atoms go by their ids, since literals cannot be hashed.
+    # Atoms are identified by id, since literals cannot be hashed.
     read = [[(id(atom), cast) for atom, cast in zip(b.invars, b.casts, strict=True)] for b in blocks]
     defined = {id(var) for block in blocks for var in block.outvars}
     inputs = {
@@ -103,7 +108,7 @@ def _join(blocks: Sequence[Block], read_later: Collection[Var]) -> Block:
     reads: list[tuple[int, ...]] = []
     for block, keys in zip(blocks, read, strict=True):
         for atom, cast in keys:
-            if (atom, cast) not in places:  # defined here, and cast here
+            if (atom, cast) not in places:  # computed in this group
                 ops.append(_Cast(cast))
                 reads.append((places[atom, None],))
                 places[atom, cast] = len(places)
@@ -119,5 +124,5 @@ def _join(blocks: Sequence[Block], read_later: Collection[Var]) -> Block:
 
 @functools.partial(jax.jit, static_argnums=1, inline=INLINE)
 def cast(x: Any, dtype: Any) -> Any:
-    """Casts; differentiated once for all casts of the same types."""
+    """Casts an array. JAX differentiates all casts of the same types once."""
     return lax.convert_element_type(x, dtype)

@@ -1,7 +1,7 @@
-"""`custom_jvp` and `custom_vjp`: the user's rule is kept, and runs under autocast as the function does.
+"""Keeps the rules of `custom_jvp` and `custom_vjp`, and runs them under autocast.
 
-The rule itself is never touched. `jax.jvp` and `jax.vjp` of the traced call apply it at the traced dtypes; what they do
-is traced, planned and run like any other program, inside a new function with a custom derivative.
+`jax.jvp` and `jax.vjp` of the traced call apply the user's rule at the traced dtypes. The resulting program is traced,
+planned and run like any other, as the derivative of a new function with a custom rule.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,56 +54,57 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
-    """Returns the planned function with the cotangent rule of `eqn`; residuals may be low precision."""
-    differentiable, perturbed_outs = _differentiable(eqn), _inexact(eqn.outvars)
-    n_outs = len(eqn.outvars)
-
-    def forward_of(perturbed: Sequence[bool], args: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Evaluates the user's rule for the gradients of the operands that are `perturbed`."""
-        pullback_tree: Any = None
-
-        def as_traced(*args: Any) -> list[Any]:
-            nonlocal pullback_tree
-            results, pullback = jax.vjp(_of_perturbed(eqn, perturbed, args), *compress(args, perturbed))
-            residuals, pullback_tree = jax.tree.flatten(pullback)
-            return [*results, *residuals]
-
-        traced = trace(as_traced, _types(args, eqn.invars))
-        outvars = open_jaxpr(traced)[0].outvars
-        rule = planner.plan(traced, plan.inputs, (Reads.ANY,) * len(outvars), plan.region)
-        outs = (*plan.outs, *rule.outs[n_outs:])
-        results = with_results(rule, outs)(*args)
-        residual_types = _types(results[n_outs:], outvars[n_outs:])
-
-        def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-            given = [m and not isinstance(ct, SymbolicZero) for m, ct in zip(perturbed_outs, cotangents, strict=True)]
-            nothing = [zero_cotangent(var.aval) for var in eqn.outvars]
-            cotangents = list(compress(cotangents, given))
-
-            def as_traced(*args: Any) -> list[Any]:
-                pullback = jax.tree.unflatten(pullback_tree, args[: len(residuals)])
-                return list(pullback(_combine(given, args[len(residuals) :], nothing)))
-
-            types = _types(cotangents, list(compress(eqn.outvars, given)))
-            values = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
-            traced = trace(as_traced, [*residual_types, *types])
-            grads = _tangents(compress(plan.inputs, perturbed))
-            rule = planner.plan(traced, values, (Reads.ANY,) * len(grads), plan.region)
-            return _combine(perturbed, with_results(rule, grads)(*residuals, *cotangents), [None] * len(perturbed))
-
-        return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
+    """Returns the planned function with the cotangent rule of `eqn`. Its residuals may be low precision."""
+    differentiable, symbolic_zeros = _differentiable(eqn), eqn.params["symbolic_zeros"]
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
-        if not eqn.params["symbolic_zeros"]:
-            return forward_of(differentiable, args)
+        if not symbolic_zeros:
+            return _forward(planner, eqn, plan, differentiable, args)
         perturbed = [d and arg.perturbed for d, arg in zip(differentiable, args, strict=True)]
-        return forward_of(perturbed, [arg.value for arg in args])
+        return _forward(planner, eqn, plan, perturbed, [arg.value for arg in args])
 
     function = jax.custom_vjp(_named(plan, eqn, "custom_vjp"))
-    function.defvjp(
-        forward, lambda pull, cotangents: tuple(pull(cotangents)), symbolic_zeros=eqn.params["symbolic_zeros"]
-    )
+    function.defvjp(forward, lambda pull, cotangents: tuple(pull(cotangents)), symbolic_zeros=symbolic_zeros)
     return lambda args: function(*args)
+
+
+def _forward(
+    planner: Planner, eqn: JaxprEqn, plan: Plan, perturbed: Sequence[bool], args: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    """Evaluates the forward pass of the user's rule for the perturbed operands; returns the results and a pullback."""
+    pullback_tree: Any = None
+    n_outs = len(eqn.outvars)
+
+    def as_traced(*args: Any) -> list[Any]:
+        nonlocal pullback_tree
+        results, pullback = jax.vjp(_of_perturbed(eqn, perturbed, args), *compress(args, perturbed))
+        residuals, pullback_tree = jax.tree.flatten(pullback)
+        return [*results, *residuals]
+
+    traced = trace(as_traced, _types(args, eqn.invars))
+    outvars = open_jaxpr(traced)[0].outvars
+    rule = planner.plan(traced, plan.inputs, (Reads.ANY,) * len(outvars), plan.region)
+    outs = (*plan.outs, *rule.outs[n_outs:])
+    results = with_results(rule, outs)(*args)
+    types = _types(results[n_outs:], outvars[n_outs:])
+
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        inexact = zip(_inexact(eqn.outvars), cotangents, strict=True)
+        given = [is_one and not isinstance(cotangent, SymbolicZero) for is_one, cotangent in inexact]
+        cotangents = list(compress(cotangents, given))
+
+        def as_traced(*args: Any) -> list[Any]:
+            pullback = jax.tree.unflatten(pullback_tree, args[: len(types)])
+            zeros = [zero_cotangent(var.aval) for var in eqn.outvars]
+            return list(pullback(_combine(given, args[len(types) :], zeros)))
+
+        traced = trace(as_traced, [*types, *_types(cotangents, list(compress(eqn.outvars, given)))])
+        values = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
+        grads = _tangents(compress(plan.inputs, perturbed))
+        rule = planner.plan(traced, values, (Reads.ANY,) * len(grads), plan.region)
+        return _combine(perturbed, with_results(rule, grads)(*residuals, *cotangents), [None] * len(perturbed))
+
+    return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
 
 
 def _named(plan: Plan, eqn: JaxprEqn, default: str) -> Callable[..., list[Any]]:
@@ -120,7 +121,7 @@ def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any])
 
 
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
-    """Whether the rule is asked about each operand: not about integers, nor about what the function closed over."""
+    """Returns whether each operand is differentiable: integers and closed-over constants are not."""
     n_consts = eqn.params["num_consts"]
     return [i >= n_consts and inexact for i, inexact in enumerate(_inexact(eqn.invars))]
 
@@ -136,7 +137,7 @@ def _combine(mask: Sequence[bool], items: Iterable[Any], others: Iterable[Any]) 
 
 
 def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:
-    """What is known of tangents and cotangents: their dtype."""
+    """Describes tangents and cotangents, of which only the dtype is known."""
     return tuple(Value(value.dtype) for value in values)
 
 

@@ -1,4 +1,4 @@
-"""What decides when a `while` ends: all of it runs as it was traced, since rounded it might never end."""
+"""Finds the values that decide when a `while` loop ends. They run as they were traced: rounded, it might never end."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -12,13 +12,13 @@ from jmp_amp._jaxpr import Branches, Call, Loop, dtype_of, is_floating, open_jax
 
 
 def deciding_carries(loop: Loop) -> list[bool]:
-    """Returns whether the end of a `while` depends on each carry, through however many iterations."""
+    """Returns whether the end of a `while` depends on each carry, directly or through later iterations."""
     n_cond_consts = loop.cond_consts.stop - loop.cond_consts.start
     return closed_over_iterations(loop.body, loop.n_consts, depends_on(loop.cond, [True])[1][n_cond_consts:])
 
 
 def closed_over_iterations(body: Any, n_consts: int, carries: Sequence[bool]) -> list[bool]:
-    """Returns the carries that the chosen ones depend on, through however many iterations of a loop."""
+    """Adds the carries that the given ones depend on, directly or through later iterations."""
     rest = [False] * (len(open_jaxpr(body)[0].outvars) - len(carries))
     while True:
         inputs = depends_on(body, [*carries, *rest])[1][n_consts : n_consts + len(carries)]
@@ -29,15 +29,14 @@ def closed_over_iterations(body: Any, n_consts: int, carries: Sequence[bool]) ->
 
 
 def runs_as_whole(eqn: JaxprEqn) -> bool:
-    """Whether all of an equation runs as it was traced if one of its results decides: not a call, nor branches."""
+    """Whether an equation runs as it was traced as a whole if one of its results decides. Calls and branches do not."""
     return not isinstance(structure_of(eqn), Call | Branches)
 
 
 def depends_on(jaxpr: Any, results: Sequence[bool]) -> tuple[set[Var], list[bool]]:
-    """Returns the variables that the chosen results of a jaxpr depend on, and whether its inputs are among them.
+    """Returns the variables that the chosen results of a jaxpr depend on, and whether each input is one.
 
-    An integer depends on integers only: a decoder that stops at a token is not one that stops at the logits of which
-    the token was the largest.
+    An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
     """
     opened, _ = open_jaxpr(jaxpr)
     needed = {atom for atom, needs in zip(opened.outvars, results, strict=True) if needs and isinstance(atom, Var)}

@@ -1,19 +1,20 @@
-"""A plan in the making: the equations of one jaxpr, each decided until nothing changes any more."""
+"""A plan in the making: decides the equations of one jaxpr until no decision changes."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._autocast._deciding import depends_on, runs_as_whole
-from jmp_amp._autocast._decisions import OpContext
+from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._format import FORMATS
+from jmp_amp._autocast._operands import OpContext
 from jmp_amp._autocast._plan import Plan, Region, Step
 from jmp_amp._autocast._regions import format_in
-from jmp_amp._autocast._rules import OpClass, Rule
+from jmp_amp._autocast._rule import OpClass, Rule
 from jmp_amp._autocast._values import Reads, Value, constant
-from jmp_amp._jaxpr import HIGHER_ORDER
 
 if TYPE_CHECKING:
     from jmp_amp._autocast._planner import Planner
@@ -24,18 +25,18 @@ _SENSITIVE = {Reads.ANGLE: "angle", Reads.DISTANCE: "distance", Reads.MATRIX: "d
 
 @dataclasses.dataclass(slots=True)
 class _Variable:
-    """A variable of the jaxpr.
+    """A variable, and how the equations that are decided so far read it.
 
     Attributes:
         value: what is known of it; None until its equation is decided.
-        producer: its equation; None for an input.
+        producer: the equation that computes it; None for an input.
         readers: the equations that read it.
-        full_readers: those that read it in float32.
-        low_reads: how many equations, or results of the jaxpr, do not read it in float32.
+        full_readers: the indices of those that read it in float32.
+        low_reads: how many equations and results of the jaxpr may read it in low precision.
         is_read: whether there is a reader, or it is a result of the jaxpr.
-        reads: how it is read where rounding would grow; ANY for most.
-        stored: whether a product or the like reads it from memory.
-        decays: whether a carry that adds up is multiplied with it in every iteration.
+        reads: how a sensitive reader reads it; `ANY` if there is none.
+        stored: whether an op reads it from memory, as products do.
+        decays: whether an accumulator is multiplied by it in every iteration.
     """
 
     value: Value | None = None
@@ -50,31 +51,33 @@ class _Variable:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is read, and in float32 only; or must be precise."""
+        """Whether it is to be float32: all readers read float32, or it is a decay."""
         return (self.is_read and not self.low_reads) or self.decays
 
 
 @dataclasses.dataclass(slots=True)
 class _Equation:
-    """An equation of the jaxpr, and what was decided of it.
+    """An equation, and the decision for it.
 
     Attributes:
-        index: its place.
+        index: its index in the jaxpr.
         eqn: the equation.
         rule: the rule of its op.
         region: where it stands.
         operands: the variables that it reads, each once.
-        uses_copies: whether it matters to it that there is a float32 copy of what it reads.
+        holds_jaxprs: whether it is a call, branches or a loop.
+        uses_copies: whether a float32 copy of an operand would change the decision.
         as_traced: why it runs as it was traced, see `Step`.
         step: the decision; None until there is one.
-        reason: what it was decided for; with the same reason it is not decided again.
+        reason: the facts that it was decided by; it is decided again when they change.
     """
 
     index: int
     eqn: JaxprEqn
     rule: Rule
     region: Region
-    operands: list[Var]
+    operands: tuple[Var, ...]
+    holds_jaxprs: bool
     uses_copies: bool
     as_traced: str | None = None
     step: Step | None = None
@@ -84,9 +87,9 @@ class _Equation:
 class Draft:
     """A plan in the making.
 
-    Equations are decided in order, but what reads a result comes later. When all that reads the result of a cheap op
-    has turned out to read it in float32, the op is decided again: evaluated in float32 it fuses with its readers, which
-    costs no memory and rounds less. So is an op that moves values of which there is a float32 copy anyway.
+    Equations are decided in order, so the readers of a result are decided after it. Once all readers of a cheap op turn
+    out to read float32, the op is decided again: in float32 it fuses with them, which costs no memory and rounds less.
+    An op that moves values is decided again once there is a float32 copy of them.
     """
 
     def __init__(
@@ -98,23 +101,24 @@ class Draft:
         wanted: tuple[Reads, ...],
         region: Region,
     ) -> None:
-        """Takes what `Planner.plan` takes."""
+        """Takes a planner and the arguments of `Planner.plan`."""
         self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*map(planner.constant, consts), *values), strict=True)
         self._variables = {var: _Variable(value) for var, value in given}
         literals = [atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal)]
         self._literals = {id(literal): constant(literal.val) for literal in literals}
-        self._equations = list(map(self._equation, range(len(jaxpr.eqns)), jaxpr.eqns, planner.rules_of(jaxpr)))
+        self._equations = list(map(self._equation, itertools.count(), planner.facts_of(jaxpr)))
         for reads, atom in zip(wanted, jaxpr.outvars, strict=True):
             if isinstance(atom, Var):
                 self._variables[atom].is_read = True
                 self._variables[atom].low_reads += not reads
         self._find_sensitive(values, wanted)
 
-    def _equation(self, index: int, eqn: JaxprEqn, rule: Rule) -> _Equation:
-        operands = list(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-        uses_copies = (rule.moves and not rule.fuses) or eqn.primitive.name in HIGHER_ORDER
-        equation = _Equation(index, eqn, rule, self._planner.enter(self._region, eqn), operands, uses_copies)
+    def _equation(self, index: int, facts: Facts) -> _Equation:
+        eqn, rule, structure, operands = facts
+        region, holds_jaxprs = self._planner.enter(self._region, eqn), structure is not None
+        uses_copies = holds_jaxprs or (rule.moves and not rule.fuses)
+        equation = _Equation(index, eqn, rule, region, operands, holds_jaxprs, uses_copies)
         for var in operands:
             variable = self._variables[var]
             variable.readers.append(equation)
@@ -126,16 +130,16 @@ class Draft:
         return equation
 
     def _find_sensitive(self, values: tuple[Value, ...], wanted: tuple[Reads, ...]) -> None:
-        """Finds what decides when a loop ends, and values whose rounding errors grow."""
+        """Finds the values that decide when a loop ends, and those whose rounding errors grow."""
         squares = tuple([value.squares for value in values])
-        self._squares = self._planner.sensitivity.squares(self._jaxpr, squares)
+        self._squares = self._planner.sensitivity.squares.find(self._jaxpr, squares)
         found = dict(self._planner.sensitivity.sensitive(self._jaxpr, squares, wanted))
         deciding, _ = depends_on(self._jaxpr, [reads is Reads.TRACED for reads in wanted])
         found |= dict.fromkeys(deciding, Reads.TRACED)
         for var, reads in found.items():
             variable = self._variables[var]
             equation = variable.producer
-            # What the code says comes first.
+            # A region in the code takes precedence.
             if equation is None or format_in(equation.eqn.source_info.name_stack) is not None:
                 continue
             variable.reads = reads
@@ -164,7 +168,7 @@ class Draft:
         return constant(atom.val) if value is None else value
 
     def _decide(self, equation: _Equation) -> list[_Equation]:
-        """Decides an equation, and returns those that now have reason to be decided again."""
+        """Decides an equation, and returns those to decide again because of it."""
         eqn, rule, old = equation.eqn, equation.rule, equation.step
         outs = [self._variables[var] for var in eqn.outvars]
         wanted = tuple([out.reads or (Reads.FULL if out.is_wanted else Reads.ANY) for out in outs])
@@ -174,13 +178,15 @@ class Draft:
             values = tuple(map(self._with_copy, eqn.invars, values, [equation.index] * len(values)))
             has_copy = any(value.has_float32_copy for value in values)
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
-        reason = values, wanted if eqn.primitive.name in HIGHER_ORDER else reads_full
+        reason = values, wanted if equation.holds_jaxprs else reads_full
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)
         op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm)
         step = self._planner.decide(op, wanted, equation.region)
-        equation.step, equation.reason = step._replace(as_traced=equation.as_traced), reason
+        equation.step, equation.reason = step, reason
+        if equation.as_traced:
+            equation.step = step._replace(as_traced=equation.as_traced)
         for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
             squares = self._squares.get(var)
             variable.value = out if out.squares is squares else out._replace(squares=squares)
@@ -190,13 +196,13 @@ class Draft:
         return [each for each in affected if each.step is not None]
 
     def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
-        """Notes whether another equation reads an operand in float32."""
+        """Returns what is known of an operand, and whether another equation reads it in float32."""
         if not isinstance(atom, Var) or not self._variables[atom].full_readers - {reader}:
             return value
         return value._replace(has_float32_copy=True)
 
     def _affected(self, equation: _Equation, step: Step) -> Iterator[_Equation]:
-        """Notes what an equation reads in float32; yields the equations that this is a reason to decide again."""
+        """Records the operands that an equation reads in float32, and yields the equations to decide again."""
         operands = [self._variables[var] for var in equation.operands]
         if equation.rule.scales and any(operand.value.adds_up for operand in operands if operand.value):
             for operand in operands:
@@ -214,10 +220,10 @@ class Draft:
                 yield from [reader for reader in operand.readers if reader.uses_copies]
 
     def _shares_norm(self, equation: _Equation, values: tuple[Value, ...]) -> bool:
-        """Whether an equation reads a norm of low-precision data that a product reads, too.
+        """Whether an equation reads a norm of low-precision data that a product reads too.
 
-        The norm is float32, but what a product reads of it is stored in low precision. Where it meets other data, as
-        in a residual sum, float32 would only be stored a second time.
+        The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
+        be stored twice.
         """
         if not any(self._variables[var].stored for var in equation.operands):
             return False
@@ -228,6 +234,6 @@ class Draft:
 
 
 def _are_wanted(results: Sequence[_Variable]) -> bool:
-    """Whether each of several results is wanted or not read at all, and one is wanted."""
+    """Whether all results of an equation that are read are to be float32, and at least one is read."""
     wanted = [result.is_wanted for result in results]
     return any(wanted) and all(is_one or not result.low_reads for is_one, result in zip(wanted, results, strict=True))

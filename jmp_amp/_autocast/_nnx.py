@@ -1,4 +1,4 @@
-"""Flax NNX modules, as arguments or as the function itself: what a call changes in them is changed after it."""
+"""Keeps the state of Flax NNX modules that are arguments of a function, or the function itself."""
 
 import functools
 import sys
@@ -11,10 +11,10 @@ from jmp_amp._jaxpr import api_boundary
 
 
 def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Callable:
-    """Returns `transform(fun)`, where NNX modules keep their state.
+    """Returns `transform(fun)`, which also updates the state of NNX modules.
 
-    A traced function works on copies of its arguments, so updates of batch statistics or of random keys would be lost.
-    Where there are modules, the function is made pure: their state goes in, and what changed of it comes out.
+    A traced function gets copies of its arguments, so updates of batch statistics or random keys would be lost. If
+    there are modules, the function becomes pure: it takes their state and returns the state that changed.
 
     Args:
         fun: a function, a module, or a method of one.
@@ -27,7 +27,7 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
     @api_boundary
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        nnx = sys.modules.get("flax.nnx")  # whoever has a module has imported it
+        nnx = sys.modules.get("flax.nnx")  # a program with modules has imported it
         inputs = owner if nnx and _is_module(nnx, owner) else None, args, kwargs
         if nnx is None or not _holds_modules(nnx, inputs):
             return plain(*args, **kwargs)
@@ -52,7 +52,7 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
 
 
 def unbound(fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
-    """Returns a function and arguments; where `fun` is a module or a method of one, the module is an argument."""
+    """Returns a function and its arguments; if `fun` is a module or a method of one, the module is an argument."""
     nnx = sys.modules.get("flax.nnx")
     if nnx and _is_module(nnx, fun):
         return lambda module, *args, **kwargs: module(*args, **kwargs), (fun, *args)

@@ -1,6 +1,11 @@
-"""What is said of an op: where it stands, in which dtypes it runs, and why."""
+"""An op site: where an op is in the program, the dtypes that it runs in, and why."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
 
 
 class OpSite(NamedTuple):
@@ -13,8 +18,8 @@ class OpSite(NamedTuple):
         primitive: its name in a jaxpr.
         op_class: the class of the primitive, see `autocast`.
         why: a key of `REASONS`.
-        inputs: the dtypes of its floating operands, as they come.
-        compute: the dtype that these are cast to.
+        inputs: the dtypes of its floating operands before they are cast.
+        compute: the dtype that they are cast to.
         output: the dtype of its result.
         runs: how often it runs; a `while_loop` counts as one iteration, and of a `cond` each branch counts.
         flops: floating-point operations of all runs, of products and convolutions only.
@@ -37,18 +42,36 @@ class OpSite(NamedTuple):
 
 REASONS = {
     "rule": "the class of its primitive",
-    "bias": "a bias does not widen the product that it is added to, nor a scalar an array",
-    "angle": "sines and cosines are all that reads it",
+    "bias": "a bias does not widen a product, nor a scalar an array",
+    "angle": "only sines and cosines read its result",
     "distance": "a term of a squared distance, which cancels with the others",
-    "decomposition": "a matrix that is decomposed, or what a solver reads",
+    "decomposition": "a matrix decomposition or a solver reads its result",
     "loop": "it decides when a loop ends",
-    "constant": "it reads a constant, or what came of one, that the low dtype cannot hold",
-    "readers": "all that reads its result reads float32, with which it fuses",
-    "precision": "the program asks for float32 arithmetic by `precision`",
-    "region": "the code says so: `full_precision` or `precision(dtype)`",
-    "pattern": "a pattern in `rules` matches its scope",
+    "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
+    "readers": "all readers of its result read float32, and it fuses with them",
+    "precision": "the program asks for float32 by `precision`",
+    "region": "it is in a region: `full_precision` or `precision(dtype)`",
+    "pattern": "its scope matches a pattern in `rules`",
     "override": "`rules` gives its primitive another class",
-    "traced": "it, or an operand of it, was traced in another dtype than float32",
+    "traced": "the op, or an operand, was traced in another dtype than float32",
     "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
-    "derivative": "it is what JAX makes of the forward pass",
+    "derivative": "JAX derives it from the forward pass",
 }
+
+
+def widest_of(dtypes: Sequence[Any]) -> np.dtype:
+    """Returns the floating dtype with the most bits."""
+    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def flops_of(eqn: Any) -> int:
+    """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracting)
+    elif eqn.primitive.name == "conv_general_dilated":
+        kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
+        terms = math.prod(kernel) // max(kernel[out_features], 1)
+    else:
+        return 0
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms

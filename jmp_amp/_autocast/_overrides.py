@@ -1,4 +1,4 @@
-"""Rules of the user's own: for a primitive, or for the scopes that a pattern matches."""
+"""The user's rules: for a primitive, or for the scopes that match a pattern."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -7,39 +7,40 @@ from typing import Any, NamedTuple
 from jax.extend.core import Primitive
 
 from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
-from jmp_amp._autocast._rules import RULES, Makes, OpClass, Rule, RuleOf, Rules
+from jmp_amp._autocast._rule import Makes, OpClass, Rule, RuleOf, Rules
+from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Reads
 
-# What `shard_map` makes of a primitive where it checks types; JAX exports only the one.
+# The variants of a primitive under `shard_map` with types; JAX exports only the primitive.
 _VARIANTS = {"psum": ("psum_invariant",), "all_gather": ("all_gather_invariant",)}
 
 
 class Overrides(NamedTuple):
-    """What `rules=` says.
+    """The argument `rules`, parsed.
 
     Attributes:
-        primitives: the class of a primitive, by its name.
-        scopes: the format of the scopes that a pattern matches; of several, the last one counts.
+        primitives: rules by the name of the primitive.
+        scopes: formats by pattern. If several match a scope, the last one counts.
     """
 
     primitives: Rules
     scopes: Mapping[str, Format]
 
     def matching(self, path: str) -> list[str]:
-        """Returns the patterns that match a scope, or one that it lies in."""
+        """Returns the patterns that match a scope or one around it."""
         starts = [i for i, c in enumerate("/" + path) if c == "/"]
         paths = [f"{path[start:]}/" for start in starts]
         return [pattern for pattern in self.scopes if any(matches(p, f"{pattern}/*") for p in paths)]
 
 
 def matches(scope: str, pattern: str) -> bool:
-    """Whether a pattern matches all of a scope: `*` is any characters, `?` is one, `[12]` is one of two or itself."""
+    """Whether a pattern matches a whole scope: `*` is any characters, `?` one, and `[12]` one of two, or itself."""
     as_names = pattern.replace("[", "[[]")  # `layers[0]`
     return fnmatch.fnmatchcase(scope, pattern) or fnmatch.fnmatchcase(scope, as_names)
 
 
 def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
-    """Reads a mapping of primitives to classes, and of scope patterns to `"full"` or a compute dtype.
+    """Parses a mapping from primitives to classes, and from patterns of scopes to `"full"` or a compute dtype.
 
     Raises:
         TypeError: a key is neither a primitive nor a string.
@@ -51,7 +52,7 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
         if isinstance(key, Primitive):
             primitives |= {name: _override(name, value) for name in (key.name, *_VARIANTS.get(key.name, ()))}
         elif isinstance(key, str):
-            pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # it may start at any scope anyway
+            pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # a pattern may start at any scope
             scopes[pattern] = FORMATS["float32"] if value == "full" else parse_format(value)
         else:
             raise TypeError(
@@ -62,7 +63,7 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
 
 
 def _override(name: str, value: Any) -> Rule | RuleOf:
-    """Returns the rule of a primitive with another class; all else that the table knows of it holds as well."""
+    """Returns the rule of a primitive with another class; its other properties stay as in the table."""
     op_class = _op_class(name, value)
     known = RULES.get(name, Rule(OpClass.ORIGINAL, dtype_params=("preferred_element_type",)))
     if isinstance(known, Rule):
@@ -76,17 +77,17 @@ def _override(name: str, value: Any) -> Rule | RuleOf:
 
 
 def _of_program(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    """The class for one op of several; what the program asks for, by a cast or by `precision`, comes before it."""
+    """Changes the class of an op, unless the program asks for its dtype by a cast or by `precision`."""
     return rule if rule.op_class is OpClass.ORIGINAL else _with_class(rule, op_class, avals)
 
 
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    rule = rule._replace(reads=Reads.ANY)  # a user who gives `sin` a class wants no more than that
-    if op_class is OpClass.LOWER:  # it rounds, whoever reads the result
+    rule = rule._replace(reads=Reads.ANY)  # the class is all that the user asks for
+    if op_class is OpClass.LOWER:  # rounds the result, even if its readers read float32
         return rule._replace(op_class=op_class, makes=Makes.OTHER if rule.moves else rule.makes, fuses=False)
     several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1
     if op_class is OpClass.FOLLOW and rule.op_class is not OpClass.FOLLOW and several:
-        op_class = OpClass.PROMOTE  # the operands of one op have one dtype
+        op_class = OpClass.PROMOTE  # all operands of an op must have one dtype
     return rule._replace(op_class=op_class)
 
 

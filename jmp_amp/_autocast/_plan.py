@@ -6,7 +6,7 @@ dtypes that a loop carries are found by planning its body until they no longer c
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +15,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._autocast._blocks import Block, cast, grouped
-from jmp_amp._autocast._decisions import differs
 from jmp_amp._autocast._format import Format
 from jmp_amp._autocast._values import Value
-from jmp_amp._jaxpr import context_of, evaluate_steps, is_differentiated, trace, with_last_reads
+from jmp_amp._jaxpr import context_of, dtype_of, evaluate_steps, is_differentiated, trace, with_last_reads
 
 
 class Step(NamedTuple):
@@ -27,11 +26,11 @@ class Step(NamedTuple):
     Attributes:
         eqn: the equation as it was traced.
         casts: the dtype that each operand is cast to; None leaves it.
-        outs: what is then known of the results.
+        outs: what is known of the results.
         run: evaluates the equation on its cast operands.
-        changed: whether anything in it runs in another dtype than it was traced in.
-        reads_full: whether each operand is read in float32 only, so that its producer may as well be evaluated in it.
-        inner: the plans of the jaxprs that it holds, and how often each runs, as far as that is known.
+        changed: whether a dtype in it differs from the traced one.
+        reads_full: whether each operand is read only in float32, so that its producer may be evaluated in float32.
+        inner: the plans of its jaxprs, and how often each runs; 1 if that is not known.
         as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
     """
 
@@ -46,11 +45,11 @@ class Step(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Where an equation stands.
+    """The surroundings of an equation.
 
     Attributes:
-        format: what it computes in.
-        path: the named scopes around the jaxpr; empty where no rule asks for them, so that plans can be shared.
+        format: the format that it computes in.
+        path: the named scopes around its jaxpr; empty if no rule has a pattern, so that equal jaxprs share a plan.
     """
 
     format: Format
@@ -68,7 +67,7 @@ class Plan:
         steps: the decision for each equation.
         outs: what is known of the results.
         reads_full: whether each input is read in float32 only.
-        region: where the jaxpr stands.
+        region: the surroundings of the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -122,7 +121,7 @@ class Plan:
 
     @functools.cached_property
     def changed(self) -> bool:
-        """Whether anything in it runs in another dtype than it was traced in."""
+        """Whether a dtype in it differs from the traced one."""
         return differs(zip(self.jaxpr.invars, self.inputs, strict=True)) or any(step.changed for step in self.steps)
 
     @functools.cached_property
@@ -135,6 +134,11 @@ class Plan:
         if types not in self._traced:
             self._traced[types] = trace(self, args)
         return self._traced[types]
+
+
+def differs(known: Iterable[tuple[Any, Value]]) -> bool:
+    """Whether a variable or literal has another dtype than it was traced in."""
+    return any(value.dtype != dtype_of(atom) for atom, value in known)
 
 
 def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:

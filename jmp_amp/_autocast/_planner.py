@@ -1,4 +1,4 @@
-"""Plans jaxprs: decides in which dtype each op computes, by the class of its primitive (`_rules.py`)."""
+"""Plans jaxprs: decides the dtype that each op computes in, by the rule of its primitive (`_rules.py`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,22 +6,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from jmp_amp._autocast._decisions import OpContext, differs, operand_dtype, params_for, results, returns_no_float32
 from jmp_amp._autocast._draft import Draft
+from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._op import SAVED, Op
+from jmp_amp._autocast._operands import OpContext, operand_dtype, params_for
 from jmp_amp._autocast._overrides import Overrides
-from jmp_amp._autocast._plan import Plan, Region, Step
+from jmp_amp._autocast._plan import Plan, Region, Step, differs
 from jmp_amp._autocast._regions import format_in
+from jmp_amp._autocast._results import results
 from jmp_amp._autocast._rewrites import Decided, rewrite_of
-from jmp_amp._autocast._rules import ORIGINAL, Rule, Rules
+from jmp_amp._autocast._rule import ORIGINAL, Rule, Rules
 from jmp_amp._autocast._sensitive import Sensitivity
 from jmp_amp._autocast._values import Origin, Reads, Value, constant
-from jmp_amp._jaxpr import HIGHER_ORDER, open_jaxpr, scope_path
+from jmp_amp._jaxpr import HIGHER_ORDER, dtype_of, open_jaxpr, scope_path, structure_of
 
 
 class Options(NamedTuple):
-    """The arguments of `autocast` that hold for a whole function; it documents them."""
+    """The arguments of `autocast` that hold for a whole function; see there."""
 
     overrides: Overrides
     save: str = "matmuls"
@@ -32,20 +34,20 @@ PlanHigherOrder = Callable[["Planner", JaxprEqn, tuple[Value, ...], tuple[Reads,
 
 
 class Planner:
-    """Plans the jaxprs of one program; what it remembers is dropped with it."""
+    """Plans the jaxprs of one program. Its caches live as long as it does."""
 
     def __init__(self, rules: Rules, plan_higher_order: PlanHigherOrder, options: Options) -> None:
-        """Takes the op table, what decides equations that hold jaxprs, and the arguments of `autocast`."""
+        """Takes the op table, a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
         self._rules: Mapping[str, Any] = {**rules, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
         self.scopes: set[str] = set()
         self.matched: set[str] = set()
-        self.sensitivity = Sensitivity(self.rules_of)
+        self.sensitivity = Sensitivity(self.facts_of)
         self._plans: dict[Any, Plan] = {}
         self._steps: dict[Any, Step] = {}
         self._constants: dict[int, tuple[Any, Value]] = {}
-        self._rules_of: dict[int, tuple[Jaxpr, list[Rule]]] = {}
+        self._facts: dict[int, tuple[Jaxpr, list[Facts]]] = {}
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Reads, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -54,7 +56,7 @@ class Planner:
             jaxpr: closed or open.
             values: what is known of its inputs.
             wanted: how each of its results is read.
-            region: where it stands.
+            region: the format and the scopes around it.
         """
         # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
         opened, consts = open_jaxpr(jaxpr)
@@ -64,7 +66,7 @@ class Planner:
         return self._plans[key]
 
     def constant(self, x: Any) -> Value:
-        """Describes a constant; it is read once."""
+        """Describes a constant, and reads it only once."""
         # The constant is kept alive, so an id cannot come to mean another one.
         if id(x) not in self._constants:
             self._constants[id(x)] = x, constant(x)
@@ -79,22 +81,26 @@ class Planner:
         """Returns the rule for a first-order equation."""
         return self.rule(eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars])
 
-    def rules_of(self, jaxpr: Jaxpr) -> list[Rule]:
-        """Returns the rule for each equation of an open jaxpr; they are looked up once."""
+    def facts_of(self, jaxpr: Jaxpr) -> list[Facts]:
+        """Returns the facts of each equation of an open jaxpr."""
         # The jaxpr is kept alive, so an id cannot come to mean another one.
-        if id(jaxpr) not in self._rules_of:
-            self._rules_of[id(jaxpr)] = jaxpr, [self.rule_of(eqn) for eqn in jaxpr.eqns]
-        return self._rules_of[id(jaxpr)][1]
+        if id(jaxpr) not in self._facts:
+            self._facts[id(jaxpr)] = jaxpr, list(map(self._facts_of, jaxpr.eqns))
+        return self._facts[id(jaxpr)][1]
+
+    def _facts_of(self, eqn: JaxprEqn) -> Facts:
+        operands = dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)])
+        return Facts(eqn, self.rule_of(eqn), structure_of(eqn), tuple(operands))
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
-        """The policy of `jax.checkpoint` that saves the results of products and computes cheaper ops again."""
+        """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
         return params.get("name") == SAVED or self.rule(primitive, params, avals).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
-        """Returns the region of an equation: what its code says comes before what a pattern says."""
+        """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""
         form, path = region
         name_stack = eqn.source_info.name_stack
-        if form is AS_TRACED:
+        if form is AS_TRACED or not (name_stack.stack or self.options.overrides.scopes):
             return region
         if self.options.overrides.scopes:
             path = scope_path(path, name_stack)
@@ -105,12 +111,18 @@ class Planner:
         return Region(format_in(name_stack) or form, path)
 
     def decide(self, op: OpContext, wanted: tuple[Reads, ...], region: Region) -> Step:
-        """Decides an equation; `wanted` says how its results are read, where it holds jaxprs."""
+        """Decides an equation.
+
+        Args:
+            op: the op.
+            wanted: how each of its results is read.
+            region: the format and the scopes around it.
+        """
         if op.eqn.primitive.name in HIGHER_ORDER:
             return self._plan_higher_order(self, op.eqn, op.values, wanted, region)
         if not op.format.is_low:
             op = op._replace(rule=ORIGINAL)
-        # An equal op, such as that of the layer before, is decided as it was.
+        # The same op of another layer gets the same decision.
         eqn = op.eqn
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
@@ -145,5 +157,7 @@ class Planner:
         )
         changed = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True)) or rewrite is not None
         run = Op(eqn.primitive, tuple((eqn.params | params).items()), each, saved, rewrite)
-        reads_full = tuple(d == FLOAT32 or returns_no_float32(eqn) for d in dtypes)
+        # The dtype of the operands does not show in the result of a comparison.
+        shows = any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
+        reads_full = tuple(d == FLOAT32 or not shows for d in dtypes)
         return Step(eqn, shared, outs, run, changed, reads_full)

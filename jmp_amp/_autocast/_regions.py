@@ -1,4 +1,4 @@
-"""Regions of another precision, written into the name stack so that they survive tracing and differentiation."""
+"""Regions of another precision, marked in the name stack, which survives tracing and differentiation."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Mark(Protocol):
-    """A context manager that is a decorator as well, for type checkers."""
+    """A context manager that is also a decorator."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: Any) -> bool | None: ...
@@ -18,9 +18,9 @@ class Mark(Protocol):
 
 
 def precision(dtype: Any) -> Mark:
-    """Marks a region inside `autocast` that computes in `dtype`; a context manager and a decorator.
+    """Makes a region inside `autocast` compute in `dtype`. It is a context manager and a decorator.
 
-    Outside `autocast` the mark does nothing. Regions nest; the innermost counts, in the backward pass too.
+    Outside `autocast` it has no effect. Regions nest, and the innermost counts, in the backward pass too.
 
     Args:
         dtype: `"float16"`, `"bfloat16"` or `"float32"`, or the dtype. With float32 every op of the region runs in the
@@ -47,10 +47,10 @@ def full_precision(fun: None = None) -> Mark: ...
 @overload
 def full_precision(fun: F) -> F: ...
 def full_precision(fun: F | None = None) -> F | Mark:
-    """Marks a region inside `autocast` that runs in the dtypes that it was traced in.
+    """Makes a region inside `autocast` run in the dtypes that it was traced in.
 
-    Either a context manager, `with full_precision():`, or a decorator, `@full_precision`. On a function it is what
-    `custom_fwd(cast_inputs=torch.float32)` and `custom_bwd` are together in torch: what enters is cast back, and the
+    It is a context manager, `with full_precision():`, and a decorator, `@full_precision`. On a function it replaces
+    torch's `custom_fwd(cast_inputs=torch.float32)` and `custom_bwd`: inputs are cast back to the traced dtypes, and the
     backward pass runs in the same dtypes.
 
     Examples:
@@ -68,5 +68,5 @@ def full_precision(fun: F | None = None) -> F | Mark:
 
 
 def format_in(name_stack: Any) -> Format | None:
-    """Returns the format of the innermost region in a name stack, None outside of any."""
+    """Returns the format of the innermost region in a name stack; None outside of regions."""
     return next((FORMATS[mark] for mark in reversed(marks_in(name_stack)) if mark in FORMATS), None)

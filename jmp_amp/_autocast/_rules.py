@@ -1,109 +1,19 @@
-"""The op table: the class of every primitive that autocast may run in another dtype than it was traced in.
+"""The op table: a rule for every primitive that autocast may run in another dtype than it was traced in.
 
-The classes follow PyTorch's lists (`torch.amp`, CUDA); a primitive that is not in the table is `ORIGINAL`.
+The classes follow PyTorch's lists (`torch.amp`, CUDA). A primitive that is not in the table is `ORIGINAL`.
 """
 
-import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax import lax
 
 from jmp_amp._autocast._axes import Axes
+from jmp_amp._autocast._rule import ORIGINAL, Makes, OpClass, Rule, Rules
 from jmp_amp._autocast._sizes import is_smaller
 from jmp_amp._autocast._values import Reads
-
-
-class OpClass(enum.StrEnum):
-    """What an op does with floating operands that were traced in float32."""
-
-    LOWER = "lower"  # cast to the compute dtype
-    FULL = "full"  # cast to float32
-    PROMOTE = "promote"  # cast to the widest of them, biases and scalars aside
-    FOLLOW = "follow"  # taken as they come
-    ORIGINAL = "original"  # cast back to the traced dtypes
-
-
-class Makes(enum.StrEnum):
-    """What the elements of the result of an op are, in terms of the elements of its operands."""
-
-    MOVED = "moved"  # these elements, in other places
-    CHOSEN = "chosen"  # some of them, or their negatives
-    SUM = "sum"  # sums of two of them, one of which may be a bias
-    DIFFERENCE = "difference"  # differences of two of them, or sums of cotangents
-    PRODUCT = "product"  # products of two of them
-    QUOTIENT = "quotient"  # quotients of two of them
-    OUTER_PRODUCT = "outer product"  # products of each with each
-    LOGARITHM = "logarithm"  # large where what it stands for is small
-    OTHER = "other"
-
-
-class Rule(NamedTuple):
-    """The class of an op, and what else the planner must know of it.
-
-    Attributes:
-        op_class: the class.
-        makes: what the elements of its result are.
-        reads: how it reads its operands: as angles, as matrices to decompose, or in no special way.
-        fuses: the op is elementwise: where its result is read in float32 only, float32 costs no memory, so it is
-            evaluated in float32.
-        rows: of a product, the axes of the result that vary with the other operand, if the first operand is the weight
-            and if the second one is; None for an operand that cannot be the weight.
-        costly: the op is not computed a second time for the backward pass.
-        stores: the op reads its operands from memory, where a norm of low-precision data is kept in low precision.
-        dtype_params: parameters that name the dtype of the result.
-        jaxpr_params: parameters that are jaxprs over scalars of the operands' dtype.
-    """
-
-    op_class: OpClass
-    makes: Makes = Makes.OTHER
-    reads: Reads = Reads.ANY
-    fuses: bool = False
-    rows: tuple[Axes | None, Axes | None] = (None, None)
-    costly: bool = False
-    stores: bool = False
-    dtype_params: tuple[str, ...] = ()
-    jaxpr_params: tuple[str, ...] = ()
-
-    @property
-    def moves(self) -> bool:
-        """Whether the op only moves values: what came straight from an input still does afterwards."""
-        return self.makes is Makes.MOVED
-
-    @property
-    def adds(self) -> bool:
-        """Whether the op adds: an operand that is a product takes up a bias."""
-        return self.makes is Makes.SUM
-
-    @property
-    def scales(self) -> bool:
-        """Whether the op multiplies or divides two arrays element by element."""
-        return self.makes in (Makes.PRODUCT, Makes.QUOTIENT)
-
-    @property
-    def arithmetic(self) -> bool:
-        """Whether the op adds, subtracts, multiplies or divides."""
-        return self.makes in _ARITHMETIC
-
-    @property
-    def keeps_magnitude(self) -> bool:
-        """Whether what is large in an operand may be as large in the result."""
-        return self.makes in _KEEPS_MAGNITUDE
-
-    @property
-    def passes_on(self) -> bool:
-        """Whether the elements of the operands are in the result, or their sums, products or quotients."""
-        return self.makes not in (Makes.LOGARITHM, Makes.OTHER)
-
-
-_ARITHMETIC = {Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.QUOTIENT, Makes.OUTER_PRODUCT}
-_KEEPS_MAGNITUDE = {Makes.MOVED, Makes.CHOSEN, Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.OUTER_PRODUCT}
-
-# A rule may depend on the parameters of the op and the types of its operands.
-RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
-Rules = Mapping[str, Rule | RuleOf]
 
 _LOWER = Rule(OpClass.LOWER, costly=True, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
@@ -129,13 +39,12 @@ _MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
 _CAST = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True, dtype_params=("new_dtype",))
 _JOIN = Rule(OpClass.PROMOTE, Makes.MOVED)
-ORIGINAL = Rule(OpClass.ORIGINAL)
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
 
 
 def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
-    """A product that sums nothing is a multiplication; one whose `precision` asks for float32 arithmetic gets it."""
+    """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered."""
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
     if any(p == lax.Precision.HIGHEST or "F32" in str(p) for p in asked):
@@ -144,7 +53,7 @@ def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes |
 
 
 def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
-    """A product of vectors, row by row, is a sum over many terms; no matrix unit would speed it up."""
+    """A product of vectors is a sum, and no matrix unit speeds it up, so it is float32."""
     contracting, batch = params["dimension_numbers"]
     left, right = (
         [n for i, n in enumerate(aval.shape) if i not in (*c, *b)]
@@ -153,7 +62,7 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     first, middle = len(batch[0]), len(batch[0]) + len(left)
     lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
     rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
-    # A layer with one output for one input is a layer, not a product of vectors.
+    # A layer with one input or one output is a layer, not a product of vectors.
     are_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
     return _VECTORS if are_vectors and rule.op_class is OpClass.LOWER else rule
 
@@ -171,17 +80,17 @@ def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
 
 
 def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    """`x ** -1` is torch's `reciprocal`; a square or cube (GELU) would only store more in float32."""
+    """`x ** -1` is torch's `reciprocal`, which is float32. Squares and cubes (GELU) are not."""
     return _FULL if params["y"] < 0 else _ELEMENTWISE
 
 
 def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    """A cast from float32 to float32 changes the weak type only; any other is the user's and is honoured."""
+    """A cast from float32 to float32 changes only the weak type. Any other cast is the user's choice."""
     return _CAST if params["new_dtype"] == np.float32 else ORIGINAL
 
 
 def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
-    """A value that fills out-of-bounds places is a constant; to cast all of a table for a few rows would be a waste."""
+    """Casting a whole table for a few of its rows would waste time. A fill value may not fit the low dtype."""
     fill = params["fill_value"]
     if fill is not None and np.isfinite(fill) and abs(fill) > float(np.finfo(np.float16).max):
         return _FULL
@@ -258,7 +167,7 @@ RULES: Rules = _table(
     }
 )
 
-# Scalar arithmetic on constants, for the host: from the parameters of an equation and its operands.
+# Arithmetic on known scalars, on the host: functions of the parameters of an equation and its operands.
 FOLDS: Mapping[str, Callable[..., Any]] = {
     "abs": lambda _, x: np.abs(x),
     "add": lambda _, x, y: x + y,

@@ -1,4 +1,4 @@
-"""What is known of a value of a program before the program runs: all that the rules decide by."""
+"""Describes the values of a program before it runs: the facts that the rules decide by."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -10,61 +10,61 @@ import numpy as np
 from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32
 
-# Constants are read on the host, at trace time, to see whether a low dtype holds them; above 64 MB they are not.
+# Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
 _READABLE = 2**24
 
 
 class Origin(enum.IntEnum):
-    """How a value came to be; the larger one wins where values meet."""
+    """Where a value comes from; where several values meet, the largest counts."""
 
-    SCALAR = 0  # an input or constant of one element, or arithmetic of such: it does not widen an array
-    INPUT = 1  # any other input or constant, moved or not
-    PRODUCT = 2  # a product of matrices, moved or not, or a sum of such and of their biases
+    SCALAR = 0  # an input or constant of one element, or arithmetic on those; does not widen an array
+    INPUT = 1  # another input or constant, moved or not
+    PRODUCT = 2  # a product of matrices, moved or not, or a sum of products and biases
     COMPUTED = 3
 
 
 class Reads(enum.IntEnum):
-    """How all that reads a value reads it."""
+    """How the readers of a value read it."""
 
     ANY = 0
     FULL = 1  # in float32
-    ANGLE = 2  # in float32, as an angle; so is the product that it comes from, and in the next two ways
+    ANGLE = 2  # as an angle: in float32, and so is the product that it comes from, as in the next two
     DISTANCE = 3  # as a term of a squared distance
-    MATRIX = 4  # to be decomposed, or by a solver
-    TRACED = 5  # to decide when a loop ends: what it depends on runs as it was traced
+    MATRIX = 4  # as a matrix to decompose, or as an operand of a solver
+    TRACED = 5  # to decide when a loop ends: all that it depends on runs as it was traced
 
 
 class Squares(enum.StrEnum):
-    """What a value is to the squares of which it is made."""
+    """How a value is made of squares."""
 
-    SQUARE = enum.auto()  # each element is one
-    SUM = enum.auto()  # each element is a sum of them
-    NORM = enum.auto()  # each element is the square root of such a sum
-    GRAM = enum.auto()  # a product of a matrix with itself: there are such sums on its diagonal
+    SQUARE = enum.auto()  # each element is a square
+    SUM = enum.auto()  # each element is a sum of squares
+    NORM = enum.auto()  # each element is the square root of a sum of squares
+    GRAM = enum.auto()  # the product of a matrix with itself, whose diagonal holds sums of squares
 
 
 class Value(NamedTuple):
-    """What is known of a value.
+    """A value before the program runs.
 
     Attributes:
-        dtype: the dtype that it will have, which may be lower than the traced one.
-        native: the dtype of the data that it is made of, whatever was broadcast over it aside: a norm of float16
-            activations is float32, but natively float16. None where it is `dtype`.
-        origin: where it came from.
-        axes: of an `INPUT`, the axes along which it varies, broadcast axes aside. Of a `PRODUCT`, those along which
-            it varies with the operand that is not the weight: an input that varies along none of them is a bias. There
-            is one set for each operand that may be the weight.
-        filled: it is an array that holds one number throughout, such as `jnp.zeros(shape)`. Where values are chosen
-            it does not widen them, but what is added to it, or multiplied with it, is float32, as by JAX's promotion.
-        magnitudes: of a constant, the smallest that is not 0 and the largest finite one (infinity and 0 where there is
-            no such element); None for what is not known to be constant.
-        scalar: the value of a constant scalar, where it is known.
-        keep_float32: it has elements that the low dtype cannot hold (-1e9 where there was a mask), or is a logarithm:
-            a product of it is a loss, not a layer, and stays float32.
+        dtype: the dtype that it will have, which may be lower than the one that it was traced in.
+        native: the dtype of the data that it is made of: a norm of float16 activations is float32, but natively
+            float16. Operands that were broadcast do not count. None if it is `dtype`.
+        origin: where it comes from.
+        axes: for an `INPUT`, the axes along which it varies; for a `PRODUCT`, those along which it varies with the
+            operand that is not the weight, one set for each operand that may be the weight. An input that varies along
+            none of these is a bias.
+        filled: it is an array of one repeated number, such as `jnp.zeros(shape)`. It does not widen the values that
+            an op selects, but it widens sums and products, as in JAX's promotion.
+        magnitudes: the smallest nonzero and the largest finite magnitude of a constant (infinity and 0 if there is no
+            such element); None for other values.
+        scalar: the value of a constant scalar; None if it is not known.
+        keep_float32: it has elements that the low dtype cannot hold (-1e9 in a mask), or is a logarithm. A product of
+            it is a loss, not a layer, and stays float32.
         has_float32_copy: another equation reads it in float32.
-        adds_up: it is a carry of a loop that adds up, as it enters the body, moved or not.
-        squares: it is made of squares.
-        save_cast: it is the same in all iterations of a loop, so its cast is saved for the backward pass.
+        adds_up: it is an accumulator of a loop, as it enters the body, moved or not.
+        squares: how it is made of squares; None if it is not.
+        save_cast: it is the same in all iterations of a loop, so `jax.checkpoint` saves its cast.
     """
 
     dtype: Any
@@ -89,7 +89,7 @@ class Value(NamedTuple):
         return self._replace(dtype=FLOAT32, native=self.native or self.dtype)
 
     def fits(self, dtype: np.dtype) -> bool:
-        """Whether `dtype` holds this constant: `inf` for what is finite, 0, or 1 for 1 - 1e-6, would be wrong."""
+        """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
         if self.magnitudes is None:
             return True
         if self.exceeds(dtype) or self.magnitudes[0] < float(jax.numpy.finfo(dtype).tiny):
@@ -97,11 +97,11 @@ class Value(NamedTuple):
         return self.scalar is None or abs(self.scalar) == 1 or abs(float(np.float32(self.scalar).astype(dtype))) != 1
 
     def exceeds(self, dtype: np.dtype) -> bool:
-        """Whether this constant has finite elements that are too large for `dtype`."""
+        """Whether this constant has a finite element that is too large for `dtype`."""
         return self.magnitudes is not None and self.magnitudes[1] > float(jax.numpy.finfo(dtype).max)
 
     def is_lost(self, dtype: np.dtype) -> bool:
-        """Whether `dtype` holds this constant as `inf` somewhere, or nowhere as a normal number."""
+        """Whether an element of this constant is inf in `dtype`, or no element is a normal number."""
         return self.exceeds(dtype) or (
             self.magnitudes is not None and 0 < self.magnitudes[1] < float(jax.numpy.finfo(dtype).tiny)
         )
@@ -114,7 +114,7 @@ def unknown(dtype: Any, shape: tuple[Any, ...]) -> Value:
 
 
 def constant(x: Any) -> Value:
-    """Describes a constant of the program; a traced one is an input whose value is not known."""
+    """Describes a constant of the program. A traced one counts as an input."""
     aval = jax.typeof(x)
     value = unknown(aval.dtype, aval.shape)
     if not _is_known(x) or aval.size > _READABLE:
@@ -127,7 +127,7 @@ def constant(x: Any) -> Value:
 
 
 def folded(value: Value, scalar: Any) -> Value:
-    """Returns the value with a known scalar."""
+    """Returns the value as a known scalar."""
     return value._replace(magnitudes=_magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
 
 
@@ -138,7 +138,7 @@ def _magnitudes(x: np.ndarray) -> tuple[float, float]:
 
 
 def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
-    """Returns the magnitudes of a value made of the elements of `values`, None where one is not known."""
+    """Returns the magnitudes of a value made of the elements of `values`; None if one is not constant."""
     known = [value.magnitudes for value in values if value.magnitudes is not None]
     if not known or len(known) < len(values):
         return None
@@ -146,27 +146,27 @@ def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
 
 
 def _is_known(x: Any) -> bool:
-    """Not a traced value, not spread over processes, and not a mutable reference."""
+    """Whether the elements can be read: not of a tracer, a mutable reference, or an array of several processes."""
     if isinstance(x, jax.Array):
         return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     return isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
 
 
 def widest(dtypes: Iterable[Any]) -> np.dtype:
-    """Returns the dtype that holds all of `dtypes`, each float32 or the result dtype of a format."""
+    """Returns the dtype that can hold all `dtypes`: theirs if they are equal, else float32."""
     different = set(dtypes)
     return different.pop() if len(different) == 1 else FLOAT32
 
 
 def common_dtype(values: Sequence[Value]) -> np.dtype:
-    """Returns the dtype in which `values` meet: the widest, scalars aside; float32 where it cannot hold a constant."""
+    """Returns the widest dtype of `values`, without scalars; float32 if that cannot hold a constant among them."""
     arrays = [value.dtype for value in values if value.origin is not Origin.SCALAR]
     dtype = widest(arrays) if arrays else FLOAT32
     return dtype if all(value.fits(dtype) for value in values) else FLOAT32
 
 
 def join(a: Value, b: Value) -> Value:
-    """Returns what is known of a value that is either `a` or `b`: a branch's result, or a loop's carry."""
+    """Describes a value that is either `a` or `b`: the result of branches, or the carry of a loop."""
     origin = max(a.origin, b.origin)
     if origin is Origin.SCALAR:
         filled = a.filled or b.filled

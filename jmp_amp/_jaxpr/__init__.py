@@ -3,17 +3,9 @@
 from jmp_amp._jaxpr._atoms import dtype_of, is_floating, is_inexact, shape_of
 from jmp_amp._jaxpr._evaluate import apply_as_traced, evaluate, evaluate_steps, with_last_reads
 from jmp_amp._jaxpr._frames import Frame, frames_of
-from jmp_amp._jaxpr._higher_order import (
-    HIGHER_ORDER,
-    Branches,
-    Call,
-    Loop,
-    Traceable,
-    holds_jaxprs,
-    inner_jaxprs,
-    structure_of,
-)
+from jmp_amp._jaxpr._higher_order import HIGHER_ORDER, holds_jaxprs, inner_jaxprs, structure_of
 from jmp_amp._jaxpr._scopes import is_backward, is_recomputed, marked, marks_in, scope_path
+from jmp_amp._jaxpr._structures import Branches, Call, Loop
 from jmp_amp._jaxpr._tracing import (
     as_type,
     bind,
@@ -46,7 +38,6 @@ __all__ = [
     "Call",
     "Frame",
     "Loop",
-    "Traceable",
     "api_boundary",
     "apply",
     "apply_as_traced",

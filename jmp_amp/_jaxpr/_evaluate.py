@@ -1,4 +1,4 @@
-"""The evaluator: runs a jaxpr equation by equation, by a hook."""
+"""The evaluator: runs a jaxpr one equation at a time, with a function that applies each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -10,7 +10,7 @@ from jmp_amp._jaxpr._versions import context_of, open_jaxpr
 
 
 class Step(Protocol):
-    """What is evaluated at once: an equation, or several as one."""
+    """A unit of evaluation: an equation, or a group of equations."""
 
     @property
     def invars(self) -> Sequence[Any]: ...
@@ -28,14 +28,14 @@ def evaluate(
     constant: Callable[[Any], Any] = lambda x: x,
     literal: Callable[[Literal], Any] = lambda atom: atom.val,
 ) -> list[Any]:
-    """Evaluates a jaxpr, on values of any kind.
+    """Evaluates a jaxpr on arrays, or on other values that `apply` understands.
 
     Args:
         jaxpr: closed or open.
         args: the values of its inputs.
-        apply: evaluates one equation on the values of its operands.
-        constant: makes a value of a constant of the jaxpr.
-        literal: makes a value of a literal.
+        apply: computes the results of an equation from the values of its operands.
+        constant: returns the value of a constant of the jaxpr.
+        literal: returns the value of a literal.
     """
     opened, consts = open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, map(constant, consts), strict=True))
@@ -56,8 +56,8 @@ def evaluate_steps(
         steps: from `with_last_reads`.
         outvars: the variables and literals to return.
         env: the values of the variables that the steps do not define. It is changed.
-        apply: evaluates one step on the values of its operands.
-        literal: makes a value of a literal.
+        apply: computes the results of a step from the values of its operands.
+        literal: returns the value of a literal.
     """
 
     def read(atom: Any) -> Any:
@@ -71,7 +71,7 @@ def evaluate_steps(
 
 
 def with_last_reads(steps: Sequence[S], outvars: Sequence[Any]) -> list[tuple[S, list[Var]]]:
-    """Adds the variables that no later step reads, so that outside `jit` they can be freed."""
+    """Pairs each step with the variables that no later step reads, so that they can be freed outside `jit`."""
     read_later = {atom for atom in outvars if isinstance(atom, Var)}
     pairs = []
     for step in reversed(steps):
@@ -82,6 +82,6 @@ def with_last_reads(steps: Sequence[S], outvars: Sequence[Any]) -> list[tuple[S,
 
 
 def apply_as_traced(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
-    """Applies an equation with its source line, scopes and settings, some parameters replaced."""
+    """Applies an equation with its source line, scopes and settings, and with some parameters replaced."""
     with context_of(eqn):
         return bind(eqn, args, **params)

@@ -19,10 +19,10 @@ class Frame(NamedTuple):
 
 
 def frames_of(eqn: JaxprEqn, limit: int = 1) -> list[Frame]:
-    """Returns the lines that an equation comes from, the innermost first, JAX's and this package's left out.
+    """Returns the lines of code that an equation comes from, the innermost first, without JAX's and this package's.
 
     Args:
-        eqn: the equation. JAX's own functions, such as `jnp.where`, may hold equations that know no line.
+        eqn: the equation. Those inside JAX's own functions, such as `jnp.where`, may have no lines.
         limit: how many lines to return at most.
     """
     lines = source_info_util.summarize(eqn.source_info, num_frames=limit).splitlines()

@@ -1,17 +1,17 @@
-"""The name stack of equations: the named scopes of the user, and the marks that this package leaves there."""
+"""The name stack of equations: the named scopes of the user, and the marks of this package."""
 
 import re
 from typing import Any
 
 import jax
 
-_PREFIX = "jmp_amp:"  # no scope of a user begins so
+_PREFIX = "jmp_amp:"  # not to be used in a scope of the user
 _MARK = re.compile(rf"(?<![^/(]){_PREFIX}(\w+)(?![^/)])")  # a whole scope, in `jvp(...)` or not
 
 _TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`, differentiated
 
-# What `jax.checkpoint` computes again or transposes has its path twice: `transpose(jvp(net))/jvp(net)/layer`, in one
-# equation or in two of which one is in the other.
+# An equation that `jax.checkpoint` recomputes or transposes has its path twice, `transpose(jvp(net))/jvp(net)/layer`,
+# in its own name stack or together with that of the equation around it.
 _REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
 
 _NO_MODULE = re.compile(
@@ -20,7 +20,7 @@ _NO_MODULE = re.compile(
 
 
 def marked(name: str) -> Any:
-    """Returns a context in which equations carry a mark, through tracing and differentiation."""
+    """Returns a context that marks new equations. Tracing and differentiation keep the mark."""
     return jax.named_scope(_PREFIX + name)
 
 
@@ -34,7 +34,7 @@ def scope_path(outer: str, name_stack: Any) -> str:
 
     Args:
         outer: the scopes of the jaxpr, such as `"encoder/Dense_0"`.
-        name_stack: that of the equation. Marks and the names that JAX adds are left out.
+        name_stack: the name stack of the equation. The result has no marks and no names that JAX adds.
     """
     stack = _REPEATED.sub("", str(name_stack))
     names = _TRANSFORM.sub("", stack).split("/")

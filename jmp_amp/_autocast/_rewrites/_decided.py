@@ -6,7 +6,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast._format import Format
-from jmp_amp._autocast._rules import Rule
+from jmp_amp._autocast._rule import Rule
 
 
 class Decided(NamedTuple):

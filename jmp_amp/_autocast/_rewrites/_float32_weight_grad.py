@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._op import Op, Rewrite
 from jmp_amp._autocast._rewrites._decided import Decided
-from jmp_amp._autocast._rules import OpClass
+from jmp_amp._autocast._rule import OpClass
 from jmp_amp._jaxpr import bind, evaluate, trace
 
 _RESULT_DTYPE = "preferred_element_type"

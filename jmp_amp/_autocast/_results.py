@@ -1,120 +1,30 @@
-"""What is decided for one first-order op: the dtype of its operands, its parameters, what is known of its results."""
+"""Describes the results of a first-order op from what is known of its operands."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast._axes import Axes, moved, varying
-from jmp_amp._autocast._format import FLOAT32, Format
-from jmp_amp._autocast._rules import FOLDS, Makes, OpClass, Rule
+from jmp_amp._autocast._format import FLOAT32
+from jmp_amp._autocast._operands import OpContext, weighed
+from jmp_amp._autocast._rule import Makes, OpClass, Rule
+from jmp_amp._autocast._rules import FOLDS
 from jmp_amp._autocast._sizes import is_smaller
-from jmp_amp._autocast._values import Origin, Value, common_dtype, folded, merged_magnitudes, widest
-from jmp_amp._jaxpr import dtype_of, retyped, shape_of
+from jmp_amp._autocast._values import Origin, Value, folded, merged_magnitudes, widest
+from jmp_amp._jaxpr import dtype_of, shape_of
 
 
-class OpContext(NamedTuple):
-    """What an op is decided by.
-
-    Attributes:
-        eqn: the equation.
-        rule: the rule of the op.
-        values: what is known of its operands.
-        format: that of its region.
-        reads_full: whether its results are read in float32 only, so that it is evaluated in float32.
-        shares_norm: whether it reads a norm of low-precision data that a product reads, too.
-    """
-
-    eqn: JaxprEqn
-    rule: Rule
-    values: tuple[Value, ...]
-    format: Format
-    reads_full: bool = False
-    shares_norm: bool = False
-
-    @property
-    def is_float32(self) -> list[bool]:
-        """Whether each operand was traced in float32."""
-        return [dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
-
-
-def differs(known: Iterable[tuple[Any, Value]]) -> bool:
-    """Whether a value will have another dtype than it was traced in."""
-    return any(value.dtype != dtype_of(atom) for atom, value in known)
-
-
-def returns_no_float32(eqn: JaxprEqn) -> bool:
-    """Whether the dtype of the operands does not show in the results: a comparison, for instance."""
-    return not any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
-
-
-def operand_dtype(op: OpContext) -> Any:
-    """Returns the dtype that the float32 operands of an op are cast to, None to take them as they come."""
-    op_class, eqn = op.rule.op_class, op.eqn
-    if op.reads_full or op_class in (OpClass.FULL, OpClass.ORIGINAL):
-        return FLOAT32
-    eligible = list(compress(weighed(op.rule, eqn, op.values), op.is_float32))
-    if op.shares_norm:
-        eligible = [value.as_native() for value in eligible]
-    if op_class is OpClass.FOLLOW:
-        return widest(value.as_native().dtype for value in eligible) if op.rule.stores and eligible else None
-    if op_class is OpClass.LOWER:
-        is_kept = any(value.keep_float32 or value.is_lost(op.format.operands) for value in eligible)
-        takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
-        return op.format.operands if takes and not is_kept else FLOAT32
-    return common_dtype(eligible)
-
-
-def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
-    """Returns the operands of an op with those as scalars that do not widen it, and no others.
-
-    These are scalars where there is an array, arrays that hold one number where values are only chosen, and biases.
-    """
-    if rule.op_class is not OpClass.PROMOTE:
-        return values
-    features: list[Axes] = []
-    if rule.adds:
-        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin is Origin.PRODUCT]
-        features = [varying(shape_of(atom)) - rows for atom, value in products for rows in value.axes]
-    result = shape_of(eqn.outvars[0])
-    return [
-        value._replace(origin=Origin.SCALAR)
-        if _gives_way(rule, atom, value, result, features)
-        else value._replace(origin=max(value.origin, Origin.INPUT), native=None if value.filled else value.native)
-        for atom, value in zip(eqn.invars, values, strict=True)
-    ]
-
-
-def _gives_way(rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | None, features: Sequence[Axes]) -> bool:
-    if value.origin is Origin.SCALAR:
-        if shape_of(atom) == result == ():
-            return value.scalar is not None  # a number; a variable is as wide as what it meets
-        return not (value.filled and rule.arithmetic and shape_of(atom) == result)
-    return value.origin is Origin.INPUT and any(map(value.axes[0].issubset, features))
-
-
-def params_for(op: OpContext, operands: Sequence[Any]) -> dict[str, Any]:
-    """Returns the parameters that name float32 and must name the dtype that the op computes in.
+def results(op: OpContext, operands: Sequence[Any]) -> tuple[Value, ...]:
+    """Returns what is known of the results of an op.
 
     Args:
         op: the op.
         operands: the dtypes that its operands are cast to.
     """
-    rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
-    dtype = widest(eligible) if eligible else FLOAT32
-    if dtype == FLOAT32:
-        return {}
-    result = op.format.results if rule.op_class is OpClass.LOWER else dtype
-    params: dict[str, Any] = {name: result for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
-    jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
-    return params | {name: retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
-
-
-def results(op: OpContext, operands: Sequence[Any]) -> tuple[Value, ...]:
-    """Returns what is known of the results, from the dtypes that the operands are cast to."""
     eqn, rule, values = op.eqn, op.rule, op.values
     scalars = all(
         value.origin is Origin.SCALAR and shape_of(atom) == () for value, atom in zip(values, eqn.invars, strict=True)
@@ -139,7 +49,7 @@ def results(op: OpContext, operands: Sequence[Any]) -> tuple[Value, ...]:
 
 
 def _result_dtype(op: OpContext, i: int, operands: Sequence[Any], eligible: Sequence[Any]) -> Any:
-    """Returns the dtype of a result; of an op on several arrays side by side, each keeps its own."""
+    """Returns the dtype of a result. An op on several arrays side by side leaves each in its own dtype."""
     dtype, op_class = dtype_of(op.eqn.outvars[i]), op.rule.op_class
     if dtype != FLOAT32 or op_class is OpClass.ORIGINAL or not eligible:
         return dtype
@@ -150,7 +60,7 @@ def _result_dtype(op: OpContext, i: int, operands: Sequence[Any], eligible: Sequ
 
 
 def _moved(eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
-    """Returns where the result of an op that moves values comes from, and its magnitudes."""
+    """Returns the origin and the magnitudes of the result of an op that moves values."""
     origin, shape = max((value.origin for value in values), default=Origin.SCALAR), shape_of(var) or ()
     floating = [i for i, atom in enumerate(eqn.invars) if dtype_of(atom) == FLOAT32]
     magnitudes = merged_magnitudes([values[i] for i in floating])
@@ -177,7 +87,7 @@ def _moved_axes(
 
     if value.origin is not Origin.PRODUCT:
         return tuple(map(move, value.axes))
-    # The axes that are the weight's alone move; along all others, new ones too, no bias varies.
+    # The axes of the weight move. A bias varies along none of the others, nor along new ones.
     places = [(move(varying(before)), move(rows)) for rows in value.axes]
     return tuple(
         None if all_axes is None or rows is None else varying(after) - (all_axes - rows) for all_axes, rows in places
@@ -185,7 +95,7 @@ def _moved_axes(
 
 
 def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
-    """Returns whether the result of any other op is a product, or a sum of products and their biases."""
+    """Returns the origin of the result of another op: a product, or a sum of products and their biases, stays one."""
     if rule.op_class is OpClass.LOWER and any(rows is not None for rows in rule.rows):
         inputs = [value.origin <= Origin.INPUT for value in values[:2]]
         weights = inputs if any(inputs) else [True, True]
@@ -200,7 +110,7 @@ def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> V
 
 
 def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
-    """Computes a constant scalar on the host, so that `-1e9` is known however it was written."""
+    """Computes a scalar from known scalars on the host, so that `-1e9` is known however it was written."""
     fold = FOLDS.get(eqn.primitive.name)
     known = [value.scalar for value in values]
     if fold is None or None in known:
@@ -210,7 +120,7 @@ def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
 
 
 def _native(op: OpContext, var: Var) -> Any:
-    """Returns the native dtype of a float32 result: that of the operands it has the elements of."""
+    """Returns the native dtype of a float32 result: that of the operands whose elements it holds."""
     rule, eqn, values = op.rule, op.eqn, op.values
     if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
@@ -227,14 +137,14 @@ def _native(op: OpContext, var: Var) -> Any:
 
 
 def _is_broadcast(value: Value, var: Var) -> bool:
-    """Whether an operand of the shape of the result was broadcast to it."""
+    """Whether an operand was broadcast to the shape of the result."""
     if value.origin is Origin.INPUT and value.axes:
         return value.axes[0] != varying(shape_of(var))
     return value.origin is Origin.SCALAR
 
 
 def _keeps_float32(op: OpContext) -> bool:
-    """Whether a float32 result must not be rounded, because its operands must not, or by what the op makes of them."""
+    """Whether a float32 result must not be rounded: a logarithm, or one made of operands that must not."""
     if not op.rule.keeps_magnitude:
         return op.rule.makes is Makes.LOGARITHM
     return any(value.exceeds(op.format.results) or value.keep_float32 for value in op.values)

@@ -1,0 +1,24 @@
+"""What is known of an equation whatever it computes in; equations that many layers share are read once."""
+
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_amp._autocast._rule import Rule
+from jmp_amp._jaxpr import Branches, Call, Loop
+
+
+class Facts(NamedTuple):
+    """What is known of an equation.
+
+    Attributes:
+        eqn: the equation.
+        rule: the rule of its op.
+        structure: how it holds jaxprs; None if it holds none.
+        operands: the variables that it reads, each once.
+    """
+
+    eqn: JaxprEqn
+    rule: Rule
+    structure: Call | Branches | Loop | None
+    operands: tuple[Var, ...]

@@ -1,0 +1,106 @@
+"""The op sites of the forward pass, read from a plan."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from jmp_amp._autocast._format import AS_TRACED, FLOAT32, FORMATS, Format
+from jmp_amp._autocast._op import Op
+from jmp_amp._autocast._op_site import OpSite, flops_of, widest_of
+from jmp_amp._autocast._operands import weighed
+from jmp_amp._autocast._place import Place
+from jmp_amp._autocast._plan import Plan, Step
+from jmp_amp._autocast._planner import Planner
+from jmp_amp._autocast._regions import format_in
+from jmp_amp._autocast._rule import OpClass
+from jmp_amp._autocast._rules import RULES
+from jmp_amp._autocast._values import Origin, Value, constant
+from jmp_amp._jaxpr import dtype_of, is_floating, shape_of
+
+
+def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Place, forced: str | None) -> Iterator[OpSite]:
+    """Yields the op sites of a plan and of the plans inside it.
+
+    Args:
+        planner: the planner that made the plan.
+        plan: the plan.
+        top: the format of the whole program.
+        outer: the place of the jaxpr of the plan.
+        forced: why all of it runs in another format than `top`; None if it does not.
+    """
+    for step in plan.steps:
+        eqn = step.eqn
+        region, place, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
+        if plan.region.format is AS_TRACED:
+            pass  # marks and patterns have no effect there
+        elif format_in(eqn.source_info.name_stack) is not None:
+            why = "region"
+        elif planner.options.overrides.matching(region.path):
+            why = "pattern"
+        elif step.as_traced is not None:
+            why, region = step.as_traced, region._replace(format=FORMATS["float32"])
+        for inner, runs in step.inner:
+            inside = "decomposition" if inner.region.format is AS_TRACED else why
+            yield from forward_sites(planner, inner, top, place._replace(times=place.times * runs), inside)
+        if not step.inner and any(map(is_floating, (*eqn.invars, *eqn.outvars))):
+            yield _forward_site(planner, plan, step, region.format, place, why if region.format is not top else None)
+
+
+def _forward_site(planner: Planner, plan: Plan, step: Step, form: Format, place: Place, forced: str | None) -> OpSite:
+    eqn, times = step.eqn, place.times
+    values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
+    each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
+    operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
+    floating = [i for i, atom in enumerate(eqn.invars) if is_floating(atom)]
+    outputs = [value.dtype for value, var in zip(step.outs, eqn.outvars, strict=True) if is_floating(var)]
+    compute = widest_of([operands[i] for i in floating] or outputs)
+    rule = planner.rule_of(eqn)
+    read = weighed(rule, eqn, values)
+    traced = [read[i] for i in floating if dtype_of(eqn.invars[i]) == FLOAT32]
+    return OpSite(
+        "forward",
+        place.module,
+        place.source,
+        eqn.primitive.name,
+        rule.op_class.value,
+        forced or _why(planner, eqn, rule.op_class, traced, compute, form),
+        tuple(str(values[i].dtype) for i in floating),
+        str(compute),
+        str(widest_of(outputs)) if outputs else str(dtype_of(eqn.outvars[0])) if eqn.outvars else "",
+        times,
+        times * flops_of(eqn),
+        times * sum(math.prod(shape_of(v) or ()) * o.dtype.itemsize for v, o in _results(eqn, step)),
+    )
+
+
+def _results(eqn: JaxprEqn, step: Step) -> Iterator[tuple[Any, Value]]:
+    return ((v, o) for v, o in zip(eqn.outvars, step.outs, strict=True) if hasattr(o.dtype, "itemsize"))
+
+
+def _why(
+    planner: Planner, eqn: JaxprEqn, op_class: OpClass, traced: Sequence[Value], compute: Any, form: Format
+) -> str:
+    """Returns why an op outside of regions computes in a dtype; `traced` are its operands traced in float32."""
+    name = eqn.primitive.name
+    if name in planner.options.overrides.primitives:
+        return "override"
+    if name not in RULES:
+        return "unknown"
+    if not traced and not any(dtype_of(var) == FLOAT32 for var in eqn.outvars):
+        return "traced"
+    if op_class is OpClass.ORIGINAL:
+        return "precision" if name in ("dot_general", "conv_general_dilated", "ragged_dot_general") else "rule"
+    if op_class is OpClass.FULL or not traced:
+        return "rule"
+    if op_class is OpClass.LOWER and compute != form.operands:
+        return "constant" if any(value.keep_float32 or value.is_lost(form.operands) for value in traced) else "traced"
+    arrays = [value for value in traced if value.origin is not Origin.SCALAR]
+    if compute != FLOAT32:
+        widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
+        return "bias" if widened else "rule"
+    is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
+    if any(value.exceeds(form.results) or (is_low and not value.fits(form.results)) for value in traced):
+        return "constant"
+    return "readers" if is_low else "rule"

@@ -1,0 +1,103 @@
+"""Decides the dtype of the operands of a first-order op, and of the parameters that name it."""
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from jmp_amp._autocast._axes import Axes, varying
+from jmp_amp._autocast._format import FLOAT32, Format
+from jmp_amp._autocast._rule import OpClass, Rule
+from jmp_amp._autocast._values import Origin, Value, common_dtype, widest
+from jmp_amp._jaxpr import dtype_of, retyped, shape_of
+
+
+class OpContext(NamedTuple):
+    """An op, and everything that its dtypes depend on.
+
+    Attributes:
+        eqn: the equation.
+        rule: the rule of the op.
+        values: what is known of its operands.
+        format: the format of its region.
+        reads_full: whether all readers of its results read float32, so that it is evaluated in float32.
+        shares_norm: whether it reads a norm of low-precision data that a product reads too.
+    """
+
+    eqn: JaxprEqn
+    rule: Rule
+    values: tuple[Value, ...]
+    format: Format
+    reads_full: bool = False
+    shares_norm: bool = False
+
+    @property
+    def is_float32(self) -> list[bool]:
+        """Whether each operand was traced in float32."""
+        return [dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
+
+
+def operand_dtype(op: OpContext) -> Any:
+    """Returns the dtype that the float32 operands of an op are cast to; None leaves them as they are."""
+    op_class, eqn = op.rule.op_class, op.eqn
+    if op.reads_full or op_class in (OpClass.FULL, OpClass.ORIGINAL):
+        return FLOAT32
+    eligible = list(compress(weighed(op.rule, eqn, op.values), op.is_float32))
+    if op.shares_norm:
+        eligible = [value.as_native() for value in eligible]
+    if op_class is OpClass.FOLLOW:
+        return widest(value.as_native().dtype for value in eligible) if op.rule.stores and eligible else None
+    if op_class is OpClass.LOWER:
+        is_kept = any(value.keep_float32 or value.is_lost(op.format.operands) for value in eligible)
+        takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
+        return op.format.operands if takes and not is_kept else FLOAT32
+    return common_dtype(eligible)
+
+
+def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+    """Returns the operands of an op, with `SCALAR` as the origin of those that do not widen it, and of no others.
+
+    These are scalars beside an array, arrays that hold one number in an op that only selects values, and biases.
+    """
+    if rule.op_class is not OpClass.PROMOTE:
+        return values
+    features: list[Axes] = []
+    if rule.adds:
+        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin is Origin.PRODUCT]
+        features = [varying(shape_of(atom)) - rows for atom, value in products for rows in value.axes]
+    result = shape_of(eqn.outvars[0])
+    return [
+        value._replace(origin=Origin.SCALAR)
+        if _does_not_widen(rule, atom, value, result, features)
+        else value._replace(origin=max(value.origin, Origin.INPUT), native=None if value.filled else value.native)
+        for atom, value in zip(eqn.invars, values, strict=True)
+    ]
+
+
+def _does_not_widen(
+    rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | None, features: Sequence[Axes]
+) -> bool:
+    """Whether an operand of an op that promotes does not widen the others."""
+    if value.origin is Origin.SCALAR:
+        if shape_of(atom) == result == ():
+            return value.scalar is not None  # a known number; a scalar variable is as wide as the other scalar
+        return not (value.filled and rule.arithmetic and shape_of(atom) == result)
+    return value.origin is Origin.INPUT and any(map(value.axes[0].issubset, features))
+
+
+def params_for(op: OpContext, operands: Sequence[Any]) -> dict[str, Any]:
+    """Returns new values for the parameters that name float32 and must name the dtype that the op computes in.
+
+    Args:
+        op: the op.
+        operands: the dtypes that its operands are cast to.
+    """
+    rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
+    dtype = widest(eligible) if eligible else FLOAT32
+    if dtype == FLOAT32:
+        return {}
+    result = op.format.results if rule.op_class is OpClass.LOWER else dtype
+    params: dict[str, Any] = {name: result for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
+    jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
+    return params | {name: retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}

@@ -1,0 +1,100 @@
+"""A rule: everything that the planner knows of an op."""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jmp_amp._autocast._axes import Axes
+from jmp_amp._autocast._values import Reads
+
+
+class OpClass(enum.StrEnum):
+    """The dtype in which an op reads operands that were traced in float32."""
+
+    LOWER = "lower"  # the compute dtype
+    FULL = "full"  # float32
+    PROMOTE = "promote"  # the widest of their dtypes, biases and scalars aside
+    FOLLOW = "follow"  # the dtypes that they have
+    ORIGINAL = "original"  # the dtypes that they were traced in
+
+
+class Makes(enum.StrEnum):
+    """How the elements of the result come from the elements of the operands."""
+
+    MOVED = "moved"  # the same elements in other places
+    CHOSEN = "chosen"  # some of the elements, or their negatives
+    SUM = "sum"  # sums of two elements, of which one may be a bias
+    DIFFERENCE = "difference"  # differences of two elements, or sums of two cotangents
+    PRODUCT = "product"
+    QUOTIENT = "quotient"
+    OUTER_PRODUCT = "outer product"  # a matrix product that sums nothing
+    LOGARITHM = "logarithm"
+    OTHER = "other"
+
+
+class Rule(NamedTuple):
+    """The class of an op, and the other properties that the planner uses.
+
+    Attributes:
+        op_class: the dtype in which the op reads its operands.
+        makes: how the elements of the result come from the elements of the operands.
+        reads: `ANGLE` or `MATRIX` if rounding errors of the operands grow, as in `sin` or `cholesky`; else `ANY`.
+        fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
+            memory.
+        rows: for a product, the axes of the result that come from the other operand, if the first or the second operand
+            is the weight. None if that operand cannot be the weight.
+        costly: `jax.checkpoint` saves the result instead of computing it again.
+        stores: the op reads its operands from memory, so they are stored in low precision.
+        dtype_params: names of parameters that name the dtype of the result.
+        jaxpr_params: names of parameters that hold a jaxpr over scalars of the operands' dtype.
+    """
+
+    op_class: OpClass
+    makes: Makes = Makes.OTHER
+    reads: Reads = Reads.ANY
+    fuses: bool = False
+    rows: tuple[Axes | None, Axes | None] = (None, None)
+    costly: bool = False
+    stores: bool = False
+    dtype_params: tuple[str, ...] = ()
+    jaxpr_params: tuple[str, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether the op only moves elements."""
+        return self.makes is Makes.MOVED
+
+    @property
+    def adds(self) -> bool:
+        """Whether the op adds two arrays, of which one may be a bias."""
+        return self.makes is Makes.SUM
+
+    @property
+    def scales(self) -> bool:
+        """Whether the op multiplies or divides two arrays element by element."""
+        return self.makes in (Makes.PRODUCT, Makes.QUOTIENT)
+
+    @property
+    def arithmetic(self) -> bool:
+        """Whether the op adds, subtracts, multiplies or divides."""
+        return self.makes in _ARITHMETIC
+
+    @property
+    def keeps_magnitude(self) -> bool:
+        """Whether a large element of an operand can be as large in the result."""
+        return self.makes in _KEEPS_MAGNITUDE
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether the result holds the elements of the operands, or their sums, products or quotients."""
+        return self.makes not in (Makes.LOGARITHM, Makes.OTHER)
+
+
+_ARITHMETIC = {Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.QUOTIENT, Makes.OUTER_PRODUCT}
+_KEEPS_MAGNITUDE = {Makes.MOVED, Makes.CHOSEN, Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.OUTER_PRODUCT}
+
+# The rule of a primitive, or a function of the parameters of the op and the types of its operands.
+RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
+Rules = Mapping[str, Rule | RuleOf]
+
+ORIGINAL = Rule(OpClass.ORIGINAL)
