@@ -36,7 +36,7 @@ from report import report
 import jmp_amp as amp
 from pallas_kernels import check_finite, unscale_check
 from pallas_kernels.finite_check.arg_specs import TREES, Shape
-from pallas_kernels.finite_check.config import fastest
+from pallas_kernels.finite_check.config import fastest_implementation
 
 try:
     import torch
@@ -289,7 +289,7 @@ def op_rows(run, tree, dtype, built):
     yield row(run, (tree, dtype, *ALONE), 0, None, partial(measure, *ALONE))
     for op in OPS:
         moved = read + (4 * size if op == "unscale_check" else 0)
-        taken = fastest(jax.devices()[0].device_kind, op, len(leaves))
+        taken = fastest_implementation(jax.devices()[0].device_kind, op, len(leaves))
         programs = {"xla": "xla", "xla again": "xla", f"None ({taken})": taken, **{by: by for by in KERNELS}}
         for by, program in programs.items():
             yield row(run, (tree, dtype, op, by), moved, "xla", partial(measure, op, program))

@@ -1,11 +1,11 @@
-"""`python -m jmp_amp`: what a bug report should say: versions, devices, and which kernels would run on them."""
+"""`python -m jmp_amp` prints the facts for a bug report: versions, devices, and the kernel that each device uses."""
 
 import importlib.metadata
 import platform
 
 import jax
 
-from pallas_kernels.finite_check.config import FASTEST, fastest
+from pallas_kernels.finite_check.config import FASTEST, fastest_implementation
 
 _PACKAGES = ("jmp-amp", "jax", "jaxlib", "optax", "chex", "numpy", "flax", "equinox", "dm-haiku", "keras")
 
@@ -18,15 +18,15 @@ def _version(package: str) -> str:
 
 
 def report() -> str:
-    """Returns the lines that are printed."""
+    """Returns the text that `python -m jmp_amp` prints."""
     lines = [f"Python {platform.python_version()}, {platform.platform()}"]
     lines += [f"{package} {version}" for package in _PACKAGES if (version := _version(package))]
     kinds = sorted({(device.platform, device.device_kind) for device in jax.devices()})
     for backend, kind in kinds:
         count = sum(device.device_kind == kind for device in jax.devices())
-        chosen = fastest(kind, "check_finite", leaves=100)
-        why = "measured to be fastest" if kind in FASTEST else "nothing was measured on this device"
-        lines.append(f"{count} x {kind} ({backend}); finite check by {chosen}: {why}")
+        implementation = fastest_implementation(kind, "check_finite", leaves=100)
+        reason = "fastest in measurements" if kind in FASTEST else "default, no measurements on this device"
+        lines.append(f"{count} x {kind} ({backend}); finite check by {implementation} ({reason})")
     return "\n".join(lines)
 
 

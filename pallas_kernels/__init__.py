@@ -1,7 +1,7 @@
-"""GPU kernels for loss scaling, each beside the plain JAX function that defines its result.
+"""GPU kernels for loss scaling, and the plain JAX functions that define their results.
 
-The package stands alone: it needs JAX and nothing of `jmp_amp`. Ops that share a kernel share a folder; its
-`reference.py` is both the oracle of the tests and what runs where no kernel can.
+The package needs only JAX; it does not import `jmp_amp`. Each folder contains the ops that share a kernel. Its
+`reference.py` is the oracle of the tests, and the implementation for programs that cannot use a kernel.
 """
 
 from pallas_kernels.finite_check.api import check_finite, unscale_check

@@ -147,13 +147,13 @@ def test_a_floor_that_is_computed_under_jit_cannot_leave_it():
 
 def test_flags_that_are_no_boolean_scalars_raise_as_in_jmp():
     scale, ones, one = jmp.DynamicLossScale(2.0**15), jnp.ones(1, bool), {"w": jnp.ones(2)}
-    with pytest.raises(AssertionError, match=r"expected boolean scalar for `grads_finite`, got bool\[1\]; make it one"):
+    with pytest.raises(AssertionError, match=r"expected boolean scalar for `grads_finite`, got bool\[1\]; compute it"):
         scale.adjust(ones)
     with pytest.raises(TypeError, match="boolean or int"):
         scale.adjust(jnp.float32(1))
     assert scale.adjust(jnp.int32(0)).loss_scale == scale.adjust(False).loss_scale == 2.0**14
     for pred, got in [(ones, r"bool\[1\]"), (jnp.int32(1), r"int32\[\]"), (1, "1"), (None, "None")]:
-        with pytest.raises(AssertionError, match=rf"expected boolean scalar for `pred`, got {got}; make it one"):
+        with pytest.raises(AssertionError, match=rf"expected boolean scalar for `pred`, got {got}; compute it"):
             jmp.select_tree(pred, one, one)
     with pytest.raises(TypeError, match=r"`a\['w'\]` is `float32\[2\]` but"):
         jmp.select_tree(jnp.bool_(True), one, {"w": jnp.ones(3)})

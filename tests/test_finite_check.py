@@ -354,7 +354,7 @@ def test_a_leaf_that_has_no_such_rows_is_left_to_plain_jax(kernel, fastest, monk
     monkeypatch.setattr(segments, "INDEX_LIMIT", 3000)
     fastest(kernel)
     tree = [np.ones(3001, np.float32), np.ones(5, np.float32), np.ones(6000, np.float32)]
-    assert [primitive.serves(x) for x in tree] == [False, True, True]
+    assert [primitive.is_supported(x) for x in tree] == [False, True, True]
     assert kernel_inputs(lambda tree: check_finite(tree), tree) == [[(5,), (6000,)]]
     assert_is(check_finite(tree), True, 9006.0)
     with pytest.raises(NotImplementedError, match=r"leaf\[0\] is float32\[3001\]"):
@@ -413,7 +413,7 @@ def test_the_pieces_of_a_program_cover_each_element_once_and_none_beyond_the_row
                 first, last = start + piece.offset, start + piece.offset + piece.width
                 assert 0 <= first < last <= length
                 assert piece.width == mosaic_gpu.NARROW or first % mosaic_gpu.VECTORS[piece.width] == 0  # one load
-                counted[first + piece.seen : last] += 1
+                counted[first + piece.overlap : last] += 1
     assert (counted == 1).all()
 
 
@@ -568,15 +568,18 @@ def test_an_eager_call_compiles_once(fastest, monkeypatch):
 
 
 REFUSED = {
-    "eager": (lambda op: op(TREE), "runs on NVIDIA GPUs, and this is compiled for cpu"),
-    "jit": (lambda op: jax.jit(op)(TREE), "runs on NVIDIA GPUs, and this is compiled for cpu"),
-    "vmap": (lambda op: jax.vmap(op)(np.ones((2, 3), np.float32)), "has no batched form"),
-    "grad": (lambda op: jax.grad(lambda tree: op(tree)[-1])(TREE), "has no derivative"),
-    "jvp": (lambda op: jax.jvp(op, (np.ones(3, np.float32),), (np.ones(3, np.float32),)), "has no derivative"),
+    "eager": (lambda op: op(TREE), "needs an NVIDIA GPU, but the program is compiled for cpu"),
+    "jit": (lambda op: jax.jit(op)(TREE), "needs an NVIDIA GPU, but the program is compiled for cpu"),
+    "vmap": (lambda op: jax.vmap(op)(np.ones((2, 3), np.float32)), "does not support `jax.vmap`"),
+    "grad": (lambda op: jax.grad(lambda tree: op(tree)[-1])(TREE), "does not support differentiation"),
+    "jvp": (
+        lambda op: jax.jvp(op, (np.ones(3, np.float32),), (np.ones(3, np.float32),)),
+        "does not support differentiation",
+    ),
     **{
         f"for {platform}": (
             lambda op, platform=platform: jax.jit(op).trace(TREE).lower(lowering_platforms=(platform,)),
-            f"runs on NVIDIA GPUs, and this is compiled for {platform}",
+            f"needs an NVIDIA GPU, but the program is compiled for {platform}",
         )
         for platform in ("tpu", "rocm")
     },

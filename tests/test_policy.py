@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from jmp_amp._policy._policy import parse_dtype
+from jmp_amp._policy import parse_dtype
 
 F16, BF16, F32, F64 = (np.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 F8 = np.dtype(jnp.float8_e4m3fn)

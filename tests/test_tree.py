@@ -247,7 +247,7 @@ def test_select_tree_hands_on_equal_leaves_that_are_no_arrays():
     ids=repr,
 )
 def test_select_tree_rejects_a_predicate_that_is_no_boolean_scalar(pred, got):
-    with pytest.raises(TypeError, match=rf"`pred` must be a boolean scalar, `bool\[\]`, got {got}; make it one"):
+    with pytest.raises(TypeError, match=rf"`pred` must be a boolean scalar, `bool\[\]`, got {got}; compute it with"):
         amp.select_tree(pred, jnp.ones(3), jnp.zeros(3))
 
 

@@ -98,10 +98,10 @@ def test_only_the_columns_that_are_there_are_drawn():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "no rows to draw"),
-        ([{"accuracy": 1.0}], "the columns are accuracy; those drawn are loss, val_loss, loss_scale, grad_norm"),
-        ([{"loss": np.ones(2)}], "the column `loss` must hold scalar numbers"),
-        ([{"loss": "low"}], "the column `loss` must hold scalar numbers, got 'low'"),
+        ([], "`rows` is empty"),
+        ([{"accuracy": 1.0}], "one of the columns loss, val_loss, loss_scale, grad_norm, got accuracy"),
+        ([{"loss": np.ones(2)}], "the column `loss` must contain scalar numbers"),
+        ([{"loss": "low"}], "the column `loss` must contain scalar numbers, got 'low'"),
     ],
 )
 def test_rows_that_cannot_be_drawn_say_why(rows, message):

@@ -1,8 +1,9 @@
-"""Low-precision parameters: casts, float32 masters, stochastic rounding, and apex's levels."""
+"""Low-precision parameters: casts, float32 master weights, stochastic rounding, apex's opt levels."""
 
 from jmp_amp._params._cast_params import cast_params, is_norm
 from jmp_amp._params._initialize import initialize
-from jmp_amp._params._master import MasterWeightsState, RoundedWeightsState, master_weights, rounded_weights
+from jmp_amp._params._master_weights import MasterWeightsState, master_weights
+from jmp_amp._params._rounded_weights import RoundedWeightsState, rounded_weights
 
 __all__ = [
     "MasterWeightsState",

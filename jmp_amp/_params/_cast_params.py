@@ -1,4 +1,4 @@
-"""Models whose parameters are low precision, norms apart."""
+"""Casts of parameters to low precision, except those of normalization layers."""
 
 import re
 from collections.abc import Callable
@@ -16,14 +16,15 @@ _NORM = re.compile(r"norm|(^|[^a-z])(bn|ln)([^a-z]|$)", re.IGNORECASE)
 
 
 def is_norm(path: tuple[Any, ...], leaf: Any) -> bool:
-    """Says whether a leaf belongs to a normalisation layer, by the names on its path.
+    """Whether a leaf belongs to a normalization layer, judged by the names on its path.
 
     Args:
-        path: the keys from the root of the tree, as JAX gives them.
-        leaf: not looked at.
+        path: the keys from the root of the tree to the leaf, as in `jax.tree_util.tree_map_with_path`.
+        leaf: unused.
 
     Returns:
-        True where a name contains `norm`, in any case, or is `bn` or `ln`, a number or another word behind it.
+        True if a name on the path contains `norm`, `bn` or `ln`, in any case. `bn` and `ln` must not be next to
+        other letters: `bn2` and `ln_f` match.
 
     Examples:
         >>> import jax
@@ -37,19 +38,19 @@ def is_norm(path: tuple[Any, ...], leaf: Any) -> bool:
 
 
 def cast_params(params: T, policy: Policy | str, *, keep: Callable[[tuple[Any, ...], Any], bool] = is_norm) -> T:
-    """Casts parameters to the `param_dtype` of a policy, those of normalisation layers apart.
+    """Casts parameters to the `param_dtype` of a policy, except those of normalization layers.
 
-    Statistics and scales of norms span more than float16 holds, and they are few; apex's O2 keeps them in float32 for
-    that reason.
+    The statistics and scales of norms need a wider range than float16 has, and they are few, so apex's O2 also keeps
+    them in float32. Train the result with `master_weights`.
 
     Args:
-        params: any tree; floating JAX and numpy arrays are cast, everything else comes back as it is.
-        policy: a policy, or the name of one: `"O2"`, `"p=bf16"`.
-        keep: says of the path and the leaf whether it stays as it is. Give it where norms have other names, or where
-            the tree has none, as a list of weights.
+        params: any tree. Floating JAX and numpy arrays are cast; all other leaves are returned unchanged.
+        policy: a policy, or a string that `get_policy` accepts: `"O2"`, `"p=bf16"`.
+        keep: `keep(path, leaf)` is True for leaves that are returned unchanged. Pass it if your norms have other
+            names, or if the tree has no names, such as a list of weights.
 
     Returns:
-        A tree of the same structure. Train it with `master_weights`.
+        A tree of the same structure and shapes.
 
     Examples:
         >>> import jax, jax.numpy as jnp

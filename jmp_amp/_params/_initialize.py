@@ -1,4 +1,4 @@
-"""apex's four levels, assembled by one call."""
+"""Mixed precision training in one call, at one of apex's four opt levels."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +8,8 @@ import optax
 from jmp_amp._autocast import autocast
 from jmp_amp._loss_scale import LossScale, dynamic_loss_scale
 from jmp_amp._params._cast_params import cast_params, is_norm
-from jmp_amp._params._master import master_weights, rounded_weights
+from jmp_amp._params._master_weights import master_weights
+from jmp_amp._params._rounded_weights import rounded_weights
 from jmp_amp._policy import Policy, parse_dtype
 
 
@@ -23,38 +24,39 @@ def initialize(
     keep: Callable | None = None,
     **options: Any,
 ) -> tuple[Callable, Any, optax.GradientTransformationExtraArgs]:
-    """Assembles mixed precision training at one of apex's levels.
+    """Returns the loss function, the parameters and the optimizer for mixed precision training at one of apex's levels.
 
     | level | parameters | `loss_fn` | optimizer | loss scale |
     |---|---|---|---|---|
-    | `"O0"` | float32 | as it is | as it is | none |
-    | `"O1"` | float32 | `autocast` | as it is | dynamic |
+    | `"O0"` | float32 | unchanged | unchanged | none |
+    | `"O1"` | float32 | `autocast` | unchanged | dynamic |
     | `"O2"` | `dtype`, norms float32 | `autocast` | `master_weights` | dynamic |
     | `"O3"` | `dtype` | `autocast` | `rounded_weights` | none |
 
-    At every level, steps whose gradients are not finite are skipped, and `loss_fn` is traced with float32 parameters,
-    for which it was written. `"O0"` is the baseline, `"O1"` what to train with; `"O2"` has low-precision weights and
-    gradients, for two more bytes a parameter in all; `"O3"` needs the least memory and is the least accurate. For
-    anything between, put the parts together by hand: `autocast`, `cast_params`, `master_weights` or `rounded_weights`,
-    `dynamic_loss_scale`.
+    Train with `"O1"`. `"O0"` is the float32 baseline. `"O2"` has low-precision weights and gradients and needs two more
+    bytes for each parameter in total. `"O3"` needs the least memory and is the least accurate.
+
+    Every level skips steps whose gradients are not finite, and traces `loss_fn` with float32 parameters. To combine
+    the parts differently, call `autocast`, `cast_params`, `master_weights` or `rounded_weights`, and
+    `dynamic_loss_scale` yourself.
 
     Args:
-        loss_fn: takes the parameters first.
+        loss_fn: a function whose first argument is the parameters.
         params: float32 parameters.
-        tx: any optax transformation, with float32 parameters in mind; it may contain `unscale_and_check()`.
-        opt_level: `"O0"` to `"O3"`.
-        dtype: `"float16"` or `"bfloat16"`, which needs no loss scale and gets none.
-        loss_scale: another rule than that of the level.
-        keep: says of a path and a leaf of `params` whether it stays float32 at `"O2"` and `"O3"`; `is_norm` at `"O2"`,
-            nothing at `"O3"`, if not given.
-        **options: of `autocast`.
+        tx: any optax transformation, configured for float32 parameters. It may contain `unscale_and_check()`.
+        opt_level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
+        dtype: `"float16"` or `"bfloat16"`. bfloat16 needs no loss scale, so its loss scale is `LossScale.none()`.
+        loss_scale: overrides the loss scale of the level.
+        keep: `keep(path, leaf)` is True for parameters that stay float32 at `"O2"` and `"O3"`. The default is `is_norm`
+            at `"O2"`, and no parameter at `"O3"`.
+        **options: passed to `autocast`.
 
     Returns:
-        `(loss_fn, params, tx)`, to be used as in any train step: `tx.init(params)`,
+        `(loss_fn, params, tx)`, for any train step: `tx.init(params)`,
         `value_and_grad(loss_fn, loss_scale=get_loss_scale(opt_state))`.
 
     Raises:
-        ValueError: the level or the dtype is unknown.
+        ValueError: `opt_level` or `dtype` is unknown.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -69,14 +71,14 @@ def initialize(
         4.0 float16 65536.0
 
     References:
-        `amp.initialize` of apex, whose O2 and O3 run every op on 16-bit parameters in 16 bits. Here the class of the op
-        decides at each level, as XLA fuses what stays float32.
+        `amp.initialize` of apex. apex's O2 and O3 run every op on 16-bit parameters in 16 bits. Here the rules of
+        `autocast` apply at each level, because XLA fuses the ops that stay float32.
     """
     if opt_level not in _LEVELS:
         raise ValueError(f"`opt_level` must be one of {', '.join(map(repr, _LEVELS))}, got {opt_level!r}")
     level, low = _LEVELS[opt_level], parse_dtype(dtype)
     if low.name not in ("float16", "bfloat16"):
-        raise ValueError(f'`dtype` must be float16 or bfloat16, got {low.name}; for float32 take opt_level="O0"')
+        raise ValueError(f'`dtype` must be float16 or bfloat16, got {low.name}; for float32 use opt_level="O0"')
     policy = Policy(low if level.keep else "float32", low, "float32")
     if loss_scale is None:
         loss_scale = LossScale() if level.scaled and low == "float16" else LossScale.none()
@@ -88,7 +90,7 @@ def initialize(
 
 
 class _Level(NamedTuple):
-    keep: Callable | None  # None: parameters are not cast
+    keep: Callable | None  # None if the level does not cast parameters
     wrap: Callable
     scaled: bool
 

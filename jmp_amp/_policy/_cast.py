@@ -15,22 +15,22 @@ ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating arrays of a tree and hands on everything else.
+    """Casts the floating arrays of a tree.
 
     Args:
-        tree: Any pytree. Floating leaves (JAX arrays, tracers, numpy arrays and numpy scalars; bfloat16
-            and float8 are floating too) are cast. Integers, bools, PRNG keys, complex numbers, `None`,
-            Python numbers and objects that are no arrays come back as the same object.
+        tree: Any pytree. JAX arrays, tracers, numpy arrays and numpy scalars of a floating dtype, including
+            bfloat16 and float8, are cast. Integers, bools, PRNG keys, complex numbers, `None`, Python numbers and
+            objects that are not arrays are returned as the same object.
         dtype: The dtype to cast to.
 
     Returns:
-        A tree of the same structure. An array that has `dtype` already is the same object; a numpy array
-        stays one, so that nothing moves to a device (and numpy warns where a value overflows).
+        A tree of the same structure. An array that already has `dtype` is the same object. A numpy array remains a
+        numpy array, so it is not moved to a device, and numpy warns if a value overflows.
     """
     dtype = jnp.dtype(dtype)
 
     def cast(leaf: Any) -> Any:
-        # PRNG keys have dtypes that numpy does not know; `jnp.issubdtype` is the one that can be asked.
+        # `jnp.issubdtype`, because `np.issubdtype` does not support the dtypes of PRNG keys.
         if isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != dtype:
             return leaf.astype(dtype)
         return leaf
@@ -39,11 +39,11 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
 
 def half_dtype() -> np.dtype:
-    """Returns the 16-bit dtype that suits the default backend, by jmp's rule.
+    """Returns the 16-bit dtype for the default backend, as in jmp.
 
     Returns:
-        bfloat16 on a TPU, whose matrix units have no float16, and float16 elsewhere. Asking starts the
-        backend.
+        bfloat16 on a TPU, whose matrix units do not support float16, and float16 on other backends. The call
+        initializes the backend.
 
     Examples:
         >>> import jmp_amp as amp
@@ -60,7 +60,7 @@ def cast_to_half(tree: T) -> T:
     """Casts the floating arrays of a tree to `half_dtype()`.
 
     Args:
-        tree: Any pytree; only floating JAX and numpy arrays change, of any shape.
+        tree: Any pytree. Floating JAX and numpy arrays of any shape are cast; other leaves are unchanged.
 
     Returns:
         A tree of the same structure and shapes.
@@ -79,10 +79,10 @@ def cast_to_half(tree: T) -> T:
 
 
 def cast_to_full(tree: T) -> T:
-    """Casts the floating arrays of a tree to float32, from narrower and from wider ones.
+    """Casts the floating arrays of a tree to float32, both narrower and wider ones.
 
     Args:
-        tree: Any pytree; only floating JAX and numpy arrays change, of any shape.
+        tree: Any pytree. Floating JAX and numpy arrays of any shape are cast; other leaves are unchanged.
 
     Returns:
         A tree of the same structure and shapes.
@@ -100,10 +100,10 @@ def cast_to_full(tree: T) -> T:
 
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype to accumulate in: an inexact dtype of at least 32 bits, as it is, and float32 for all others.
+    """Returns the dtype to accumulate in: `dtype` if it has at least 32 bits, float32 otherwise.
 
     Args:
-        dtype: floating or complex.
+        dtype: a floating or complex dtype.
     """
     dtype = jnp.dtype(dtype)
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Whether the leaves of a pytree are finite."""
+"""Checks that the leaves of a pytree are finite."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jmp_amp._policy._cast import ARRAYS
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether no number in a tree is infinite or NaN.
+    """Checks that all values in a tree are finite: neither infinite nor NaN.
 
     Args:
-        tree: Any pytree, of mixed dtypes and shapes. Floating and complex leaves are looked at, Python's
-            `float` and `complex` among them. Integers, bools, PRNG keys and objects that are no arrays
-            count as finite, and so do arrays without elements.
+        tree: Any pytree, of mixed dtypes and shapes. Floating and complex leaves are checked, including Python's
+            `float` and `complex`. Integers, bools, PRNG keys, objects that are not arrays, and arrays without
+            elements count as finite.
 
     Returns:
-        `bool[]`, which is True for an empty tree. Over sharded arrays it is global under `jit`, and local
-        to the device inside `shard_map`.
+        `bool[]`, True for an empty tree. For sharded arrays the result covers all shards under `jit`, and the
+        local shard inside `shard_map`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -48,7 +48,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def _leaf_is_finite(leaf: Any) -> jax.Array | np.bool_:
-    # Host values stay on the host: JAX without x64 would round a large finite float64 to infinity.
+    # Check numpy values with numpy: without x64, JAX would round a large finite float64 to infinity.
     if isinstance(leaf, jax.Array):
         return jnp.isfinite(leaf).all()
     return np.isfinite(leaf).all()

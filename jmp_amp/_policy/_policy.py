@@ -1,85 +1,39 @@
-"""Policies: the dtypes of parameters, computation and outputs, and the strings that name them."""
+"""Policies: the dtypes of parameters, computation and outputs."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_amp._policy._cast import cast_floating, half_dtype
+from jmp_amp._policy._cast import cast_floating
+from jmp_amp._policy._dtypes import parse_dtype
 
 T = TypeVar("T")
-
-# The floating dtypes of the installed JAX, float8 and its kin included, by their own names.
-_FLOATING = {name: jnp.dtype(value) for name, value in vars(jnp).items() if re.fullmatch(r"b?float\d\w*", name)}
-
-# jmp's other names. "half" is asked for when it is used: importing must not start a backend.
-_SHORT = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "full": "float32"}
-
-_DTYPES_TEXT = (
-    "`f16`, `bf16`, `f32`, `f64`, `float16`, `bfloat16`, `float32`, `float64`, `half`, `full`, "
-    "or the full name of another floating dtype of JAX, such as `float8_e4m3fn`"
-)
-
-
-def parse_dtype(value: DTypeLike, field: str = "dtype") -> np.dtype:
-    """Returns the floating dtype that a user means.
-
-    Args:
-        value: A string, in which digits count bits (`"f16"` is float16, where numpy reads 16 bytes), or
-            whatever numpy takes for a dtype: `jnp.float16`, `np.dtype("float16")`, an array's `dtype`.
-            Another byte order than the machine's is dropped.
-        field: The argument's name, for the message.
-
-    Raises:
-        ValueError: If `value` is a string or a dtype, but no floating dtype of JAX.
-        TypeError: If `value` is neither.
-    """
-    # The type comes first: numpy calls its float16 equal to the string "half".
-    if isinstance(value, str) and value == "half":
-        return half_dtype()
-    name = _SHORT.get(value, value) if isinstance(value, str) else _numpy_name(value, field)
-    if name not in _FLOATING:
-        raise ValueError(f"`{field}` must be a floating dtype, got `{name}`; allowed: {_DTYPES_TEXT}.")
-    return _FLOATING[name]
-
-
-def _numpy_name(value: DTypeLike, field: str) -> str:
-    try:
-        if value is not None:  # which numpy takes for float64
-            return np.dtype(value).name
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(
-        f"`{field}` must be a floating dtype, got `{value!r}` of type `{type(value).__name__}`; "
-        f"allowed: a dtype such as `jnp.float16`, or a string: {_DTYPES_TEXT}."
-    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtypes in which parameters are kept, computation runs and outputs leave.
+    """The dtypes of parameters, computation and outputs.
 
-    It is frozen and hashable, and no pytree: use it as a static argument. `str(policy)` reads
-    `"params=float32,compute=float16,output=float32"`, which `get_policy` takes back.
+    A policy is frozen, hashable and not a pytree: pass it as a static argument. `str(policy)` is
+    `"params=float32,compute=float16,output=float32"`, and `get_policy` parses this string.
 
-    The `cast_to_*` methods cast floating JAX and numpy arrays, tracers included, of any shape. Integers,
-    bools, PRNG keys, complex numbers, `None`, Python numbers and objects that are no arrays come back as
-    they are, and so does an array that has the dtype already.
+    The `cast_to_*` methods cast floating JAX and numpy arrays, including tracers, of any shape. They return all
+    other leaves unchanged: integers, bools, PRNG keys, complex numbers, `None`, Python numbers, objects that are
+    not arrays, and arrays that already have the dtype.
 
     Attributes:
-        param_dtype: Dtype of the parameters, as the optimizer keeps them.
-        compute_dtype: Dtype of the computation, for parameters and inputs alike.
-        output_dtype: Dtype of the results.
-        rules: Overrides for `autocast`, as pairs; see `with_rules`. They are not part of the string.
+        param_dtype: Dtype of the parameters that the optimizer updates.
+        compute_dtype: Dtype of parameters and inputs during the computation.
+        output_dtype: Dtype of the outputs.
+        rules: Overrides for `autocast`, as pairs; see `with_rules`. `str(policy)` does not contain them.
 
     Raises:
-        ValueError: If a dtype is not floating or its name is unknown.
+        ValueError: If a dtype is not floating, or its name is unknown.
         TypeError: If a value is neither a dtype nor a string.
 
     Examples:
@@ -101,7 +55,7 @@ class Policy:
     output_dtype: np.dtype
     rules: tuple[tuple[Any, Any], ...] = ()
 
-    # Written out, so that type checkers let any dtype-like in and see dtypes on the attributes.
+    # An explicit `__init__`, so that type checkers accept any dtype-like and infer `np.dtype` for the attributes.
     def __init__(
         self,
         param_dtype: DTypeLike,
@@ -151,7 +105,7 @@ class Policy:
         return cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, dtype: DTypeLike) -> Policy:
-        """Returns the same policy with another `output_dtype`.
+        """Returns a copy with another `output_dtype`.
 
         Examples:
             >>> import jmp_amp as amp
@@ -161,7 +115,7 @@ class Policy:
         return dataclasses.replace(self, output_dtype=parse_dtype(dtype, "output_dtype"))
 
     def with_rules(self, rules: Mapping[Any, Any]) -> Policy:
-        """Returns the same policy with more overrides for `autocast`, which documents them.
+        """Returns a copy with additional overrides for `autocast`; see there for their format.
 
         Examples:
             >>> import jax
@@ -171,95 +125,3 @@ class Policy:
             ((tanh, 'full'),)
         """
         return dataclasses.replace(self, rules=tuple({**dict(self.rules), **rules}.items()))
-
-
-_KEYS = {key: name for name in ("params", "compute", "output") for key in (name, name[0])}
-
-NAMED_POLICIES = {
-    "mixed_float16": Policy("float32", "float16", "float32"),
-    "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
-    "float32": Policy("float32", "float32", "float32"),
-    "float16": Policy("float16", "float16", "float16"),
-    "bfloat16": Policy("bfloat16", "bfloat16", "bfloat16"),
-    "O0": Policy("float32", "float32", "float32"),
-    "O1": Policy("float32", "float16", "float32"),
-    "O2": Policy("float16", "float16", "float32"),
-    "O3": Policy("float16", "float16", "float16"),
-}
-
-
-def get_policy(name: str | Policy) -> Policy:
-    """Returns the policy that a string describes.
-
-    | string | params | compute | output |
-    |---|---|---|---|
-    | `params=f32,compute=f16,output=bf16`, or `p=`, `c=`, `o=` | float32 | float16 | bfloat16 |
-    | `c=f16`; `output` follows `compute` | float32 | float16 | float16 |
-    | `p=f16`; `compute` follows `params` | float16 | float16 | float16 |
-    | `mixed_float16`, `O1` | float32 | float16 | float32 |
-    | `mixed_bfloat16` | float32 | bfloat16 | float32 |
-    | `O2`, for use with `master_weights` | float16 | float16 | float32 |
-    | `float32`, `O0` | float32 | float32 | float32 |
-    | `float16`, `O3`; any one dtype stands for all three | float16 | float16 | float16 |
-
-    Dtypes are `f16`, `bf16`, `f32`, `f64`, their full names, `half` (what `half_dtype()` gives) and `full`
-    (float32). White space around the parts is ignored.
-
-    Args:
-        name: The string. A `Policy` comes back as it is.
-
-    Raises:
-        ValueError: If a key, a dtype or a name is unknown, or a key is given twice.
-        TypeError: If `name` is neither a string nor a policy.
-
-    Examples:
-        >>> import jmp_amp as amp
-        >>> print(amp.get_policy("c=f16, o=f32"))
-        params=float32,compute=float16,output=float32
-        >>> amp.get_policy("O1") == amp.get_policy("mixed_float16")
-        True
-
-    References:
-        The grammar is jmp 0.0.4's, `mixed_*` are named after Keras's policies (whose layers return the
-        compute dtype) and `O0` to `O3` after apex's `opt_level`.
-    """
-    if isinstance(name, Policy):
-        return name
-    if not isinstance(name, str):
-        raise TypeError(
-            f"get_policy: expected a string or a `Policy`, got `{name!r}` of type `{type(name).__name__}`; "
-            "build one from dtypes with `Policy(...)`."
-        )
-    text = name.strip()
-    if text in NAMED_POLICIES:
-        return NAMED_POLICIES[text]
-    if "=" not in text:
-        dtype = _parse_value(text, text, name)
-        return Policy(dtype, dtype, dtype)
-    given: dict[str, np.dtype] = {}
-    for part in map(str.strip, text.split(",")):
-        key, equals, value = map(str.strip, part.partition("="))
-        if not equals or key not in _KEYS:
-            raise _bad_part(part, name, f"unknown key `{key}`" if equals else "no `=`")
-        if _KEYS[key] in given:
-            raise _bad_part(part, name, f"`{_KEYS[key]}` given twice")
-        given[_KEYS[key]] = _parse_value(value, part, name)
-    params = given.get("params", jnp.dtype(jnp.float32))
-    compute = given.get("compute", params)
-    return Policy(params, compute, given.get("output", compute))
-
-
-def _parse_value(value: str, part: str, name: str) -> np.dtype:
-    try:
-        return parse_dtype(value)
-    except ValueError:
-        raise _bad_part(part, name, f"unknown dtype `{value}`") from None
-
-
-def _bad_part(part: str, name: str, fact: str) -> ValueError:
-    names = ", ".join(f"`{known}`" for known in NAMED_POLICIES)
-    return ValueError(
-        f"get_policy: {fact} in `{part}` of the policy `{name}`. "
-        "Allowed: `params=..,compute=..,output=..` (or `p`, `c`, `o`; each at most once), one dtype for all "
-        f"three, or a name. Dtypes: {_DTYPES_TEXT}. Names: {names}."
-    )

@@ -1,4 +1,4 @@
-"""Selects one of two pytrees."""
+"""Selects between two pytrees."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ T = TypeVar("T")
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """Returns `a` where `pred` is true, else `b`, leaf by leaf, as `jnp.where` does.
+    """Returns `a` if `pred` is true, else `b`.
 
-    Both trees are computed and one is discarded, so it works under `jit` and `vmap` and never branches.
+    Like `jnp.where`, it evaluates both trees and does not branch, so it works under `jit` and `vmap`.
 
     Args:
-        pred: `bool[]`, traced or not.
-        a: A pytree of arrays (PRNG keys too) or Python numbers. Other leaves, such as functions and
-            strings, must be equal in both trees and are handed on.
-        b: A pytree of the same structure; each leaf has the shape and the dtype of its leaf in `a`.
+        pred: `bool[]`, concrete or traced.
+        a: A pytree of arrays (including PRNG keys) or Python numbers. Other leaves, such as functions and strings,
+            must be equal in both trees and are returned unchanged.
+        b: A pytree of the same structure. Each leaf has the same shape and dtype as its counterpart in `a`.
 
     Returns:
         A tree of the same structure, shapes and dtypes.
 
     Raises:
-        TypeError: If `pred` is not a boolean scalar, or two leaves differ in shape or dtype, or are no
-            arrays and differ. The message names the leaf by its path.
+        TypeError: If `pred` is not a boolean scalar, if two leaves differ in shape or dtype, or if two leaves that
+            are not arrays differ. The message contains the path of the leaf.
         ValueError: If the structures differ.
 
     Examples:
@@ -50,33 +50,33 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
 
 def _check_predicate(pred: Any) -> None:
     if is_value(pred):
-        kind = jax.typeof(pred)
-        if kind.shape == () and kind.dtype == jnp.bool_:
+        aval = jax.typeof(pred)
+        if aval.shape == () and aval.dtype == jnp.bool_:
             return
-        got = f"a `{kind}`"
+        got = f"a `{aval}`"
     else:
         got = f"`{pred!r}` of type `{type(pred).__name__}`"
     raise TypeError(
         f"select_tree: `pred` must be a boolean scalar, `bool[]`, got {got}; "
-        "make it one with a comparison, `jnp.all` or `all_finite`."
+        "compute it with a comparison, `jnp.all` or `all_finite`."
     )
 
 
 def _select_leaf(pred: ArrayLike, path: tuple[Any, ...], a: Any, b: Any) -> Any:
-    where = jax.tree_util.keystr(path)
+    keystr = jax.tree_util.keystr(path)
     if is_value(a) and is_value(b):
-        type_a, type_b = jax.typeof(a), jax.typeof(b)
-        if (type_a.shape, type_a.dtype) == (type_b.shape, type_b.dtype):
+        aval_a, aval_b = jax.typeof(a), jax.typeof(b)
+        if (aval_a.shape, aval_a.dtype) == (aval_b.shape, aval_b.dtype):
             return jax.lax.select(pred, a, b)
         raise TypeError(
-            f"select_tree: `a{where}` is `{type_a}` but `b{where}` is `{type_b}`; "
-            "both must have the same shape and dtype: cast or reshape one of them."
+            f"select_tree: `a{keystr}` is `{aval_a}` but `b{keystr}` is `{aval_b}`; "
+            "leaves must have the same shape and dtype: cast or reshape one of them."
         )
     if not is_value(a) and not is_value(b) and a == b:
         return a
     raise TypeError(
-        f"select_tree: cannot select between `a{where}`, which is `{a!r}`, and `b{where}`, which is `{b!r}`; "
-        "leaves must be arrays or numbers, or else be equal: take them out of the tree, or make them equal."
+        f"select_tree: cannot select between `a{keystr}`, which is `{a!r}`, and `b{keystr}`, which is `{b!r}`; "
+        "leaves that are neither arrays nor numbers must be equal: remove them from the trees, or make them equal."
     )
 
 
@@ -90,10 +90,10 @@ def _check_same_structure(a: Any, b: Any) -> None:
     if structures[0] == structures[1]:
         return
     paths_a, paths_b = _leaf_paths(a), _leaf_paths(b)
-    alone = [f"`a{path}` is not in `b`" for path in paths_a if path not in paths_b]
-    alone += [f"`b{path}` is not in `a`" for path in paths_b if path not in paths_a]
-    # The same paths can still come from other containers, such as a tuple and a list.
-    difference = alone[0] if alone else f"`a` is `{structures[0]}` and `b` is `{structures[1]}`"
+    unmatched = [f"`a{path}` is not in `b`" for path in paths_a if path not in paths_b]
+    unmatched += [f"`b{path}` is not in `a`" for path in paths_b if path not in paths_a]
+    # Trees with equal paths can still differ in their containers, such as a tuple and a list.
+    difference = unmatched[0] if unmatched else f"`a` is `{structures[0]}` and `b` is `{structures[1]}`"
     raise ValueError(f"select_tree: `a` and `b` must have the same structure, but {difference}.")
 
 

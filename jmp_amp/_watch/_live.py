@@ -1,4 +1,4 @@
-"""`live`: a line in the terminal that follows a run."""
+"""`live`: a status line in the terminal for a training run."""
 
 import contextlib
 import math
@@ -10,18 +10,18 @@ import jax.numpy as jnp
 
 from jmp_amp._extras import extra
 
-_SHOWN: dict[str, Callable[[Any], str]] = {
+_FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": lambda value: f"loss {value:.4g}",
     "loss_scale": lambda value: f"scale 2^{math.log2(value):g}",
     "total_notfinite": lambda value: f"skips {value}",
     "grad_norm": lambda value: f"norm {value:.3g}",
 }
-# What `amp.metrics` returns beyond what a line has room for.
-_UNSHOWN = ("growth_tracker", "hysteresis_tracker", "last_finite", "notfinite_count")
+# Entries of `amp.metrics` that are left out to keep the line short.
+_HIDDEN = ("growth_tracker", "hysteresis_tracker", "last_finite", "notfinite_count")
 
 
 class LiveView:
-    """A line that follows a run; `live` makes one.
+    """A status line in the terminal, created by `live`.
 
     Examples:
         >>> import jmp_amp as amp
@@ -36,24 +36,25 @@ class LiveView:
         self._values: dict[str, Any] = {}
 
     def update(self, step: int | None = None, **values: Any) -> None:
-        """Tells of one more step.
+        """Records the values of one step.
 
         Args:
-            step: its number; one more than the last if not given.
-            **values: scalars, on the device or not: `loss=loss, **amp.metrics(opt_state)`. Any others are shown by
-                their names; a value that is not given again stays.
+            step: the number of the step. The default is one more than that of the last call.
+            **values: scalars, as numbers or JAX arrays: `loss=loss, **amp.metrics(opt_state)`. Any other
+                scalar is shown with its name, except the remaining entries of `amp.metrics`. A value stays on the line
+                until a later call replaces it.
         """
-        # The values of the step before: the device computes this one while they are fetched.
+        # Fetch the values of the previous step, so that the device computes this one meanwhile.
         if self._values and self._step % self._every == 0:
             self.refresh()
         self._step = self._step + 1 if step is None else step
         if self._step % self._every == 0:
-            # They may belong to a state that the next step donates.
+            # Copy, because the next step may donate the state that holds the values.
             values = {name: jnp.copy(x) if isinstance(x, jax.Array) else x for name, x in values.items()}
         self._values |= values
 
     def refresh(self) -> None:
-        """Shows what the last `update` told; waits for the device."""
+        """Shows the values of the last `update`. Blocks until the device has computed them."""
         values = {n: x for n, x in self._values.items() if not (isinstance(x, jax.Array) and x.is_deleted())}
         if values:
             status = status_line(jax.device_get(values))
@@ -61,10 +62,10 @@ class LiveView:
 
 
 def status_line(values: dict[str, Any]) -> str:
-    """Returns `loss 2.31 scale 2^16 skips 3 norm 0.52`, and what else there is."""
-    # In an order of its own: a dict that was returned from `jit` comes back sorted.
-    parts = [show(values[name]) for name, show in _SHOWN.items() if name in values]
-    others = ((name, value) for name, value in values.items() if name not in _SHOWN and name not in _UNSHOWN)
+    """Returns `loss 2.31 scale 2^16 skips 3 norm 0.52`, followed by the values with other names."""
+    # Use the order of `_FORMATS`, because `jit` returns dicts with sorted keys.
+    parts = [to_text(values[name]) for name, to_text in _FORMATS.items() if name in values]
+    others = ((name, value) for name, value in values.items() if name not in _FORMATS and name not in _HIDDEN)
     parts += [f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}" for name, value in others]
     return " ".join(parts)
 
@@ -73,24 +74,24 @@ def status_line(values: dict[str, Any]) -> str:
 def live(
     total: int | None = None, name: str = "", *, every: int = 10, start: int = 0, console: Any = None
 ) -> Iterator[LiveView]:
-    """Shows a line in the terminal that follows a run: progress, loss, loss scale, skips, gradient norm.
+    """Shows a status line in the terminal: progress, loss, loss scale, skipped steps, gradient norm.
 
-    It does not hold up the device: it fetches values once in `every` steps, and those of the step before, which are
-    there when the device works on the next one.
+    It does not block the device: it fetches values only every `every` steps, and only those of the previous step, while
+    the device computes the next one.
 
     Args:
-        total: the number of steps, if it is known.
-        name: what the line begins with.
-        every: how many steps to a fetch.
-        start: how many steps were done before, in a run that is resumed.
-        console: the `rich.console.Console` to write to; one for the standard output if not given.
+        total: the number of steps, if known.
+        name: the text at the start of the line.
+        every: the number of steps between fetches.
+        start: the number of steps before a resumed run.
+        console: the `rich.console.Console` to write to. The default writes to the standard output.
 
     Yields:
-        A `LiveView`; call its `update(loss=loss, **amp.metrics(opt_state))` after each step.
+        A `LiveView`. Call its `update(loss=loss, **amp.metrics(opt_state))` after each step.
 
     Raises:
         ImportError: rich is not installed.
-        ValueError: `every` is not positive.
+        ValueError: `every` is less than 1.
 
     Examples:
         >>> import jmp_amp as amp

@@ -1,4 +1,4 @@
-"""`plot_history`: a picture of a run, its loss scale included."""
+"""`plot_history`: a plot of the loss, the loss scale and the gradient norm of a run."""
 
 import csv
 import math
@@ -17,26 +17,30 @@ _PANELS = {
     "Norm of the true gradients": ("grad_norm",),
 }
 _LOG_BASES = {"Loss scale": 2, "Norm of the true gradients": 10}
-_READ = ("step", *sum(_PANELS.values(), ()), "skipped", "total_notfinite", "last_finite")
-_FLAGS = {"True": 1.0, "False": 0.0, "": math.nan}  # as CSV files have them
+_COLUMNS = ("step", *sum(_PANELS.values(), ()), "skipped", "total_notfinite", "last_finite")
+_CSV_VALUES = {"True": 1.0, "False": 0.0, "": math.nan}  # the strings that Python writes to CSV files
 
 
 def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: str | os.PathLike | None = None) -> Any:
-    """Draws the loss, the loss scale with the steps that were skipped, and the gradient norm of a run.
+    """Plots the loss, the loss scale with the skipped steps, and the gradient norm of a run.
+
+    The plotted columns are `loss`, `val_loss`, `loss_scale` and `grad_norm`. The x axis is `step`, or the number of the
+    row from 1. Skipped steps are read from the first of `skipped`, `total_notfinite` and `last_finite` that exists.
+    Each distinct value of `run` gets its own curve. All other columns are ignored.
 
     Args:
-        rows: a mapping a step of names to scalars, on the device or not: `{"loss": loss, **amp.metrics(opt_state)}`; or
-            the path of a CSV file with those columns. Read are `loss`, `val_loss`, `loss_scale` and `grad_norm`; `step`
-            (else rows are numbered from 1); and for the steps that were skipped `skipped`, `total_notfinite` or
-            `last_finite`, the first that is there. Each value of `run` is a curve. Other columns may be anything.
-        path: where to save the picture, if anywhere; the ending says in which format.
+        rows: one mapping from names to scalars for each step, as numbers or JAX arrays:
+            `{"loss": loss, **amp.metrics(opt_state)}`; or the path of a CSV file with these columns.
+        path: where to save the figure, if given. The suffix determines the format.
 
     Returns:
-        A `matplotlib.figure.Figure`, with a panel for each of the three that there is a column for.
+        A `matplotlib.figure.Figure` with up to three panels: loss, loss scale and gradient norm, each if `rows` has a
+        column for it.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there are no rows, or none of these columns, or a value in them is not a scalar number.
+        ValueError: `rows` is empty, has none of the plotted columns, or has a value that is not a scalar number in one
+            of the columns above.
 
     Examples:
         >>> import jmp_amp as amp
@@ -52,12 +56,12 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
     if isinstance(rows, str | os.PathLike):
         with open(rows, newline="") as file:
             rows = list(csv.DictReader(file))
-    runs = _runs(rows)
+    runs = _columns_by_run(rows)
     columns = {name for run in runs.values() for name in run}
     panels = [title for title, names in _PANELS.items() if columns.intersection(names)]
     if not panels:
         known = ", ".join(name for names in _PANELS.values() for name in names)
-        raise ValueError(f"there is nothing to draw: the columns are {', '.join(rows[0])}; those drawn are {known}")
+        raise ValueError(f"`rows` must have at least one of the columns {known}, got {', '.join(rows[0])}")
     figure = extra("matplotlib.figure", "`plot_history`").Figure(
         figsize=(8, 0.6 + 1.9 * len(panels)), dpi=120, layout="constrained"
     )
@@ -65,9 +69,9 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
     for axes, title in zip(all_axes, panels, strict=True):
         for i, (label, run) in enumerate(runs.items()):
             names = [name for name in _PANELS[title] if name in run]
-            # The first of several is what the others are held against: wide and pale, so that it shows behind them.
+            # The first of several runs is the baseline: a wide and pale curve, visible behind the others.
             style = {"lw": 4, "color": "0.75"} if i == 0 and len(runs) > 1 else {"lw": 1.4, "color": f"C{i}"}
-            _PLOTS.get(title, _curves)(axes, run, names, label=label, **style)
+            _PLOT_FUNCTIONS.get(title, _plot_curves)(axes, run, names, label=label, **style)
         axes.set_title(title, size=10)
         axes.spines[["top", "right"]].set_visible(False)
         if title in _LOG_BASES:
@@ -80,31 +84,31 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
     return figure
 
 
-def _curves(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
+def _plot_curves(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
     for name in names:
-        faint = name != names[-1]  # the training loss, where there is a validation loss
-        shown = np.isfinite(run[name])
+        is_faint = name != names[-1]  # the training loss, if there is also a validation loss
+        finite = np.isfinite(run[name])
         changes = (
             {"lw": style["lw"] / 2, "alpha": 0.4, "label": None}
-            if faint
-            else {"marker": "." if shown.sum() < 2 else ""}
+            if is_faint
+            else {"marker": "." if finite.sum() < 2 else ""}
         )
-        axes.plot(run["step"][shown], run[name][shown], **(style | changes))
+        axes.plot(run["step"][finite], run[name][finite], **(style | changes))
 
 
-def _steps(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
+def _plot_steps(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
     for name in names:
-        skipped = _skipped(run)
+        skipped = _skipped_steps(run)
         axes.step(run["step"], run[name], where="post", **style)
         mark = "skipped" if skipped.any() else ""
         axes.plot(run["step"][skipped], run[name][skipped], "x", color="#c8443c", ms=6, mew=1.6, label=mark, zorder=3)
 
 
-_PLOTS = {"Loss scale": _steps}
+_PLOT_FUNCTIONS = {"Loss scale": _plot_steps}
 
 
-def _skipped(run: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Whether a step was skipped, or one since the row before."""
+def _skipped_steps(run: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns bool[rows]: whether this step, or one since the previous row, was skipped."""
     if "skipped" in run:
         return run["skipped"] > 0
     if "total_notfinite" in run:
@@ -113,23 +117,23 @@ def _skipped(run: Mapping[str, np.ndarray]) -> np.ndarray:
     return run["last_finite"] == 0 if "last_finite" in run else np.zeros(len(run["step"]), bool)
 
 
-def _runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
-    """The columns of each run, as numbers."""
+def _columns_by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the columns of each run, as float arrays of shape `[rows]`."""
     if not rows:
-        raise ValueError("there are no rows to draw: give a mapping of names to numbers for each step")
+        raise ValueError("`rows` is empty; pass a mapping from names to numbers for each step")
     labels = [str(row.get("run", "")) for row in rows]
-    numbers = jax.device_get([{name: row[name] for name in _READ if name in row} for row in rows])
+    numbers = jax.device_get([{name: row[name] for name in _COLUMNS if name in row} for row in rows])
     runs = {}
     for label in dict.fromkeys(labels):
-        of_run = [row for row, other in zip(numbers, labels, strict=True) if other == label]
-        names = dict.fromkeys(name for row in of_run for name in row)
-        columns = {name: np.array([_number(name, row.get(name, "")) for row in of_run]) for name in names}
-        runs[label] = {"step": np.arange(1.0, len(of_run) + 1), **columns}
+        run_rows = [row for row, other in zip(numbers, labels, strict=True) if other == label]
+        names = dict.fromkeys(name for row in run_rows for name in row)
+        columns = {name: np.array([_to_float(name, row.get(name, "")) for row in run_rows]) for name in names}
+        runs[label] = {"step": np.arange(1.0, len(run_rows) + 1), **columns}
     return runs
 
 
-def _number(name: str, value: Any) -> float:
+def _to_float(name: str, value: Any) -> float:
     try:
-        return _FLAGS[value] if isinstance(value, str) and value in _FLAGS else float(value)
+        return _CSV_VALUES[value] if isinstance(value, str) and value in _CSV_VALUES else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"the column `{name}` must hold scalar numbers, got {value!r}") from None
+        raise ValueError(f"the column `{name}` must contain scalar numbers, got {value!r}") from None

@@ -1,1 +1,1 @@
-"""Other packages' surfaces on top of jmp_amp."""
+"""The APIs of other packages, implemented with jmp_amp."""

@@ -1,1 +1,1 @@
-"""One read of a whole tree: is every value finite, what is the sum of squares, and what are the unscaled values."""
+"""Ops that read a tree once: a check that all values are finite, the sum of their squares, and the unscaled values."""

@@ -1,4 +1,4 @@
-"""The ops as users call them: any tree, any device."""
+"""The public ops, for any tree and any device."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.finite_check import primitive, reference
-from pallas_kernels.finite_check.config import config_for, fastest
+from pallas_kernels.finite_check.config import config_for, fastest_implementation
 
 IMPLEMENTATIONS = (None, "xla", *primitive.KERNELS)
 
@@ -16,29 +16,30 @@ IMPLEMENTATIONS = (None, "xla", *primitive.KERNELS)
 def check_finite(
     tree: Any, inv_scale: ArrayLike = 1.0, *, implementation: str | None = None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Tells whether every value of a tree is finite once it is unscaled, and sums the squares.
+    """Checks that all values of a tree are finite after unscaling, and sums their squares.
 
-    Both answers come from one read of the tree, and from one number: the sum is NaN exactly if a value is not finite.
-    Squares of finite float32 values can overflow; the sum is then `inf` while the flag is still `True`.
+    It reads the tree once and computes one number: the sum is NaN if and only if a value is not finite. If the squares
+    of finite values overflow float32, the sum is `inf` and the flag is still `True`.
 
     Args:
-        tree: arrays of any shape; floating and complex leaves (float64 included) are read, all others pass as finite.
-        inv_scale: float32[], multiplies every value before it is looked at: the reciprocal of the loss scale.
+        tree: arrays of any shape. Floating and complex leaves, including float64, are read. All other leaves count as
+            finite.
+        inv_scale: float32[], the reciprocal of the loss scale. Every value is multiplied by it before the check.
         implementation: `"xla"` is plain JAX. `"mosaic_gpu"` (NVIDIA Hopper and newer) and `"triton"` (older NVIDIA
-            GPUs) are kernels that read hundreds of leaves in one launch. `None` takes the one that was measured to be
-            fastest on the device, and plain JAX where a kernel cannot serve: on other devices, under `vmap` and
-            differentiation, for float64, complex and 8-bit leaves, and in programs that the compiler partitions over
-            devices.
-        interpret: runs the kernel in Pallas' interpreter, on any device and slowly: for tests.
+            GPUs) are kernels that read hundreds of leaves in one launch. `None` uses the fastest implementation on the
+            device, as measured, and falls back to plain JAX on other devices, under `vmap` and differentiation, for
+            float64, complex and 8-bit leaves, and in programs that the compiler partitions over devices.
+        interpret: runs the kernel in Pallas' interpreter, which is slow but works on any device. Use it for tests.
 
     Returns:
-        `finite`, bool[], true for an empty tree, and the sum of squares, float32[], NaN if not finite. Values are
-        multiplied and summed in float32 (in float64 for float64 leaves, then rounded). The same input gives the same
-        bits.
+        `finite`, bool[], True for an empty tree; and the sum of squares, float32[], NaN if `finite` is False. Values
+        are multiplied and summed in float32 (in float64 for float64 leaves, then rounded). The result is
+        deterministic.
 
     Raises:
-        ValueError: `implementation` is none of these, or `inv_scale` is not a scalar.
-        NotImplementedError: an implementation that was asked for by name cannot serve; the message says why.
+        ValueError: `implementation` is unknown, or `inv_scale` is not a scalar.
+        NotImplementedError: the kernel passed as `implementation` does not support the leaves, the device or the
+            transformation.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -50,7 +51,7 @@ def check_finite(
         False
 
     References:
-        `torch._amp_foreach_non_finite_check_and_unscale_` and apex's `multi_tensor_l2norm`, in one.
+        `torch._amp_foreach_non_finite_check_and_unscale_` and apex's `multi_tensor_l2norm`, combined.
     """
     _, finite, sum_of_squares = _run("check_finite", tree, inv_scale, None, implementation, interpret)
     return finite, sum_of_squares
@@ -64,26 +65,27 @@ def unscale_check(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Multiplies a tree by the reciprocal of the loss scale, and checks what comes out, in one pass.
+    """Multiplies a tree by the reciprocal of the loss scale, and checks that the products are finite, in one pass.
 
-    Every element of the result is written, on overflow too.
+    It writes every element of the result, even if some are not finite.
 
     Args:
-        tree: arrays of any shape; floating and complex leaves are multiplied, all others pass through.
-        inv_scale: float32[], multiplies every value, in float32 (in float64 for float64 leaves).
-        out_dtype: float32, float16 or bfloat16, to which the products are rounded; float64 and complex leaves keep
-            their dtype.
-        implementation: as for `check_finite`.
-        interpret: as for `check_finite`.
+        tree: arrays of any shape. Floating and complex leaves are multiplied; all other leaves are returned unchanged.
+        inv_scale: float32[], the reciprocal of the loss scale. The product is computed in float32 (in float64 for
+            float64 leaves).
+        out_dtype: float32, float16 or bfloat16, the dtype of the products. float64 and complex leaves keep their dtype.
+        implementation: see `check_finite`.
+        interpret: see `check_finite`.
 
     Returns:
-        The tree with its floating leaves multiplied, in `out_dtype`; `finite`, bool[], whether all values in it are
-        finite; and the sum of their squares, float32[], accumulated in float32, NaN if not finite.
+        The tree with its floating leaves multiplied, in `out_dtype`; `finite`, bool[], whether all its values are
+        finite; and the sum of their squares, float32[], accumulated in float32, NaN if `finite` is False.
 
     Raises:
-        ValueError: `implementation` or `out_dtype` is none of these, or `inv_scale` is not a scalar.
-        TypeError: `out_dtype` is no dtype.
-        NotImplementedError: an implementation that was asked for by name cannot serve; the message says why.
+        ValueError: `implementation` or `out_dtype` is unknown, or `inv_scale` is not a scalar.
+        TypeError: `out_dtype` is not a dtype.
+        NotImplementedError: the kernel passed as `implementation` does not support the leaves, the device or the
+            transformation.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -104,15 +106,7 @@ def unscale_check(
 def _run(
     op: str, tree: Any, inv_scale: ArrayLike, out_dtype: Any, implementation: str | None, interpret: bool
 ) -> tuple[Any, jax.Array, jax.Array]:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{op}: unknown implementation {implementation!r}; allowed: {', '.join(map(repr, IMPLEMENTATIONS))}"
-        )
-    if interpret and implementation not in primitive.KERNELS:
-        kernels = " or ".join(map(repr, primitive.KERNELS))
-        raise ValueError(f"{op}: `interpret=True` runs a kernel, name one: implementation={kernels}")
-    if jnp.shape(inv_scale):
-        raise ValueError(f"{op}: `inv_scale` must be a scalar, got shape {jnp.shape(inv_scale)}")
+    _check_arguments(op, inv_scale, implementation, interpret)
     factor = jnp.asarray(inv_scale, jnp.float32)
     paths, structure = jax.tree.flatten_with_path(tree)
     leaves = [x for _, x in paths]
@@ -122,17 +116,17 @@ def _run(
 
     device = _device_kind()
     forced = implementation is not None
-    implementation = implementation or fastest(device, op, len(floating))
-    if implementation != "xla" and not _exists(implementation, forced):
+    implementation = implementation or fastest_implementation(device, op, len(floating))
+    if implementation != "xla" and not _is_available(implementation, forced):
         implementation = "xla"
     if forced and implementation != "xla":
-        _check_serves(implementation, {paths[k][0]: leaves[k] for k in floating}, interpret)
-    served = [k for k in floating if implementation != "xla" and primitive.serves(leaves[k])]
-    rest = sorted({*floating} - {*served})
+        _check_supported(implementation, {paths[k][0]: leaves[k] for k in floating}, interpret)
+    supported = [k for k in floating if implementation != "xla" and primitive.is_supported(leaves[k])]
+    rest = sorted({*floating} - {*supported})
     outs, sum_of_squares = reference.unscale_check([leaves[k] for k in rest], factor, out_dtype=out_dtype)
-    if served:
-        more, seen = primitive.unscale_check(
-            [leaves[k] for k in served],
+    if supported:
+        kernel_outs, kernel_sum = primitive.unscale_check(
+            [leaves[k] for k in supported],
             factor,
             out_dtype=out_dtype,
             implementation=implementation,
@@ -140,52 +134,67 @@ def _run(
             config=config_for(device, implementation),
             interpret=interpret,
         )
-        outs, sum_of_squares = outs + more, sum_of_squares + seen
-    for k, out in zip(rest + served, outs, strict=False):
+        outs, sum_of_squares = outs + kernel_outs, sum_of_squares + kernel_sum
+    for k, out in zip(rest + supported, outs, strict=False):
         leaves[k] = out
     return jax.tree.unflatten(structure, leaves), ~jnp.isnan(sum_of_squares), sum_of_squares
+
+
+def _check_arguments(op: str, inv_scale: ArrayLike, implementation: str | None, interpret: bool) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        allowed = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r}")
+    if interpret and implementation not in primitive.KERNELS:
+        kernels = " or ".join(map(repr, primitive.KERNELS))
+        raise ValueError(
+            f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; "
+            f"pass implementation={kernels}"
+        )
+    if jnp.shape(inv_scale):
+        raise ValueError(f"{op}: `inv_scale` must be a scalar, got shape {jnp.shape(inv_scale)}")
 
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _exists(implementation: str, forced: bool) -> bool:
+def _is_available(implementation: str, forced: bool) -> bool:
     try:
-        primitive.kernel(implementation)
+        primitive.load_kernel(implementation)
     except ImportError as error:
         if forced:
             raise NotImplementedError(
                 f'implementation="{implementation}" needs a backend that JAX {jax.__version__} does not have '
-                f"({error}); pass another one, or `implementation=None`"
+                f"({error}); pass another implementation, or `implementation=None`"
             ) from error
         return False
     return True
 
 
-def _check_serves(implementation: str, leaves: dict[Any, jax.Array], interpret: bool) -> None:
-    """Raises where a kernel that was asked for by name cannot read a leaf, or run on this GPU."""
+def _check_supported(implementation: str, leaves: dict[Any, jax.Array], interpret: bool) -> None:
+    """Raises a `NotImplementedError` if a kernel cannot read one of the leaves, or cannot run on this GPU."""
     for path, x in leaves.items():
-        if x.size and not primitive.serves(x):
+        if x.size and not primitive.is_supported(x):
             allowed = ", ".join(dtype.name for dtype in primitive.DTYPES)
             raise NotImplementedError(
-                f'implementation="{implementation}" reads {allowed}, of at most 2^31 elements or equal parts of fewer, '
-                f"and the leaf{jax.tree_util.keystr(path)} is {x.dtype.name}{list(x.shape)}; "
+                f'implementation="{implementation}" supports leaves of dtype {allowed} with fewer than 2^31 elements '
+                "(or up to 64 equal rows of fewer, of a length that is a multiple of 8), but "
+                f"the leaf{jax.tree_util.keystr(path)} is {x.dtype.name}{list(x.shape)}; "
                 "pass `implementation=None`, which reads such leaves in plain JAX"
             )
     device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are no numbers
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; not a number for AMD GPUs
     too_old = re.fullmatch(r"\d+\.\d+", capability) and float(capability) < 9
     if implementation == "mosaic_gpu" and not interpret and too_old and _device_kind() == device.device_kind:
         raise NotImplementedError(
-            'implementation="mosaic_gpu" needs a GPU of compute capability 9.0 (Hopper) or newer, and '
+            'implementation="mosaic_gpu" needs a GPU of compute capability 9.0 (Hopper) or newer, but '
             f'{device.device_kind} has {capability}; pass `implementation="triton"` or `None`'
         )
 
 
 def _device_kind() -> str | None:
-    """The kind of GPU that programs are traced for; `None` where it is no GPU."""
-    # Programs can be compiled for a device that is only described (`AbstractDevice`).
+    """Returns the kind of GPU that programs are traced for, or `None` for other devices."""
+    # A program can be compiled for a device that is not present (`AbstractDevice`).
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
         return described.device_kind

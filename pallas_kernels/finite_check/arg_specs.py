@@ -1,4 +1,4 @@
-"""The trees that the tests compile for and the benchmark times, as shapes."""
+"""Shapes of the trees that the tests compile and the benchmark times."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ import jax.numpy as jnp
 Shape = jax.ShapeDtypeStruct
 
 SIZES = [(7777 * 77, 555 * 555), (777, 555), (555, 65537), (65537, 555), (555, 65536), (33333, 555)]
-"""Pairs of sizes, each to be taken either way round: the grid of apex's tests of its multi-tensor kernels."""
+"""Pairs of sizes, to be used in both orders, from the tests of apex's multi-tensor kernels."""
 
 
 def gpt2_small(dtype: Any) -> list[Shape]:
-    """The 148 parameters of GPT-2 small, 124 million values."""
+    """Returns the shapes of the 148 parameters of GPT-2 small, 124 million values."""
     dim, layers, length, vocab = 768, 12, 1024, 50257
     layer = [*_dense(dim, 3 * dim), *_dense(dim, dim), *_dense(dim, 4 * dim), *_dense(4 * dim, dim), *4 * [(dim,)]]
     return _shapes([(vocab, dim), (length, dim), *layers * layer, (dim,), (dim,)], dtype)
 
 
 def resnet50(dtype: Any) -> list[Shape]:
-    """The 161 parameters of a ResNet-50, 25.6 million values."""
+    """Returns the shapes of the 161 parameters of a ResNet-50, 25.6 million values."""
     shapes = _conv(7, 3, 64)
     features = 64
     for blocks, width in zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True):
@@ -32,7 +32,7 @@ def resnet50(dtype: Any) -> list[Shape]:
 
 
 def one_leaf(dtype: Any, nbytes: int = 2**30) -> list[Shape]:
-    """One leaf, of a gibibyte if nothing else is said."""
+    """Returns the shape of one leaf of `nbytes` bytes."""
     return [Shape((nbytes // jnp.dtype(dtype).itemsize,), dtype)]
 
 
@@ -44,7 +44,7 @@ def _dense(n: int, m: int) -> list[tuple[int, ...]]:
 
 
 def _conv(size: int, n: int, m: int) -> list[tuple[int, ...]]:
-    """A convolution without bias, and the scale and bias of its norm."""
+    """Returns the shapes of a convolution without bias, and of the scale and bias of its norm."""
     return [(size, size, n, m), (m,), (m,)]
 
 

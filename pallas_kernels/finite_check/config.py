@@ -1,4 +1,4 @@
-"""Block sizes, and which implementation was measured to be fastest where: data, no code."""
+"""Block sizes, and the implementation that is fastest on each device, as measured."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,11 +9,11 @@ class Config:
     """The sizes of a kernel.
 
     Attributes:
-        block: elements that one program reads, a power of two and a multiple of 1024. At 8192, a warpgroup has eight
-            loads of 16 or 32 bytes a thread in flight.
-        num_warps: warps of a program, where the backend leaves the choice (Triton).
-        max_leaves: leaves of one launch; each takes a kernel parameter or two, of 8 bytes, and 4 KiB hold them all on
-            any driver.
+        block: the number of elements that one program reads, a power of two and a multiple of 1024. At 8192, each
+            thread of a warpgroup has eight loads of 16 or 32 bytes in flight.
+        num_warps: the number of warps in one program (Triton only; Mosaic GPU always uses one warpgroup).
+        max_leaves: the maximum number of leaves in one launch. Each leaf needs one or two kernel parameters of 8 bytes,
+            and every driver allows 4 KiB of parameters.
     """
 
     block: int = 8192
@@ -23,29 +23,29 @@ class Config:
 
 DEFAULT = Config()
 CONFIGS: dict[str, dict[str, Config]] = {}
-"""By device kind, then by implementation; `DEFAULT` where there is no entry."""
+"""Keys: device kind, then implementation. Missing entries mean `DEFAULT`."""
 
 
 class Measured(NamedTuple):
-    """An implementation that was measured to be faster than XLA, and the least number of leaves from which on."""
+    """An implementation that is faster than XLA for trees of `least_leaves` leaves or more, as measured."""
 
     implementation: str
     least_leaves: int
 
 
 FASTEST: dict[str, dict[str, Measured]] = {}
-"""By device kind, then by op, what `benchmarks/kernels.py` measured on it. Where there is no entry, XLA it is.
+"""Keys: device kind, then op. Values: measurements by `benchmarks/kernels.py`. Missing entries mean XLA.
 
-Empty so far: the kernels were compiled for an H200 and run in Pallas' interpreters, never timed on a GPU.
+It is empty because the kernels have been compiled for an H200 and run in Pallas' interpreters, but not timed on a GPU.
 """
 
 
 def config_for(device_kind: str | None, implementation: str) -> Config:
-    """The sizes of a kernel on a device."""
+    """Returns the sizes of a kernel on a device."""
     return CONFIGS.get(device_kind or "", {}).get(implementation, DEFAULT)
 
 
-def fastest(device_kind: str | None, op: str, leaves: int) -> str:
-    """The implementation that was measured to be fastest."""
+def fastest_implementation(device_kind: str | None, op: str, leaves: int) -> str:
+    """Returns the fastest implementation for a tree of `leaves` leaves, or `"xla"` if there is no measurement."""
     measured = FASTEST.get(device_kind or "", {}).get(op)
     return measured.implementation if measured and leaves >= measured.least_leaves else "xla"

@@ -1,8 +1,8 @@
-"""The kernel for Hopper and newer: from global memory to registers and, where asked for, back.
+"""The kernel for Hopper and newer GPUs.
 
-A program is one warpgroup of 128 threads with one block. It loads the whole block before it uses any of it, 16 bytes
-a thread and load, so that enough bytes are in flight to fill the memory bus; nothing is shared between threads until
-the sums at the end.
+Each program is one warpgroup of 128 threads and reads one block from global memory to registers. It loads the whole
+block before it uses any element, with 16 bytes for each thread and load, so that enough bytes are in flight to saturate
+the memory bus. Threads communicate only for the final sums. `unscale_check` also writes the products back.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._compat import interpret_mosaic_gpu
+from pallas_kernels._compat import mosaic_gpu_interpret_params
 from pallas_kernels.finite_check.config import Config
 from pallas_kernels.finite_check.segments import Segment, dispatch, squares
 
 VECTORS = {1024: 8, 128: 1}
-"""Elements that a warpgroup loads at once, and how many of them a thread has: 8 of float16 are 16 bytes."""
+"""Elements in one load of a warpgroup, and the number of them in each thread: 8 float16 elements are 16 bytes."""
 NARROW = min(VECTORS)
 UNROLL = 8
-"""Single elements that are loaded before the first is used."""
+"""The number of single elements that are loaded before the first is used."""
 
 
 class Piece(NamedTuple):
-    """Elements that are loaded at once: where, how many, and how many of them were seen before."""
+    """Elements of one load.
+
+    Attributes:
+        offset: the index of the first element, relative to the start of the program.
+        width: the number of elements.
+        overlap: the number of elements that the previous pieces contain already.
+    """
 
     offset: int
     width: int
-    seen: int = 0
+    overlap: int = 0
 
 
 def pieces(segment: Segment, length: int) -> list[Piece]:
-    """Cuts the elements of a program; the last piece goes back to where a full one fits into a row of `length`."""
+    """Splits the elements of a program into pieces.
+
+    If the remainder is shorter than the narrowest piece, the last piece overlaps the previous ones, so that it does not
+    exceed the row of `length` elements.
+    """
     found, at = [], 0
     for width in VECTORS:
         while segment.size - at >= width:
@@ -54,9 +64,9 @@ def launch(
     config: Config,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """See `primitive.Launch`."""
+    """Implements `primitive.Launch`."""
     del config  # a program is always one warpgroup
-    # The interpreter knows no layouts.
+    # The interpreter does not support layouts.
     layout_cast = (lambda x, layout: x) if interpret else plgpu.layout_cast
 
     def kernel(inv_scale_ref: Any, *refs: Any) -> None:
@@ -84,9 +94,9 @@ def launch(
             ]
             for piece, at, x in zip(cut, where, loaded, strict=True):
                 more = unscaled(segment, at, x)
-                if piece.seen:
+                if piece.overlap:
                     position = layout_cast(lax.iota(jnp.int32, piece.width), _layout(piece.width))
-                    more = jnp.where(position < piece.seen, 0.0, more)
+                    more = jnp.where(position < piece.overlap, 0.0, more)
                 carry[piece.width] += more
             return carry
 
@@ -110,11 +120,11 @@ def launch(
         out_type=tuple(out_types),
         grid=out_types[-1].shape,
         grid_names=("program",),
-        # Barriers would order writes after reads of the same memory, and nothing that is read is written.
+        # Barriers order writes after reads of the same memory; this kernel does not write to memory that it reads.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        interpret=interpret_mosaic_gpu() if interpret else None,
+        interpret=mosaic_gpu_interpret_params() if interpret else None,
     )(inv_scale, *leaves)
 
 

@@ -1,7 +1,8 @@
-"""One JAX primitive for both ops, so that what cannot run as a kernel is known where JAX knows it.
+"""One JAX primitive for both ops, with rules that fall back to plain JAX.
 
-Whether a program is partitioned over devices is decided when it is lowered, and whether it is batched or differentiated
-while it is transformed. There the primitive becomes the reference, unless a kernel was asked for by name.
+Some programs cannot use a kernel: those that are batched, differentiated, partitioned over devices, or compiled for
+another platform. JAX determines this while it transforms or lowers a program, so the rules of the primitive choose
+the implementation. They use the reference, or raise an error if the caller passed the kernel as `implementation`.
 """
 
 import functools
@@ -27,7 +28,7 @@ unscale_check_p.multiple_results = True
 
 
 class Launch(Protocol):
-    """Reads all leaves in one launch: what each file of `KERNELS` does."""
+    """The function `launch` in each file of `KERNELS`: it reads all leaves in one launch."""
 
     def __call__(
         self,
@@ -41,57 +42,60 @@ class Launch(Protocol):
         """Returns arrays of `out_types`.
 
         Args:
-            leaves: views of `segments.view`.
+            leaves: the leaves, as returned by `segments.view`.
             inv_scale: float32[1], the factor.
-            table: which program works on which part.
-            out_types: the products, as many as leaves or none, and float32[programs], what each program's squares sum
-                up to; its length is the grid.
-            config: the sizes.
+            table: the parts of the leaves that the programs read.
+            out_types: the products, one for each leaf or none, followed by float32[programs], the sum of squares of
+                each program. The length of the latter is the grid.
+            config: the sizes of the kernel.
             interpret: whether to run in Pallas' interpreter.
         """
         ...
 
 
-def kernel(implementation: str) -> Launch:
-    """Imports a backend when it is first wanted: that takes a second, and JAX may have removed it (ImportError)."""
+def load_kernel(implementation: str) -> Launch:
+    """Imports a kernel on first use, because the import of its backend takes a second.
+
+    Raises:
+        ImportError: JAX has removed the backend.
+    """
     return importlib.import_module(f"{__package__}.{implementation}").launch
 
 
-def serves(x: jax.Array) -> bool:
-    """Whether the kernels can read such a leaf."""
+def is_supported(x: jax.Array) -> bool:
+    """Whether the kernels can read a leaf."""
     return x.dtype in DTYPES and x.size > 0 and rows(x.size) is not None
 
 
 def unscale_check(
     leaves: Sequence[jax.Array], inv_scale: jax.Array, **params: Any
 ) -> tuple[list[jax.Array], jax.Array]:
-    """See `reference.unscale_check`; every leaf is one that the kernels serve.
+    """Computes `reference.unscale_check` with a kernel.
 
     Args:
-        leaves: the arrays.
-        inv_scale: the factor.
-        **params: `out_dtype`; `implementation`, a key of `KERNELS`; `forced`, whether it was asked for by name;
-            `config`; `interpret`.
+        leaves: arrays that the kernels support.
+        inv_scale: float32[], the factor.
+        **params: `out_dtype`; `implementation`, one of `KERNELS`; `forced`, whether the caller passed the
+            implementation; `config`; `interpret`.
     """
     outs: list[jax.Array] = []
     total = jnp.float32(0)
-    most = params["config"].max_leaves
-    launches = -(-len(leaves) // most)
+    launches = -(-len(leaves) // params["config"].max_leaves)
     for i in range(launches):
-        some = leaves[len(leaves) * i // launches : len(leaves) * (i + 1) // launches]
-        run = _kernel if params["interpret"] else unscale_check_p.bind  # the interpreters have effects of their own
-        seen, *more = run(inv_scale, *some, **params)
-        outs += more
-        total += seen
+        launch_leaves = leaves[len(leaves) * i // launches : len(leaves) * (i + 1) // launches]
+        run = _run_kernel if params["interpret"] else unscale_check_p.bind  # the interpreters have effects
+        launch_total, *launch_outs = run(inv_scale, *launch_leaves, **params)
+        outs += launch_outs
+        total += launch_total
     return outs, total
 
 
-def _reference(inv_scale: jax.Array, *leaves: jax.Array, out_dtype: Any, **_: Any) -> list[jax.Array]:
+def _run_reference(inv_scale: jax.Array, *leaves: jax.Array, out_dtype: Any, **_: Any) -> list[jax.Array]:
     outs, total = reference.unscale_check(leaves, inv_scale, out_dtype=out_dtype)
     return [total, *outs]
 
 
-def _kernel(
+def _run_kernel(
     inv_scale: jax.Array,
     *leaves: jax.Array,
     implementation: str,
@@ -104,46 +108,48 @@ def _kernel(
     table, programs = segments([x.shape for x in views], config.block)
     out_types = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in views]
     out_types.append(jax.ShapeDtypeStruct((programs,), jnp.float32))
-    *outs, sums = kernel(implementation)(views, inv_scale.reshape(1), table, out_types, config, interpret)
+    *outs, sums = load_kernel(implementation)(views, inv_scale.reshape(1), table, out_types, config, interpret)
     return [jnp.sum(sums), *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
 
 
-def _instead(reason: str, *, forced: bool, implementation: str, **params: Any) -> Callable[..., list[jax.Array]]:
-    """The reference, for the reason given; an error where the kernel was asked for by name."""
+def _fallback(reason: str, *, forced: bool, implementation: str, **params: Any) -> Callable[..., list[jax.Array]]:
+    """Returns the reference. Raises a `NotImplementedError` with the reason if the caller passed the kernel by name."""
     if forced:
         raise NotImplementedError(
             f'implementation="{implementation}" {reason}; '
-            'pass `implementation=None`, which takes plain JAX there, or `"xla"`, which is plain JAX'
+            'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
         )
-    return functools.partial(_reference, **params)
+    return functools.partial(_run_reference, **params)
 
 
 def _lower(platform_has_kernels: bool, ctx: Any, *args: Any, **params: Any) -> Any:
     if not platform_has_kernels:
-        fun = _instead(
-            f"runs on NVIDIA GPUs, and this is compiled for {', '.join(ctx.module_context.platforms)}", **params
+        fun = _fallback(
+            f"needs an NVIDIA GPU, but the program is compiled for {', '.join(ctx.module_context.platforms)}", **params
         )
-    elif _partitioned(ctx.module_context.axis_context):
-        fun = _instead("cannot be partitioned over devices by itself, only inside `jax.shard_map`", **params)
+    elif _is_partitioned(ctx.module_context.axis_context):
+        fun = _fallback("cannot be partitioned over devices by the compiler, call it inside `jax.shard_map`", **params)
     else:
-        fun = functools.partial(_kernel, **params)
+        fun = functools.partial(_run_kernel, **params)
     with lowering_kernels():
         return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
 
 
-def _partitioned(axes: Any) -> bool:
-    if isinstance(axes, mlir.SPMDAxisContext):  # inside `shard_map`; what it leaves to the compiler is partitioned
+def _is_partitioned(axes: Any) -> bool:
+    if isinstance(
+        axes, mlir.SPMDAxisContext
+    ):  # inside `shard_map`, the compiler partitions the axes that are not manual
         return axes.manual_axes != frozenset(axes.mesh.axis_names)
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices != 1
 
 
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[int]]:
-    outs = jax.vmap(_instead("has no batched form", **params), axes)(*args)
+    outs = jax.vmap(_fallback("does not support `jax.vmap`", **params), axes)(*args)
     return outs, [0] * len(outs)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    fun = _instead("has no derivative", **params)
+    fun = _fallback("does not support differentiation", **params)
     return jax.jvp(fun, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
@@ -154,7 +160,7 @@ def _eager(**params: Any) -> Callable[..., list[jax.Array]]:
 
 unscale_check_p.def_impl(lambda *args, **params: _eager(**params)(*args))
 unscale_check_p.def_abstract_eval(
-    lambda *avals, **params: jax.make_jaxpr(functools.partial(_reference, **params))(*avals).out_avals
+    lambda *avals, **params: jax.make_jaxpr(functools.partial(_run_reference, **params))(*avals).out_avals
 )
 batching.primitive_batchers[unscale_check_p] = _batch
 ad.primitive_jvps[unscale_check_p] = _jvp

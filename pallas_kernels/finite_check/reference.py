@@ -1,4 +1,7 @@
-"""The ops in plain JAX: the oracle, and what runs on CPU, TPU and AMD, under `vmap`, differentiation and meshes."""
+"""The ops in plain JAX: the oracle of the tests, and the fallback.
+
+The fallback runs on CPU, TPU and AMD, under `vmap` and differentiation, and in programs that the compiler partitions.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +13,19 @@ import jax.numpy as jnp
 def unscale_check(
     leaves: Sequence[jax.Array], inv_scale: jax.Array, *, out_dtype: Any
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Multiplies leaves by `inv_scale` and says what came out, in one number.
+    """Multiplies leaves by `inv_scale`, and sums the squares of the results.
 
     Args:
         leaves: floating and complex arrays of any shape.
         inv_scale: float32[], the factor.
-        out_dtype: dtype of the results; float64 and complex leaves keep theirs. `None` returns none.
+        out_dtype: the dtype of the results. float64 and complex leaves keep their dtype. With `None`, the list of
+            results is empty.
 
     Returns:
-        The results, and the sum of their squares, float32[], which is NaN exactly if one of them is not finite: the
-        squares of finite values, `inf` where they overflow, cannot add up to NaN. One number means one reduction a leaf
-        and one collective over devices. Products and squares are made and summed in float32 (in float64 for float64
-        leaves).
+        The results, and the sum of their squares, float32[]. The sum is NaN if and only if a result is not finite:
+        squares of finite values are at most `inf`, and their sum cannot be NaN. The flag and the norm thus need one
+        reduction for each leaf and one collective over devices. Products, squares and sums are computed in float32 (in
+        float64 for float64 leaves).
     """
     outs = []
     sum_of_squares = jnp.float32(0)
@@ -37,5 +41,5 @@ def unscale_check(
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are multiplied and summed."""
+    """Returns the dtype in which values of `dtype` are multiplied and summed."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Which program of one launch works on which part of which leaf: a table, made while tracing."""
+"""A table, built while tracing, that assigns parts of leaves to the programs of one launch."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -10,19 +10,19 @@ from jax import lax
 C = TypeVar("C")
 
 INDEX_LIMIT = 2**31
-"""Kernels index with int32."""
+"""Exclusive upper bound of an index: kernels index with int32."""
 
 
 class Segment(NamedTuple):
-    """Consecutive programs that do the same with consecutive blocks of one row of one leaf.
+    """Consecutive programs that read consecutive blocks of one row of one leaf.
 
     Attributes:
-        leaf: position in the list of leaves.
-        row: row of the leaf's view, see `rows`.
-        start: the first element in the row.
-        size: elements of a program; a block, or what the blocks left over.
-        first: the first program.
-        programs: their number.
+        leaf: the index of the leaf.
+        row: the row of the leaf's view, see `rows`.
+        start: the index of the first element in the row.
+        size: the number of elements for each program: a block, or the remainder of the row.
+        first: the index of the first program.
+        programs: the number of programs.
     """
 
     leaf: int
@@ -34,21 +34,22 @@ class Segment(NamedTuple):
 
 
 def rows(size: int) -> int | None:
-    """The fewest equal rows as which `size` elements can be viewed so that int32 indexes each; `None` if too many.
+    """Returns the least number of equal rows for `size` elements such that int32 can index each row.
 
-    Several rows begin at multiples of 8 elements, for loads of 16 bytes.
+    If there are several rows, their length is a multiple of 8, so that each row starts at a multiple of 16 bytes.
+    Returns `None` if no number up to 64 satisfies this.
     """
     fits = (n for n in range(1, 65) if size % n == 0 and size // n < INDEX_LIMIT)
     return next((n for n in fits if n == 1 or size // n % 8 == 0), None)
 
 
 def view(leaf: jax.Array) -> jax.Array:
-    """A leaf as its rows: a bitcast, as arrays lie in memory."""
+    """Reshapes a leaf to its rows, which is a bitcast."""
     return leaf.reshape(rows(leaf.size), -1)
 
 
 def segments(shapes: Sequence[tuple[int, ...]], block: int) -> tuple[list[Segment], int]:
-    """Cuts views of `shapes` into blocks and rests; returns them and the number of programs."""
+    """Splits views of `shapes` into blocks and remainders. Returns the segments and the number of programs."""
     table: list[Segment] = []
     first = 0
     for leaf, (n, length) in enumerate(shapes):
@@ -62,10 +63,10 @@ def segments(shapes: Sequence[tuple[int, ...]], block: int) -> tuple[list[Segmen
 
 
 def dispatch(table: Sequence[Segment], program: jax.Array, body: Callable[[Segment, jax.Array, C], C], carry: C) -> C:
-    """Runs `body(segment, index in it, carry)` for the segment of a program, found by bisection.
+    """Runs `body(segment, index, carry)` for the segment of a program, with `index` relative to the segment.
 
-    The tree is made of conditions that do nothing if false, since Pallas lowers the false branch twice: with a half of
-    the segments in each branch, lowering took 2^depth times as long.
+    It finds the segment by bisection. Every `cond` has a false branch that returns the carry, because Pallas lowers the
+    false branch twice: with one half of the segments in each branch, lowering takes 2^depth times as long.
     """
     if len(table) == 1:
         return body(table[0], program - table[0].first, carry)
@@ -76,5 +77,5 @@ def dispatch(table: Sequence[Segment], program: jax.Array, body: Callable[[Segme
 
 
 def squares(x: jax.Array) -> jax.Array:
-    """The squares of float32 values, NaN for those that are not finite."""
+    """Returns the squares of float32 values, and NaN for values that are not finite."""
     return jnp.where(jnp.abs(x) < jnp.inf, x * x, jnp.nan)

@@ -1,6 +1,6 @@
 """The kernel for NVIDIA GPUs before Hopper, through Pallas' Triton backend.
 
-JAX deprecates that backend since 0.11 and means to remove it; this file can then go, and nothing else changes.
+JAX 0.11 deprecates this backend. When JAX removes it, delete this file; no other file depends on it.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def launch(
     config: Config,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """See `primitive.Launch`."""
+    """Implements `primitive.Launch`."""
 
     def kernel(inv_scale_ref: Any, *refs: Any) -> None:
         in_refs, out_refs, partials = refs[: len(leaves)], refs[len(leaves) : -1], refs[-1]
