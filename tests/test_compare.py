@@ -106,6 +106,21 @@ def test_scopes_inside_loops_calls_and_checkpoints_are_rows(args):
     assert 0 < found["outer/inner"].errors["float16"] < 0.01
 
 
+def test_a_scope_inside_a_linear_solve_is_a_row():
+    def loss_fn(diagonal, b):
+        def solve(_, b):
+            with jax.named_scope("solver"):
+                return b / diagonal
+
+        return jnp.sum(jnp.tanh(jax.lax.custom_linear_solve(lambda x: diagonal * x, b, solve, symmetric=True)))
+
+    diagonal, b = jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])
+    found = rows_of(compare(loss_fn, ["float16"])(diagonal, b), "activation")
+    assert list(found) == ["solver", "test_compare.py:loss_fn"]
+    np.testing.assert_allclose(found["solver"].norm, np.linalg.norm(b / diagonal), rtol=1e-5)
+    assert found["solver"].errors["float16"] < 1e-6  # the solver runs in float32
+
+
 def test_without_scopes_the_functions_are_the_modules(args):
     def dense(w, x):
         return x @ w
@@ -253,7 +268,7 @@ def test_what_is_not_finite_in_float32_either_is_not_a_matter_of_precision(args)
     ("call", "error", "message"),
     [
         (lambda: compare(3), TypeError, "takes a function, got int"),
-        (lambda: compare(amp.autocast(mlp())), TypeError, "under `autocast` already; give `compare` the plain one"),
+        (lambda: compare(amp.autocast(mlp())), TypeError, "already under `autocast`; pass the function"),
         (lambda: compare(mlp(), reference="float16"), ValueError, '"float32" or "float64", got \'float16\''),
         (lambda: compare(mlp(), ()), ValueError, "`policies` is empty"),
         (lambda: compare(mlp(), ["float17"]), ValueError, "float17"),
@@ -268,6 +283,6 @@ def test_wrong_arguments_are_named(call, error, message):
 
 def test_asking_for_the_worst_of_an_unknown_policy_names_those_there_are(args):
     report = compare(mlp(), ["float16"])(*args)
-    with pytest.raises(ValueError, match="no policy 'fp16' in this comparison, only float16"):
+    with pytest.raises(ValueError, match="`policy` must be one of 'float16', got 'fp16'"):
         report.worst("fp16")
     assert compare(mlp(), ["float32"])(*args).worst() == ""

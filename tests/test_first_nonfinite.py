@@ -219,7 +219,7 @@ def test_the_rule_that_is_proposed_cures():
 def test_the_line_that_made_the_zeros_is_named_too():
     found = first_nonfinite(amp.autocast(log_of_probability))(*CASES[log_of_probability][0])
     assert (
-        f"0 since `convert_element_type` at tests/test_first_nonfinite.py:{planted('underflow')} (log_of_probability)"
+        f"0 because `convert_element_type` at tests/test_first_nonfinite.py:{planted('underflow')} (log_of_probability)"
         in found.cure
     )
 
@@ -299,7 +299,21 @@ def test_a_singular_matrix():
 
 def test_float8_is_as_low_as_float16():
     found = first_nonfinite(lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32))(1e4 * X)
-    assert "times too large for float8_e5m2, which ends at 57344" in found.cure
+    assert "times too large for float8_e5m2, whose largest finite value is 57344" in found.cure
+
+
+def test_an_op_inside_a_linear_solve_is_named():
+    def model(diagonal, b):
+        def solve(_, b):
+            with jax.named_scope("solver"):
+                return b / diagonal  # planted: solver
+
+        return jnp.sum(lax.custom_linear_solve(lambda x: diagonal * x, b, solve, symmetric=True))
+
+    find = first_nonfinite(model)
+    assert find(np.float32([1, 2]), np.float32([1, 1])) is None
+    found = find(np.float32([1, 0]), np.float32([1, 1]))
+    assert (found.primitive, found.scope, line(found)) == ("div", "solver", planted("solver"))
 
 
 # What is not blamed
@@ -340,7 +354,7 @@ def test_a_row_that_is_masked_whole_is_blamed_on_its_softmax(fun):
     assert line(found) == planted(fun.__name__)
     assert found.primitive == "sub"
     assert (found.operands[0].infs, found.result.nans) == (7, 4)
-    assert "masked whole" in found.cure
+    assert "fully masked row" in found.cure
 
 
 @pytest.mark.parametrize("mask", [masked_softmax, additive_mask], ids=lambda fun: fun.__name__)
@@ -398,7 +412,7 @@ def test_a_mask_constant_beyond_float16_is_blamed():
 
     found = first_nonfinite(model)(EYE.astype(F16))
     assert line(found) == planted("mask constant")
-    assert "the constant -1e+09 is beyond the 65504 of float16" in found.cure
+    assert "the constant -1e+09 exceeds 65504, the largest finite float16" in found.cure
     assert first_nonfinite(amp.autocast(model))(EYE) is None
 
 
@@ -534,7 +548,7 @@ def test_it_is_a_frozen_record_that_prints_as_a_paragraph():
     assert isinstance(found, NonFinite)
     assert hash(found) == hash(dataclasses.replace(found))
     head, *operands, result, cure = str(found).splitlines()
-    assert head == (f"`dot_general` made inf, at {found.source}, scope layer, iteration 2")
+    assert head == (f"`dot_general` produced inf at {found.source}, scope layer, iteration 2")
     assert operands == ["  operand  float16[2,4] = 100", "  operand  float16[4,4] from 0 to 1e+04"]
     assert result == "  result   float16[2,4], 8 of 8 inf"
     assert cure.startswith("  cure     the result is 15.3 times too large for float16")

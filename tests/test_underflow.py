@@ -115,7 +115,7 @@ def test_inside_jit_it_says_what_to_do():
 @pytest.mark.parametrize(
     ("grads", "scale", "message"),
     [
-        ({"steps": jnp.arange(3)}, 1.0, "no floating arrays in these gradients, a dict"),
+        ({"steps": jnp.arange(3)}, 1.0, "`grads`, a dict, contains no floating arrays"),
         ({}, 1.0, "no floating arrays"),
         (jnp.ones(2), 0.0, "`loss_scale` must be a number from 2"),
         (jnp.ones(2), np.inf, "`loss_scale`"),

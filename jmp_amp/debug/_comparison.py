@@ -1,4 +1,4 @@
-"""What `compare` returns: errors by module, as a table and as a picture."""
+"""`Comparison`: the report of `compare`, as a table and a plot."""
 
 import dataclasses
 import math
@@ -6,24 +6,26 @@ import os
 from typing import Any, NamedTuple
 
 from jmp_amp._extras import extra
-from jmp_amp.debug._table import aligned
+from jmp_amp.debug._table import format_table
 
 
 class ErrorRow(NamedTuple):
-    """How far a result is from the reference.
+    """The relative error of one result, for each policy.
 
     Attributes:
         kind: `"loss"`, `"gradient"` or `"activation"`.
-        name: the module: of the parameters, `"decoder/norm"`; of the program, a named scope or `"model.py:attention"`.
-        norm: of the reference.
-        errors: norm of the difference over the norm of the reference, by policy; infinite where a result is not finite.
+        name: the module: for a gradient, the container of the parameters, `"decoder/norm"`; for an activation, a named
+            scope or a function, `"model.py:attention"`.
+        norm: the norm of the reference.
+        errors: by policy, the norm of the difference over the norm of the reference; infinite if the result is not
+            finite.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> found = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
-        >>> row = next(row for row in found.rows if row.kind == "gradient")
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> row = next(row for row in report.rows if row.kind == "gradient")
         >>> row.name, row.errors["float16"] < 1e-3
         ('w', True)
     """
@@ -36,24 +38,24 @@ class ErrorRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The errors of a function under several policies; what `compare` returns. Printed, a table.
+    """The errors of a function under several policies; `compare` returns it. `print` shows a table.
 
-    The relative error of a gradient that is 0 but for rounding, such as that of a bias in front of a norm, means
-    nothing: if the norm is below 1e-5 of that of all gradients, it is in parentheses in the table, and not in the
-    picture.
+    A gradient that is 0 except for rounding, such as that of a bias before a norm, has no meaningful relative error.
+    If the norm of a gradient is below 1e-5 of the norm of all gradients, the table shows its error in parentheses and
+    the plot omits it.
 
     Attributes:
-        rows: the loss, the gradients by module, and the activations in the order of the program.
+        rows: the loss, the gradients by module, and the activations in program order.
         gradient: the error of all gradients together, by policy.
-        loss_scale: what multiplied the loss, by policy.
-        reference: the dtype that the errors are against.
+        loss_scale: the loss scale, by policy.
+        reference: the dtype of the reference.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> found = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
-        >>> found.reference, sorted({row.kind for row in found.rows})
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> report.reference, sorted({row.kind for row in report.rows})
         ('float32', ['activation', 'gradient', 'loss'])
     """
 
@@ -63,30 +65,30 @@ class Comparison:
     reference: str
 
     def worst(self, policy: str | None = None) -> str:
-        """Returns the module where the error comes from: whose activations raise it by the largest factor.
+        """Returns the module that causes the error: the one whose activation increases it by the largest factor.
 
-        The factor is over all that came before in the program, errors below a tenth of the largest aside. The first
-        module whose activations are not finite comes before any other.
+        The factor is the error over the largest error of all earlier activations, or over a tenth of the largest finite
+        error if that is larger. The first module with a non-finite activation takes precedence over all others.
 
         Args:
-            policy: which one; the first if not given.
+            policy: the name of the policy; None for the first.
 
         Returns:
-            Its name; empty where there is no error.
+            The name of the module; empty if there is no error.
 
         Raises:
-            ValueError: there is no such policy.
+            ValueError: the comparison has no such policy.
         """
         policy = next(iter(self.gradient)) if policy is None else policy
         if policy not in self.gradient:
-            raise ValueError(f"there is no policy {policy!r} in this comparison, only {', '.join(self.gradient)}")
+            raise ValueError(f"`policy` must be one of {', '.join(map(repr, self.gradient))}, got {policy!r}")
         errors = {row.name: row.errors[policy] for row in self._of("activation")}
-        before = max((e for e in errors.values() if math.isfinite(e)), default=0) / 10 or 1.0
-        worst, most = "", 0.0
+        largest = max((e for e in errors.values() if math.isfinite(e)), default=0) / 10 or 1.0
+        worst, worst_factor = "", 0.0
         for name, error in errors.items():
-            if error > before * most:
-                worst, most = name, error / before
-            before = max(before, error)
+            if error > largest * worst_factor:
+                worst, worst_factor = name, error / largest
+            largest = max(largest, error)
         return worst
 
     def _of(self, kind: str) -> list[ErrorRow]:
@@ -107,13 +109,15 @@ class Comparison:
             if row.kind == "loss":
                 lines.append(("all gradients", "", *(f"{self.gradient[p]:.1e} " for p in policies)))
         scales = ", ".join(f"2^{math.log2(scale):g} ({policy})" for policy, scale in self.loss_scale.items())
-        return f"{aligned(lines)}\n* where the error rises most. Loss scale: {scales}."
+        return f"{format_table(lines)}\n* where the error increases most. Loss scale: {scales}."
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Draws the errors as bars, a module a line and a policy a colour; a cross is a result that is not finite.
+        """Plots the errors as bars, one row for each module and one color for each policy.
+
+        A cross marks a result that is not finite.
 
         Args:
-            path: where to save the picture, if anywhere; the ending says in which format.
+            path: the file to save the plot to, in the format of its extension; None saves nothing.
 
         Returns:
             A `matplotlib.figure.Figure`.
@@ -121,29 +125,34 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        kinds = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}
-        longest = max(len(self._of(kind)) for kind in kinds)
+        titles = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}
+        most_rows = max(len(self._of(kind)) for kind in titles)
         n = len(self.gradient)
         figure = extra("matplotlib.figure", "`plot`").Figure(
-            figsize=(11, 1.6 + longest * (0.14 + 0.14 * n)), dpi=120, layout="constrained"
+            figsize=(11, 1.6 + most_rows * (0.14 + 0.14 * n)), dpi=120, layout="constrained"
         )
-        shown = (row for row in self.rows if not self._is_rounding(row))
-        finite = [e for row in shown for e in row.errors.values() if 0 < e < math.inf]
-        left, right = min(finite, default=1e-8) / 3, max(finite, default=1.0) * 3
-        for axes, (kind, title) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
-            rows = [row for row in self._of(kind) if not self._is_rounding(row)]
-            for i, policy in enumerate(self.gradient):
-                places = [k + (i - (n - 1) / 2) * 0.8 / n for k in range(len(rows))]
-                errors = [row.errors[policy] for row in rows]
-                widths = [right if math.isinf(e) else e for e in errors]
-                axes.barh(places, widths, 0.8 / n, color=f"C{i}", label=policy)
-                bad = [place for place, e in zip(places, errors, strict=True) if math.isinf(e)]
-                axes.plot([right / 1.3] * len(bad), bad, "kx", ms=5)
-            axes.set_yticks(range(len(rows)), [row.name for row in rows])
-            axes.invert_yaxis()
-            axes.set(xscale="log", xlim=(left, right), title=title, xlabel=f"relative error against {self.reference}")
-            axes.spines[["top", "right"]].set_visible(False)
+        plotted = [row for row in self.rows if not self._is_rounding(row)]
+        finite = [e for row in plotted for e in row.errors.values() if 0 < e < math.inf]
+        xlim = min(finite, default=1e-8) / 3, max(finite, default=1.0) * 3
+        for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+            _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim)
+            axes.set(title=title, xlabel=f"relative error against {self.reference}")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
         if path is not None:
             figure.savefig(path)
         return figure
+
+
+def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], xlim: tuple[float, float]) -> None:
+    right, n = xlim[1], len(policies)
+    for i, policy in enumerate(policies):
+        positions = [k + (i - (n - 1) / 2) * 0.8 / n for k in range(len(rows))]
+        errors = [row.errors[policy] for row in rows]
+        widths = [right if math.isinf(e) else e for e in errors]
+        axes.barh(positions, widths, 0.8 / n, color=f"C{i}", label=policy)
+        infinite = [position for position, e in zip(positions, errors, strict=True) if math.isinf(e)]
+        axes.plot([right / 1.3] * len(infinite), infinite, "kx", ms=5)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlim=xlim)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""`explain`: what autocast decides for a function, and why."""
+"""`explain`: the dtypes that autocast chooses for each op of a function, and the reasons."""
 
 import functools
 from collections.abc import Callable
@@ -6,26 +6,28 @@ from typing import Any
 
 from jmp_amp._autocast import explain_call, parse_settings
 from jmp_amp._jaxpr import api_boundary
-from jmp_amp.debug._precision_report import PrecisionReport, report_of
+from jmp_amp.debug._arguments import check_callable
+from jmp_amp.debug._precision_report import PrecisionReport
 
 
 def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[..., PrecisionReport]:
-    """Returns a function that says what `autocast` makes of `fun`, op by op.
+    """Returns a function that reports, for each op of `fun`, the dtypes that `autocast` chooses, and why.
 
-    It takes the arguments of `fun`, traces the forward and the backward pass (of all floating results, with respect to
-    all floating arguments), and runs and compiles nothing. Bodies of loops, branches and custom derivatives are
-    included.
+    The returned function takes the arguments of `fun`. It traces the forward and the backward pass (of all floating
+    results, with respect to all floating arguments), and compiles and runs nothing. The report includes the ops inside
+    loops, branches and custom derivatives.
 
     Args:
-        fun: any function that autocast takes, or one that it returned: then the other arguments are that one's.
+        fun: a function for `autocast`, or a function that `autocast` returned. The latter brings its own settings, so
+            pass no other arguments with it.
         dtype: as for `autocast`.
         **options: `policy`, `rules`, `save` and `weight_grad_dtype`, as for `autocast`.
 
     Returns:
-        A function that returns a `PrecisionReport`. Arrays among its arguments may be `jax.ShapeDtypeStruct`.
+        A function that returns a `PrecisionReport`. Its array arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:
-        TypeError: `fun` is not callable, or is under autocast already and options are given.
+        TypeError: `fun` is not callable, or is already under `autocast` and options are given.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -45,20 +47,21 @@ def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[.
     if hasattr(fun, "autocast_of"):
         if options or dtype != "float16":
             raise TypeError(
-                "this function is under autocast already; explain it without options, or the plain function with them"
+                "`fun` is already under `autocast`, which fixes its options; "
+                "call `explain(fun)` without options, or pass the function without `autocast`"
             )
         fun, settings = fun.autocast_of
     else:
-        if not callable(fun):
-            raise TypeError(f"`explain` takes a function, got {type(fun).__name__}")
+        check_callable(fun, "explain")
         settings = parse_settings(dtype, **options)
 
     @api_boundary
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
-        def again(dtype: Any = "float16", **options: Any) -> PrecisionReport:
+        def explain_again(dtype: Any = "float16", **options: Any) -> PrecisionReport:
             return explain(fun, dtype, **options)(*args, **kwargs)
 
-        return report_of(explain_call(fun, settings, args, kwargs), settings.format.name, again)
+        sites, casts, kept = explain_call(fun, settings, args, kwargs)
+        return PrecisionReport(tuple(sites), settings.format.name, casts, kept, explain_again)
 
     return explained

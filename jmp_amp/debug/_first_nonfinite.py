@@ -1,4 +1,4 @@
-"""`first_nonfinite`: which op of a program made its results non-finite."""
+"""`first_nonfinite`: finds the op that made the results of a program non-finite."""
 
 import functools
 import inspect
@@ -9,34 +9,40 @@ import jax
 import numpy as np
 
 from jmp_amp._jaxpr import flat_call, open_jaxpr, split_arrays, trace
-from jmp_amp.debug._cells import Path, look
-from jmp_amp.debug._cures import cure, first_bad
-from jmp_amp.debug._evaluate import Evaluation, Event, argument_path
+from jmp_amp.debug._arguments import check_callable, check_concrete
+from jmp_amp.debug._cell import cell_of
+from jmp_amp.debug._cures import cure_of
+from jmp_amp.debug._diagnosis import diagnose
+from jmp_amp.debug._evaluation import Evaluation, NonFiniteOp
 from jmp_amp.debug._location import location_of
-from jmp_amp.debug._nonfinite_report import NonFinite, floating, values_of
+from jmp_amp.debug._nonfinite import NonFinite
+from jmp_amp.debug._place import PlaceId, argument_id
+from jmp_amp.debug._values import inexact_arrays, nonfinite_array, values_of
 
 
 def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
-    """Returns a function that evaluates `fun` op by op, and tells which op made its results non-finite.
+    """Returns a function that evaluates `fun` op by op and reports the op that made its results non-finite.
 
-    `fun` is taken as it is trained: `amp.autocast(loss_fn)`, or, for the backward pass too,
-    `amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale)` with the scale that is in use. Calls, branches and
-    `jax.checkpoint` are entered, and so are loops whose results are not finite, iteration by iteration; `shard_map` and
-    kernels are one op. It runs on the host, one op at a time: for a step that failed, not for each step.
+    Use it on the arguments of a step that failed, not in every step: it runs on the host, one op at a time. Pass the
+    function that you train: `amp.autocast(loss_fn)` or, to include the backward pass,
+    `amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale)` with the current scale. The evaluation enters calls,
+    branches and `jax.checkpoint`. It enters loops with non-finite results, iteration by iteration. `shard_map` and
+    kernels count as one op.
 
-    The op that counts is the first, in the order of the program, that made non-finite values out of finite ones which
-    reach a result. Infinities that are meant are not blamed: those of constants and arguments (a mask of -inf), and
-    those that `jnp.where` or an exponential removes again. If nothing but such an infinity is the cause, the op counts
-    that made NaN of it, as the softmax of a row that is masked whole does. Other arguments that are not finite count as
-    made by an op in front of the program. Several suspects are told apart by evaluating the program again without some
-    of them.
+    The reported op is the first, in program order, that computes non-finite values from finite operands, if these
+    values reach a result. Infinities from constants, -inf in arguments (a mask), and infinities that `jnp.where` or an
+    exponential removes again are considered intended. If an intended infinity is the only cause, the report names the
+    op that turned it into NaN, such as the softmax of a fully masked row. Other non-finite arguments are reported
+    like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
     Args:
-        fun: any function that JAX can trace: of pytrees of arrays and of anything else, as for `autocast`.
+        fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
+            `autocast`.
 
     Returns:
-        A function with the arguments of `fun`, which returns a `NonFinite`, or None if all results of `fun` are finite.
-        XLA may round less often than op by op where it fuses float16 ops, in loops that are finite as a whole too.
+        A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
+        The compiled program may overflow elsewhere: where XLA fuses float16 ops, it rounds less often than this
+        evaluation, which fuses only in loops with finite results.
 
     Raises:
         TypeError: `fun` is not callable; or the returned function is called inside `jit` or another transformation.
@@ -48,98 +54,103 @@ def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
         ... def loss_fn(w, x):
         ...     scores = x @ w
         ...     return jnp.mean(scores)
-        >>> found = amp.debug.first_nonfinite(loss_fn)(jnp.full((4, 2), 300.0), jnp.full((3, 4), 300.0))
-        >>> print(found.primitive, *found.operands, found.result, sep="; ")
+        >>> report = amp.debug.first_nonfinite(loss_fn)(jnp.full((4, 2), 300.0), jnp.full((3, 4), 300.0))
+        >>> print(report.primitive, *report.operands, report.result, sep="; ")
         dot_general; float16[3,4] = 300; float16[4,2] = 300; float16[3,2], 6 of 6 inf
-        >>> print(found.cure)
-        the result is 5.5 times too large for float16, which ends at 65504. Run this op in full: ...
+        >>> print(report.cure)
+        the result is 5.5 times too large for float16, whose largest finite value is 65504. To run this op in ...
         >>> print(amp.debug.first_nonfinite(loss_fn)(jnp.ones((4, 2)), jnp.ones((3, 4))))
         None
     """
-    if not callable(fun):
-        raise TypeError(f"`first_nonfinite` takes a function, got {type(fun).__name__}")
+    check_callable(fun, "first_nonfinite")
 
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         flat, arrays = flat_call(fun, args, kwargs)
         program = trace(flat, arrays)
         _, consts = open_jaxpr(program)
-        if any(isinstance(x, jax.core.Tracer) for x in (*arrays, *consts)):
-            raise TypeError(
-                "`first_nonfinite` reads values, so it cannot run inside `jit` or another transformation; "
-                "call it outside, on the arguments of the step that failed"
-            )
-        # Op by op, JAX's own checks would raise before the op is found.
+        check_concrete(
+            [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"
+        )
+        # JAX's own checks would raise at the first op that returns NaN.
         with jax.debug_nans(False), jax.debug_infs(False):
-            return _find(program, arrays, lambda: _names(fun, args, kwargs))
+            return _find(program, arrays, lambda: _argument_names(fun, args, kwargs))
 
     return find
 
 
-def _find(program: Any, arrays: Sequence[Any], names: Callable[[], list[str]]) -> NonFinite | None:
+_CURE_OF_ARGUMENTS = (
+    "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"
+)
+
+
+def _find(program: Any, arrays: Sequence[Any], argument_names: Callable[[], list[str]]) -> NonFinite | None:
     evaluation = Evaluation()
     results = evaluation.run_program(program, arrays)
-    if not any(x.bad for x in results):
+    if all(x.is_finite for x in results):
         return None
-    arguments = {argument_path(i): x for i, x in enumerate(arrays)}
-    reaching = frozenset[Path]().union(*(x.events for x in results))
-    suspects = [path for path in (*arguments, *evaluation.events) if path in reaching]
-    # Without a suspect, an infinity that was taken to be meant is all that there is.
-    infinite = [path for path, x in arguments.items() if look(x).bad]
-    path = _first_harmful(program, arrays, suspects, evaluation) if suspects else infinite[0] if infinite else None
-    if path is None:
-        bad = values_of(first_bad([x.value for x in results]))
-        return NonFinite("constant", "", "", "", False, (), (), bad, "look for `jnp.inf` or `jnp.nan` in the code")
-    if path in arguments:
-        return NonFinite(
-            "argument", names()[path[1]], "", "", False, (), (), values_of(arguments[path]), _CURE_OF_ARGUMENTS
-        )
-    return _report(evaluation.events[path])
+    arguments = {argument_id(i): x for i, x in enumerate(arrays)}
+    reaches_result = frozenset[PlaceId]().union(*(x.causes for x in results))
+    cause: PlaceId | None
+    candidates = [cause for cause in (*arguments, *evaluation.nonfinite_ops) if cause in reaches_result]
+    if candidates:
+        cause = _first_harmful(program, arrays, candidates, evaluation)
+    else:
+        # All infinities were considered intended, so one of them is the cause.
+        cause = next((cause for cause, x in arguments.items() if not cell_of(x).is_finite), None)
+    if cause is None:
+        result = values_of(nonfinite_array(x.value for x in results))
+        cure = "search the code for `jnp.inf` and `jnp.nan`"
+        return NonFinite("constant", "", "", "", False, (), (), result, cure)
+    if cause in arguments:
+        name, result = argument_names()[cause[1]], values_of(arguments[cause])
+        return NonFinite("argument", name, "", "", False, (), (), result, _CURE_OF_ARGUMENTS)
+    return _report(evaluation.nonfinite_ops[cause])
 
 
-_CURE_OF_ARGUMENTS = "look at the data, or at the step that returned these parameters: `amp.check_health` names them"
+def _first_harmful(
+    program: Any, arrays: Sequence[Any], candidates: Sequence[PlaceId], evaluation: Evaluation
+) -> PlaceId:
+    """Returns the first candidate that makes a result non-finite, by bisection."""
 
+    def nonfinite(n: int) -> list[np.ndarray]:
+        """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
+        cells = Evaluation(set(candidates[:n]), evaluation.trip_counts).run_program(program, arrays)
+        return [~np.isfinite(np.asarray(x)) for x in inexact_arrays(cell.value for cell in cells)]
 
-def _first_harmful(program: Any, arrays: Sequence[Any], suspects: Sequence[Path], evaluation: Evaluation) -> Path:
-    """Returns the first of the suspects without which the results would be better, by bisection."""
-
-    def bad(n: int) -> list[np.ndarray]:
-        """Which results are not finite if nothing but the first `n` suspects may make them so."""
-        cells = Evaluation(set(suspects[:n]), evaluation.lengths).run_program(program, arrays)
-        return [~np.isfinite(np.asarray(x)) for x in floating(cell.value for cell in cells)]
-
-    if len(suspects) == 1:
-        return suspects[0]
-    without = bad(0)
-    low, high = 0, len(suspects)  # harmless, and taken to be harmful
+    if len(candidates) == 1:
+        return candidates[0]
+    baseline = nonfinite(0)
+    low, high = 0, len(candidates)  # the first `low` candidates do no harm, the first `high` do
     while high - low > 1:
         middle = (low + high) // 2
-        harmful = any((more & ~less).any() for more, less in zip(bad(middle), without, strict=True))
-        low, high = (low, middle) if harmful else (middle, high)
-    return suspects[high - 1]
+        is_harmful = any((more & ~less).any() for more, less in zip(nonfinite(middle), baseline, strict=True))
+        low, high = (low, middle) if is_harmful else (middle, high)
+    return candidates[high - 1]
 
 
-def _report(event: Event) -> NonFinite:
-    location = location_of(event.place.eqns)
+def _report(op: NonFiniteOp) -> NonFinite:
+    location = location_of(op.place.eqns)
+    diagnosis = diagnose(op, location)
     return NonFinite(
-        event.eqn.primitive.name,
+        op.eqn.primitive.name,
         *location,
-        event.place.iteration,
-        tuple(map(values_of, floating([x.value for x in event.operands]))),
-        values_of(first_bad(event.outs)),
-        cure(event, location),
+        op.place.iteration,
+        diagnosis.operands,
+        diagnosis.result,
+        cure_of(diagnosis),
     )
 
 
-def _names(fun: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Names the arrays among the arguments as the code of `fun` does."""
+def _argument_names(fun: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Returns the names of the arrays in the arguments, such as `params['w']`."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a function written in C may have no signature
         parameters = []
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [*positional[: len(args)], *(f"args[{i}]" for i in range(len(positional), len(args)))]
-    trees = [*zip(named, args, strict=True), *kwargs.items()]
+    names = [*positional[: len(args)], *(f"args[{i}]" for i in range(len(positional), len(args)))]
+    trees = [*zip(names, args, strict=True), *kwargs.items()]
     return [
         name + jax.tree_util.keystr(path)
         for name, tree in trees

@@ -1,16 +1,18 @@
-"""Tables as plain text."""
+"""Plain-text tables."""
 
 from collections.abc import Iterable, Sequence
 
 
-def aligned(rows: Iterable[Sequence[str]], numbers: bool = True) -> str:
-    """Returns rows of equal length as aligned lines.
+def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str:
+    """Returns rows of equal length as lines with aligned columns.
 
-    The first column is aligned to the left, and the others to the right if they hold numbers.
+    Args:
+        rows: the cells, by row.
+        align_right: whether to align all columns but the first to the right, as for numbers.
     """
     rows = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    align = str.rjust if numbers else str.ljust
+    align = str.rjust if align_right else str.ljust
     lines = (
         "  ".join([row[0].ljust(widths[0]), *(align(x, n) for x, n in zip(row[1:], widths[1:], strict=True))])
         for row in rows
@@ -18,8 +20,8 @@ def aligned(rows: Iterable[Sequence[str]], numbers: bool = True) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def percent(share: float) -> str:
-    """Returns a share so that what is not 0 does not look like it."""
+def format_percent(share: float) -> str:
+    """Returns a share in percent; a small positive share is `<0.1%` rather than `0.0%`."""
     if 0 < share < 0.0005:
         return "<0.1%"
     return "0" if share == 0 else f"{share:.1%}"
