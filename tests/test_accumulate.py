@@ -66,7 +66,7 @@ def test_arguments_to_cut_can_be_named():
     args = PARAMS, np.full(3, 0.5, np.float32), BATCH, np.ones(32, np.float32)
     expected = jax.value_and_grad(fun)(*args)
     allclose(amp.value_and_grad(fun, accumulate_steps=4, batch_argnums=(2, 3))(*args), expected, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"accumulate_steps=4 cuts .* argument 1 has shape \(3,\).*`batch_argnums`"):
+    with pytest.raises(ValueError, match=r"accumulate_steps=4 splits .* argument 1 has shape \(3,\).*`batch_argnums`"):
         amp.value_and_grad(fun, accumulate_steps=4)(*args)
     with pytest.raises(ValueError, match=r"argument 1\['x'\] has shape \(32, 4\)"):
         amp.value_and_grad(loss_fn, accumulate_steps=5)(PARAMS, BATCH)

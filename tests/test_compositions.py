@@ -86,14 +86,14 @@ def test_a_mark_anywhere_inside_is_the_optimizer_without_it(name, skip):
 OUTSIDE = {
     "a mark in front": (
         lambda tx: optax.chain(MARK(), tx),
-        r"`unscale_and_check` stands outside.*opt_state\[0\].*inside",
+        r"`unscale_and_check` is outside.*opt_state\[0\].*inside",
     ),
-    "a mark behind": (lambda tx: optax.chain(tx, MARK()), r"`unscale_and_check` stands outside.*opt_state\[1\]"),
+    "a mark behind": (lambda tx: optax.chain(tx, MARK()), r"`unscale_and_check` is outside.*opt_state\[1\]"),
     "accumulation": (
         lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-        r"`optax.MultiSteps` is around.*never forgets.*put it inside",
+        r"`optax.MultiSteps` wraps.*accumulated gradients.*move it inside",
     ),
-    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), r"`optax.apply_if_finite` is around.*leave it out"),
+    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), r"`optax.apply_if_finite` wraps.*remove it"),
 }
 
 
@@ -121,7 +121,7 @@ def test_one_wrapper_inside_another_is_an_error_at_any_depth():
 @pytest.mark.parametrize("between", [optax.identity(), optax.clip_by_global_norm(1.0), optax.scale_by_adam()])
 def test_gradients_that_a_chain_unscales_twice_are_found_while_it_is_traced(between):
     tx = optax.chain(MARK(), between, MARK(), optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"gradient at `\['b'\]` was unscaled before.*keep one"):
+    with pytest.raises(ValueError, match=r"gradient at `\['b'\]` was already unscaled.*keep only one"):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
 
 
@@ -214,7 +214,9 @@ def test_gradients_of_single_examples(skip):
 
     assert_close(update(amp.dynamic_loss_scale(inner, skip=skip), 2.0**16), update(inner, 1.0))
     tx = amp.dynamic_loss_scale(optax.sgd(0.1), skip=skip)
-    with pytest.raises(ValueError, match=r"the update at `\['b'\]` has shape \(3, 2\), its parameter \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"the update at `\['b'\]` has shape \(3, 2\), but its parameter has shape \(2,\)"
+    ):
         update(tx, 1.0)
 
 
@@ -269,7 +271,7 @@ def test_a_forgotten_axis_name_is_found_where_the_types_tell():
         sharded = jax.shard_map(scale_after, mesh=mesh, in_specs=(spec("data"), spec()), out_specs=spec())
         return sharded(jnp.ones(4), tx.init(jnp.ones(2)))
 
-    with pytest.raises(ValueError, match=r"mapped axes \['data'\].*write `axis_name=\('data',\)`"):
+    with pytest.raises(ValueError, match=r"mapped axes \['data'\].*pass `axis_name=\('data',\)`"):
         step(None)
     assert step("data") == 2.0**16
 
@@ -280,12 +282,12 @@ WRONG = {
     "the state of inner": (
         lambda tx, s: tx.update(PARAMS, s.inner_state, PARAMS),
         TypeError,
-        "got tuple; make it with",
+        "got tuple; create it with",
     ),
     "a flag in words": (
         lambda tx, s: tx.update(PARAMS, s, PARAMS, grads_finite="no"),
         TypeError,
-        "`grads_finite` must be a bool, such as `amp.all_finite.grads.` returns, got 'no'",
+        "`grads_finite` must be a bool, got 'no'; `amp.all_finite.grads.` returns one",
     ),
     "a flag of 1": (lambda tx, s: tx.update(PARAMS, s, PARAMS, grads_finite=1), TypeError, "must be a bool.*got 1"),
     "an integer flag": (
@@ -296,7 +298,7 @@ WRONG = {
     "the wrapper's state for the rule": (
         lambda tx, s: LossScale().update(s, True),
         TypeError,
-        "got DynamicLossScaleState; in the state of `dynamic_loss_scale` it is `opt_state.loss_scale`",
+        "got DynamicLossScaleState; the state of `dynamic_loss_scale` holds it as `opt_state.loss_scale`",
     ),
     "a list of axes": (
         lambda tx, s: amp.dynamic_loss_scale(optax.sgd(1.0), axis_name=["data"]),
@@ -307,7 +309,7 @@ WRONG = {
     "an array for a tree": (
         lambda tx, s: tx.update(jnp.ones(3), s, PARAMS),
         ValueError,
-        "the gradients are an array, which the parameters do not have",
+        "the gradients are a single array, which the parameters do not have",
     ),
 }
 

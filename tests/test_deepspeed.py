@@ -87,13 +87,13 @@ def test_enabled_is_read_as_deepspeed_reads_it(value, scale):
     assert rule(enabled=value).init_scale == scale
 
 
-BOOL, COUNT = "true or false", "an integer of at least 1 that fits into int32"
-SCALE = r"a number from 2\^-126 to 2\^126, .*"
+BOOL, COUNT = "true or false", r"an integer from 1 to 2\^31 - 1"
+SCALE = r"a number from 2\^-126 to 2\^126, so that float32 holds its reciprocal"
 REFUSED = {
     "enabled": (BOOL, [2, -1, 0.5, "", "maybe", None, [True], "auto"]),
     "auto_cast": (BOOL, [" true ", "1.0"]),
     "loss_scale": (
-        f"0, which is dynamic, or {SCALE}",
+        rf"0 \(dynamic\) or {SCALE}",
         [-1, float("inf"), float("nan"), "dynamic", "1e400", 10**400, 2.0**127, 2.0**-127, None, [128], 1j],
     ),
     "initial_scale_power": ("an integer from -126 to 126", [127, -127, 16.5, "16.5", "1e1", "16.", None, 10**400]),
@@ -137,7 +137,7 @@ def test_an_unknown_name_is_an_error_that_knows_the_right_one():
 
 @pytest.mark.parametrize("section", [{"enabled": True, "loss_scale": 128}, {"hysteresis": 1}, {"min_loss_scale": 1}])
 def test_a_section_is_no_config(section):
-    match = rf"`{next(iter(section))}` belongs into the section `fp16`, .* pass the whole config, or `{{\"fp16\": "
+    match = rf"`{next(iter(section))}` belongs in the section `fp16`, .* pass the whole config, or `{{\"fp16\": "
     with pytest.raises(ValueError, match=match):
         LossScale.from_deepspeed(section)
     with pytest.raises(ValueError, match=match):

@@ -157,10 +157,10 @@ def test_a_loss_that_overflows_by_itself_is_reported_as_it_is():
         (lambda w: {"loss": w.sum()}, "must be a scalar, got dict"),
         (lambda w: None, "must be a scalar, got NoneType"),
         (lambda w: "0", "must be a scalar, got str"),
-        (lambda w: w.sum().astype(jnp.int32), "must be floating, got dtype int32"),
-        (lambda w: w.sum() > 0, "must be floating, got dtype bool"),
-        (lambda w: 1, "must be floating, got dtype int32"),
-        (lambda w: w.sum().astype(jnp.complex64), "must be floating, got dtype complex64"),
+        (lambda w: w.sum().astype(jnp.int32), "must be a real floating-point scalar, got dtype int32"),
+        (lambda w: w.sum() > 0, "must be a real floating-point scalar, got dtype bool"),
+        (lambda w: 1, "must be a real floating-point scalar, got dtype int32"),
+        (lambda w: w.sum().astype(jnp.complex64), "must be a real floating-point scalar, got dtype complex64"),
     ],
 )
 @pytest.mark.parametrize("has_aux", [False, True])
@@ -306,7 +306,7 @@ def test_gradients_are_scaled_under_vmap_and_scan():
 
 
 def test_a_scale_in_the_place_of_argnums_is_named():
-    with pytest.raises(TypeError, match=r"got 65536.0; the scale is `loss_scale="):
+    with pytest.raises(TypeError, match=r"got 65536.0; pass the scale as `loss_scale="):
         amp.value_and_grad(product, 2.0**16)
 
 

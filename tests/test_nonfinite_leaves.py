@@ -83,5 +83,5 @@ def test_it_cannot_be_described_inside_jit():
 
 
 def test_another_tree_than_was_counted_is_refused():
-    with pytest.raises(ValueError, match=r"`tree` must be what was counted, of the structure .*'w'.* got .*'b'"):
+    with pytest.raises(ValueError, match=r"`tree` must have the structure of `counts`, .*'w'.* got .*'b'"):
         describe_nonfinite(nonfinite_leaves({"w": jnp.ones(2)}), {"b": jnp.ones(2)})

@@ -631,7 +631,7 @@ def test_under_plain_jit_the_flag_is_global_over_sharded_gradients(skip, axis_ty
     [
         ({"w": jnp.ones(2)}, "`['b'][0]` has no gradient"),
         ({"w": jnp.ones(2), "b": [jnp.ones(2), jnp.ones(2)]}, "leaf `['b'][1]` that the parameters do not have"),
-        ({"w": jnp.ones((1, 2)), "b": [jnp.ones(2)]}, "`['w']` has shape (1, 2), its parameter (2,)"),
+        ({"w": jnp.ones((1, 2)), "b": [jnp.ones(2)]}, "`['w']` has shape (1, 2), but its parameter has shape (2,)"),
         ({"w": {"x": jnp.ones(2)}, "b": [jnp.ones(2)]}, "leaf `['w']['x']` that the parameters do not have"),
     ],
 )

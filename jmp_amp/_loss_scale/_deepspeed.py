@@ -1,4 +1,4 @@
-"""The `fp16` section of a DeepSpeed config, as arguments of `LossScale.deepspeed`."""
+"""Conversion of the `fp16` section of a DeepSpeed config to arguments of `LossScale.deepspeed`."""
 
 import difflib
 import numbers
@@ -8,17 +8,17 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jmp_amp._loss_scale._arguments import NO_CEILING, NO_FLOOR
+from jmp_amp._loss_scale._arguments import LARGEST_SCALE, SMALLEST_SCALE
 
 
-def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that make the loss scale of a DeepSpeed config; its defaults are DeepSpeed's.
+def deepspeed_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `LossScale.deepspeed` for a DeepSpeed config.
 
-    Values are read as DeepSpeed's pydantic model reads them: `"128"` is a number, `16.0` an integer, `"true"` a bool,
-    and "auto" the default. A value that is not used, such as the window of a static scale, may be out of range.
+    Defaults and parsing are those of DeepSpeed's pydantic model: `"128"` is a number, `16.0` an integer, `"true"` a
+    bool, and `"auto"` the default. Unused values, such as the window of a static scale, may be out of range.
 
     Examples:
-        >>> arguments({"fp16": {"enabled": True, "loss_scale": "128"}})
+        >>> deepspeed_arguments({"fp16": {"enabled": True, "loss_scale": "128"}})
         {'init_scale': 128.0, 'min_scale': 128.0, 'max_scale': 128.0}
     """
     section = _section(config)
@@ -39,13 +39,13 @@ def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _section(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str | bytes | os.PathLike):
-        raise TypeError(f"`config` must be a mapping, got {config!r}; load the file first, with `json.load(file)`")
+        raise TypeError(f"`config` must be a mapping, got {config!r}; load the file first with `json.load(file)`")
     if not isinstance(config, Mapping):
         raise TypeError(f'`config` must be a mapping such as `{{"fp16": {{"enabled": True}}}}`, got {config!r}')
     misplaced = [name for name in _FIELDS if name in config]
     if misplaced and "fp16" not in config:
         raise ValueError(
-            f"`{misplaced[0]}` belongs into the section `fp16`, which `config` does not have; "
+            f"`{misplaced[0]}` belongs in the section `fp16`, but `config` has no such section; "
             'pass the whole config, or `{"fp16": section}`'
         )
     section = config.get("fp16", {})
@@ -62,21 +62,21 @@ def _section(config: Any) -> Mapping[str, Any]:
 
 
 def _parse(name: str, value: Any) -> Any:
-    default, _, read = _FIELDS[name]
+    default, _, parse = _FIELDS[name]
     if isinstance(value, str) and value == "auto":
         if name != "enabled":
             return default
-        # DeepSpeed takes it for false, but whoever writes it wants a trainer to decide: nothing would be scaled.
-        raise ValueError("`fp16.enabled` must be true or false, got 'auto', which only a trainer fills in; write which")
+        # DeepSpeed reads "auto" as false. A user who expects a trainer to replace it would get no loss scaling.
+        raise ValueError("`fp16.enabled` must be true or false, got 'auto', a placeholder for trainers; set it")
     try:
-        return read(value)
+        return parse(value)
     except (KeyError, TypeError, ValueError, OverflowError):
         raise _error(name, value) from None
 
 
 def _in_range(name: str, values: Mapping[str, Any]) -> Any:
-    least, most = _RANGES[name]
-    if not least <= values[name] <= most:
+    minimum, maximum = _RANGES[name]
+    if not minimum <= values[name] <= maximum:
         raise _error(name, values[name])
     return values[name]
 
@@ -108,15 +108,15 @@ def _to_int(value: Any) -> int:
     return int(number)
 
 
-# Equal keys are one: 1 is also True and 1.0.
+# The key 1 also matches True and 1.0, since they are equal and have the same hash.
 _BOOLS: dict[Any, bool] = {
     **dict.fromkeys((1, "1", "t", "true", "y", "yes", "on"), True),
     **dict.fromkeys((0, "0", "f", "false", "n", "no", "off"), False),
 }
 
-_SCALE_RANGE, _COUNT_RANGE = (NO_FLOOR, NO_CEILING), (1, 2**31 - 1)
-_A_SCALE = "a number from 2^-126 to 2^126, where float32 holds its reciprocal too"
-_A_COUNT = "an integer of at least 1 that fits into int32"
+_SCALE_RANGE, _COUNT_RANGE = (SMALLEST_SCALE, LARGEST_SCALE), (1, 2**31 - 1)
+_A_SCALE = "a number from 2^-126 to 2^126, so that float32 holds its reciprocal"
+_A_COUNT = "an integer from 1 to 2^31 - 1"
 
 _RANGES: dict[str, tuple[float, float]] = {
     "loss_scale": _SCALE_RANGE,
@@ -126,11 +126,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_loss_scale": _SCALE_RANGE,
 }
 
-# Default, what is allowed, and how it is read.
+# The default, the allowed values as an error message states them, and the parser.
 _FIELDS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "enabled": (False, "true or false", _to_bool),
     "auto_cast": (False, "true or false", _to_bool),
-    "loss_scale": (0.0, f"0, which is dynamic, or {_A_SCALE}", _to_float),
+    "loss_scale": (0.0, f"0 (dynamic) or {_A_SCALE}", _to_float),
     "initial_scale_power": (16, "an integer from -126 to 126", _to_int),
     "loss_scale_window": (1000, _A_COUNT, _to_int),
     "hysteresis": (2, _A_COUNT, _to_int),

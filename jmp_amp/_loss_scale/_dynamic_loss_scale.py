@@ -1,17 +1,19 @@
-"""The optax side of loss scaling: unscale, skip on overflow, adapt the scale."""
+"""The optax wrapper that unscales gradients, skips overflows and adapts the loss scale."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from jmp_amp._loss_scale._arguments import check_axis_name, to_flag, to_number, to_scale
+from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, to_flag, to_number, to_scale
+from jmp_amp._loss_scale._check_grads import check_grads
+from jmp_amp._loss_scale._check_scaled import check_scaled
 from jmp_amp._loss_scale._leaves import check_same_leaves, check_updates
-from jmp_amp._loss_scale._loss_scale import LossScale, LossScaleState
-from jmp_amp._loss_scale._unscale import AxisName, check_scaled, look, unscale
+from jmp_amp._loss_scale._loss_scale import LossScale
+from jmp_amp._loss_scale._loss_scale_state import LossScaleState
+from jmp_amp._loss_scale._skip import STEP_IF_FINITE
+from jmp_amp._loss_scale._unscale import unscale
 from jmp_amp._loss_scale._unscale_and_check import UnscaleAndCheckState
 from jmp_amp._policy import select_tree
 
@@ -22,10 +24,10 @@ class DynamicLossScaleState(NamedTuple):
     Attributes:
         loss_scale: the scale and its counters.
         inner_state: the state of the wrapped transformation.
-        sum_of_squares: float32[], of the true gradients of the last step, before any clipping; -inf where they were not
+        sum_of_squares: float32[], of the unscaled gradients of the last step, before clipping; -inf if they were not
             finite, 0 before the first step.
-        nonfinite_leaves: of bool[], the tree of the parameters, true for the leaves whose gradients were not finite in
-            the last step; None unless `dynamic_loss_scale` was asked for it.
+        nonfinite_leaves: tree of bool[] with the structure of the parameters, true for leaves whose gradients were not
+            finite in the last step; None unless `dynamic_loss_scale` was called with `nonfinite_leaves=True`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -51,50 +53,54 @@ def dynamic_loss_scale(
     nonfinite_leaves: bool = False,
     implementation: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps a transformation so that it sees true gradients, skips overflows and adapts the loss scale.
+    """Wraps an optimizer with loss scaling: unscales gradients, skips overflows and adapts the scale.
 
-    `update` takes gradients of a loss that was multiplied by `get_loss_scale(opt_state)`. One read of them tells
-    whether the step is finite, and their global norm. If it is finite, `inner` runs. If not, every leaf of `inner`'s
-    state, its counts and schedules included, stays bitwise what it was, and the updates are zero. Then the scale
-    adapts, so the scale that unscales is the one that scaled, on growth steps too. Nothing in it touches the host.
+    Use it around the whole optimizer, and multiply the loss by `get_loss_scale(opt_state)`, as `value_and_grad` does.
+    `update` takes the scaled gradients. It reads them once to check that every gradient is finite and to compute their
+    global norm. If they are finite, `inner` updates the parameters with the unscaled float32 gradients. Otherwise the
+    updates are zero, and every leaf of the state of `inner`, including counts and schedules, is bitwise unchanged. The
+    scale adapts after that, so gradients are always divided by the scale that multiplied the loss, also at a step where
+    the scale grows. `update` never synchronizes with the host.
 
-    The check comes before `inner`. What `inner` itself makes non-finite passes in that step; parameters are not finite
-    from then on, so every later step is skipped, and `check_health` raises.
+    The check covers the gradients, not the updates. If `inner` returns non-finite updates for finite gradients, the
+    parameters become non-finite; from then on every step is skipped, and `check_health` raises.
 
-    Where several optimizers share one scale, `update` takes it as `loss_scale=` (float32[], instead of the one in the
-    state), and `grads_finite=` (bool[], `False` skips as an overflow does) from those that skip together.
+    `update` accepts these extra arguments:
 
-    All of `inner` sees true float32 gradients. An `unscale_and_check()` in it does nothing: it marks, for the reader,
-    where a chain without this wrapper unscales. Other extra arguments of `update` are handed to `inner`. One that is
-    the very gradients that `update` gets, such as the `grad=` of `optax.lbfgs`, is unscaled with them; a `value=` must
-    be the loss as `amp.value_and_grad` returns it.
+    - `loss_scale=`, float32[], replaces the scale in the state, for several optimizers that share one scale.
+    - `grads_finite=`, bool[]: `False` skips the step like an overflow, for several optimizers that skip together.
+    - Others are passed to `inner`. If an argument consists of the same arrays as the gradients, such as the `grad=` of
+      `optax.lbfgs`, it is unscaled too. Pass the unscaled loss as `value=`, as `value_and_grad` returns it.
+
+    An `unscale_and_check()` inside `inner` does nothing, so `inner` may be a chain that also works on its own.
 
     Args:
-        inner: any optax transformation, with float32 parameters in mind.
-        loss_scale: the rule of the scale; `LossScale.none()` only skips.
-        axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
-            overflow on one device skips the step on all. Under plain `jit`, sharded or not, it is not needed. The norm
-            adds up what the types of `shard_map` say is sharded; under `pmap`, `vmap` or `check_vma=False` every device
-            takes the norm of the gradients that it has.
-        skip: `"cond"` runs `inner` only on finite steps (under `vmap`, JAX makes a select of it); `"select"` always
-            runs it and discards the result. Both give the same results; the same bits where XLA does
-            not fuse `inner` differently, as it may around a branch.
-        clip_global_norm: the true gradients are multiplied by `clip_global_norm / norm` where their global norm is
-            larger, in the multiplication that unscales them. That is `optax.clip_by_global_norm` right behind the
-            unscaling, without its reading them once more; the norm is of the gradients that `update` is given.
-        nonfinite_leaves: keep in the state which leaves were not finite, for `metrics` and `check_health`; from the
-            read that looks for overflows anyway, which is then one launch a leaf, and one float32 a leaf over devices.
-        implementation: what reads the gradients, see `pallas_kernels.check_finite`.
+        inner: any optax transformation; it receives float32 gradients, so its parameters are usually float32.
+        loss_scale: the rule by which the scale adapts; `LossScale.none()` only skips overflows.
+        axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ. An
+            overflow on one device then skips the step on all devices. Plain `jit` does not need it, with or without
+            sharding. Under `shard_map`, the global norm includes all shards; under `pmap`, `vmap` or
+            `check_vma=False`, it is the norm of the local gradients of each device.
+        skip: `"cond"` runs `inner` only if the gradients are finite (under `vmap`, JAX converts the branch to a
+            select); `"select"` always runs `inner` and discards the result on overflow. Both return the same results,
+            bit for bit unless XLA fuses `inner` differently inside a branch.
+        clip_global_norm: the largest global norm of the unscaled gradients that `update` receives. Larger gradients
+            are multiplied by `clip_global_norm / norm`. This is equivalent to `optax.clip_by_global_norm` as the first
+            transformation of `inner`, but does not read the gradients again.
+        nonfinite_leaves: whether the state records which leaves were not finite, for `metrics` and `check_health`. The
+            overflow check then launches once for each leaf, and sends one float32 for each leaf between devices.
+        implementation: the implementation of the check, as in `pallas_kernels.check_finite`.
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, where gradients and parameters do not match, or where the traced program shows that gradients were not
-        scaled, or were unscaled before; and TypeError where `inner` changes the dtype or shape of its state. Gradients
-        that are not finite never raise.
+        path, if gradients and parameters do not match, or if the traced program shows that the gradients were not
+        scaled or already unscaled. It raises TypeError if `inner` changes the dtype or shape of its state. It never
+        raises because of non-finite gradients.
 
     Raises:
-        TypeError: `inner` or `loss_scale` is something else, or `clip_global_norm` no number.
-        ValueError: `skip` is neither of the two, or `clip_global_norm` is not positive.
+        TypeError: `inner` is not an optax transformation, `loss_scale` is not a `LossScale`, or `clip_global_norm` is
+            not a number.
+        ValueError: `skip` is neither `"cond"` nor `"select"`, or `clip_global_norm` is not positive.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -107,25 +113,16 @@ def dynamic_loss_scale(
         [0. 0.] 32768.0
 
     References:
-        torch's `GradScaler` for the protocol, `optax.apply_if_finite` for the form.
+        The protocol is that of torch's `GradScaler`, the interface that of `optax.apply_if_finite`.
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "
-            "for a fixed scale write `LossScale.static(scale)`, for none `LossScale.none()`"
-        )
-    if skip not in _SKIP:
-        raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
-    if clip_global_norm is not None:
-        clip_global_norm = to_number("clip_global_norm", clip_global_norm)
+    _check_arguments(inner, loss_scale, skip)
+    max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         flags = jax.tree.map(lambda _: jnp.zeros((), bool), params) if nonfinite_leaves else None
-        inner_state = _without_checks(inner.init(params))
+        inner_state = _disable_checks(inner.init(params))
         return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
 
     def update(
@@ -134,53 +131,63 @@ def dynamic_loss_scale(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
-        if not isinstance(state, DynamicLossScaleState):
-            raise TypeError(
-                f"the state of `dynamic_loss_scale` is a `DynamicLossScaleState`, got {type(state).__name__}; "
-                "make it with the `init` of the wrapper, or put a state that `inner` made into its `inner_state`"
-            )
+        _check_state(state)
         if params is not None:
             check_same_leaves(updates, params)
-        given = extra_args.pop("loss_scale", None)
-        scale = state.loss_scale.loss_scale if given is None else to_scale(given)
-        # A scale that stands still may have been handed to the loss as a number.
-        check_scaled(updates, given if given is not None or loss_scale.is_static else scale)
-        factor = 1 / scale
-        finite, sum_of_squares, flags = look(updates, factor, axis_name, implementation, nonfinite_leaves)
-        finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
-        if nonfinite_leaves:  # a frozen parameter may have no gradient
-            by_path = dict(jax.tree.leaves_with_path(flags))
-            flags = jax.tree.map_with_path(
-                lambda path, old: by_path.get(path, jnp.zeros_like(old)), state.nonfinite_leaves
-            )
-        if clip_global_norm is not None:
-            factor *= jnp.minimum(1.0, clip_global_norm / jnp.sqrt(jnp.abs(sum_of_squares)))
+        factor = 1 / _checked_scale(updates, state, extra_args.pop("loss_scale", None), loss_scale.is_static)
+        stats = check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
+        is_finite = stats.is_finite & to_flag("grads_finite", extra_args.pop("grads_finite", True))
+        flags = _flags_of_parameters(stats.nonfinite_leaves, state.nonfinite_leaves) if nonfinite_leaves else None
+        if max_norm is not None:
+            factor *= jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.abs(stats.sum_of_squares)))
 
         def step() -> tuple[optax.Updates, optax.OptState]:
-            # Unscaled here, not where the check did it, so that it fuses into `inner`.
-            scaled = updates
-            if not isinstance(finite, jax.core.Tracer):
-                # What `inner` makes of an overflow is dropped, but op by op `jax.debug_nans` would see it.
-                scaled = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
-            grads = unscale(scaled, factor)
-            extras = {name: grads if _is_same(x, updates) else x for name, x in extra_args.items()}
-            new_updates, inner_state = inner.update(grads, state.inner_state, params, **extras)
+            unscaled_grads = unscale(_zeros_on_eager_overflow(updates, is_finite), factor)
+            extras = {name: unscaled_grads if _is_same(x, updates) else x for name, x in extra_args.items()}
+            new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extras)
             if params is not None:
                 check_updates(new_updates, params)
             return new_updates, inner_state
 
-        new_updates, inner_state = _SKIP[skip](finite, step, state.inner_state)
-        return new_updates, DynamicLossScaleState(
-            loss_scale.update(state.loss_scale, finite), inner_state, sum_of_squares, flags
-        )
+        new_updates, inner_state = STEP_IF_FINITE[skip](is_finite, step, state.inner_state)
+        new_scale = loss_scale.update(state.loss_scale, is_finite)
+        return new_updates, DynamicLossScaleState(new_scale, inner_state, stats.sum_of_squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _without_checks(inner_state: optax.OptState) -> optax.OptState:
-    """Tells each `unscale_and_check` in a state that `dynamic_loss_scale` is around it."""
+def _check_arguments(inner: Any, loss_scale: Any, skip: Any) -> None:
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "
+            "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
+        )
+    if skip not in STEP_IF_FINITE:
+        raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
 
-    def told(path: Any, x: Any) -> Any:
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, DynamicLossScaleState):
+        raise TypeError(
+            f"`state` must be a `DynamicLossScaleState`, got {type(state).__name__}; create it with the `init` of "
+            "`dynamic_loss_scale`, and replace its `inner_state` to restore a state of `inner`"
+        )
+
+
+def _checked_scale(grads: optax.Updates, state: DynamicLossScaleState, given_scale: Any, is_static: bool) -> jax.Array:
+    """Returns the scale of `grads`, and raises if the traced program shows that they have another scale."""
+    scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
+    # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
+    check_scaled(grads, given_scale if given_scale is not None or is_static else scale)
+    return scale
+
+
+def _disable_checks(inner_state: optax.OptState) -> optax.OptState:
+    """Returns the state of `inner` with every `unscale_and_check` disabled."""
+
+    def disable(path: Any, x: Any) -> Any:
         if isinstance(x, DynamicLossScaleState):
             raise ValueError(
                 f"there is a `dynamic_loss_scale` inside another one, at `inner`{jax.tree_util.keystr(path)}, so "
@@ -188,48 +195,28 @@ def _without_checks(inner_state: optax.OptState) -> optax.OptState:
             )
         return UnscaleAndCheckState(last_finite=None) if isinstance(x, UnscaleAndCheckState) else x
 
-    ours = (DynamicLossScaleState, UnscaleAndCheckState)
-    return jax.tree.map_with_path(told, inner_state, is_leaf=lambda x: isinstance(x, ours))
+    return jax.tree.map_with_path(
+        disable, inner_state, is_leaf=lambda x: isinstance(x, DynamicLossScaleState | UnscaleAndCheckState)
+    )
+
+
+def _flags_of_parameters(flags: Any, old_flags: Any) -> Any:
+    """Returns a flag for each parameter; frozen parameters, which may have no gradient, get False."""
+    by_path = dict(jax.tree.leaves_with_path(flags))
+    return jax.tree.map_with_path(lambda path, old: by_path.get(path, jnp.zeros_like(old)), old_flags)
+
+
+def _zeros_on_eager_overflow(grads: optax.Updates, is_finite: jax.Array) -> optax.Updates:
+    """Returns zeros in place of overflowed gradients outside `jit`.
+
+    There, `jax.debug_nans` raises on a NaN that `inner` computes, even though the result is discarded.
+    """
+    if isinstance(is_finite, jax.core.Tracer):
+        return grads
+    return select_tree(is_finite, grads, jax.tree.map(jnp.zeros_like, grads))
 
 
 def _is_same(x: Any, tree: Any) -> bool:
-    """Whether the leaves of one tree are the very arrays of another."""
+    """Returns whether the leaves of `x` are the same arrays, by identity, as the leaves of `tree`."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(tree)
     return len(leaves) == len(others) > 0 and all(a is b for a, b in zip(leaves, others, strict=True))
-
-
-Step = Callable[[], tuple[optax.Updates, optax.OptState]]
-
-
-def _cond(finite: jax.Array, step: Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    if not isinstance(finite, jax.core.Tracer):  # outside `jit`, a branch would be compiled anew in every step
-        return _select(finite, step, state)
-    step = jax.jit(step)  # traced once, for its shapes and for the branch
-    updates, new_state = jax.eval_shape(step)
-    _check_unchanged(state, new_state)
-    return lax.cond(finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
-
-
-def _select(finite: jax.Array, step: Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    updates, new_state = step()
-    _check_unchanged(state, new_state)
-    return select_tree(finite, (updates, new_state), (jax.tree.map(jnp.zeros_like, updates), state))
-
-
-_SKIP = {"cond": _cond, "select": _select}
-
-
-def _check_unchanged(state: optax.OptState, new_state: optax.OptState) -> None:
-    before, after = map(str, map(jax.tree.structure, (state, new_state)))
-    if before != after:
-        raise TypeError(
-            f"`inner` changes the structure of its state, so a step could not be skipped: {before} became {after}"
-        )
-    old, new = (jax.tree.leaves_with_path(tree) for tree in (state, new_state))
-    for (path, x), (_, y) in zip(old, new, strict=True):
-        if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
-            raise TypeError(
-                f"`inner` changes its state{jax.tree_util.keystr(path)} from {jax.typeof(x).str_short()} to "
-                f"{y.dtype.name}{list(y.shape)}, so a step could not be skipped; initialise it with the dtype and "
-                "shape that its update returns"
-            )

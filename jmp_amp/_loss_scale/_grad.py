@@ -24,39 +24,41 @@ def value_and_grad(
     transform: Callable = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable:
-    """Returns a function that evaluates `fun` and the gradient of its scaled loss.
+    """Returns a function that computes the loss and the gradients of the loss times `loss_scale`.
 
-    The loss is cast to float32 *before* it is scaled (a float16 loss of 1 times 2^16 would be `inf`, and so would the
-    cotangent of any float16 loss: above 2^15 the rest of the scale multiplies its gradients), and comes back unscaled.
-    The gradients come back scaled: `unscale_and_check` or `dynamic_loss_scale` unscale them, by the same scale.
+    Use it like `jax.value_and_grad`. The returned loss is unscaled. The returned gradients are scaled; unscale them by
+    the same scale with `dynamic_loss_scale` or `unscale_and_check`.
+
+    The loss is cast to float32 *before* it is scaled, because a float16 loss of 1 times 2^16 is `inf`. The cotangent of
+    a float16 loss is float16 too, so it takes at most 2^15 of the scale; the rest of the scale multiplies the
+    gradients.
 
     Args:
-        fun: returns a scalar floating loss of any precision, or `(loss, aux)` with `has_aux`.
+        fun: returns a real floating-point scalar of any precision, or `(loss, aux)` with `has_aux`.
         argnums: as in `jax.value_and_grad`.
-        has_aux: as in `jax.value_and_grad`; `aux` is passed through.
+        has_aux: as in `jax.value_and_grad`; `aux` passes through.
         loss_scale: float32[], multiplies the loss; usually `get_loss_scale(opt_state)`.
-        accumulate_steps: the batch is cut into so many micro-batches, which are evaluated one after the other in a
-            `lax.scan`, all with the same scale. Gradients are added up in float32, and so they come back, whatever the
-            dtype of the parameters; `aux` is stacked along a new first axis. One micro-batch that overflows makes the
-            sum overflow. Flax NNX modules raise here, since they change inside the scan: split them into graph and
-            state.
-        reduction: `"mean"` over the micro-batches, or `"sum"`: of the losses and of the gradients.
-        batch_argnums: the arguments whose arrays are cut along their first axes; all positional ones that are not
-            differentiated if not given.
-        transform: makes the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
+        accumulate_steps: number of micro-batches into which the batch is split. A `lax.scan` evaluates them one after
+            the other, with the same scale. Gradients are accumulated and returned in float32 or wider, for parameters
+            of any dtype; `aux` is stacked along a new first axis. An overflow in one micro-batch makes the sum
+            overflow. Flax NNX modules raise, because they change inside the scan; split them into graph and state.
+        reduction: `"mean"` or `"sum"` over the micro-batches, of both losses and gradients.
+        batch_argnums: the arguments to split along the first axes of their arrays; by default, all positional arguments
+            that are not differentiated.
+        transform: creates the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
             `nnx.value_and_grad`.
-        **kwargs: passed on to `transform`.
+        **kwargs: passed to `transform`.
 
     Returns:
-        A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. `loss` is
-        float32[] (float64[] for a float64 loss); each gradient has the dtype of its parameter and is `loss_scale`
-        times the true one.
+        A function with the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
+        `loss` is float32[], or float64[] for a float64 loss. Each gradient is `loss_scale` times the gradient of the
+        loss, and has the dtype of its parameter unless it is accumulated.
 
     Raises:
-        TypeError: the loss is not a floating scalar (when the returned function is called), `loss_scale` is not a
-            scalar number, or `argnums` is a float.
-        ValueError: `accumulate_steps` is not positive or does not divide a first axis (the message says which), or
-            `reduction` is neither of the two.
+        TypeError: the loss is not a real floating-point scalar (raised when the returned function is called),
+            `loss_scale` is not a scalar number, or `argnums` is a float.
+        ValueError: `accumulate_steps` is not positive or does not divide a first axis (the message names it), or
+            `reduction` is neither `"mean"` nor `"sum"`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -71,41 +73,31 @@ def value_and_grad(
         4.5 1.5
 
     References:
-        The order of cast and scale is apex's `scale_loss`. `reduction="sum"` is DeepSpeed's `scale_wrt_gas=False`.
+        The order of cast and scale is that of apex's `scale_loss`. `reduction="sum"` is DeepSpeed's
+        `scale_wrt_gas=False`.
     """
     if isinstance(argnums, float | jax.Array):
-        raise TypeError(f"`argnums` must be an integer or several, got {argnums!r}; the scale is `loss_scale=...`")
-    multiplier = to_scale(loss_scale)
+        raise TypeError(
+            f"`argnums` must be an integer or a sequence of integers, got {argnums!r}; pass the scale as "
+            "`loss_scale=...`"
+        )
+    scale = to_scale(loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f'`reduction` must be "mean" or "sum", got {reduction!r}')
-
-    @functools.wraps(fun, updated=())
-    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        out = fun(*args, **kwargs)
-        loss, aux = out if has_aux else (out, None)
-        narrow, loss = loss, _float32(loss)
-        scale, rest = _split(multiplier.astype(loss.dtype), jnp.result_type(narrow))
-        return loss * scale, (loss, aux, rest)
-
-    # Some transforms, Equinox's among them, have no `argnums`.
-    chosen = {} if argnums == 0 else {"argnums": argnums}
-    scaled_value_and_grad = transform(scaled, has_aux=True, **chosen, **kwargs)
-
-    def one_batch(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
-        (_, (loss, aux, rest)), grads = scaled_value_and_grad(*args, **kwargs)
-        if rest is not None:
-            grads = jax.tree.map(lambda g: _times(g, rest), grads)
-        return (loss, aux), grads
+    if argnums != 0:  # some transforms, such as Equinox's, have no `argnums`
+        kwargs = {"argnums": argnums, **kwargs}
+    evaluate_batch = _scaled_value_and_grad(fun, has_aux, scale, functools.partial(transform, **kwargs))
 
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        evaluate = one_batch
+        evaluate = evaluate_batch
         if accumulate_steps > 1:
-            cut = range(len(args)) if batch_argnums is None else _several(batch_argnums)
-            kept = _several(argnums) if batch_argnums is None else ()
-            evaluate = accumulate(one_batch, accumulate_steps, reduction, [i for i in cut if i not in kept])
+            batches = range(len(args)) if batch_argnums is None else _as_tuple(batch_argnums)
+            differentiated = _as_tuple(argnums) if batch_argnums is None else ()
+            to_split = [i for i in batches if i not in differentiated]
+            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, to_split)
         value, grads = evaluate(*args, **kwargs)
         return (value if has_aux else value[0]), grads
 
@@ -113,9 +105,9 @@ def value_and_grad(
 
 
 def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any) -> Callable:
-    """Returns a function that evaluates the gradient of the scaled loss of `fun`.
+    """Returns a function that computes the gradients of the loss times `loss_scale`.
 
-    As `value_and_grad`, with its arguments, without the loss: the function returns `grads`, or `(grads, aux)` with
+    Like `value_and_grad`, and with the same arguments, but the function returns `grads`, or `(grads, aux)` with
     `has_aux`.
 
     Examples:
@@ -134,38 +126,61 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
     return scaled_grad
 
 
-def _several(argnums: int | Sequence[int]) -> tuple[int, ...]:
+def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, transform: Callable) -> Callable:
+    """Returns a function that computes `((loss, aux), scaled gradients)` of one batch."""
+
+    @functools.wraps(fun, updated=())
+    def scaled_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        out = fun(*args, **kwargs)
+        loss, aux = out if has_aux else (out, None)
+        wide_loss = _to_wide(loss)
+        loss_factor, grad_factor = _split_scale(scale.astype(wide_loss.dtype), jnp.result_type(loss))
+        return wide_loss * loss_factor, (wide_loss, aux, grad_factor)
+
+    grad_fn = transform(scaled_loss, has_aux=True)
+
+    def evaluate_batch(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        (_, (loss, aux, grad_factor)), grads = grad_fn(*args, **kwargs)
+        if grad_factor is not None:
+            grads = jax.tree.map(lambda g: _multiply(g, grad_factor), grads)
+        return (loss, aux), grads
+
+    return evaluate_batch
+
+
+def _as_tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _split(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Splits the scale into what multiplies the loss and what is left for the gradients, if anything.
+def _split_scale(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Splits the scale into a factor of the loss and a factor of the gradients, which is None if it is not needed.
 
-    The cotangent of a float16 loss is what multiplies it, and float16 holds no more than 2^15 (in powers of two).
+    The cotangent of a loss of `dtype` equals the factor of the loss, and the largest power of two in float16 is 2^15.
     """
     exponent = jnp.finfo(dtype).maxexp
     if exponent >= jnp.finfo(scale.dtype).maxexp:
         return scale, None
-    first = jnp.minimum(scale, 2.0 ** (exponent - 1))
-    return first, scale / first
+    loss_factor = jnp.minimum(scale, 2.0 ** (exponent - 1))
+    return loss_factor, scale / loss_factor
 
 
-def _times(g: Any, factor: jax.Array) -> Any:
+def _multiply(g: Any, factor: jax.Array) -> Any:
     if not jnp.issubdtype(g.dtype, jnp.inexact):
         return g
     wide = g.astype(wide_dtype(g.dtype))
     return (wide * factor.astype(wide.dtype)).astype(g.dtype)
 
 
-def _float32(loss: Any) -> jax.Array:
+def _to_wide(loss: Any) -> jax.Array:
+    """Returns the loss in float32 or wider, and raises TypeError unless it is a real floating-point scalar."""
     is_array = hasattr(loss, "shape") or isinstance(loss, int | float | complex)
     if not is_array or jnp.shape(loss) != ():
-        what = f"shape {jnp.shape(loss)}" if is_array else type(loss).__name__
+        got = f"shape {jnp.shape(loss)}" if is_array else type(loss).__name__
         raise TypeError(
-            f"the loss must be a scalar, got {what}; reduce it, for instance with `jnp.mean`, "
-            "and return anything else as `aux` with `has_aux=True`"
+            f"the loss must be a scalar, got {got}; reduce it, for example with `jnp.mean`, "
+            "and return other outputs as `aux` with `has_aux=True`"
         )
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"the loss must be floating, got dtype {loss.dtype}")
+        raise TypeError(f"the loss must be a real floating-point scalar, got dtype {loss.dtype}")
     return loss.astype(wide_dtype(loss.dtype))

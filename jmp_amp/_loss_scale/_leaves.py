@@ -1,4 +1,4 @@
-"""Whether gradients, updates and parameters have the same leaves."""
+"""Checks that gradients, updates and parameters have the same leaves."""
 
 from typing import Any
 
@@ -8,57 +8,65 @@ import optax
 
 from jmp_amp._policy import is_value
 
+_LeavesByPath = dict[tuple[Any, ...], Any]
+
 
 def check_same_leaves(grads: Any, params: Any) -> None:
-    """Raises unless every gradient has a parameter of its shape at its path, and the other way round.
+    """Raises ValueError unless every gradient has a parameter of its shape at the same path, and vice versa.
 
-    Where `grads` holds None or a masked node, anything may stand in `params`: frozen and static parts have no gradient.
-    Gradients of single examples have one more axis in front, all of them the same. `optax.LookaheadParams` have the
-    gradients of their fast parameters.
+    Frozen and static leaves have no gradient, so `params` may hold anything at the paths where `grads` holds None or
+    `optax.MaskedNode`. Per-example gradients may have a leading axis, which all of them must share. For
+    `optax.LookaheadParams`, the gradients are those of the fast parameters.
     """
     if isinstance(params, optax.LookaheadParams):
         params = params.fast
-    got, want = _leaves_by_path(grads), _leaves_by_path(params)
-    holes = tuple(path for path, leaf in got.items() if not is_value(leaf))
-    arrays = {path: leaf for path, leaf in got.items() if is_value(leaf)}
+    grads_by_path, params_by_path = _leaves_by_path(grads), _leaves_by_path(params)
+    holes = tuple(path for path, x in grads_by_path.items() if not is_value(x))
+    arrays = {path: x for path, x in grads_by_path.items() if is_value(x)}
     for path in arrays:
-        if not is_value(want.get(path)):
-            fault = f"have a leaf `{jax.tree_util.keystr(path)}` that" if path else "are an array, which"
+        if not is_value(params_by_path.get(path)):
+            extra = f"have a leaf `{jax.tree_util.keystr(path)}` that" if path else "are a single array, which"
             raise ValueError(
-                f"the gradients {fault} the parameters do not have; pass `tx.update` the gradient with respect to the "
-                "very tree that `params` is"
+                f"the gradients {extra} the parameters do not have; pass `tx.update` gradients with respect to the "
+                "same tree as `params`"
             )
-    batches = {jnp.shape(x)[:1] if jnp.shape(x)[1:] == jnp.shape(want[path]) else None for path, x in arrays.items()}
-    if len(batches) > 1 or None in batches:
-        _check_shapes("gradient", arrays, want, "reduce or index it to the shape of the parameter")
-    for path, leaf in want.items():
-        if is_value(leaf) and path not in got and not any(path[: len(hole)] == hole for hole in holes):
+    if not _are_per_example(arrays, params_by_path):
+        _check_shapes("gradient", arrays, params_by_path, "reduce or index it to the shape of the parameter")
+    for path, x in params_by_path.items():
+        if is_value(x) and path not in grads_by_path and not any(path[: len(hole)] == hole for hole in holes):
             raise ValueError(
-                f"the parameter `{jax.tree_util.keystr(path)}` has no gradient; "
-                "give it one; where it is frozen, put None in its place in the gradients and in the parameters"
+                f"the parameter `{jax.tree_util.keystr(path)}` has no gradient; differentiate with respect to it, or, "
+                "if it is frozen, replace it with None in both the gradients and the parameters"
             )
 
 
 def check_updates(updates: Any, params: Any) -> None:
-    """Raises where the update of a parameter has another shape."""
-    want = _leaves_by_path(params)
-    known = {path: x for path, x in _leaves_by_path(updates).items() if is_value(x) and is_value(want.get(path))}
-    _check_shapes("update", known, want, "its gradient has another shape, too: reduce it, or see what `inner` does")
+    """Raises ValueError if an update and its parameter differ in shape."""
+    params_by_path = _leaves_by_path(params)
+    updates_by_path = {
+        path: x for path, x in _leaves_by_path(updates).items() if is_value(x) and is_value(params_by_path.get(path))
+    }
+    _check_shapes("update", updates_by_path, params_by_path, "reduce its per-example gradients, or correct `inner`")
 
 
-def _check_shapes(what: str, got: dict[tuple[Any, ...], Any], want: dict[tuple[Any, ...], Any], cure: str) -> None:
-    for path, x in got.items():
-        if jnp.shape(x) != jnp.shape(want[path]):
+def _are_per_example(grads: _LeavesByPath, params: _LeavesByPath) -> bool:
+    shapes = [(jnp.shape(x), jnp.shape(params[path])) for path, x in grads.items()]
+    return all(shape[1:] == want for shape, want in shapes) and len({shape[:1] for shape, _ in shapes}) <= 1
+
+
+def _check_shapes(name: str, leaves: _LeavesByPath, params: _LeavesByPath, cure: str) -> None:
+    for path, x in leaves.items():
+        if jnp.shape(x) != jnp.shape(params[path]):
             raise ValueError(
-                f"the {what} at `{jax.tree_util.keystr(path)}` has shape {jnp.shape(x)}, its parameter "
-                f"{jnp.shape(want[path])}; {cure}"
+                f"the {name} at `{jax.tree_util.keystr(path)}` has shape {jnp.shape(x)}, but its parameter has shape "
+                f"{jnp.shape(params[path])}; {cure}"
             )
 
 
 def is_hole(x: Any) -> bool:
-    """Whether it stands where a frozen parameter has no gradient."""
+    """Returns whether `x` takes the place of a gradient that a frozen parameter does not have."""
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def _leaves_by_path(tree: Any) -> dict[tuple[Any, ...], Any]:
+def _leaves_by_path(tree: Any) -> _LeavesByPath:
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_hole))

@@ -1,4 +1,4 @@
-"""Counts the values of each leaf that are not finite, and names the leaves."""
+"""Counts of the non-finite values in each leaf, and their description."""
 
 from typing import Any
 
@@ -10,15 +10,16 @@ from jmp_amp._policy import is_inexact
 
 
 def nonfinite_leaves(tree: Any) -> Any:
-    """Counts the values that are not finite, a leaf at a time.
+    """Returns the number of non-finite values in each leaf.
+
+    Call it inside or outside `jit`, and pass the result to `describe_nonfinite` outside `jit`.
 
     Args:
-        tree: gradients, parameters or activations, of any shape; floating and complex leaves are read. Others may be
-            anything: integers, PRNG keys, functions.
+        tree: gradients, parameters or activations of any shape. Floating and complex leaves are counted; other leaves,
+            such as integers, PRNG keys or functions, are ignored.
 
     Returns:
-        A tree of the same structure of int32[]; 0 for the leaves that are not read. It stays on the device, so a jitted
-        step can return it; `describe_nonfinite` makes it readable.
+        A tree of int32[] with the same structure, on the device; 0 for ignored leaves.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -37,20 +38,22 @@ def nonfinite_leaves(tree: Any) -> Any:
 
 
 def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
-    """Names the leaves that are not finite. Waits for the device: call it outside `jit`.
+    """Returns the tree paths of the leaves that are not finite, with their counts.
+
+    It blocks until the device has computed `counts`, so call it outside `jit`.
 
     Args:
-        counts: what `nonfinite_leaves` returned, or a tree of flags, bool[], true for a leaf that is not finite. Those
-            of several seeds, made under `vmap`, are added up.
-        tree: what it was given, to say out of how many values.
-        shown: how many leaves are named; of the rest it is said how many there are.
+        counts: the result of `nonfinite_leaves`, or a tree of bool[], true for a leaf that is not finite. Counts with
+            a leading axis, as `vmap` returns them, are summed.
+        tree: the tree that was counted; if given, the description includes the number of values in each leaf.
+        shown: the largest number of leaves to name; the description ends with the number of further leaves.
 
     Returns:
-        The tree paths with the counts; the empty string if all is finite.
+        The description, or the empty string if every leaf is finite.
 
     Raises:
         TypeError: called inside `jit`.
-        ValueError: `tree` has another structure than `counts`.
+        ValueError: `tree` and `counts` differ in structure.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -64,20 +67,21 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(counts)):
         raise TypeError(
-            "`describe_nonfinite` reads values, so it cannot run inside `jit`; "
-            "return `nonfinite_leaves(tree)` from the jitted step, and describe that"
+            "`describe_nonfinite` needs concrete values, so it cannot run inside `jit`; "
+            "return `nonfinite_leaves(tree)` from the jitted step, and pass the result to `describe_nonfinite`"
         )
-    of = [""] * len(jax.tree.leaves(counts))
+    sizes = [""] * len(jax.tree.leaves(counts))
     if tree is not None:
         got, want = map(str, map(jax.tree.structure, (tree, counts)))
         if got != want:
-            raise ValueError(f"`tree` must be what was counted, of the structure {want}, got {got}")
-        of = [f" of {getattr(x, 'size', 1)} values" for x in jax.tree.leaves(tree)]
-    leaves = zip(jax.tree.leaves_with_path(jax.device_get(counts)), of, strict=True)
-    bad = [_named(path, n, of_size) for (path, n), of_size in leaves if np.any(n)]
-    return ", ".join(bad[:shown]) + (f" and {len(bad) - shown} more leaves" if len(bad) > shown else "")
+            raise ValueError(f"`tree` must have the structure of `counts`, {want}, got {got}")
+        sizes = [f" of {getattr(x, 'size', 1)} values" for x in jax.tree.leaves(tree)]
+    leaves = zip(jax.tree.leaves_with_path(jax.device_get(counts)), sizes, strict=True)
+    nonfinite = [_describe_leaf(path, count, size) for (path, count), size in leaves if np.any(count)]
+    more = f" and {len(nonfinite) - shown} more leaves" if len(nonfinite) > shown else ""
+    return ", ".join(nonfinite[:shown]) + more
 
 
-def _named(path: Any, count: Any, of_size: str) -> str:
+def _describe_leaf(path: Any, count: Any, size: str) -> str:
     is_flag = np.result_type(count) == np.bool_
-    return jax.tree_util.keystr(path) + ("" if is_flag else f" ({np.sum(count)}{of_size})")
+    return jax.tree_util.keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})")

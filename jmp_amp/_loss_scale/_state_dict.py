@@ -1,4 +1,4 @@
-"""A loss scale as the dictionary that `torch.amp.GradScaler` saves."""
+"""Conversion of a loss scale to and from the state dict of `torch.amp.GradScaler`."""
 
 from typing import Any
 
@@ -6,25 +6,27 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp._loss_scale._arguments import to_count
-from jmp_amp._loss_scale._health import find_state
-from jmp_amp._loss_scale._loss_scale import LossScale, LossScaleState
+from jmp_amp._loss_scale._find_state import find_state
+from jmp_amp._loss_scale._loss_scale import LossScale
+from jmp_amp._loss_scale._loss_scale_state import LossScaleState
 
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = ("scale", *_RULE, "_growth_tracker")
 
 
 def state_dict(state: Any, loss_scale: LossScale = LossScale()) -> dict[str, float | int]:  # noqa: B008 (frozen)
-    """Returns what `torch.amp.GradScaler.state_dict` would, for a checkpoint that torch can read.
+    """Returns the state dict of the equivalent `torch.amp.GradScaler`.
 
-    A checkpoint for JAX needs none of this: the optimizer state is a pytree and holds everything.
+    Use it for a checkpoint that torch loads. A JAX checkpoint does not need it: the optimizer state is a pytree that
+    holds the whole state of the loss scale.
 
     Args:
-        state: a `LossScaleState`, or an optimizer state that holds exactly one; read from the device.
-        loss_scale: the rule in use; the state does not hold it.
+        state: a `LossScaleState`, or an optimizer state that holds exactly one; copied from the device.
+        loss_scale: the rule in use, which is not part of the state.
 
     Returns:
-        `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval`, `_growth_tracker` (ints); `{}` for
-        `LossScale.none()`, as for a disabled `GradScaler`.
+        The floats `scale`, `growth_factor` and `backoff_factor` and the integers `growth_interval` and
+        `_growth_tracker`; `{}` for `LossScale.none()`, like a disabled `GradScaler`.
 
     Examples:
         >>> import jmp_amp as amp
@@ -36,21 +38,21 @@ def state_dict(state: Any, loss_scale: LossScale = LossScale()) -> dict[str, flo
         return {}
     state = jax.device_get(find_state(state))
     rule = {key: getattr(loss_scale, key) for key in _RULE}
-    # DeepSpeed's and flax's rules count from -1, which torch's has no place for.
+    # The trackers of DeepSpeed's and flax's rules start at -1, which torch does not support.
     return {"scale": float(state.loss_scale), **rule, "_growth_tracker": max(int(state.growth_tracker), 0)}
 
 
 def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleState]:
-    """Reads what `torch.amp.GradScaler.state_dict` returned.
+    """Returns the rule and the state of a loss scale from a `torch.amp.GradScaler` state dict.
 
-    Nothing of the loss scale that was in use before is kept: the dictionary holds all that torch's rule needs.
+    The dictionary holds everything that torch's rule needs, so both results replace the previous ones.
 
     Args:
-        d: torch's five keys, or `{}` for a disabled `GradScaler`.
+        d: a dictionary with torch's five keys, or `{}` for a disabled `GradScaler`.
 
     Returns:
-        The rule (`LossScale.torch` with the saved numbers; `LossScale.none()` for `{}`) and the state, to be put in
-        place by `opt_state._replace(loss_scale=state)`.
+        The rule, which is `LossScale.torch` with the saved values or `LossScale.none()` for `{}`, and its state. Insert
+        the state into that of `dynamic_loss_scale` with `opt_state._replace(loss_scale=state)`.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is not finite, not positive or out of range.
@@ -64,17 +66,17 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
         (4.0, 3.0, 1)
     """
     if not isinstance(d, dict):
-        raise TypeError(f"a state dict is a dictionary, got {type(d).__name__}")
+        raise TypeError(f"`d` must be a dictionary, as `GradScaler.state_dict` returns it, got {type(d).__name__}")
     if not d:
         return LossScale.none(), LossScale.none().init()
     unknown, missing = sorted(set(d) - set(_KEYS), key=str), [key for key in _KEYS if key not in d]
     if unknown or missing:
         raise ValueError(
-            f"a `GradScaler` state dict has the keys {', '.join(_KEYS)}; unknown: {unknown}, missing: {missing}"
+            f"a `GradScaler` state dict must have the keys {', '.join(_KEYS)}; unknown: {unknown}, missing: {missing}"
         )
     tracker = to_count("_growth_tracker", d["_growth_tracker"], 0)
     try:
         rule = LossScale.torch(init_scale=d["scale"], **{key: d[key] for key in _RULE})
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error} (`init_scale` is the dictionary's `scale`)") from None
+        raise type(error)(f"{error} (`init_scale` is the value of the key `scale`)") from None
     return rule, rule.init()._replace(growth_tracker=jnp.asarray(tracker, jnp.int32))

@@ -1,4 +1,4 @@
-"""Unscales and checks in an optax chain that no `dynamic_loss_scale` is around."""
+"""Unscaling and overflow checks in an optax chain without `dynamic_loss_scale`."""
 
 from typing import Any, NamedTuple
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_amp._loss_scale._arguments import check_axis_name, to_scale
-from jmp_amp._loss_scale._unscale import AxisName, check_scaled, look, unscale
+from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, to_scale
+from jmp_amp._loss_scale._check_grads import check_grads
+from jmp_amp._loss_scale._check_scaled import check_scaled
+from jmp_amp._loss_scale._unscale import unscale
 from jmp_amp._policy import select_tree
 
 
@@ -15,8 +17,8 @@ class UnscaleAndCheckState(NamedTuple):
     """State of `unscale_and_check`.
 
     Attributes:
-        last_finite: bool[], whether the gradients of the last step that reached it were finite; None inside
-            `dynamic_loss_scale`, which unscales and checks in its place.
+        last_finite: bool[], whether the gradients of the last `update` were finite; None inside `dynamic_loss_scale`,
+            which unscales and checks the gradients itself.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -33,25 +35,28 @@ class UnscaleAndCheckState(NamedTuple):
 def unscale_and_check(
     axis_name: AxisName | None = None, *, implementation: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Unscales gradients where it stands in a chain.
+    """Unscales gradients, and replaces them by zeros on overflow.
 
-    Inside `dynamic_loss_scale` it does nothing: the wrapper unscales the gradients, checks them and skips the step on
-    overflow, and all that it wraps sees true gradients.
+    Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale, by
+    default 1. Transformations before this one receive the scaled gradients, and those after it the unscaled float32
+    gradients. On overflow, later transformations receive **zeros**, which they treat as ordinary gradients: Adam's
+    moments decay by one step, and its count and schedules advance. Wrap the chain in `dynamic_loss_scale` instead to
+    skip the whole step.
 
-    In a chain of its own, gradients are scaled before it, and true and float32 behind it. It takes the scale from
-    `tx.update(..., loss_scale=scale)` (1 where it is not given), checks the unscaled gradients, and on overflow passes
-    **zeros** on. A transformation behind it cannot tell these from gradients that are zero: Adam's moments decay by one
-    step and its count and schedules move on. Wrap the chain in `dynamic_loss_scale` to skip such a step whole.
+    Inside `dynamic_loss_scale`, this transformation does nothing: the wrapper unscales the gradients, checks them and
+    skips the step on overflow, so all the transformations that it wraps receive unscaled gradients.
 
     Args:
-        axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ: an
-            overflow on one device is then an overflow on all. Under plain `jit`, sharded or not, it is not needed.
-        implementation: what reads the gradients, see `pallas_kernels.check_finite`.
+        axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ. An
+            overflow on one device then counts as an overflow on all devices. Plain `jit` does not need it, with or
+            without sharding.
+        implementation: the implementation of the check, as in `pallas_kernels.check_finite`.
 
     Returns:
-        An optax transformation; `update` takes gradients in any floating dtype and returns float32 (float64 and complex
-        leaves keep their dtype, others pass through). It raises ValueError where it sees a part of the gradients only,
-        as inside `optax.masked`, or gradients that were unscaled before, as far as the traced program shows it.
+        An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
+        complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
+        ValueError if it receives only a part of the gradients, as inside `optax.masked`, or if the traced program shows
+        that the gradients were already unscaled.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -80,22 +85,22 @@ def unscale_and_check(
         del params, extra_args
         if state.last_finite is None:
             return updates, state
-        _check_whole(updates)
+        _check_unmasked(updates)
         check_scaled(updates)
         factor = 1 / to_scale(loss_scale)
-        finite = look(updates, factor, axis_name, implementation).finite
-        true = unscale(updates, factor)
-        zeros = jax.tree.map(jnp.zeros_like, true)
-        return select_tree(finite, true, zeros), UnscaleAndCheckState(last_finite=finite)
+        is_finite = check_grads(updates, factor, axis_name, implementation).is_finite
+        unscaled_grads = unscale(updates, factor)
+        zeros = jax.tree.map(jnp.zeros_like, unscaled_grads)
+        return select_tree(is_finite, unscaled_grads, zeros), UnscaleAndCheckState(last_finite=is_finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_whole(updates: optax.Updates) -> None:
+def _check_unmasked(updates: optax.Updates) -> None:
     for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
         if isinstance(x, optax.MaskedNode):
             raise ValueError(
-                f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled: it stands "
-                "inside `optax.masked` or one part of `optax.partition`; put it in front of that, or wrap all of it in "
-                "`dynamic_loss_scale`"
+                f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled, because it is "
+                "inside `optax.masked` or one branch of `optax.partition`; put it in front of that transformation, or "
+                "wrap the whole optimizer in `dynamic_loss_scale`"
             )
