@@ -9,7 +9,7 @@ import jmp_amp as amp
 from jmp_amp._autocast._format import FORMATS, Format
 
 X, W = jnp.ones((4, 8)) / 8, jnp.eye(8)
-FLOAT8 = Format("float8_e4m3fn", jnp.dtype("float8_e4m3fn"), jnp.dtype("bfloat16"))
+FLOAT8 = Format(*("float8_e4m3fn", *map(jnp.dtype, ("float8_e4m3fn", "bfloat16", "float8_e5m2"))))
 
 
 def fun(x):
@@ -28,6 +28,21 @@ def test_a_format_may_have_operands_and_results_of_different_dtypes(float8):
     assert dtypes(low, X, primitive="max")[0] == "bfloat16 bfloat16 -> bfloat16"  # relu
     assert dtypes(low, X, primitive="exp") == ["float32 -> float32"]
     assert jnp.allclose(low(X), fun(X), atol=1e-2)
+
+
+def test_cotangents_have_a_dtype_of_their_own(float8):
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+    w = jax.random.normal(jax.random.key(0), (8, 8)) / 4
+    grad = jax.grad(amp.autocast(loss, float8))
+    forward, backward = "float8_e4m3fn float8_e4m3fn -> bfloat16", "float8_e5m2 float8_e4m3fn -> bfloat16"
+    products = dtypes(grad, w, X, primitive="dot_general")
+    assert products.count(forward) == 2
+    assert backward in products
+    assert set(products) <= {forward, backward, "float8_e4m3fn float8_e5m2 -> bfloat16"}
+    expected = jax.grad(loss)(w, X)
+    assert jnp.linalg.norm(grad(w, X) - expected) < jnp.linalg.norm(expected) / 8  # the rounding error of float8_e5m2
 
 
 def test_a_region_and_a_report_name_a_format(float8):

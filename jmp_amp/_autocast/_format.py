@@ -20,16 +20,23 @@ class Format:
         name: its name in `autocast(dtype=)`, in `precision` and in reports.
         operands: the dtype that products and convolutions read.
         results: the dtype of their results, and of the ops that follow them.
+        cotangents: the dtype in which their derivatives read the cotangents of their results.
     """
 
     name: str
     operands: np.dtype
     results: np.dtype
+    cotangents: np.dtype
 
     @property
     def is_low(self) -> bool:
         """Whether ops are cast at all; float32 runs each as it was traced."""
         return self.results != FLOAT32
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether operands, results and cotangents have one dtype, so that JAX's own derivatives have it too."""
+        return self.operands == self.results == self.cotangents
 
     def takes(self, dtypes: Collection[Any]) -> bool:
         """Whether a product of operands and results that were traced in these dtypes runs in this format.
@@ -40,13 +47,13 @@ class Format:
 
 
 def _plain(name: str) -> Format:
-    return Format(name, jnp.dtype(name), jnp.dtype(name))
+    return Format(name, jnp.dtype(name), jnp.dtype(name), jnp.dtype(name))
 
 
 FORMATS: Mapping[str, Format] = {name: _plain(name) for name in ("float16", "bfloat16", "float32")}
 
 # Also leaves marks aside: the format inside an equation that cannot be run in any other way.
-AS_TRACED = Format("as traced", FLOAT32, FLOAT32)
+AS_TRACED = Format("as traced", FLOAT32, FLOAT32, FLOAT32)
 
 
 def parse_format(value: Any) -> Format:

@@ -4,10 +4,16 @@ Each file has one: `match` returns how an op is evaluated, or None where the rew
 """
 
 from jmp_amp._autocast._op import Rewrite
-from jmp_amp._autocast._rewrites import _broadcast_bias, _float32_weight_grad, _gather_low, _take_label_logit
+from jmp_amp._autocast._rewrites import (
+    _broadcast_bias,
+    _float32_weight_grad,
+    _gather_low,
+    _product_in_format,
+    _take_label_logit,
+)
 from jmp_amp._autocast._rewrites._decided import Decided
 
-_REWRITES = (_take_label_logit, _gather_low, _float32_weight_grad, _broadcast_bias)
+_REWRITES = (_take_label_logit, _gather_low, _product_in_format, _float32_weight_grad, _broadcast_bias)
 
 
 def rewrite_of(decided: Decided) -> Rewrite | None:

@@ -4,20 +4,18 @@ The transpose of a float16 product writes float16, which is then cast to the flo
 65504 is inf by then, and a small one is rounded. Here the product that computes the gradient returns float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._op import Op, Rewrite
 from jmp_amp._autocast._rewrites._decided import Decided
+from jmp_amp._autocast._rewrites._transposed_product import transposed_product
 from jmp_amp._autocast._rule import OpClass
-from jmp_amp._jaxpr import bind, evaluate, trace
-
-_RESULT_DTYPE = "preferred_element_type"
 
 
 def match(decided: Decided) -> Rewrite | None:
@@ -40,22 +38,12 @@ def _run(op: Op, args: Sequence[Any]) -> list[Any]:
         operands = op.cast(args, save=False)
 
         def gradient(i: int) -> Any:
-            """Returns the gradient of one operand; a product is linear in each."""
-            if not jax.numpy.issubdtype(operands[i].dtype, np.inexact):
+            if not jnp.issubdtype(operands[i].dtype, np.inexact):
                 return None
-            transpose = jax.linear_transpose(lambda x: op.apply([*operands[:i], x, *operands[i + 1 :]])[0], operands[i])
-            return transpose(cotangent)[0] if op.casts[i] is None else _in_float32(transpose, cotangent)
+            dtype = operands[i].dtype if op.casts[i] is None else FLOAT32
+            return transposed_product(op, operands, i, cotangent, dtype)
 
         return tuple(map(gradient, range(len(args))))
 
     call.defvjp(forward, backward)
     return [call(*args)]
-
-
-def _in_float32(transpose: Callable, cotangent: jax.Array) -> jax.Array:
-    """Evaluates a transposed product that returns float32; all else in the transpose only moves values."""
-
-    def apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        return bind(eqn, args, **({_RESULT_DTYPE: FLOAT32} if _RESULT_DTYPE in eqn.params else {}))
-
-    return evaluate(trace(transpose, [cotangent]), [cotangent], apply)[0]
