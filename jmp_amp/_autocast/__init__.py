@@ -2,7 +2,7 @@
 
 from jmp_amp._autocast._api import Settings, autocast, parse_settings
 from jmp_amp._autocast._explain import Explanation, explain_call
-from jmp_amp._autocast._format import parse_format
+from jmp_amp._autocast._format import FORMATS, parse_format
 from jmp_amp._autocast._op_site import REASONS, OpSite
 from jmp_amp._autocast._overrides import matches, parse_rules
 from jmp_amp._autocast._regions import full_precision, precision
@@ -11,6 +11,7 @@ from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Reads
 
 __all__ = [
+    "FORMATS",
     "REASONS",
     "RULES",
     "Explanation",

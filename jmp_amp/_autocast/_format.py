@@ -38,6 +38,11 @@ class Format:
         """Whether operands, results and cotangents have one dtype, so that JAX's own derivatives have it too."""
         return self.operands == self.results == self.cotangents
 
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether its results have a smaller range than float32, so that gradients underflow without a loss scale."""
+        return bool(jnp.finfo(self.results).maxexp < jnp.finfo(FLOAT32).maxexp)
+
     def takes(self, dtypes: Collection[Any]) -> bool:
         """Whether a product of operands and results that were traced in these dtypes runs in this format.
 

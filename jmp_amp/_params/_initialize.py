@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from jmp_amp._autocast import autocast
+from jmp_amp._autocast import FORMATS, autocast
 from jmp_amp._loss_scale import LossScale, dynamic_loss_scale
 from jmp_amp._params._cast_params import cast_params, is_norm
 from jmp_amp._params._master_weights import master_weights
@@ -77,11 +77,13 @@ def initialize(
     if opt_level not in _LEVELS:
         raise ValueError(f"`opt_level` must be one of {', '.join(map(repr, _LEVELS))}, got {opt_level!r}")
     level, low = _LEVELS[opt_level], parse_dtype(dtype)
-    if low.name not in ("float16", "bfloat16"):
-        raise ValueError(f'`dtype` must be float16 or bfloat16, got {low.name}; for float32 use opt_level="O0"')
+    form = FORMATS.get(low.name)
+    if form is None or not form.is_low:
+        allowed = " or ".join(name for name, each in FORMATS.items() if each.is_low)
+        raise ValueError(f'`dtype` must be {allowed}, got {low.name}; for float32 use opt_level="O0"')
     policy = Policy(low if level.keep else "float32", low, "float32")
     if loss_scale is None:
-        loss_scale = LossScale() if level.scaled and low == "float16" else LossScale.none()
+        loss_scale = LossScale() if level.scaled and form.needs_loss_scale else LossScale.none()
     return (
         autocast(loss_fn, policy=policy, enabled=opt_level != "O0", **options),
         cast_params(params, policy, keep=keep or level.keep) if level.keep else params,

@@ -6,15 +6,13 @@ from typing import Any
 
 import jax
 
-from jmp_amp._autocast import autocast
+from jmp_amp._autocast import FORMATS, autocast
 from jmp_amp._policy import Policy
 from jmp_amp.debug._activations import activations
 from jmp_amp.debug._arguments import check_concrete, check_without_autocast
 from jmp_amp.debug._comparison import Comparison, ErrorRow
 from jmp_amp.debug._measure import Measurement, cast_to_float64, floating_value_and_grad, measure, measure_reference
 from jmp_amp.debug._relative_error import norm, relative_error
-
-_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def compare(
@@ -106,7 +104,7 @@ def _name(policy: Any) -> str:
 def _apply_policy(fun: Callable, policy: Any) -> Callable:
     if isinstance(policy, Mapping):
         return autocast(fun, **policy)
-    if isinstance(policy, Policy) or (isinstance(policy, str) and policy not in _DTYPES):
+    if isinstance(policy, Policy) or (isinstance(policy, str) and policy not in FORMATS):
         return autocast(fun, policy=policy)
     # `jnp.float16` and NumPy's scalar types are callable dtypes.
     if callable(policy) and not isinstance(policy, type) and not hasattr(policy, "dtype"):
