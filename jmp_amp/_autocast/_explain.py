@@ -13,9 +13,9 @@ from jmp_amp._autocast._api import Settings, autocast_with
 from jmp_amp._autocast._forward_sites import forward_sites
 from jmp_amp._autocast._nnx import unbound
 from jmp_amp._autocast._op_site import OpSite, flops_of, widest_of
-from jmp_amp._autocast._place import TOP, Place, equations_in
 from jmp_amp._autocast._plan import Plan
 from jmp_amp._autocast._planner import Planner
+from jmp_amp._autocast._provenance import TOP, Provenance, equations_in
 from jmp_amp._jaxpr import (
     dtype_of,
     flat_call,
@@ -76,23 +76,25 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
         program, differentiable = jax.make_jaxpr(call)(*arrays), False
     planner, plan = plans[0]
     equations = list(equations_in(program, TOP))
-    backward = [_backward_site(planner, eqn, place) for eqn, place in equations if is_backward(place.stack)]
+    backward = [
+        _backward_site(planner, eqn, provenance) for eqn, provenance in equations if is_backward(provenance.stack)
+    ]
     sites = [*forward_sites(planner, plan, settings.format, TOP, None), *filter(None, backward)]
-    casts = sum(place.times for eqn, place in equations if _is_cast(eqn))
+    casts = sum(provenance.times for eqn, provenance in equations if _is_cast(eqn))
     return Explanation(sites, casts, _kept(program) if differentiable else None)
 
 
-def _backward_site(planner: Planner, eqn: Any, place: Place) -> OpSite | None:
-    times = place.times
+def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite | None:
+    times = provenance.times
     outputs = [dtype_of(var) for var in eqn.outvars if is_floating(var)]
     if not outputs or holds_jaxprs(eqn):
         return None
     avals = [atom.aval for atom in eqn.invars]
     inputs = [dtype_of(atom) for atom in eqn.invars if is_floating(atom)]
     return OpSite(
-        "recomputed" if is_recomputed(place.stack) else "backward",
-        place.module,
-        place.source,
+        "recomputed" if is_recomputed(provenance.stack) else "backward",
+        provenance.module,
+        provenance.source,
         eqn.primitive.name,
         planner.rule(eqn.primitive, eqn.params, avals).op_class.value,
         "derivative",

@@ -10,9 +10,9 @@ from jmp_amp._autocast._format import AS_TRACED, FLOAT32, FORMATS, Format
 from jmp_amp._autocast._op import Op
 from jmp_amp._autocast._op_site import OpSite, flops_of, widest_of
 from jmp_amp._autocast._operands import weighed
-from jmp_amp._autocast._place import Place
 from jmp_amp._autocast._plan import Plan, Step
 from jmp_amp._autocast._planner import Planner
+from jmp_amp._autocast._provenance import Provenance
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._rule import OpClass
 from jmp_amp._autocast._rules import RULES
@@ -20,19 +20,19 @@ from jmp_amp._autocast._values import Origin, Value, constant
 from jmp_amp._jaxpr import dtype_of, is_floating, shape_of
 
 
-def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Place, forced: str | None) -> Iterator[OpSite]:
+def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Provenance, forced: str | None) -> Iterator[OpSite]:
     """Yields the op sites of a plan and of the plans inside it.
 
     Args:
         planner: the planner that made the plan.
         plan: the plan.
         top: the format of the whole program.
-        outer: the place of the jaxpr of the plan.
+        outer: the provenance of the equation that holds the plan; `TOP` for the program.
         forced: why all of it runs in another format than `top`; None if it does not.
     """
     for step in plan.steps:
         eqn = step.eqn
-        region, place, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
+        region, provenance, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
         if plan.region.format is AS_TRACED:
             pass  # marks and patterns have no effect there
         elif format_in(eqn.source_info.name_stack) is not None:
@@ -43,13 +43,17 @@ def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Place, force
             why, region = step.as_traced, region._replace(format=FORMATS["float32"])
         for inner, runs in step.inner:
             inside = "decomposition" if inner.region.format is AS_TRACED else why
-            yield from forward_sites(planner, inner, top, place._replace(times=place.times * runs), inside)
+            yield from forward_sites(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
         if not step.inner and any(map(is_floating, (*eqn.invars, *eqn.outvars))):
-            yield _forward_site(planner, plan, step, region.format, place, why if region.format is not top else None)
+            yield _forward_site(
+                planner, plan, step, region.format, provenance, why if region.format is not top else None
+            )
 
 
-def _forward_site(planner: Planner, plan: Plan, step: Step, form: Format, place: Place, forced: str | None) -> OpSite:
-    eqn, times = step.eqn, place.times
+def _forward_site(
+    planner: Planner, plan: Plan, step: Step, form: Format, provenance: Provenance, forced: str | None
+) -> OpSite:
+    eqn, times = step.eqn, provenance.times
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
     each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
@@ -61,8 +65,8 @@ def _forward_site(planner: Planner, plan: Plan, step: Step, form: Format, place:
     traced = [read[i] for i in floating if dtype_of(eqn.invars[i]) == FLOAT32]
     return OpSite(
         "forward",
-        place.module,
-        place.source,
+        provenance.module,
+        provenance.source,
         eqn.primitive.name,
         rule.op_class.value,
         forced or _why(planner, eqn, rule.op_class, traced, compute, form),

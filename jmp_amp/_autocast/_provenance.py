@@ -1,4 +1,4 @@
-"""Where an equation stands in a program."""
+"""Where the equations of a program come from, and how often they run."""
 
 import os
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._jaxpr import Frame, frames_of, inner_jaxprs, open_jaxpr, scope_path
 
 
-class Place(NamedTuple):
-    """Where an equation stands.
+class Provenance(NamedTuple):
+    """Where an equation comes from, and how often it runs.
 
     Attributes:
         stack: its name stack, with those of the equations around it.
@@ -24,16 +24,16 @@ class Place(NamedTuple):
     source: str
     times: int
 
-    def of(self, eqn: JaxprEqn) -> "Place":
-        """Returns the place of an equation of the jaxpr that is here."""
+    def of(self, eqn: JaxprEqn) -> "Provenance":
+        """Returns the provenance of an equation of this jaxpr."""
         # What JAX traced once for all its callers has no source of its own.
         names = eqn.source_info.name_stack
         frames = frames_of(eqn)
         source = _shown(frames[0]) if frames else self.source
-        return Place(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
+        return Provenance(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
 
 
-TOP = Place("", "", "", 1)
+TOP = Provenance("", "", "", 1)
 
 
 def _shown(frame: Frame) -> str:
@@ -42,10 +42,10 @@ def _shown(frame: Frame) -> str:
     return f"{file}:{frame.line} ({frame.function})"
 
 
-def equations_in(jaxpr: Any, outer: Place) -> Iterator[tuple[JaxprEqn, Place]]:
-    """Yields all equations of a jaxpr with their places, those inside other equations included."""
+def equations_in(jaxpr: Any, outer: Provenance) -> Iterator[tuple[JaxprEqn, Provenance]]:
+    """Yields all equations of a jaxpr with their provenance, those inside other equations included."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        place = outer.of(eqn)
-        yield eqn, place
+        provenance = outer.of(eqn)
+        yield eqn, provenance
         for inner, times in inner_jaxprs(eqn):
-            yield from equations_in(inner, place._replace(times=place.times * times))
+            yield from equations_in(inner, provenance._replace(times=provenance.times * times))
