@@ -63,7 +63,7 @@ class _Equation:
         index: its index in the jaxpr.
         eqn: the equation.
         rule: the rule of its op.
-        region: where it stands.
+        region: its format, and the scopes around it.
         operands: the variables that it reads, each once.
         holds_jaxprs: whether it is a call, branches or a loop.
         uses_copies: whether a float32 copy of an operand would change the decision.

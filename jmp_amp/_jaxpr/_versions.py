@@ -37,7 +37,7 @@ def api_boundary(fun: Callable) -> Callable:
 
 
 def is_users_file(name: str) -> bool:
-    """Whether a file is neither JAX's, nor Python's, nor this package's; nothing public tells."""
+    """Whether a file is neither JAX's, nor Python's, nor this package's. JAX has no public function for it."""
     from jax._src.source_info_util import is_user_filename
 
     return is_user_filename(name)
@@ -75,7 +75,7 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # type: 
 
 
 def is_differentiated() -> bool:
-    """Whether JAX differentiates each op as it is applied here; nothing public tells."""
+    """Whether JAX differentiates each op as it is applied here. JAX has no public function for it."""
     from jax._src.core import trace_ctx
     from jax._src.interpreters.ad import LinearizeTrace
 
