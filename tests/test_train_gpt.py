@@ -209,7 +209,7 @@ def test_resuming_what_is_not_there_or_another_run_says_what_is_wrong(example, t
         ("--lr nan", "--lr: must be positive, got nan"),
         ("--seed -1", "--seed: must be positive, got -1"),
         ("--dim 33", "--dim: must be a multiple of the 2 heads, got 33"),
-        ("--init-scale 1e30", "--init-scale: a loss scale needs"),
+        ("--init-scale 1e30", "--init-scale: a loss scale requires"),
         ("--inject-overflow -3", "--inject-overflow: must be positive, got -3"),
         ("--inject-overflow 31", "--inject-overflow: step 31 of 30 never comes"),
         ("--resume", "--resume: needs --checkpoint DIR"),

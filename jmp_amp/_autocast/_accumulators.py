@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_amp._autocast._facts import Facts
-from jmp_amp._jaxpr import Branches, Call, Loop, open_jaxpr
+from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, open_jaxpr
 
 # The inputs of a jaxpr that reach a value, by index, and whether they do so by arithmetic.
 _Sources = dict[int, bool]
@@ -49,16 +49,18 @@ def _closure(reach: list[_Sources]) -> list[_Sources]:
 def _sources(jaxpr: Any, facts_of: _FactsOf) -> list[_Sources]:
     """Returns which inputs of a jaxpr reach each of its results."""
     opened, _ = open_jaxpr(jaxpr)
-    env: dict[Any, _Sources] = {var: {i: False} for i, var in enumerate(opened.invars)}
+    facts = iter(facts_of(opened))
 
-    def read(atom: Any) -> _Sources:
-        return env.get(atom, {}) if isinstance(atom, Var) else {}
+    def apply(eqn: JaxprEqn, operands: list[_Sources]) -> list[_Sources]:
+        known = next(facts)
+        return _results(known, operands, facts_of) if any(operands) else [{}] * len(eqn.outvars)
 
-    for facts in facts_of(opened):
-        operands = list(map(read, facts.eqn.invars))
-        if any(operands):
-            env.update(zip(facts.eqn.outvars, _results(facts, operands, facts_of), strict=True))
-    return list(map(read, opened.outvars))
+    inputs: list[_Sources] = [{i: False} for i in range(len(opened.invars))]
+    return evaluate(jaxpr, inputs, apply, constant=_no_sources, literal=_no_sources)
+
+
+def _no_sources(_: Any) -> _Sources:
+    return {}
 
 
 def _results(facts: Facts, operands: Sequence[_Sources], facts_of: _FactsOf) -> list[_Sources]:
