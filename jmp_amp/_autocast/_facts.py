@@ -1,4 +1,4 @@
-"""What is known of an equation whatever it computes in; equations that many layers share are read once."""
+"""Facts about an equation that do not depend on dtypes. The planner reads them once for each jaxpr."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jmp_amp._jaxpr import Branches, Call, Loop
 
 
 class Facts(NamedTuple):
-    """What is known of an equation.
+    """Facts about an equation.
 
     Attributes:
         eqn: the equation.

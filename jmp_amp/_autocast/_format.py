@@ -1,4 +1,4 @@
-"""Formats: what the ops of a region compute in."""
+"""Formats: the dtypes that the ops of a region compute in."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
-    """What the ops of a region compute in.
+    """The dtypes that the ops of a region compute in.
 
     Attributes:
         name: its name in `autocast(dtype=)`, in `precision` and in reports.
@@ -57,7 +57,7 @@ def _plain(name: str) -> Format:
 
 FORMATS: Mapping[str, Format] = {name: _plain(name) for name in ("float16", "bfloat16", "float32")}
 
-# Also leaves marks aside: the format inside an equation that cannot be run in any other way.
+# The format inside an equation that can only run as it was traced. Marks have no effect there.
 AS_TRACED = Format("as traced", FLOAT32, FLOAT32, FLOAT32)
 
 

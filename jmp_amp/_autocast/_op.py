@@ -1,4 +1,4 @@
-"""A first-order op with the casts of its operands, as a value: equal ones are traced and differentiated once."""
+"""A first-order op with the casts of its operands, as a value. JAX traces and differentiates equal ops once."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

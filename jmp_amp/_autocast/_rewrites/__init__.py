@@ -1,6 +1,6 @@
-"""Rewrites: ops that are evaluated in another way than one by one, for the sake of their derivatives.
+"""Rewrites: other ways to evaluate an op, which change its derivative.
 
-Each file has one: `match` returns how an op is evaluated, or None where the rewrite does not apply.
+Each file has one rewrite. Its `match` returns a function that evaluates an op, or None if the rewrite does not apply.
 """
 
 from jmp_amp._autocast._op import Rewrite

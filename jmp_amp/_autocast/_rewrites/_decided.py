@@ -1,4 +1,4 @@
-"""What a rewrite may match on."""
+"""An op that a rewrite may match."""
 
 from typing import Any, NamedTuple
 
