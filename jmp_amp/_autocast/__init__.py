@@ -1,7 +1,7 @@
 """Autocast: a function traced to a jaxpr, whose ops then run each in the dtype of its class."""
 
-from jmp_amp._autocast._api import Settings, autocast, parse_settings
-from jmp_amp._autocast._explain import Explanation, explain_call
+from jmp_amp._autocast._api import autocast, parse_settings
+from jmp_amp._autocast._explain import explain_call
 from jmp_amp._autocast._format import FORMATS, parse_format
 from jmp_amp._autocast._op_site import REASONS, OpSite
 from jmp_amp._autocast._overrides import matches, parse_rules
@@ -14,12 +14,10 @@ __all__ = [
     "FORMATS",
     "REASONS",
     "RULES",
-    "Explanation",
     "OpClass",
     "OpSite",
     "Reads",
     "Rule",
-    "Settings",
     "autocast",
     "explain_call",
     "full_precision",

@@ -175,7 +175,8 @@ class Draft:
         values = tuple([self._read(atom) for atom in eqn.invars])
         has_copy = False
         if equation.uses_copies:
-            values = tuple(map(self._with_copy, eqn.invars, values, [equation.index] * len(values)))
+            pairs = zip(eqn.invars, values, strict=True)
+            values = tuple([self._with_copy(atom, value, equation.index) for atom, value in pairs])
             has_copy = any(value.has_float32_copy for value in values)
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
         reason = values, wanted if equation.holds_jaxprs else reads_full

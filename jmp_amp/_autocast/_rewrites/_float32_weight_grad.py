@@ -20,9 +20,8 @@ from jmp_amp._autocast._rule import OpClass
 
 def match(decided: Decided) -> Rewrite | None:
     """Matches a low-precision product with a weight, where the user asks for float32 weight gradients."""
-    is_asked_for = decided.weight_grad_dtype == FLOAT32 and any(decided.casts)
     is_product = decided.rule.op_class is OpClass.LOWER and decided.format.operands in decided.casts
-    return _run if is_asked_for and is_product and decided.format.is_low else None
+    return _run if is_product and decided.weight_grad_dtype == FLOAT32 else None
 
 
 def _run(op: Op, args: Sequence[Any]) -> list[Any]:
