@@ -1,6 +1,8 @@
 """Automatic mixed precision for JAX: `import jmp_amp as amp`."""
 
-from jmp_amp import debug
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jmp_amp._autocast import autocast, full_precision, precision
 from jmp_amp._loss_scale import (
     DynamicLossScaleState,
@@ -31,7 +33,10 @@ from jmp_amp._params import (
 from jmp_amp._policy import Policy, all_finite, cast_to_full, cast_to_half, get_policy, half_dtype, select_tree
 from jmp_amp._version import __version__
 from jmp_amp._watch import LiveView, live, plot_history
-from jmp_amp.debug import PrecisionDiff, PrecisionReport, explain, suggest_rules
+
+if TYPE_CHECKING:
+    from jmp_amp import debug
+    from jmp_amp.debug import PrecisionDiff, PrecisionReport, explain, suggest_rules
 
 # In the order of the data flow.
 __all__ = [  # noqa: RUF022
@@ -77,3 +82,17 @@ __all__ = [  # noqa: RUF022
     "debug",
     "__version__",
 ]
+
+# Imported on first use: a training job that debugs nothing starts without them.
+_FROM_DEBUG = {"explain", "suggest_rules", "PrecisionReport", "PrecisionDiff"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM_DEBUG | {"debug"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module("jmp_amp.debug")
+    return getattr(module, name) if name in _FROM_DEBUG else module
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import jmp_amp
 
 ROOT = pathlib.Path(jmp_amp.__file__).parent
@@ -29,3 +31,21 @@ print(amp.autocast(lambda x: x @ x.T)(jax.numpy.ones((2, 3))).dtype)
 
 def test_no_file_has_more_than_300_lines():
     assert {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 300} == {}
+
+
+def test_the_debugging_tools_are_imported_on_first_use():
+    program = """
+import sys
+import jmp_amp as amp
+assert not any(name.startswith("jmp_amp.debug") for name in sys.modules)
+assert {"debug", "explain", "suggest_rules"} <= set(dir(amp))
+from jmp_amp import *
+print(explain is amp.explain, PrecisionReport.__name__, debug is amp.debug)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True PrecisionReport True\n"), done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'jmp_amp' has no attribute 'autocats'"):
+        jmp_amp.autocats
