@@ -203,7 +203,7 @@ def test_get_policy_hands_a_policy_back():
         ("p=f32,c", "no `=` in `c`"),
         ("p=f32, f16 ,o=f32", "no `=` in `f16`"),
         ("p=f32,c=f16,params=f16", "`params` given twice in `params=f16`"),
-        ("mixed_float8", "unknown dtype `mixed_float8` in `mixed_float8`"),
+        ("mixed_float4", "unknown dtype `mixed_float4` in `mixed_float4`"),
         ("o1", "unknown dtype `o1` in `o1`"),
         ("", "unknown dtype `` in ``"),
     ],

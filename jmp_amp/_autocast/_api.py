@@ -149,7 +149,7 @@ def parse_settings(
 ) -> Settings:
     """Checks the arguments of `autocast`; it documents them."""
     policy = None if policy is None else get_policy(policy)
-    form = parse_format(dtype if policy is None else policy.compute_dtype)
+    form = parse_format(dtype if policy is None else policy.compute_format)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
     for name in overrides.primitives.keys() & (HIGHER_ORDER.keys() - RULES.keys()):
         raise ValueError(

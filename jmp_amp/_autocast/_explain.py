@@ -16,6 +16,7 @@ from jmp_amp._autocast._op_site import OpSite, flops_of, widest_of
 from jmp_amp._autocast._plan import Plan
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._provenance import TOP, Provenance, equations_in
+from jmp_amp._float8 import PRIMITIVE
 from jmp_amp._jaxpr import (
     dtype_of,
     flat_call,
@@ -99,12 +100,18 @@ def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite
         planner.rule(eqn.primitive, eqn.params, avals).op_class.value,
         "derivative",
         tuple(map(str, inputs)),
-        str(widest_of(inputs or outputs)),
+        _computed_in(eqn, inputs or outputs),
         str(widest_of(outputs)),
         times,
         times * flops_of(eqn),
         times * sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars if is_floating(var)),
     )
+
+
+def _computed_in(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
+    if eqn.primitive.name == PRIMITIVE:
+        return " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
+    return str(widest_of(dtypes))
 
 
 def _kept(program: Any) -> dict[str, int]:

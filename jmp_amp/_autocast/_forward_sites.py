@@ -14,6 +14,7 @@ from jmp_amp._autocast._plan import Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._provenance import Provenance
 from jmp_amp._autocast._regions import format_in
+from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._rule import OpClass
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Origin, Value, constant
@@ -61,6 +62,10 @@ def _forward_site(
     outputs = [value.dtype for value, var in zip(step.outs, eqn.outvars, strict=True) if is_floating(var)]
     compute = widest_of([operands[i] for i in floating] or outputs)
     rule = planner.rule_of(eqn)
+    if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
+        forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
+    if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
+        compute = step.run.rewrite.float8.operands
     read = weighed(rule, eqn, values)
     traced = [read[i] for i in floating if dtype_of(eqn.invars[i]) == FLOAT32]
     return OpSite(
@@ -98,13 +103,13 @@ def _why(
         return "precision" if name in ("dot_general", "conv_general_dilated", "ragged_dot_general") else "rule"
     if op_class is OpClass.FULL or not traced:
         return "rule"
-    if op_class is OpClass.LOWER and compute != form.operands:
-        return "constant" if any(value.keep_float32 or value.is_lost(form.operands) for value in traced) else "traced"
+    if op_class is OpClass.LOWER and compute == FLOAT32:
+        return "constant" if any(value.keep_float32 or value.is_lost(form.dtype) for value in traced) else "traced"
     arrays = [value for value in traced if value.origin is not Origin.SCALAR]
     if compute != FLOAT32:
         widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
         return "bias" if widened else "rule"
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
-    if any(value.exceeds(form.results) or (is_low and not value.fits(form.results)) for value in traced):
+    if any(value.exceeds(form.dtype) or (is_low and not value.fits(form.dtype)) for value in traced):
         return "constant"
     return "readers" if is_low else "rule"

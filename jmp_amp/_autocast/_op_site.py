@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp._float8 import PRIMITIVE
+
 
 class OpSite(NamedTuple):
     """An op of the program at one place in the code.
@@ -19,7 +21,7 @@ class OpSite(NamedTuple):
         op_class: the class of the primitive, see `autocast`.
         why: a key of `REASONS`.
         inputs: the dtypes of its floating operands before they are cast.
-        compute: the dtype that they are cast to.
+        compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
         output: the dtype of its result.
         runs: how often it runs; a `while_loop` counts as one iteration, and of a `cond` each branch counts.
         flops: floating-point operations of all runs, of products and convolutions only.
@@ -49,6 +51,10 @@ REASONS = {
     "loop": "it decides when a loop ends",
     "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
     "readers": "all readers of its result read float32, and it fuses with them",
+    "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
+    "no weight": "float8 is for products with a weight, which is an argument of the function",
+    "multiple": "the sizes of a float8 product are multiples of 16",
+    "size": "the product is too small to gain by float8",
     "precision": "the program asks for float32 by `precision`",
     "region": "it is in a region: `full_precision` or `precision(dtype)`",
     "pattern": "its scope matches a pattern in `rules`",
@@ -66,7 +72,7 @@ def widest_of(dtypes: Sequence[Any]) -> np.dtype:
 
 def flops_of(eqn: Any) -> int:
     """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
-    if eqn.primitive.name == "dot_general":
+    if eqn.primitive.name in ("dot_general", PRIMITIVE):
         (contracting, _), _ = eqn.params["dimension_numbers"]
         terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracting)
     elif eqn.primitive.name == "conv_general_dilated":

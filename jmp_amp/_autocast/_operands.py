@@ -49,9 +49,9 @@ def operand_dtype(op: OpContext) -> Any:
     if op_class is OpClass.FOLLOW:
         return widest(value.as_native().dtype for value in eligible) if op.rule.stores and eligible else None
     if op_class is OpClass.LOWER:
-        is_kept = any(value.keep_float32 or value.is_lost(op.format.operands) for value in eligible)
+        is_kept = any(value.keep_float32 or value.is_lost(op.format.dtype) for value in eligible)
         takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
-        return op.format.operands if takes and not is_kept else FLOAT32
+        return op.format.dtype if takes and not is_kept else FLOAT32
     return common_dtype(eligible)
 
 
@@ -97,7 +97,6 @@ def params_for(op: OpContext, operands: Sequence[Any]) -> dict[str, Any]:
     dtype = widest(eligible) if eligible else FLOAT32
     if dtype == FLOAT32:
         return {}
-    result = op.format.results if rule.op_class is OpClass.LOWER else dtype
-    params: dict[str, Any] = {name: result for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
+    params: dict[str, Any] = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
     jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
     return params | {name: retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}

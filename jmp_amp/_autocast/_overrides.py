@@ -53,7 +53,7 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
             primitives |= {name: _override(name, value) for name in (key.name, *_VARIANTS.get(key.name, ()))}
         elif isinstance(key, str):
             pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # a pattern may start at any scope
-            scopes[pattern] = FORMATS["float32"] if value == "full" else parse_format(value)
+            scopes[pattern] = FORMATS["float32"] if value == "full" else parse_format(value).at_any_size
         else:
             raise TypeError(
                 "a rule is for a primitive (`lax.tanh_p`) or for a pattern of scopes ('decoder/*'), "

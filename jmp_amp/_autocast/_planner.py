@@ -145,16 +145,15 @@ class Planner:
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
         params, outs = params_for(op, dtypes), results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
-        # So does each product whose cotangents have another dtype than its operands.
+        are_inputs = tuple([value.origin <= Origin.INPUT for value in op.values])
         casts_itself = [
-            isinstance(atom, Var) and (value.origin <= Origin.INPUT or not op.format.is_uniform)
-            for atom, value in zip(eqn.invars, op.values, strict=True)
+            isinstance(atom, Var) and is_input for atom, is_input in zip(eqn.invars, are_inputs, strict=True)
         ]
         each = tuple(cast if own else None for cast, own in zip(casts, casts_itself, strict=True))
         shared = tuple(None if own else cast for cast, own in zip(casts, casts_itself, strict=True))
         saved = tuple(i for i, value in enumerate(op.values) if each[i] is not None and value.save_cast)
         rewrite = rewrite_of(
-            Decided(eqn, op.rule, op.format, op.reads_full, dtypes, each, self.options.weight_grad_dtype)
+            Decided(eqn, op.rule, op.format, op.reads_full, dtypes, each, are_inputs, self.options.weight_grad_dtype)
         )
         changed = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True)) or rewrite is not None
         run = Op(eqn.primitive, tuple((eqn.params | params).items()), each, saved, rewrite)

@@ -69,4 +69,4 @@ def full_precision(fun: F | None = None) -> F | Mark:
 
 def format_in(name_stack: Any) -> Format | None:
     """Returns the format of the innermost region in a name stack; None outside of regions."""
-    return next((FORMATS[mark] for mark in reversed(marks_in(name_stack)) if mark in FORMATS), None)
+    return next((FORMATS[mark].at_any_size for mark in reversed(marks_in(name_stack)) if mark in FORMATS), None)

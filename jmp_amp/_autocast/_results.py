@@ -53,8 +53,6 @@ def _result_dtype(op: OpContext, i: int, operands: Sequence[Any], eligible: Sequ
     dtype, op_class = dtype_of(op.eqn.outvars[i]), op.rule.op_class
     if dtype != FLOAT32 or op_class is OpClass.ORIGINAL or not eligible:
         return dtype
-    if op_class is OpClass.LOWER and widest(eligible) == op.format.operands:
-        return op.format.results
     is_pairwise = op_class is OpClass.FOLLOW and len(operands) == len(op.eqn.outvars)
     return operands[i] if is_pairwise and dtype_of(op.eqn.invars[i]) == FLOAT32 else widest(eligible)
 
@@ -133,7 +131,7 @@ def _native(op: OpContext, var: Var) -> Any:
         floating = [(value, shape) for value, shape in floating if shape == shape_of(var)]
     if floating:
         return widest(value.as_native().dtype for value, _ in floating)
-    return op.format.results if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
+    return op.format.dtype if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
 
 
 def _is_broadcast(value: Value, var: Var) -> bool:
@@ -147,4 +145,4 @@ def _keeps_float32(op: OpContext) -> bool:
     """Whether a float32 result must not be rounded: a logarithm, or one made of operands that must not."""
     if not op.rule.keeps_magnitude:
         return op.rule.makes is Makes.LOGARITHM
-    return any(value.exceeds(op.format.results) or value.keep_float32 for value in op.values)
+    return any(value.exceeds(op.format.dtype) or value.keep_float32 for value in op.values)

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import optax
 
-from jmp_amp._autocast import FORMATS, autocast
+from jmp_amp._autocast import autocast, parse_format
 from jmp_amp._loss_scale import LossScale, dynamic_loss_scale
 from jmp_amp._params._cast_params import cast_params, is_norm
 from jmp_amp._params._master_weights import master_weights
 from jmp_amp._params._rounded_weights import rounded_weights
-from jmp_amp._policy import Policy, parse_dtype
+from jmp_amp._policy import Policy
 
 
 def initialize(
@@ -45,7 +45,8 @@ def initialize(
         params: float32 parameters.
         tx: any optax transformation, configured for float32 parameters. It may contain `unscale_and_check()`.
         opt_level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
-        dtype: `"float16"` or `"bfloat16"`. bfloat16 needs no loss scale, so its loss scale is `LossScale.none()`.
+        dtype: as for `autocast`, except `"float32"`. bfloat16, with or without float8, needs no loss scale, so its loss
+            scale is `LossScale.none()`.
         loss_scale: overrides the loss scale of the level.
         keep: `keep(path, leaf)` is True for parameters that stay float32 at `"O2"` and `"O3"`. The default is `is_norm`
             at `"O2"`, and no parameter at `"O3"`.
@@ -76,12 +77,10 @@ def initialize(
     """
     if opt_level not in _LEVELS:
         raise ValueError(f"`opt_level` must be one of {', '.join(map(repr, _LEVELS))}, got {opt_level!r}")
-    level, low = _LEVELS[opt_level], parse_dtype(dtype)
-    form = FORMATS.get(low.name)
-    if form is None or not form.is_low:
-        allowed = " or ".join(name for name, each in FORMATS.items() if each.is_low)
-        raise ValueError(f'`dtype` must be {allowed}, got {low.name}; for float32 use opt_level="O0"')
-    policy = Policy(low if level.keep else "float32", low, "float32")
+    level, form = _LEVELS[opt_level], parse_format(dtype)
+    if not form.is_low:
+        raise ValueError(f'`dtype` must have less than 32 bits, got {form.name}; for float32 use opt_level="O0"')
+    policy = Policy(form.dtype if level.keep else "float32", form.name, "float32")
     if loss_scale is None:
         loss_scale = LossScale() if level.scaled and form.needs_loss_scale else LossScale.none()
     return (

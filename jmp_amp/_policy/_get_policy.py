@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._policy._dtypes import ALLOWED_DTYPES, parse_dtype
+from jmp_amp._policy._dtypes import ALLOWED_DTYPES, FLOAT8, parse_dtype
 from jmp_amp._policy._policy import Policy
 
 _FIELDS = {key: name for name in ("params", "compute", "output") for key in (name, name[0])}
@@ -13,6 +15,7 @@ _FIELDS = {key: name for name in ("params", "compute", "output") for key in (nam
 NAMED_POLICIES = {
     "mixed_float16": Policy("float32", "float16", "float32"),
     "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
+    "mixed_float8": Policy("float32", "float8", "float32"),
     "float32": Policy("float32", "float32", "float32"),
     "float16": Policy("float16", "float16", "float16"),
     "bfloat16": Policy("bfloat16", "bfloat16", "bfloat16"),
@@ -33,6 +36,7 @@ def get_policy(name: str | Policy) -> Policy:
     | `p=f16`; `compute` defaults to `params` | float16 | float16 | float16 |
     | `mixed_float16`, `O1` | float32 | float16 | float32 |
     | `mixed_bfloat16` | float32 | bfloat16 | float32 |
+    | `mixed_float8`, or `p=f32,c=float8,o=f32` | float32 | bfloat16, float8 in products with a weight | float32 |
     | `O2`, for use with `master_weights` | float16 | float16 | float32 |
     | `float32`, `O0` | float32 | float32 | float32 |
     | `float16`, `O3`; a single dtype sets all three | float16 | float16 | float16 |
@@ -71,17 +75,18 @@ def get_policy(name: str | Policy) -> Policy:
     if "=" not in text:
         dtype = _parse_value(text, text, name)
         return Policy(dtype, dtype, dtype)
-    given: dict[str, np.dtype] = {}
+    given: dict[str, Any] = {}
     for part in map(str.strip, text.split(",")):
         key, equals, value = map(str.strip, part.partition("="))
         if not equals or key not in _FIELDS:
             raise _policy_error(part, name, f"unknown key `{key}`" if equals else "no `=`")
         if _FIELDS[key] in given:
             raise _policy_error(part, name, f"`{_FIELDS[key]}` given twice")
-        given[_FIELDS[key]] = _parse_value(value, part, name)
+        is_format = _FIELDS[key] == "compute" and value in FLOAT8
+        given[_FIELDS[key]] = value if is_format else _parse_value(value, part, name)
     params = given.get("params", jnp.dtype(jnp.float32))
     compute = given.get("compute", params)
-    return Policy(params, compute, given.get("output", compute))
+    return Policy(params, compute, given.get("output", FLOAT8.get(str(compute), compute)))
 
 
 def _parse_value(value: str, part: str, name: str) -> np.dtype:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_amp._policy._cast import cast_floating
-from jmp_amp._policy._dtypes import parse_dtype
+from jmp_amp._policy._dtypes import FLOAT8, parse_dtype
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ class Policy:
     Attributes:
         param_dtype: Dtype of the parameters that the optimizer updates.
         compute_dtype: Dtype of parameters and inputs during the computation.
+        float8: Whether `autocast` computes products with a weight in float8, as with `dtype="float8"`. The strings
+            `"float8_bfloat16"` (or `"float8"`) and `"float8_float16"` for `compute_dtype` set it.
         output_dtype: Dtype of the outputs.
         rules: Overrides for `autocast`, as pairs; see `with_rules`. `str(policy)` does not contain them.
 
@@ -54,6 +56,7 @@ class Policy:
     compute_dtype: np.dtype
     output_dtype: np.dtype
     rules: tuple[tuple[Any, Any], ...] = ()
+    float8: bool = False
 
     # An explicit `__init__`, so that type checkers accept any dtype-like and infer `np.dtype` for the attributes.
     def __init__(
@@ -62,14 +65,28 @@ class Policy:
         compute_dtype: DTypeLike,
         output_dtype: DTypeLike,
         rules: tuple[tuple[Any, Any], ...] = (),
+        float8: bool = False,
     ) -> None:
+        base = FLOAT8.get(compute_dtype) if isinstance(compute_dtype, str) else None
         object.__setattr__(self, "param_dtype", parse_dtype(param_dtype, "param_dtype"))
-        object.__setattr__(self, "compute_dtype", parse_dtype(compute_dtype, "compute_dtype"))
+        object.__setattr__(self, "compute_dtype", parse_dtype(base or compute_dtype, "compute_dtype"))
+        object.__setattr__(self, "float8", float8 or base is not None)
         object.__setattr__(self, "output_dtype", parse_dtype(output_dtype, "output_dtype"))
         object.__setattr__(self, "rules", tuple(rules))
 
     def __str__(self) -> str:
-        return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+        return f"params={self.param_dtype},compute={self.compute_format},output={self.output_dtype}"
+
+    @property
+    def compute_format(self) -> str:
+        """The `dtype` of `autocast` for this policy: the name of `compute_dtype`, after `float8_` if that is asked for.
+
+        Examples:
+            >>> import jmp_amp as amp
+            >>> amp.get_policy("mixed_float8").compute_format
+            'float8_bfloat16'
+        """
+        return f"float8_{self.compute_dtype}" if self.float8 else str(self.compute_dtype)
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `param_dtype`.

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import (
     Call,
     Loop,
@@ -27,6 +28,7 @@ from jmp_amp.debug._relative_error import flat_on_host
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
+@emulated()
 def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
     """Evaluates a function and returns the last floating-point result of each module, in program order.
 

@@ -42,7 +42,7 @@ def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[.
         add promote readers ('float16', 'float32') float32 float32
         exp full rule ('float32',) float32 float32
         >>> report.summary()["matmul_flops"]
-        1.0
+        {'float16': 1.0}
     """
     if hasattr(fun, "autocast_of"):
         if options or dtype != "float16":

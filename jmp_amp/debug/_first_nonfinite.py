@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import flat_call, open_jaxpr, split_arrays, trace
 from jmp_amp.debug._arguments import check_callable, check_concrete
 from jmp_amp.debug._cell import cell_of
@@ -67,7 +68,8 @@ def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         flat, arrays = flat_call(fun, args, kwargs)
-        program = trace(flat, arrays)
+        with emulated():
+            program = trace(flat, arrays)
         _, consts = open_jaxpr(program)
         check_concrete(
             [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"

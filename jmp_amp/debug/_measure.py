@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import split_arrays
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import cast_floating
@@ -57,6 +58,7 @@ def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has
     return evaluate
 
 
+@emulated()  # the tools measure what float8 does, on every machine
 def measure(
     fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], loss_scale: float | None = None, **options: Any
 ) -> Measurement:

@@ -69,4 +69,6 @@ def _by_key(rows: Iterable[OpSite]) -> dict[Any, OpSite]:
 
 
 def _format(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{share:.1%} {dtype}" for dtype, share in value.items())
     return f"{value:.1%}" if isinstance(value, float) else str(value)

@@ -36,7 +36,7 @@ class PrecisionReport:
         >>> [(row.primitive, row.compute) for row in report.select(direction="forward").rows]
         [('dot_general', 'float16'), ('exp', 'float32')]
         >>> report.summary()["matmul_flops"]
-        1.0
+        {'float16': 1.0}
     """
 
     rows: tuple[OpSite, ...]
@@ -49,14 +49,14 @@ class PrecisionReport:
         """Returns the summary of the report.
 
         Returns:
-            A dict with `dtype`; `matmul_flops`, the low-precision share of the FLOPs of products and convolutions,
-            including the backward pass; `activation_bytes`, the low-precision share of the bytes of the residuals,
-            before XLA rematerializes any (None without a backward pass); `casts`; and `unknown`, the names of the
-            primitives without a rule. Low precision means less than 32 bits.
+            A dict with `dtype`; `matmul_flops`, the shares of the FLOPs of products and convolutions by compute dtype,
+            including the backward pass, where `"float8"` counts all float8 dtypes; `activation_bytes`, the share of
+            dtypes of less than 32 bits in the bytes of the residuals, before XLA rematerializes any (None without a
+            backward pass); `casts`; and `unknown`, the names of the primitives without a rule.
         """
         return {
             "dtype": self.dtype,
-            "matmul_flops": _low_precision_share((row.compute, row.flops) for row in self.rows),
+            "matmul_flops": _shares((row.compute, row.flops) for row in self.rows),
             "activation_bytes": None if self.kept is None else _low_precision_share(self.kept.items()),
             "casts": self.casts,
             "unknown": sorted({row.primitive for row in self.rows if row.why == "unknown"}),
@@ -130,6 +130,14 @@ class PrecisionReport:
             head = "".join(f"<th>{column}</th>" for column in COLUMNS)
             parts.append(f"<details><summary>{html.escape(title)}</summary><table>{head}{cells}</table></details>")
         return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in notes(self.rows, self.rows))])
+
+
+def _shares(sizes: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """Returns the share of each dtype in the sum of sizes, the largest first."""
+    total: Counter[str] = Counter()
+    for dtype, size in sizes:
+        total["float8" if dtype.startswith("float8") else dtype] += size
+    return {dtype: size / total.total() for dtype, size in total.most_common() if size}
 
 
 def _low_precision_share(sizes: Iterable[tuple[str, int]]) -> float:

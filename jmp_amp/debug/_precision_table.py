@@ -9,14 +9,20 @@ from jmp_amp._autocast import REASONS, OpSite
 
 COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+_SHORT_DTYPES |= {"float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"}
 
 
 def headline(summary: dict[str, Any]) -> str:
     """Returns a summary of a `PrecisionReport` as one line."""
+    flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in summary["matmul_flops"].items())
     share = summary["activation_bytes"]
-    saved = "JAX cannot differentiate it" if share is None else f"{share:.0%} of the bytes saved for the backward pass"
+    saved = (
+        "JAX cannot differentiate it"
+        if share is None
+        else f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
+    )
     return (
-        f"In {summary['dtype']}: {summary['matmul_flops']:.0%} of the matmul FLOPs, {saved}. "
+        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}. "
         f"{summary['casts']} casts. Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
     )
 
@@ -53,7 +59,7 @@ def format_modules(modules: Iterable[str]) -> str:
 
 def short_dtype(dtype: str) -> str:
     """Returns `f16` for `float16`, and so on."""
-    return _SHORT_DTYPES.get(dtype, dtype)
+    return " ".join(_SHORT_DTYPES.get(each, each) for each in dtype.split())
 
 
 def _row(sites: list[OpSite]) -> tuple[str, ...]:

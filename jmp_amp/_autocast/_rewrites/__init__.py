@@ -6,14 +6,15 @@ Each file has one rewrite. Its `match` returns a function that evaluates an op, 
 from jmp_amp._autocast._op import Rewrite
 from jmp_amp._autocast._rewrites import (
     _broadcast_bias,
+    _float8_product,
     _float32_weight_grad,
     _gather_low,
-    _product_in_format,
     _take_label_logit,
 )
 from jmp_amp._autocast._rewrites._decided import Decided
+from jmp_amp._autocast._rewrites._float8_product import Float8Product, why_not_float8
 
-_REWRITES = (_take_label_logit, _gather_low, _product_in_format, _float32_weight_grad, _broadcast_bias)
+_REWRITES = (_take_label_logit, _gather_low, _float8_product, _float32_weight_grad, _broadcast_bias)
 
 
 def rewrite_of(decided: Decided) -> Rewrite | None:
@@ -21,4 +22,4 @@ def rewrite_of(decided: Decided) -> Rewrite | None:
     return next((run for rewrite in _REWRITES if (run := rewrite.match(decided)) is not None), None)
 
 
-__all__ = ["Decided", "rewrite_of"]
+__all__ = ["Decided", "Float8Product", "rewrite_of", "why_not_float8"]

@@ -19,6 +19,7 @@ class Decided(NamedTuple):
         reads_full: whether its results are read in float32 only, so that it is evaluated in float32.
         dtypes: the dtypes of its operands, cast or not.
         casts: the dtypes that its operands are cast to by each use of its own; None for all others.
+        are_inputs: whether each operand is an input of the program, moved or not.
         weight_grad_dtype: the argument of `autocast`.
     """
 
@@ -28,4 +29,5 @@ class Decided(NamedTuple):
     reads_full: bool
     dtypes: tuple[Any, ...]
     casts: tuple[Any, ...]
+    are_inputs: tuple[bool, ...]
     weight_grad_dtype: np.dtype | None

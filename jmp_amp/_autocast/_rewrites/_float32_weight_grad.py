@@ -20,7 +20,7 @@ from jmp_amp._autocast._rule import OpClass
 
 def match(decided: Decided) -> Rewrite | None:
     """Matches a low-precision product with a weight, where the user asks for float32 weight gradients."""
-    is_product = decided.rule.op_class is OpClass.LOWER and decided.format.operands in decided.casts
+    is_product = decided.rule.op_class is OpClass.LOWER and decided.format.dtype in decided.casts
     return _run if is_product and decided.weight_grad_dtype == FLOAT32 else None
 
 

@@ -23,7 +23,7 @@ def match(decided: Decided) -> Rewrite | None:
     eqn = decided.eqn
     if eqn.primitive.name != "gather" or not (decided.rule.moves and decided.format.is_low):
         return None
-    is_low = dtype_of(eqn.invars[0]) == jnp.float32 and decided.dtypes[0] == decided.format.results
+    is_low = dtype_of(eqn.invars[0]) == jnp.float32 and decided.dtypes[0] == decided.format.dtype
     return _run if is_low and not is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else None
 
 
