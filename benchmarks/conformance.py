@@ -44,6 +44,7 @@ LIBRARIES = ("jmp_amp", *ENVIRONMENTS, "flax dtype=")
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 SENSITIVE = {"exp", "exp2", "expm1", "log", "log1p", "rsqrt", "pow", "cumsum", "cumlogsumexp", "erf_inv", "reduce_sum"}
 LOW = (jnp.float16, jnp.bfloat16)
+TOLERANCE = 0.02
 QUESTIONS = {  # and what a table says where the answer is no
     "runs, and its gradient": "raises",
     "products in 16 bits": "products float32",
@@ -164,7 +165,7 @@ def scaled_gradient(fun, args):
 def far(got, want):
     got, want = (np.concatenate([np.ravel(np.asarray(x, np.complex128)) for x in floats(t)]) for t in (got, want))
     seen = np.isfinite(want)
-    return np.linalg.norm((got - want)[seen]) > 0.02 * np.linalg.norm(want[seen])
+    return np.linalg.norm((got - want)[seen]) > TOLERANCE * np.linalg.norm(want[seen])
 
 
 def finite_where(got, want):

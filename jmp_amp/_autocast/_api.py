@@ -71,7 +71,9 @@ def autocast(
         fun: a function of pytrees that JAX can trace. Arrays among the arguments are traced; all other leaves (Python
             numbers, strings, None, static fields) are passed on as they are. Flax NNX modules, among the arguments or
             as `fun`, are updated in place, as without autocast. Leave it out to use `autocast` as a decorator.
-        dtype: `"float16"`, `"bfloat16"`, or `"float32"`, which returns `fun` as it is.
+        dtype: `"float16"`, `"bfloat16"`, or `"float32"`, which returns `fun` as it is. `"float8"` is bfloat16 in which
+            large products with a weight (an input of `fun`) read float8 operands, each with a scale of its own; also
+            `"float8_bfloat16"` and `"float8_float16"`. Devices without float8 units run the base dtype and warn.
         policy: a `Policy` or its name, instead of `dtype`. Ops compute in its `compute_dtype`, and floating results are
             cast to its `output_dtype`. If its `param_dtype` is float16 or bfloat16, arguments of that dtype are
             parameters: `fun` is traced as if they were float32, and each op casts them to its own dtype.
@@ -95,7 +97,7 @@ def autocast(
 
     Raises:
         TypeError: `fun` is not callable, or a rule is for neither a primitive nor a string.
-        ValueError: `dtype` is not one of the three, or the value of a rule is not a dtype or a class that its primitive
+        ValueError: `dtype` is not one of these, or the value of a rule is not a dtype or a class that its primitive
             can have. A pattern that matches no scope warns and lists the scopes.
 
     Examples:

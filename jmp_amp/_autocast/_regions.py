@@ -23,8 +23,8 @@ def precision(dtype: Any) -> Mark:
     Outside `autocast` it has no effect. Regions nest, and the innermost counts, in the backward pass too.
 
     Args:
-        dtype: `"float16"`, `"bfloat16"` or `"float32"`, or the dtype. With float32 every op of the region runs in the
-            dtypes that it was traced in.
+        dtype: as for `autocast`, or the dtype. With float32 every op of the region runs in the dtypes that it was
+            traced in. With `"float8"` products with a weight are float8 at every size.
 
     Raises:
         ValueError: another dtype.

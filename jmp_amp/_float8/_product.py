@@ -60,10 +60,12 @@ def float8_dot(
         base: the dtype of the product on devices without float8 units.
         operands: the float8 dtypes that `lhs` and `rhs` are cast to.
         cotangents: the float8 dtype of the cotangent of the result.
-        **params: the parameters of `lax.dot_general_p`. `preferred_element_type` is the dtype of the result. With
-            `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast accumulation").
+        **params: the parameters of `lax.dot_general_p`. `preferred_element_type` is the dtype of the result; None is
+            `base`. With `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast
+            accumulation").
     """
     is_emulated = _is_emulated.get() or bool(os.environ.get(EMULATE))
+    params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
     return _float8_dot_p.bind(
         lhs, rhs, base=base, operands=operands, cotangents=cotangents, emulated=is_emulated, **params
     )

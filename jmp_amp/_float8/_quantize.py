@@ -42,7 +42,7 @@ def _exponent(x: Any) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """Returns a power of two as a float32; 0, a subnormal number or infinity outside the range of normal numbers."""
+    """Returns a power of two as a float32; where that is below 2^-126, a device may return 0."""
     half = exponent >> 1
     return _normal_power(half) * _normal_power(exponent - half)
 

@@ -27,12 +27,12 @@ def suggest_rules(
     transform: Callable = floating_value_and_grad,
     **options: Any,
 ) -> Callable[..., Suggestion]:
-    """Returns a function that finds a minimal set of `"full"` rules with which the gradient of `fun` is accurate.
+    """Returns a function that finds a minimal set of rules with which the gradient of `fun` is accurate.
 
-    Each rule selects a named scope (a Flax or Haiku module) or a primitive. The search starts with a rule for every
-    scope and primitive and removes as many rules as it can, the most expensive first and in halves. It finds one
-    sensitive part among n in about 2 log2(n) trials, and also finds parts that only matter together. Each trial
-    compiles the gradient once.
+    The rules are `"full"`. For float8, rules that name the base dtype are tried first. Each rule selects a named scope
+    (a Flax or Haiku module) or a primitive. The search starts with a rule for every scope and primitive and removes as
+    many rules as it can, the most expensive first and in halves. It finds one sensitive part among n in about 2 log2(n)
+    trials, and also finds parts that only matter together. Each trial compiles the gradient once.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -85,25 +85,31 @@ def suggest_rules(
         exact = measure_reference(fun, args, kwargs, "float32", **grad_options).all_grads
 
         @functools.cache
-        def error(keys: frozenset[Any]) -> float:
-            low = autocast(fun, dtype, rules=dict.fromkeys(keys, "full"), **options)
+        def error(keys: frozenset[Any], value: str) -> float:
+            low = autocast(fun, dtype, rules=dict.fromkeys(keys, value), **options)
             measured = measure(low, args, kwargs, loss_scale, **grad_options)
             return relative_error(measured.all_grads, exact) if measured.is_finite else math.inf
 
-        error_before, error_floor = error(frozenset()), math.nan
+        form, value = parse_format(dtype), "full"
+        error_before, error_floor = error(frozenset(), value), math.nan
         keys: list[Any] = []
         sites: list[OpSite] = []
         if error_before > tol:
             rows = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
             sites = [site for site in rows if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
-            keys, error_floor = _search(sites, error, tol)
+            of_float8 = [site for site in sites if site.compute.startswith("float8") and site.module]
+            # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
+            patterns = frozenset(site.module for site in of_float8)
+            if of_float8 and error(patterns, form.dtype.name) <= tol:
+                sites, value = [site._replace(primitive="") for site in of_float8], form.dtype.name
+            keys, error_floor = _search(sites, lambda keys: error(keys, value), tol)
         total = max(sum(site.flops for site in sites), 1)
-        suggested = [SuggestedRule(k, error(frozenset(keys) - {k}), _cost(k, sites)[0] / total) for k in keys]
-        error_after, trials = error(frozenset(keys)), error.cache_info().misses
+        suggested = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / total) for k in keys]
+        error_after, trials = error(frozenset(keys), value), error.cache_info().misses
         report = SuggestionReport(
-            tuple(suggested), parse_format(dtype).name, tol, error_before, error_after, error_floor, trials
+            tuple(suggested), form.name, tol, error_before, error_after, error_floor, trials, value
         )
-        return Suggestion(dict.fromkeys(keys, "full"), report)
+        return Suggestion(dict.fromkeys(keys, value), report)
 
     return suggest
 

@@ -12,9 +12,9 @@ class SuggestedRule(NamedTuple):
     """A suggested rule, its effect and its cost.
 
     Attributes:
-        key: a pattern of named scopes, or a primitive; its value in `rules` is `"full"`.
+        key: a pattern of named scopes, or a primitive.
         error_without: the gradient error with all suggested rules but this one.
-        flops: the share of the FLOPs of products and convolutions in the forward pass that the rule moves to float32.
+        flops: the share of the FLOPs of products and convolutions in the forward pass that the rule selects.
     """
 
     key: Any
@@ -37,6 +37,7 @@ class SuggestionReport:
         error: the gradient error with the suggested rules.
         error_floor: the gradient error with a rule for every module and primitive; NaN if `error_before` meets `tol`.
         trials: the number of sets of rules that were tried; each compiles once.
+        value: the value of all suggested rules: `"full"`, or the base dtype of a float8 format.
     """
 
     rows: tuple[SuggestedRule, ...]
@@ -46,6 +47,7 @@ class SuggestionReport:
     error: float
     error_floor: float
     trials: int
+    value: str = "full"
 
     @property
     def met(self) -> bool:
@@ -59,7 +61,7 @@ class SuggestionReport:
         lines = [head]
         if self.rows:
             cells = [(f"{row.key}", f"{row.error_without:.1e}", format_percent(row.flops)) for row in self.rows]
-            lines.append(format_table([("full", "without it", "FLOPs in float32"), *cells]))
+            lines.append(format_table([(self.value, "without it", "FLOPs"), *cells]))
         if not self.met:
             lines.append(
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "

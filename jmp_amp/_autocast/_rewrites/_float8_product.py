@@ -19,7 +19,7 @@ from jmp_amp._jaxpr import shape_of
 def match(decided: Decided) -> Rewrite | None:
     """Matches a product that gains by float8."""
     form = decided.format
-    is_product = decided.rule.op_class is OpClass.LOWER and form.dtype in decided.dtypes
+    is_product = decided.rule.op_class is OpClass.LOWER and all(dtype == form.dtype for dtype in decided.dtypes)
     if form.float8 is None or not is_product or why_not_float8(decided.eqn, decided.are_inputs, form.float8):
         return None
     return Float8Product(form.dtype, form.float8)

@@ -1,0 +1,499 @@
+"""Products on float8 operands: their scales, their derivatives, and the devices that have no units for them."""
+
+import functools
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import dtypes, equations
+
+import jmp_amp as amp
+from jmp_amp._autocast._format import FORMATS
+from jmp_amp._float8 import PRIMITIVE
+from jmp_amp._float8._product import EMULATE, float8_dot
+from jmp_amp._float8._quantize import quantize
+
+pytestmark = pytest.mark.usefixtures("users_code")
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+EVERYWHERE = {"*": "float8"}  # products of every size
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setenv(EMULATE, "1")
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def loss_fn(params, x):
+    return jnp.mean((jax.nn.gelu(x @ params["w"]) @ params["v"]) ** 2)
+
+
+PARAMS = {"w": normal(64, 48, seed=1, scale=0.1), "v": normal(48, 32, seed=2, scale=0.1)}
+X = normal(32, 64)
+
+
+def float8(fun, **options):
+    return amp.autocast(fun, "float8", rules=EVERYWHERE, **options)
+
+
+def error(got, want):
+    got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def used(fun, *args):
+    return [eqn for eqn in equations(fun, *args) if eqn.primitive.name == PRIMITIVE]
+
+
+# Scales.
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("largest", [1.0, 1.75, 1.7500001, 448.0, 3e38, 2.0**-100, 2.0**-110, 0.3])
+def test_a_scale_is_a_power_of_two_that_uses_the_range(dtype, largest):
+    x = jnp.array([[largest, -largest / 2], [0.0, largest / 3]])
+    low, exponent = jax.jit(functools.partial(quantize, dtype=dtype))(x)
+    scaled = np.float64(low)
+    limit = float(jnp.finfo(dtype).max)
+    assert limit / 2 <= np.abs(scaled).max() <= limit
+    np.testing.assert_allclose(scaled, np.float64(x) * 2.0 ** int(exponent), rtol=2.0**-3)
+    assert np.isfinite(scaled).all()
+
+
+@pytest.mark.parametrize("x", [jnp.zeros((2, 2)), jnp.full((2, 2), 1e-40), jnp.full((2, 2), 2.0**-126)])
+def test_zero_and_the_smallest_arrays_stay_finite(x):
+    low, _ = quantize(x, E4M3)
+    assert np.isfinite(np.float64(low)).all()
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_no_infinity_becomes_a_finite_number(dtype, bad):
+    low, _ = jax.jit(functools.partial(quantize, dtype=dtype))(jnp.ones((4, 4)).at[1, 2].set(bad))
+    assert np.isnan(np.float64(low)).all()
+
+
+# Products.
+
+
+def exact(x, y, contracting, dtypes=(E4M3, E4M3)):
+    """The float64 product of the quantised operands."""
+    (x, i), (y, j) = quantize(x, dtypes[0]), quantize(y, dtypes[1])
+    return np.tensordot(np.float64(x), np.float64(y), contracting) * 2.0 ** -(int(i) + int(j))
+
+
+def dot(x, y, contracting, dtype=jnp.float32, base=jnp.bfloat16):
+    params = {
+        "dimension_numbers": (tuple((i,) for i in contracting), ((), ())),
+        "precision": None,
+        "out_sharding": None,
+    }
+    return float8_dot(x, y, base, (E4M3, E4M3), E5M2, preferred_element_type=jnp.dtype(dtype), **params)
+
+
+@pytest.mark.parametrize("contracting", [(1, 0), (0, 0), (1, 1), (0, 1)])
+@pytest.mark.parametrize("scales", [(1, 1), (2.0**100, 2.0**-100), (2.0**-50, 2.0**-50), (2.0**40, 1)])
+def test_a_product_is_that_of_the_quantised_operands(contracting, scales):
+    x, y = (scale * normal(32, 32, seed=i) for i, scale in enumerate(scales))
+    np.testing.assert_allclose(dot(x, y, contracting), exact(x, y, contracting), rtol=1e-5, atol=1e-6 * np.prod(scales))
+    low = dot(x, y, contracting, jnp.bfloat16)
+    np.testing.assert_allclose(np.float64(low), exact(x, y, contracting), rtol=2.0**-8, atol=1e-2 * np.prod(scales))
+
+
+def test_a_gradient_is_a_product_of_the_quantised_cotangent():
+    x, y, cotangent = normal(32, 64), normal(64, 48, seed=1), normal(32, 48, seed=2)
+    _, pull = jax.vjp(lambda x, y: dot(x, y, (1, 0)), x, y)
+    grads = pull(cotangent)
+    assert [grad.dtype for grad in grads] == [jnp.float32] * 2
+    want = exact(cotangent, y, (1, 1), (E5M2, E4M3)), exact(x, cotangent, (0, 0), (E4M3, E5M2))
+    for got, expected in zip(grads, want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_huge_element_does_not_make_the_others_wrong():
+    x = normal(32, 64).at[3, 5].set(1e4)
+    got, want = dot(x, PARAMS["w"], (1, 0)), x @ PARAMS["w"]
+    assert error(got[3], want[3]) < 0.1
+    assert np.isfinite(got).all()
+
+
+def test_with_a_float16_base_the_scaled_product_may_exceed_float16():
+    x, y = jnp.full((16, 1024), 1.5), jnp.full((1024, 16), 2.0)  # 1024 * 384 * 256 before it is scaled back
+    low = dot(x, y, (1, 0), jnp.float16, jnp.float16)
+    assert low.dtype == jnp.float16
+    assert (low == 3072).all()
+
+
+# Autocast.
+
+
+def test_products_with_a_weight_read_float8_and_weight_gradients_are_float32():
+    grads = jax.grad(float8(loss_fn))
+    products = [(*eqn.params["operands"], eqn.outvars[0].aval.dtype) for eqn in used(grads, PARAMS, X)]
+    base, full = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    forward, weight, activation = (E4M3, E4M3, base), (E4M3, E5M2, full), (E5M2, E4M3, base)
+    assert Counter(products) == {forward: 2, weight: 2, activation: 1}
+    assert dtypes(grads, PARAMS, X, primitive="dot_general") == []
+
+
+def test_agrees_with_float32():
+    assert error(float8(loss_fn)(PARAMS, X), loss_fn(PARAMS, X)) < 0.02
+    got = jax.grad(float8(loss_fn))(PARAMS, X)
+    assert error(got, jax.grad(loss_fn)(PARAMS, X)) < 0.12
+    assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("base", ["float8_bfloat16", "float8_float16"])
+def test_the_base_dtype_is_that_of_all_other_ops(base):
+    low = amp.autocast(loss_fn, base, rules={"*": base})
+    name = base.removeprefix("float8_")
+    assert {row.split(" -> ")[1] for row in dtypes(low, PARAMS, X, primitive="tanh")} == {name}
+    assert used(low, PARAMS, X)[0].params["base"] == name
+
+
+@pytest.mark.parametrize("exponent", [-20, -3, 1, 20])
+def test_gradients_do_not_depend_on_the_loss_scale(exponent):
+    grads = jax.jit(lambda scale: jax.grad(lambda p: scale * float8(loss_fn)(p, X))(PARAMS))
+    one, scaled = grads(1.0), grads(2.0**exponent)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a * 2.0**exponent, b), one, scaled)
+
+
+def mixed(params, x):
+    h = jax.nn.relu(x @ params["w"])
+    scores = jax.nn.softmax(jnp.einsum("qd,kd->qk", h, h))
+    kernel = params["k"]
+    return scores @ h, jax.lax.conv(x[None, None], kernel, (1, 1), "SAME"), x @ params["odd"]
+
+
+def test_other_products_are_those_of_bfloat16_bit_for_bit():
+    params = PARAMS | {"k": normal(2, 1, 3, 3, seed=3), "odd": normal(64, 17, seed=4)}
+    rules = {"first": "bfloat16"}
+
+    def program(params, x):
+        with jax.named_scope("first"):
+            first = x @ params["w"]
+        return first, *mixed(params | {"w": params["w"][:, :17]}, x)
+
+    low = amp.autocast(program, "float8", rules=EVERYWHERE | rules)
+    assert used(low, params, X) == []
+    jax.tree.map(np.testing.assert_array_equal, low(params, X), amp.autocast(program, "bfloat16")(params, X))
+
+
+# Which products.
+
+STRUCT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+
+def why(fun, *shapes, **options):
+    rows = amp.explain(fun, **{"dtype": "float8"} | options)(*map(STRUCT, shapes)).select(direction="forward").rows
+    return [(row.why, row.compute) for row in rows if row.primitive in ("dot_general", "conv_general_dilated")]
+
+
+@pytest.mark.parametrize(
+    ("reason", "x", "w"),
+    [
+        ("rule", (512, 2048), (2048, 2048)),
+        ("rule", (4, 128, 1024), (1024, 4096)),
+        ("size", (512, 768), (768, 768)),
+        ("size", (512, 1024), (1024, 1024)),
+        ("size", (512, 512), (512, 16384)),
+        ("size", (16, 4096), (4096, 4096)),
+        ("multiple", (512, 4096), (4096, 50257)),
+        ("multiple", (1000, 4096), (4096, 4096)),
+    ],
+)
+def test_a_product_is_float8_if_it_gains(reason, x, w):
+    assert why(lambda w, x: jnp.tanh(x) @ w, w, x) == [(reason, "float8_e4m3fn" if reason == "rule" else "bfloat16")]
+
+
+def test_a_product_of_activations_is_not_float8():
+    assert why(lambda x: jnp.tanh(x) @ jnp.cos(x), (2048, 2048)) == [("no weight", "bfloat16")]
+    assert why(lambda x, w: jnp.einsum("bij,bjk->bik", x, w), *[(4, 2048, 2048)] * 2) == [
+        ("no matrix product", "bfloat16")
+    ]
+    shapes = (16, 64, 32, 32), (64, 64, 3, 3)
+    assert why(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"), *shapes) == [("no matrix product", "bfloat16")]
+
+
+def test_a_rule_or_a_region_that_names_float8_holds_at_every_size():
+    def program(w, x):
+        with jax.named_scope("mlp"):
+            x = x @ w
+        with amp.precision("float8"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return x @ w
+
+    shapes = (64, 64), (32, 64)
+    low, base = "float8_e4m3fn", "bfloat16"
+    assert why(program, *shapes) == [("size", base), ("region", low), ("size", base)]
+    assert why(program, *shapes, dtype=base, rules={"mlp": "float8"}) == [
+        ("pattern", low),
+        ("region", low),
+        ("rule", base),
+    ]
+    rules = EVERYWHERE | {"head": base}
+    assert why(program, *shapes, rules=rules) == [("pattern", low), ("region", low), ("pattern", base)]
+
+
+def test_explain_gives_the_flops_of_each_format():
+    def program(w, v, x):
+        return (x @ w) @ v
+
+    summary = amp.explain(program, "float8")(*map(STRUCT, [(2048, 2048), (2048, 1024 + 1), (512, 2048)])).summary()
+    assert summary["dtype"] == "float8"
+    assert summary["matmul_flops"] == pytest.approx({"float8": 2048 / 3073, "bfloat16": 1025 / 3073})
+    backward = amp.explain(float8(loss_fn))(PARAMS, X).select(direction="backward", primitive=PRIMITIVE).rows
+    assert {row.compute for row in backward} == {"float8_e5m2 float8_e4m3fn", "float8_e4m3fn float8_e5m2"}
+
+
+# An overflow.
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+@pytest.mark.parametrize("where", ["x", "w", "cotangent"])
+def test_a_step_that_is_not_finite_is_skipped(where, bad):
+    params = PARAMS | {"w": PARAMS["w"].at[0, 0].set(bad)} if where == "w" else PARAMS
+    x = X.at[0, 0].set(bad) if where == "x" else X
+    factor = jnp.ones(32).at[3].set(bad) if where == "cotangent" else jnp.ones(32)
+
+    def loss(params, x):
+        return jnp.mean(factor[:, None] * (jax.nn.gelu(x @ params["w"]) @ params["v"]))
+
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), amp.LossScale.none())
+    state = tx.init(params)
+    scale = amp.get_loss_scale(state)
+    _, grads = jax.jit(amp.value_and_grad(float8(loss), loss_scale=scale))(params, x)
+    updates, state = tx.update(grads, state, params)
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(updates))
+    assert amp.metrics(state)["total_notfinite"] == 1
+
+
+# Transformations.
+
+
+def per_example(params, xs):
+    return jax.vmap(loss_fn, (None, 0))(params, xs).mean()
+
+
+def layers(params, x):
+    def body(x, w):
+        return jnp.tanh(x @ w), None
+
+    return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+
+STACK = normal(3, 64, 64, seed=5, scale=0.2)
+PROGRAMS = {
+    "jvp": (lambda p, x: jax.jvp(lambda p: loss_fn(p, x), (p,), (p,))[1], PARAMS, X),
+    "gradient of a gradient": (
+        lambda p, x: optax.tree.norm(jax.grad(loss_fn)(p, x)),
+        PARAMS,
+        X,
+    ),
+    "Hessian": (
+        lambda v, x: jnp.sum(jax.hessian(lambda v: loss_fn(PARAMS | {"v": v}, x))(v) ** 2),
+        PARAMS["v"][:16, :16],
+        X[:16],
+    ),
+    "vmap": (per_example, PARAMS, jnp.stack([X, X + 1])),
+    "scan": (layers, STACK, X),
+    "scan of a checkpoint": (lambda p, x: jax.checkpoint(layers)(p, x), STACK, X),
+    "checkpoint that saves products": (
+        lambda p, x: jax.checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable)(p, x),
+        PARAMS,
+        X,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "Hessian"])
+def test_transformations_inside_and_outside(name):
+    fun, params, x = PROGRAMS[name]
+    low = float8(fun)
+    assert used(low, params, x)
+    assert error(low(params, x), fun(params, x)) < 0.1
+    assert error(jax.jit(jax.grad(low))(params, x), jax.grad(fun)(params, x)) < 0.2
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
+def test_derivatives_of_every_order(derivative):
+    def fun(v):
+        return jnp.tanh(X[:16, :16] @ v).sum()
+
+    v = PARAMS["v"][:16, :16]
+    assert error(derivative(float8(fun))(v), derivative(fun)(v)) < 0.15
+
+
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0), (None, 1), (2, None)])
+@pytest.mark.parametrize("contracting", [(1, 0), (0, 1)])
+def test_vmap_adds_rows_and_batches_of_weights_run_in_the_base_dtype(axes, contracting):
+    x, y = normal(16, 16, 16), normal(16, 16, 16, seed=1)
+    x, y = (a if axis is not None else a[0] for a, axis in zip((x, y), axes, strict=True))
+    batched = jax.vmap(lambda x, y: dot(x, y, contracting), axes)
+    want = jax.vmap(lambda x, y: jnp.tensordot(x, y, [[i] for i in contracting]), axes)(x, y)
+    assert error(batched(x, y), want) < (0.06 if None in axes else 0.01)
+    assert len(used(batched, x, y)) == (None in axes)
+
+
+def test_shards_scale_by_themselves_or_together():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = normal(128, 64)
+    grads = jax.grad(float8(loss_fn))
+    want = jax.grad(loss_fn)(PARAMS, x)
+
+    def local(params, x):
+        return jax.lax.pmean(grads(params, x), "data")
+
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False))
+    assert error(mapped(PARAMS, x), want) < 0.15
+    sharded = jax.device_put(PARAMS, NamedSharding(mesh, P(None, "data")))
+    got = jax.jit(grads)(sharded, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert error(got, grads(PARAMS, x)) < 0.05
+
+
+def test_a_second_autocast_leaves_float8_products_alone():
+    twice = amp.autocast(jax.grad(float8(loss_fn)), "float16")
+    assert len(used(twice, PARAMS, X)) == 5
+    jax.tree.map(np.testing.assert_array_equal, twice(PARAMS, X), jax.grad(float8(loss_fn))(PARAMS, X))
+
+
+# Devices.
+
+
+@pytest.fixture
+def native(monkeypatch):
+    monkeypatch.delenv(EMULATE)
+
+
+def lowered(platform, kind=None):
+    device = AbstractDevice(device_kind=kind or "", num_cores=1, platform={"cuda": "gpu"}.get(platform, platform))
+    mesh = AbstractMesh((), (), abstract_device=device if kind else None)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(float8(loss_fn)).trace(PARAMS, X).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_a_device_without_float8_units_runs_the_base_dtype_and_says_so(native):
+    with pytest.warns(
+        UserWarning, match=r"cpu has no float8 units, so products run in bfloat16 .* JMP_AMP_EMULATE_FLOAT8=1"
+    ):
+        low = jax.jit(float8(loss_fn))(PARAMS, X)
+    assert low == jax.jit(amp.autocast(loss_fn, "bfloat16"))(PARAMS, X)
+
+
+@pytest.mark.parametrize(
+    "platform_and_kind",
+    [("cuda", "NVIDIA H200"), ("cuda", "NVIDIA L4"), ("cuda", "NVIDIA B200"), ("cuda", None), ("tpu", "TPU7x")],
+)
+def test_other_devices_are_known_when_a_program_is_lowered_for_them(native, platform_and_kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "f8E4M3FN" in lowered(*platform_and_kind)
+
+
+@pytest.mark.parametrize(
+    "platform_and_kind",
+    [("cuda", "NVIDIA A100-SXM4-80GB"), ("cuda", "Tesla T4"), ("tpu", "TPU v5 lite"), ("rocm", "gfx942")],
+)
+def test_devices_before_them_are_named(native, platform_and_kind):
+    platform, kind = platform_and_kind
+    with pytest.warns(UserWarning, match=f"{kind if platform != 'rocm' else 'rocm'} has no float8 units"):
+        assert "f8E" not in lowered(platform, kind)
+
+
+def test_an_exported_program_is_that_of_its_platform(native):
+    fun = jax.jit(float8(loss_fn))
+    assert "f8E4M3FN" in jax.export.export(fun, platforms=["cuda"])(PARAMS, X).mlir_module()
+    with pytest.warns(UserWarning, match="cpu has no float8 units"):
+        assert "f8E" not in jax.export.export(fun, platforms=["cpu"])(PARAMS, X).mlir_module()
+
+
+# Names.
+
+
+def test_a_policy_names_float8():
+    policy = amp.get_policy("mixed_float8")
+    assert (policy.compute_dtype, policy.compute_format) == (jnp.dtype("bfloat16"), "float8_bfloat16")
+    assert amp.get_policy(str(policy)) == policy == amp.Policy("float32", "float8", "float32")
+    assert policy != amp.get_policy("mixed_bfloat16")
+    assert policy.with_output_dtype("bfloat16").float8
+    low = amp.autocast(loss_fn, policy=policy.with_rules(EVERYWHERE))
+    assert low(PARAMS, X) == float8(loss_fn)(PARAMS, X)
+
+
+def test_initialize_takes_float8_without_a_loss_scale():
+    loss, params, tx = amp.initialize(loss_fn, PARAMS, optax.sgd(0.1), "O2", dtype="float8", rules=EVERYWHERE)
+    assert used(loss, params, X)
+    assert params["w"].dtype == jnp.bfloat16
+    assert amp.get_loss_scale(tx.init(params)) == 1
+    assert not FORMATS["float8"].needs_loss_scale
+    assert FORMATS["float8_float16"].needs_loss_scale
+
+
+def test_a_float8_dtype_is_an_error_with_a_cure():
+    with pytest.raises(ValueError, match='got float8_e4m3fn; "float8" chooses among the float8 dtypes'):
+        amp.autocast(loss_fn, jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"autocast computes in float16, bfloat16, float32, float8, .*, got fp8"):
+        amp.autocast(loss_fn, "fp8")
+
+
+# Tools.
+
+
+def test_compare_shows_the_error_of_float8_on_every_machine(monkeypatch):
+    monkeypatch.delenv(EMULATE)
+    options = {"float8": {"dtype": "float8", "rules": EVERYWHERE}}
+    report = amp.debug.compare(loss_fn, {"bfloat16": "bfloat16"} | options)(PARAMS, X)
+    assert 2 * report.gradient["bfloat16"] < report.gradient["float8"] < 0.12
+
+
+def test_suggest_rules_moves_modules_from_float8_to_the_base_dtype(monkeypatch):
+    monkeypatch.setitem(FORMATS, "float8", FORMATS["float8"].at_any_size)
+
+    def loss(params, x):
+        with jax.named_scope("mlp"):
+            x = jnp.tanh(x @ params["w"])
+        with jax.named_scope("head"):
+            return jnp.mean((x @ params["v"]) ** 2)
+
+    rules, report = amp.suggest_rules(loss, "float8")(PARAMS, X, tol=0.02)
+    assert report.met
+    assert set(rules.values()) == {"bfloat16"} == {report.value}
+    assert set(rules) <= {"mlp", "head"}
+
+
+def test_underflow_scales_each_gradient_to_float8():
+    grads = {"small": 2.0**-60 * jnp.array([1.0, 2.0**-10, 2.0**-40]), "large": jnp.array([3e4, 1.0])}
+    report = amp.debug.underflow(grads, dtype="float8")
+    rows = {row.path: row for row in report.rows}
+    assert report.dtype == "float8_e5m2"
+    assert (rows["small"].zero, rows["small"].zero_unscaled) == (pytest.approx(1 / 3), 1.0)
+    assert rows["large"].zero == rows["large"].overflow == 0
+    assert "zero scaled" in str(report)
+    again = amp.debug.underflow(jax.tree.map(lambda x: x * 2.0**10, grads), 2.0**10, dtype="float8")
+    assert [row[:4] for row in again.rows] == [row[:4] for row in report.rows]
+
+
+def test_first_nonfinite_names_a_float8_product(monkeypatch):
+    monkeypatch.delenv(EMULATE)
+    report = amp.debug.first_nonfinite(float8(lambda w, x: x @ w))(jnp.full((64, 48), 1e30), jnp.full((32, 64), 1e30))
+    assert report.primitive == PRIMITIVE
+
+
+def test_a_product_of_complex_numbers_is_not_float8():
+    def fun(w, x):
+        return jnp.real((x + 1j * x) @ w)
+
+    assert used(float8(fun), PARAMS["w"], X) == []
+    jax.tree.map(
+        np.testing.assert_array_equal, float8(fun)(PARAMS["w"], X), amp.autocast(fun, "bfloat16")(PARAMS["w"], X)
+    )
