@@ -345,6 +345,20 @@ def test_vmap_adds_rows_and_batches_of_weights_run_in_the_base_dtype(axes, contr
     assert len(used(batched, x, y)) == (None in axes)
 
 
+@pytest.mark.parametrize(
+    ("policy", "products"), [("dots_saveable", 5), ("dots_with_no_batch_dims_saveable", 5), ("nothing_saveable", 6)]
+)
+def test_a_checkpoint_policy_saves_float8_products_like_others(policy, products):
+    policy = getattr(jax.checkpoint_policies, policy)
+
+    def fun(params, x):
+        return jax.checkpoint(lambda params, x: jax.nn.gelu(x @ params["w"]) @ params["v"], policy=policy)(
+            params, x
+        ).sum()
+
+    assert len(used(jax.grad(float8(fun)), PARAMS, X)) == products
+
+
 def test_shards_scale_by_themselves_or_together():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = normal(128, 64)

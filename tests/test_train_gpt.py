@@ -92,6 +92,18 @@ def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys):
     assert all(name in output for name in runs)
 
 
+def test_float8_trains_in_the_layers_alone(example, tmp_path, monkeypatch):
+    monkeypatch.setenv("JMP_AMP_EMULATE_FLOAT8", "")
+    monkeypatch.delenv("JMP_AMP_EMULATE_FLOAT8")  # the example sets it, until the test ends
+    example.main([*TINY.split(), "--precision", "compare_float8", "--out", str(tmp_path)])
+    runs = read_runs(tmp_path)
+    assert list(runs) == ["float32", "mixed_bfloat16", "float8"]
+    losses = {name: column(rows, "loss") for name, rows in runs.items()}
+    assert (losses["float8"] != losses["mixed_bfloat16"]).all()  # not bfloat16 under another name
+    assert losses["float8"][-1] == pytest.approx(losses["float32"][-1], rel=0.02)
+    assert column(runs["float8"], "loss_scale").tolist() == [1] * 30
+
+
 def press_ctrl_c(example: ModuleType, monkeypatch: pytest.MonkeyPatch, step_fn: Callable, at: int) -> list[int]:
     """While step `at` runs; returns a list that grows by one a step."""
     steps: list[int] = []
@@ -213,7 +225,7 @@ def test_resuming_what_is_not_there_or_another_run_says_what_is_wrong(example, t
         ("--inject-overflow -3", "--inject-overflow: must be positive, got -3"),
         ("--inject-overflow 31", "--inject-overflow: step 31 of 30 never comes"),
         ("--resume", "--resume: needs --checkpoint DIR"),
-        ("--precision float8", "--precision: invalid choice: 'float8'"),
+        ("--precision float4", "--precision: invalid choice: 'float4'"),
         ("--context 9999999", "--context 9999999: there are only"),
     ],
 )

@@ -16,6 +16,7 @@ from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._plan import Plan, Region, Step, with_results
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Origin, Reads, Value, join
+from jmp_amp._float8 import as_products
 from jmp_amp._jaxpr import HIGHER_ORDER, Branches, Call, Loop, bind, dtype_of
 
 Wanted = tuple[Reads, ...]
@@ -41,6 +42,8 @@ def _call(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, wanted: W
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
     """
     entry = HIGHER_ORDER[eqn.primitive.name]
+    if eqn.params.get("policy") is not None:  # of `jax.checkpoint`
+        eqn = eqn.replace(params=eqn.params | {"policy": as_products(eqn.params["policy"])})
     if entry.run is None:
         return _as_traced(planner, eqn, call, values, region)
     plan = planner.plan(call.jaxpr, values, wanted, region)

@@ -71,6 +71,16 @@ def float8_dot(
     )
 
 
+@functools.cache
+def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a policy for `jax.checkpoint` that treats `float8_dot` as `policy` treats `lax.dot_general`."""
+
+    def saves(primitive: Primitive, *args: Any, **params: Any) -> Any:
+        return policy(lax.dot_general_p if primitive is _float8_dot_p else primitive, *args, **params)
+
+    return saves
+
+
 def _in_float8(lhs: jax.Array, rhs: jax.Array, *, operands: tuple[Any, Any], **params: Any) -> jax.Array:
     result = params["preferred_element_type"]
     (x, x_exponent), (y, y_exponent) = quantize(lhs, operands[0]), quantize(rhs, operands[1])
