@@ -163,8 +163,8 @@ def _swapped(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    """Adds the rows of a batch to those of the product. If both operands are batched, it runs in the base dtype."""
-    if None not in axes:
+    """Adds the rows of a batch to those of the product. Otherwise it runs in the base dtype."""
+    if None not in axes or params["out_sharding"] is not None:
         return jax.vmap(functools.partial(_in_base, **params), axes)(*args), 0
     i = int(axes[0] is None)
     contracting, batch = params["dimension_numbers"][0], params["dimension_numbers"][1]
