@@ -1,21 +1,29 @@
-"""Whether float16 and bfloat16 end where float32 does, over seeds, and how the loss scale recovers.
+"""Whether 16 bits and float8 end where float32 does, over seeds, and how the loss scale recovers.
 
     python benchmarks/convergence.py [--steps 120] [--seeds 5] [--out docs/benchmarks/convergence.md]
+    python benchmarks/convergence.py --only float8 [--out docs/benchmarks/convergence.md]    # leaves the rest as it is
 
-Trains the examples, in a quarter of an hour on two CPU cores; needs the extras `demo` and `frameworks`.
+Trains the examples, in half an hour on two CPU cores, half of it for float8; needs the extras `demo` and
+`frameworks`.
 """
 
 import argparse
 import csv
 import importlib
+import itertools
+import os
 import pathlib
 import platform
 import statistics
 import sys
 import tempfile
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from report import report
+
+import jmp_amp as amp
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
@@ -37,6 +45,13 @@ RECOVERIES = {  # options of `train_gpt.py`
     "first scale 2^24, after each 10 clean steps doubled": ("--init-scale", 2.0**24, "--growth-interval", 10),
     "first scale 1, after each 10 clean steps doubled": ("--init-scale", 1.0, "--growth-interval", 10),
 }
+FLOAT8_RUNS = {  # a run of `train_gpt.py`, and whether its products are `product_of_casts`
+    "mixed_bfloat16": ("mixed_bfloat16", False),
+    "float32": ("float32", False),
+    "float8": ("float8", False),
+    "float8, not scaled": ("mixed_bfloat16", True),
+}
+FLOAT8_SIZES = {"steps": 150, "batch": 32, "context": 32, "layers": 2}
 
 NOTES = """
 Scores are means and standard deviations over the seeds, on data that is not trained on; a seed sets initial parameters
@@ -48,24 +63,80 @@ on: with seeds 0 to 2, float32 ends there between 2.78 and 3.10, mixed_float16 b
 """
 
 
+FLOAT8_HEADING = "## Float8"
+FLOAT8_NOTES = """
+`train_gpt.py --layers 2 --batch 32 --context 32`: float8 in the layers, of width 64, computed as a device with float8
+units does (`JMP_AMP_EMULATE_FLOAT8=1`), and no loss scale. Losses are those of 1024 windows that are not trained on,
+the same for each seed. "Not scaled" casts the operands of the same products to float8_e4m3fn and their cotangents to
+float8_e5m2 as they are, and sums in float32.
+"""
+
+
 def scores(name, precision, steps, seeds):
     train = importlib.import_module(name).train
     return [train(precision, steps, seed, lambda **values: None)[EXAMPLES[name]] for seed in range(seeds)]
+
+
+def rows(name, score, runs):
+    """The rows of a table: each run of `(name, scores)`, next to the first."""
+    expected = None
+    for run, found in runs:
+        less = ""
+        if expected:
+            pairs = [a - b for a, b in zip(found, expected, strict=True)]
+            less = f"{statistics.mean(pairs):+.4f} ± {statistics.stdev(pairs) / len(pairs) ** 0.5:.4f}"
+        expected = expected or found
+        mean, spread = statistics.mean(found), statistics.stdev(found)
+        yield f"| {name} | {score} | {run} | {mean:.4f} | {spread:.4f} | {less} |"
 
 
 def convergence(steps, seeds):
     yield f"| {steps} steps, {seeds} seeds | score | run | mean | standard deviation | less float32 |"
     yield "|---|---|---|---|---|---|"
     for name, score in EXAMPLES.items():
-        expected = None
-        for run, precision in RUNS.items():
-            found = scores(name, precision, steps, seeds)
-            expected = expected or found
-            pairs = [a - b for a, b in zip(found, expected, strict=True)]
-            error = statistics.stdev(pairs) / seeds**0.5
-            less = f"{statistics.mean(pairs):+.4f} ± {error:.4f}" if run != "float32" else ""
-            mean, spread = statistics.mean(found), statistics.stdev(found)
-            yield f"| {name} | {score} | {run} | {mean:.4f} | {spread:.4f} | {less} |"
+        yield from rows(name, score, ((run, scores(name, dtype, steps, seeds)) for run, dtype in RUNS.items()))
+
+
+@jax.custom_vjp
+def product_of_casts(x, w):
+    return float32_dot(x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn))
+
+
+def gradients_of_casts(saved, cotangent):
+    x, w = (value.astype(jnp.float8_e4m3fn) for value in saved)
+    cotangent = cotangent.astype(jnp.float8_e5m2)
+    return float32_dot(cotangent, w.T), float32_dot(x.T, cotangent)
+
+
+product_of_casts.defvjp(lambda x, w: (product_of_casts(x, w), (x, w)), gradients_of_casts)
+
+
+def float32_dot(x, y):
+    return jax.lax.dot(x, y, preferred_element_type=jnp.float32)
+
+
+def gpt_loss(precision, casts, config):
+    import data
+    import train_gpt
+
+    text = data.library_text(4_000_000)
+    windows = next(data.windows(text[1], config.context + 1, 1024, seed=0))
+    dense = (lambda p, x: product_of_casts(x, p["w"]) + p["b"]) if casts else train_gpt.dense
+    with mock.patch.object(train_gpt, "dense", dense):
+        params = train_gpt.train(precision, config, text, [], [])
+        return jax.jit(amp.autocast(train_gpt.loss_fn, **train_gpt.RUNS[precision][0]))(params, windows).item()
+
+
+def float8(steps, seeds):
+    import train_gpt
+
+    os.environ["JMP_AMP_EMULATE_FLOAT8"] = "1"
+    sizes = FLOAT8_SIZES | ({"steps": steps} if steps else {})
+    configs = [train_gpt.Config(**sizes, seed=seed) for seed in range(seeds)]
+    yield f"| {sizes['steps']} steps, {seeds} seeds | score | run | mean | standard deviation | less mixed_bfloat16 |"
+    yield "|---|---|---|---|---|---|"
+    runs = ((run, [gpt_loss(*how, config) for config in configs]) for run, how in FLOAT8_RUNS.items())
+    yield from rows("train_gpt", "val_loss", runs)
 
 
 def recovery(steps):
@@ -91,14 +162,28 @@ def table(steps, seeds):
     yield from recovery(steps)
 
 
+def add_float8(head, steps, seeds, out):
+    """Writes the section at the end of the page, in place of the one that is there."""
+    lines = []
+    for line in itertools.chain([FLOAT8_HEADING, "", head, ""], float8(steps, seeds)):
+        print(line, flush=True)
+        lines.append(line)
+    if out:
+        page = out.read_text().partition(FLOAT8_HEADING)[0].rstrip()
+        out.write_text("\n".join([page, "", *lines, FLOAT8_NOTES]))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, help=f"default: 120, and {FLOAT8_SIZES['steps']} for float8")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", choices=["float8"], help="write this section of the page, and leave the others")
     parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
     head = f"By `benchmarks/convergence.py`, on a CPU; Python {platform.python_version()}, JAX {jax.__version__}."
-    report("Where training ends", head, table(options.steps, options.seeds), NOTES, options.out)
+    if not options.only:
+        report("Where training ends", head, table(options.steps or 120, options.seeds), NOTES, options.out)
+    add_float8(head, options.steps, options.seeds, options.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train steps of GPT-2 small and ResNet-50 on one GPU: time and peak memory, next to mixing by hand, and to torch.
+"""Train steps of two GPTs and ResNet-50 on one GPU: time and peak memory, next to mixing by hand, and to torch.
 
     python benchmarks/gpu_training.py [--only GPT] [--out docs/benchmarks/gpu_training.md]
     python benchmarks/gpu_training.py --tiny         # the programs alone, on any machine
@@ -15,17 +15,32 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 
 from report import report
 
-MODELS = {  # case, what is counted, and a size for a trial on any machine
+MODELS = {  # case, what is counted and how many, sizes, and sizes for a trial on any machine
     "GPT-2 small": (
         "gpt_case",
         "tokens",
         8 * 1024,
+        {},
         {"layers": 1, "batch": 2, "length": 16, "dim": 32, "heads": 2, "vocab": 64},
     ),
-    "ResNet-50": ("resnet_case", "images", 64, {"batch": 2, "size": 32, "blocks": (1, 1), "width": 8, "classes": 10}),
+    "GPT, width 2048": (  # large enough for float8, which takes multiples of 16
+        "gpt_case",
+        "tokens",
+        8 * 1024,
+        {"layers": 8, "dim": 2048, "heads": 16, "vocab": 50304},
+        {"layers": 1, "batch": 4, "length": 128, "dim": 1024, "heads": 8, "vocab": 64},
+    ),
+    "ResNet-50": (
+        "resnet_case",
+        "images",
+        64,
+        {},
+        {"batch": 2, "size": 32, "blocks": (1, 1), "width": 8, "classes": 10},
+    ),
 }
 VARIANTS = {  # what is trained, and the precision of float32 products
     "float32, TF32 off": ("float32", "highest"),
@@ -34,6 +49,7 @@ VARIANTS = {  # what is trained, and the precision of float32 products
     "cast whole (jmp, mpx), float16": ("jmp", "tensorfloat32"),
     "jmp_amp, float16": ("autocast float16", "tensorfloat32"),
     "jmp_amp, bfloat16": ("autocast bfloat16", "tensorfloat32"),
+    "jmp_amp, float8": ("autocast float8", "default"),  # the precision of float8 products, too
     'jmp_amp, float16, implementation="mosaic_gpu"': ("autocast float16 mosaic_gpu", "tensorfloat32"),
     "torch, float32, TF32 off": ("torch float32", ""),
     "torch, float16": ("torch float16", ""),
@@ -47,7 +63,8 @@ NOTES = """
 A step is loss, gradients, unscale, check, AdamW, with donated state; the median of {repeats} blocks of {steps} steps,
 after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and activations in float16, norms, softmax
 and loss in float32, under the same loss scale. Torch trains the same models, `autocast` and `GradScaler` with fused
-AdamW, its attention by `scaled_dot_product_attention`. Peak memory is what each framework's allocator counts.
+AdamW, its attention by `scaled_dot_product_attention`. Peak memory is what each framework's allocator counts. With
+float8, GPT-2 small and ResNet-50 are the same as with bfloat16: none of their products is large enough to gain.
 """
 
 
@@ -67,7 +84,7 @@ def jax_step(case, sizes, what):
         loss_fn = amp.autocast(loss_fn, dtype)
     if kind == "jmp":
         loss_fn = models.cast_whole(loss_fn)
-    rule = amp.LossScale.none() if kind == "float32" or dtype == "bfloat16" else amp.LossScale()
+    rule = amp.LossScale.none() if kind == "float32" or dtype in ("bfloat16", "float8") else amp.LossScale()
     tx = amp.dynamic_loss_scale(optax.adamw(1e-4), rule, implementation=implementation or None)
     params, *batch = (random_arrays(tree, seed) for seed, tree in enumerate(shapes))
 
@@ -102,17 +119,20 @@ def random_arrays(tree, seed):
 
 def measure(model, variant, tiny):
     """Seconds a step, and peak bytes, as a dictionary."""
-    case, _, _, small = MODELS[model]
+    case, _, _, full, small = MODELS[model]
+    sizes = small if tiny else full
     what, precision = VARIANTS[variant]
+    if not tiny:
+        warnings.filterwarnings("error", ".* has no float8 units")  # the row would be one of bfloat16
     if what.startswith("torch"):
         import torch_models
 
-        step, wait, peak = torch_models.train_step(case, small if tiny else {}, what)
+        step, wait, peak = torch_models.train_step(case, sizes, what)
     else:
         os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = precision
         import jax
 
-        step, wait = jax_step(case, small if tiny else {}, what)
+        step, wait = jax_step(case, sizes, what)
 
         def peak():
             return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
@@ -134,14 +154,14 @@ def in_a_process(model, variant, tiny):
     command = [sys.executable, __file__, "--measure", model, variant, *(["--tiny"] if tiny else [])]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
-        errors = [line for line in run.stderr.splitlines() if "Error" in line]
+        errors = [line for line in run.stderr.splitlines() if "Error" in line or "Warning: " in line]
         return (errors or ["failed"])[-1][:100]
     return json.loads(run.stdout.splitlines()[-1])
 
 
 def table(models, tiny):
     for model in models:
-        _, unit, count, _ = MODELS[model]
+        _, unit, count, *_ = MODELS[model]
         yield f"| {model} | ms a step | {unit} a second | x by hand | peak GB | x by hand |"
         yield "|---|---|---|---|---|---|"
         found = {variant: in_a_process(model, variant, tiny) for variant in VARIANTS}

@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                        # float16, a few minutes on two CPU cores
     python examples/train_gpt.py --precision compare    # float32, float16 without loss scaling, and with it
+    python examples/train_gpt.py --precision float8     # in the layers; a device without float8 units emulates it
     python examples/train_gpt.py --checkpoint DIR       # and the same with --resume, after an interruption
 
 The model holds no cast: `amp.autocast` gives every operation its dtype. Writes `metrics.csv` and `loss.png`.
@@ -14,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -36,12 +38,17 @@ import jmp_amp as amp
 VOCAB, HEADS = 256, 2
 FETCH_EVERY, EVAL_EVERY, EVAL_WINDOWS, SAMPLE_BYTES = 5, 20, 64, 320
 RUNS = {  # what autocast gets, and how the curve is drawn
-    "float32": ("float32", {"color": "0.7", "lw": 5}),
-    "float16_unscaled": ("float16", {"color": "C1"}),
-    "mixed_float16": ("float16", {"color": "C0"}),
-    "mixed_bfloat16": ("bfloat16", {"color": "C2"}),
+    "float32": ({"dtype": "float32"}, {"color": "0.7", "lw": 5}),
+    "float16_unscaled": ({"dtype": "float16"}, {"color": "C1"}),
+    "mixed_float16": ({"dtype": "float16"}, {"color": "C0"}),
+    "mixed_bfloat16": ({"dtype": "bfloat16"}, {"color": "C2"}),
+    # In the layers, and at any size; the head stays bfloat16.
+    "float8": ({"dtype": "bfloat16", "rules": {"layer": "float8"}}, {"color": "C4"}),
 }
-COMPARED = ("float32", "float16_unscaled", "mixed_float16")
+COMPARED = {
+    "compare": ("float32", "float16_unscaled", "mixed_float16"),
+    "compare_float8": ("float32", "mixed_bfloat16", "float8"),
+}
 MAY_DIFFER = {"precision", "out", "checkpoint", "resume"}  # in a run that is resumed; a precision has its own folder
 
 Params = dict[str, Any]
@@ -56,12 +63,12 @@ def option(default: Any, text: str, **more: Any) -> Any:
 class Config:
     """The command line, an option a field."""
 
-    precision: str = option("mixed_float16", "what to train in", choices=(*RUNS, "compare"))
+    precision: str = option("mixed_float16", "what to train in", choices=(*RUNS, *COMPARED))
     steps: int = option(300, "optimizer steps")
     batch: int = option(32, "sequences a step")
     context: int = option(256, "bytes a sequence")
     layers: int = option(4, "transformer layers")
-    dim: int = option(64, f"width, a multiple of the {HEADS} heads")
+    dim: int = option(64, f"width, a multiple of the {HEADS} heads, and of 16 for float8")
     lr: float = option(6e-3, "peak learning rate")
     init_scale: float = option(2.0**16, "first loss scale")
     growth_interval: int = option(50, "clean steps after which the loss scale doubles")
@@ -70,6 +77,10 @@ class Config:
     out: str = option("runs/train_gpt", "where metrics.csv and loss.png go")
     checkpoint: str = option("", f"where to save, every {EVAL_EVERY} steps, at the end and at Ctrl-C", metavar="DIR")
     resume: bool = option(False, "go on from the last checkpoint in DIR", action="store_true")
+
+
+def compared(config: Config) -> tuple[str, ...]:
+    return COMPARED.get(config.precision, (config.precision,))
 
 
 def init_params(config: Config) -> Params:
@@ -110,6 +121,7 @@ def attention(p: Params, x: jax.Array) -> jax.Array:
 def gpt(params: Params, tokens: jax.Array) -> jax.Array:
     """The logits `[time, vocab]` for one sequence `[time]`."""
 
+    @jax.named_scope("layer")
     def layer(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         x = x + attention(p, norm(p["norm1"], x))
         return x + dense(p["down"], jax.nn.gelu(dense(p["up"], norm(p["norm2"], x)))), None
@@ -172,7 +184,7 @@ def restore(name: str, config: Config, state: Any, rows: Rows) -> Any:
     folder = Path(config.checkpoint, name).absolute()
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(create=False)) as manager:
         if manager.latest_step() is None:
-            if config.resume and name in (config.precision, COMPARED[0]):
+            if config.resume and name == compared(config)[0]:
                 raise SystemExit(f"--resume: there is no checkpoint in {folder}")
             return state
         if not config.resume:
@@ -201,7 +213,7 @@ def ctrl_c_after_the_step() -> Iterator[list]:
 
 def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, stop: list) -> Params:
     """Returns trained parameters and fills `rows`; waits for the device once in `FETCH_EVERY` steps."""
-    loss, tx = amp.autocast(loss_fn, dtype=RUNS[name][0]), make_optimizer(name, config)
+    loss, tx = amp.autocast(loss_fn, **RUNS[name][0]), make_optimizer(name, config)
     step_fn, evaluate = functools.partial(train_step, loss_fn=loss, tx=tx), jax.jit(loss)
     params = init_params(config)
     opt_state = tx.init(params)
@@ -313,8 +325,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, text, console = parse(argv), data.library_text(4_000_000), Console()
     if config.context >= len(text[1]):
         raise SystemExit(f"--context {config.context}: there are only {len(text[1])} bytes of text to validate on")
-    names = COMPARED if config.precision == "compare" else (config.precision,)
-    runs, params = {name: [] for name in names}, None
+    runs, params = {name: [] for name in compared(config)}, None
+    if "float8" in runs:  # where a device has no float8 units: computes what one with them does, not bfloat16
+        os.environ.setdefault("JMP_AMP_EMULATE_FLOAT8", "1")
     try:
         with ctrl_c_after_the_step() as stop:
             for name, rows in runs.items():

@@ -64,7 +64,7 @@ def float8_dot(
             `base`. With `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast
             accumulation").
     """
-    is_emulated = _is_emulated.get() or bool(os.environ.get(EMULATE))
+    is_emulated = _is_emulated.get() or os.environ.get(EMULATE, "0") not in ("", "0")
     params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
     return _float8_dot_p.bind(
         lhs, rhs, base=base, operands=operands, cotangents=cotangents, emulated=is_emulated, **params
