@@ -11,12 +11,13 @@ version, and `ptxas` (on PATH, under /usr/local/cuda*, or from `pip install nvid
 As a program:  python gpu_aot.py FILE.py:CASE [--devices 8] [--hlo OUT.txt]
     CASE is a function in FILE.py that takes the mesh and returns (fun, args) or (fun, args, jit_kwargs),
     args being jax.ShapeDtypeStruct with shardings (see `struct`).
-As a module:   from gpu_aot import h200_mesh, struct, compile_for, cost, collectives, fused_by_triton
+As a module:   from gpu_aot import h200_mesh, struct, compile_for, cost, collectives, products, fused_by_triton
 """
 
 import argparse
 import collections
 import importlib.util
+import math
 import os
 import re
 
@@ -226,6 +227,36 @@ def _collectives(bodies, name, times):
                 dtype = _ARRAY.search(types[operand]).group(1)
                 handed_in[dtype] += _nbytes(types[operand])
             yield op.removesuffix("-start"), times, dict(handed_in)
+
+
+def products(compiled):
+    """Yields (times, FLOPs of one run, dtypes of the operands) for every matrix product, of Triton or of cuBLAS. The
+    dtypes are those that it multiplies: a cast that is fused into it comes before. In loops they count as in `cost`;
+    those in the branches of a conditional count all."""
+    bodies, entry = _computations(compiled.as_text())
+    yield from _products(bodies, entry, 1)
+
+
+def _products(bodies, name, times):
+    types = {}
+    for line in bodies[name]:
+        if not (m := _INSTRUCTION.match(line)):
+            continue
+        result, types[result], op, rest = m.groups()
+        inner = _called(line) if op in _CONTROL else re.findall(r"calls=(%[\w.\-]+)", line)
+        for body in filter(bodies.__contains__, inner):
+            yield from _products(bodies, body, times * _times(line))
+        if op == "dot" or (op == "custom-call" and "__cublas" in line):
+            lhs, rhs = (_dtype_and_shape(types[operand]) for operand in re.findall(r"%[\w.\-]+", rest)[:2])
+            axes = re.search(r"lhs_contracting_dim\w+\"?[=:]([\[{][\d\",]*)", line).group(1)
+            terms = math.prod(lhs[1][int(axis)] for axis in re.findall(r"\d+", axes))
+            yield times, 2 * terms * math.prod(_dtype_and_shape(types[result])[1]), (lhs[0], rhs[0])
+
+
+def _dtype_and_shape(type_text):
+    """The dtype and the shape of an array, or of the first of a tuple."""
+    dtype, shape = _ARRAY.search(type_text).groups()
+    return dtype, [int(size) for size in filter(None, shape.split(","))]
 
 
 def cost(compiled):

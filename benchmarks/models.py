@@ -107,6 +107,59 @@ def gpt_case(low, layers=12, scan=False, remat=False, batch=8, length=1024, dim=
     return loss_fn, (params, Shape((batch, length + 1), jnp.int32))
 
 
+def rms_norm(scale, x, low):
+    x = full(x, low)
+    return to(x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * scale, low)
+
+
+def rotate(x, low):
+    """Rotates pairs of features of queries or keys by angles that grow with the position (RoPE)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None, None] * 500000.0 ** (-jnp.arange(half) / half)
+    first, second = jnp.split(full(x, low), 2, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return to(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1), low)
+
+
+def llama_layer(p, x, low, heads, kv_heads):
+    batch, length, dim = x.shape
+    h = rms_norm(p["norm1"], x, low)
+    q, k, v = ((h @ to(p[name], low)).reshape(batch, length, -1, dim // heads) for name in "qkv")
+    q = rotate(q, low).reshape(batch, length, kv_heads, heads // kv_heads, -1)
+    scores = full(jnp.einsum("bqgrd,bkgd->bgrqk", q, rotate(k, low)) / (dim // heads) ** 0.5, low)
+    weights = to(jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)), low)
+    x = x + jnp.einsum("bgrqk,bkgd->bqgrd", weights, v).reshape(x.shape) @ to(p["proj"], low)
+    h = rms_norm(p["norm2"], x, low)
+    return x + (jax.nn.silu(h @ to(p["gate"], low)) * (h @ to(p["up"], low))) @ to(p["down"], low)
+
+
+def llama_case(low, layers=1, batch=4, length=2048, dim=4096, hidden=14336, heads=32, kv_heads=8):
+    """Blocks of Llama 3 8B without embeddings: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    kv_dim = dim // heads * kv_heads
+    block = {"norm1": (dim,), "q": (dim, dim), "k": (dim, kv_dim), "v": (dim, kv_dim), "proj": (dim, dim)}
+    block |= {"norm2": (dim,), "gate": (dim, hidden), "up": (dim, hidden), "down": (hidden, dim)}
+    params = [{name: Shape(shape, F32) for name, shape in block.items()}] * layers
+
+    def loss_fn(params, x):
+        x = to(x, low)
+        for p in params:
+            x = llama_layer(p, x, low, heads, kv_heads)
+        return jnp.mean(jnp.square(full(x, low)))
+
+    return loss_fn, (params, Shape((batch, length, dim), F32))
+
+
+def mlp_case(low, tokens=8192, dim=4096, hidden=16384, place=lambda x: x):
+    """Two layers without biases; `place` says where activations are, of a model that is spread over devices."""
+    params = {"up": Shape((dim, hidden), F32), "down": Shape((hidden, dim), F32)}
+
+    def loss_fn(params, x):
+        h = jax.nn.relu(place(to(x, low) @ to(params["up"], low)))
+        return jnp.mean(jnp.square(full(place(h @ to(params["down"], low)), low)))
+
+    return loss_fn, (params, Shape((tokens, dim), F32))
+
+
 def encoder_case(low, layers=6, batch=32, length=256, dim=512, heads=8, vocab=32000, rate=0.1):
     """A Transformer encoder with dropout, that reconstructs its tokens."""
     blocks, last = transformer_shapes(dim, layers, stacked=True)

@@ -1,0 +1,185 @@
+"""What float8 costs on an H200, by the compiler: products in float8, kernels, bytes and memory, beside other libraries.
+
+    python benchmarks/float8.py [--out docs/benchmarks/float8.md]
+
+Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. Flax, Keras and qwix are compared where they are
+installed. All of it takes 10 minutes of CPU time.
+"""
+
+import argparse
+import collections
+import functools
+import pathlib
+
+import gpu_aot  # first: it sets the platform
+import jax
+import jax.numpy as jnp
+from collectives import on_the_wire, spread
+from float8_libraries import DIM, HIDDEN, LIBRARIES, TOKENS
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import gpt_case, llama_case, mlp_case
+from report import report
+
+import jmp_amp as amp
+
+FLAGS = {"default": {}, "no Triton products": {"xla_gpu_enable_triton_gemm": False}}
+GPT = functools.partial(gpt_case, None, layers=4, dim=2048, heads=16, vocab=32000, batch=4, scan=True)
+MODELS = {
+    "Llama, 1 block of width 4096": lambda: llama_case(None),
+    "GPT, 4 layers of width 2048, scanned": GPT,
+    "GPT, scanned, remat": lambda: GPT(remat=True),
+}
+
+SHARDED = {
+    "bfloat16": {"dtype": "bfloat16"},
+    'bfloat16, `weight_grad_dtype="float32"`': {"dtype": "bfloat16", "weight_grad_dtype": "float32"},
+    "float8": {"dtype": "float8"},
+}
+
+NOTES = """
+"No Triton products" is the compiler option `xla_gpu_enable_triton_gemm=False`: cuBLASLt computes the products. On a
+GPU, XLA tries both for each product and keeps the faster. A float8 product multiplies two float8 arrays in the
+optimized module; one that casts them up first counts as 16-bit. Bytes are those of every kernel, by one rule for all
+programs (`gpu_aot.cost`): good for ratios.
+
+The MLP is 4096-16384-4096 with ReLU, on 8192 tokens, without biases; its weights are float32, as is its input, and
+the gradients are those of both. The Llama block has the sizes of Llama 3 8B and 8192 tokens; the GPT has 4096 tokens
+and a vocabulary of 32000. Shares are of the FLOPs of products, forward and backward, those of a loop times its
+iterations; what is left is attention. FSDP is the MLP on 8 GPUs, its weights sharded along their first axis; MB (10^6
+bytes) are what one GPU sends, counted as in [What travels between GPUs](collectives.md).
+
+## What this shows
+
+No time was measured yet: these are programs, not runs. `autocast` multiplies float8 arrays, so all 6 products of the
+MLP are in float8 under both settings of the compiler, and in every model float8 has the share that `amp.explain`
+predicts. Flax's `Fp8DotGeneralOp` and Keras cast to float8 and back and leave it to XLA to see a float8 product
+there. By default it sees none: all 6 run in bfloat16, and the casts only cost. Float8 needs a scale for each operand,
+so `autocast` moves 1.13 and 1.01 times the bytes of bfloat16, which is 0.84 and 0.86 of those of qwix. Flax's
+`Fp8DirectDotGeneralOp` takes its scales from earlier steps: by default that is 2% less than `autocast`, without
+Triton 6% more, and it keeps a state.
+
+## Where float8 loses
+
+- It needs about twice the kernels in the models, three times in the MLP. Most of the new ones compute a single
+  number, for a scale: 24 of 31 in the MLP by default.
+- A scanned GPT of width 2048 moves 16% to 19% more bytes than in bfloat16; the Llama block 4% to 5%.
+- With FSDP it sends 1.5 times the bytes of bfloat16. Weights are gathered in float8, but once more for the backward
+  pass, and their gradients are summed in float32; with `weight_grad_dtype="float32"`, bfloat16 sends more than
+  float8. Scales add 12 scalars to the all-reduces, 2 for each operand.
+"""
+
+
+def lower(loss_fn, args):
+    """Lowers loss and gradients of all arguments that are floating, for one H200."""
+    floating = [all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(arg)) for arg in args]
+    argnums = tuple(i for i, is_floating in enumerate(floating) if is_floating)
+    return gpu_aot.lower_for(jax.value_and_grad(loss_fn, argnums), *gpu_aot.struct(gpu_aot.h200_mesh(), args))
+
+
+def products(program):
+    """Returns how many products there are in the program, and how many FLOPs they have, by the width of operands."""
+    count, flops = collections.Counter(), collections.Counter()
+    for times, each, dtypes in gpu_aot.products(program):
+        kind = "float8" if all(dtype.startswith("f8") for dtype in dtypes) else max(dtypes, key=gpu_aot._BYTES.get)
+        count[kind] += 1
+        flops[kind] += times * each
+    return count, flops
+
+
+def library_table():
+    """Yields a row for each library and setting of the compiler; "x" is times bfloat16."""
+    yield "| MLP | compiler | float8 products | 16-bit products | kernels | GB moved | x bfloat16 | temporary GB |"
+    yield "|---" * 8 + "|"
+    moved_in_bfloat16 = {}
+    for name, library in LIBRARIES.items():
+        try:
+            program = lower(*library())
+        except ImportError:
+            yield f"| {name} | not installed |" + " |" * 6
+            continue
+        for flags, compiler_options in FLAGS.items():
+            compiled = program.compile(compiler_options)
+            count, _ = products(compiled)
+            cost = gpu_aot.cost(compiled)
+            moved = cost["bytes_moved"]
+            cells = [name, flags, f"{count['float8']} of {count.total()}", count["bf16"] + count["f16"]]
+            cells += [
+                cost["kernels"],
+                f"{moved / 1e9:.3f}",
+                f"{moved / moved_in_bfloat16.setdefault(flags, moved):.3f}",
+            ]
+            yield f"| {' | '.join(map(str, cells))} | {cost['temp_bytes'] / 1e9:.3f} |"
+
+
+def model_table():
+    """Yields a row for each model and setting of the compiler; "x" is times bfloat16."""
+    yield "| model | compiler | float8 by `explain` | float8 compiled | kernels | x | GB moved | x | temporary GB | x |"
+    yield "|---" * 10 + "|"
+    for name, case in MODELS.items():
+        loss_fn, args = case()
+        predicted = amp.explain(loss_fn, "float8")(*args).summary()["matmul_flops"]["float8"]
+        programs = [lower(amp.autocast(loss_fn, dtype), args) for dtype in ("float8", "bfloat16")]
+        for flags, compiler_options in FLAGS.items():
+            compiled = [program.compile(compiler_options) for program in programs]
+            _, flops = products(compiled[0])
+            cells = [name, flags, f"{predicted:.1%}", f"{flops['float8'] / flops.total():.1%}"]
+            costs = [gpu_aot.cost(program) for program in compiled]
+            for figure, unit in {"kernels": 1, "bytes_moved": 1e9, "temp_bytes": 1e9}.items():
+                value, in_bfloat16 = (cost[figure] / unit for cost in costs)
+                cells += [f"{value:.0f}" if unit == 1 else f"{value:.3f}", f"{value / in_bfloat16:.3f}"]
+            yield f"| {' | '.join(cells)} |"
+
+
+def lower_sharded(mesh, options, **sizes):
+    """Lowers the MLP with weights sharded along their first axis, and activations spread like the batch (FSDP)."""
+    loss_fn, args = mlp_case(None, **sizes, place=functools.partial(spread, mesh))
+    args = gpu_aot.struct(mesh, args, P("data"))
+    out_shardings = NamedSharding(mesh, P()), jax.tree.map(lambda x: x.sharding, args)
+    gradients = jax.value_and_grad(amp.autocast(loss_fn, **options), (0, 1))
+    return gpu_aot.lower_for(gradients, *args, out_shardings=out_shardings)
+
+
+def sharded_table(n=8):
+    """Yields a row for each variant and setting of the compiler: the collectives, and what one of `n` devices sends."""
+    yield "| FSDP | compiler | MB gathered | MB summed | all-reduces of scalars | scalars | MB sent |"
+    yield "|---" * 7 + "|"
+    for name, options in SHARDED.items():
+        program = lower_sharded(gpu_aot.h200_mesh(n), options, tokens=TOKENS, dim=DIM, hidden=HIDDEN)
+        for flags, compiler_options in FLAGS.items():
+            compiled = program.compile(compiler_options)
+            wire = on_the_wire(compiled, n)
+            moved = [
+                ", ".join(f"{size / 1e6:.0f} in {dtype}" for (op, dtype), size in wire.items() if op == wanted)
+                for wanted in ("all-gather", "reduce-scatter")
+            ]
+            scalars = scalar_all_reduces(compiled)
+            cells = [name, flags, *moved, len(scalars), sum(scalars), f"{wire.total() / 1e6:.0f}"]
+            yield f"| {' | '.join(map(str, cells))} |"
+
+
+def scalar_all_reduces(program):
+    """Returns how many scalars each all-reduce sums or compares: XLA merges some, and none here has an array."""
+    calls = [sizes for op, _, sizes in gpu_aot.collectives(program) if op == "all-reduce"]
+    return [sum(size // gpu_aot._BYTES[dtype] for dtype, size in sizes.items()) for sizes in calls]
+
+
+def table():
+    """Yields the lines of the three tables."""
+    yield from library_table()
+    yield ""
+    yield from model_table()
+    yield ""
+    yield from sharded_table()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, help="also write the tables to this file")
+    options = parser.parse_args()
+    head = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/float8.py`."
+    report("What float8 costs", head, table(), NOTES, options.out)
+
+
+if __name__ == "__main__":
+    main()
