@@ -334,6 +334,25 @@ def test_derivatives_of_every_order(derivative):
     assert error(derivative(float8(fun))(v), derivative(fun)(v)) < 0.15
 
 
+def test_an_array_that_branches_and_their_caller_read_is_quantised_in_each():
+    def fun(w, x):
+        def product():
+            return x @ w
+
+        y = jax.lax.cond(x[0, 0] > 0, product, lambda: -product())
+        return y @ w.T + x, product()
+
+    w = PARAMS["w"]
+    for got, want in zip(jax.jit(float8(fun))(w, X), fun(w, X), strict=True):
+        assert error(got, want) < 0.08
+
+
+def test_an_array_is_quantised_once():
+    text = jax.jit(jax.grad(float8(loss_fn))).lower(PARAMS, X).as_text()
+    assert text.count("-> tensor<64x48xf8E4M3FN>") == 1  # for the forward and the backward pass
+    assert text.count("-> tensor<48x32xf8E4M3FN>") == 1
+
+
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0), (None, 1), (2, None)])
 @pytest.mark.parametrize("contracting", [(1, 0), (0, 1)])
 def test_vmap_adds_rows_and_batches_of_weights_run_in_the_base_dtype(axes, contracting):

@@ -81,9 +81,8 @@ def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
     return saves
 
 
-def _in_float8(lhs: jax.Array, rhs: jax.Array, *, operands: tuple[Any, Any], **params: Any) -> jax.Array:
+def _of_quantized(x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, **params: Any) -> jax.Array:
     result = params["preferred_element_type"]
-    (x, x_exponent), (y, y_exponent) = quantize(lhs, operands[0]), quantize(rhs, operands[1])
     # A float8 product may exceed float16. In bfloat16 it fits, and the power of two is exact there as well.
     accumulated = np.dtype(np.float32) if result == np.float16 else result
     product = _dot(x, y, **params | {"preferred_element_type": accumulated})
@@ -94,7 +93,7 @@ def _in_base(lhs: jax.Array, rhs: jax.Array, *, base: Any, **params: Any) -> jax
     return _dot(lhs.astype(base), rhs.astype(base), **params | {"precision": None})
 
 
-_OWN = ("base", "operands", "cotangents", "emulated")
+_OWN = ("base", "operands", "cotangents", "emulated")  # parameters that `lax.dot_general_p` does not have
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
@@ -106,15 +105,38 @@ def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    fun: Callable[..., Any] = _in_float8
     if not params["emulated"] and (device := device_without_float8(ctx.module_context.platforms)) is not None:
         warnings.warn(
             f"{device} has no float8 units, so products run in {params['base']} instead of float8; "
             f"set the environment variable {EMULATE}=1 to compute them as a device with float8 units does",
             stacklevel=2,
         )
-        fun = _in_base
-    return mlir.lower_fun(functools.partial(fun, **params), multiple_results=False)(ctx, lhs, rhs)
+        return mlir.lower_fun(functools.partial(_in_base, **params), multiple_results=False)(ctx, lhs, rhs)
+    quantized = [
+        _quantized(ctx, *operand) for operand in zip(ctx.avals_in, (lhs, rhs), params["operands"], strict=True)
+    ]
+    avals, values = ([item for each in quantized for item in each[k]] for k in (0, 1))
+    product = functools.partial(_of_quantized, **params)
+    return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values)
+
+
+def _quantized(ctx: Any, aval: Any, x: Any, dtype: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Lowers `quantize` once for each array, and returns the types and the values of its results.
+
+    The forward and the backward pass quantise the same weights. XLA does not merge equal collectives: two maxima of a
+    sharded weight would make two casts of it, and two all-gathers.
+    """
+    cache, block = ctx.module_context.cached_primitive_lowerings, mlir.ir.InsertionPoint.current.block
+    key = quantize, x, np.dtype(dtype)
+    if key not in cache or cache[key][0] != block:  # a value of another block may not be visible here
+        fun = functools.partial(quantize, dtype=dtype)
+        avals = trace(fun, [aval]).out_avals
+        cache[key] = (
+            block,
+            avals,
+            mlir.lower_fun(fun, multiple_results=True)(ctx.replace(avals_out=avals, avals_in=[aval]), x),
+        )
+    return cache[key][1:]
 
 
 def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
@@ -185,4 +207,4 @@ _float8_dot_p.def_impl(lambda lhs, rhs, **params: _eager(**params)(lhs, rhs))
 _float8_dot_p.def_abstract_eval(_abstract_eval)
 ad.defbilinear(_float8_dot_p, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
 batching.primitive_batchers[_float8_dot_p] = _batch
-mlir.register_lowering(_float8_dot_p, _lower)
+mlir.register_lowering(_float8_dot_p, _lower, cacheable=False)
