@@ -86,7 +86,7 @@ def test_no_infinity_becomes_a_finite_number(dtype, bad):
 
 
 def exact(x, y, contracting, dtypes=(E4M3, E4M3)):
-    """The float64 product of the quantised operands."""
+    """The float64 product of the quantized operands."""
     (x, i), (y, j) = quantize(x, dtypes[0]), quantize(y, dtypes[1])
     return np.tensordot(np.float64(x), np.float64(y), contracting) * 2.0 ** -(int(i) + int(j))
 

@@ -112,18 +112,16 @@ def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
             stacklevel=2,
         )
         return mlir.lower_fun(functools.partial(_in_base, **params), multiple_results=False)(ctx, lhs, rhs)
-    quantized = [
-        _quantized(ctx, *operand) for operand in zip(ctx.avals_in, (lhs, rhs), params["operands"], strict=True)
-    ]
-    avals, values = ([item for each in quantized for item in each[k]] for k in (0, 1))
+    operands = zip(ctx.avals_in, (lhs, rhs), params["operands"], strict=True)
+    avals, values = zip(*[pair for operand in operands for pair in _quantized(ctx, *operand)], strict=True)
     product = functools.partial(_of_quantized, **params)
     return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values)
 
 
-def _quantized(ctx: Any, aval: Any, x: Any, dtype: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Lowers `quantize` once for each array, and returns the types and the values of its results.
+def _quantized(ctx: Any, aval: Any, x: Any, dtype: Any) -> Sequence[tuple[Any, Any]]:
+    """Lowers `quantize` once for each array, and returns its results, each as a type and a value.
 
-    The forward and the backward pass quantise the same weights. XLA does not merge equal collectives: two maxima of a
+    The forward and the backward pass quantize the same weights. XLA does not merge equal collectives: two maxima of a
     sharded weight would make two casts of it, and two all-gathers.
     """
     cache, block = ctx.module_context.cached_primitive_lowerings, mlir.ir.InsertionPoint.current.block
@@ -131,12 +129,9 @@ def _quantized(ctx: Any, aval: Any, x: Any, dtype: Any) -> tuple[Sequence[Any], 
     if key not in cache or cache[key][0] != block:  # a value of another block may not be visible here
         fun = functools.partial(quantize, dtype=dtype)
         avals = trace(fun, [aval]).out_avals
-        cache[key] = (
-            block,
-            avals,
-            mlir.lower_fun(fun, multiple_results=True)(ctx.replace(avals_out=avals, avals_in=[aval]), x),
-        )
-    return cache[key][1:]
+        values = mlir.lower_fun(fun, multiple_results=True)(ctx.replace(avals_in=[aval], avals_out=avals), x)
+        cache[key] = block, list(zip(avals, values, strict=True))
+    return cache[key][1]
 
 
 def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
