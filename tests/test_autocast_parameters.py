@@ -69,7 +69,7 @@ PROGRAMS = {
 CARRIED = {
     "jit": """in_shardings out_shardings in_layouts out_layouts donated_invars ctx_mesh name keep_unused inline
         compiler_options_kvs""",
-    "remat2": "prevent_cse differentiated policy",
+    "remat2": "prevent_cse differentiated",
     "custom_jvp_call": "symbolic_zeros",
     "custom_vjp_call": "symbolic_zeros",
     "shard_map": "mesh in_specs out_specs check_vma newly_manual_axes",
@@ -79,7 +79,7 @@ CARRIED = {
 }
 MADE_ANEW = {  # jaxprs, derivatives, and how many operands are what
     "jit": "jaxpr",
-    "remat2": "jaxpr",
+    "remat2": "jaxpr policy",  # the policy saves float8 products where it saves others
     "custom_jvp_call": "call_jaxpr jvp_jaxpr_fun num_consts",
     "custom_vjp_call": "call_jaxpr fwd_jaxpr_thunk bwd out_trees num_consts",
     "shard_map": "jaxpr",
