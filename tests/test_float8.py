@@ -224,6 +224,13 @@ def test_a_product_of_activations_is_not_float8():
     assert why(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"), *shapes) == [("no matrix product", "bfloat16")]
 
 
+def test_a_product_of_the_users_own_dtype_is_not_float8():
+    def fun(w, x):
+        return x.astype(jnp.float16) @ w.astype(jnp.float16)
+
+    assert why(fun, (2048, 2048), (512, 2048)) == [("traced", "float16")]
+
+
 def test_a_rule_or_a_region_that_names_float8_holds_at_every_size():
     def program(w, x):
         with jax.named_scope("mlp"):

@@ -103,7 +103,7 @@ def _why(
         return "precision" if name in ("dot_general", "conv_general_dilated", "ragged_dot_general") else "rule"
     if op_class is OpClass.FULL or not traced:
         return "rule"
-    if op_class is OpClass.LOWER and compute == FLOAT32:
+    if op_class is OpClass.LOWER and compute not in form.operands:
         return "constant" if any(value.keep_float32 or value.is_lost(form.dtype) for value in traced) else "traced"
     arrays = [value for value in traced if value.origin is not Origin.SCALAR]
     if compute != FLOAT32:
