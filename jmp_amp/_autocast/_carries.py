@@ -17,6 +17,8 @@ def plan_carries(
     atoms: Sequence[Any],
     adds_up: Sequence[bool],
     decides: Sequence[bool] | None = None,
+    streams: Sequence[bool] = (),
+    low: Any = None,
 ) -> tuple[Values, Plan]:
     """Plans the body of a loop again and again until its carries have the dtypes that it returns.
 
@@ -30,13 +32,16 @@ def plan_carries(
         atoms: their variables and literals.
         adds_up: whether each carry is an accumulator.
         decides: whether each carry decides when the loop ends.
+        streams: whether each carry is a residual stream, which has the dtype `low` if it is made of such data.
+        low: the compute dtype.
 
     Returns:
         The carries, and the plan of the body.
     """
     none = [False] * len(init)
     decides = decides or none
-    fixed = [a or d for a, d in zip(adds_up, decides, strict=True)]
+    streams = streams or none
+    fixed = [(a and not s) or d for a, d, s in zip(adds_up, decides, streams, strict=True)]
 
     def settled(carry: Values, fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
         def kept(values: Iterable[Value]) -> Values:
@@ -57,6 +62,14 @@ def plan_carries(
             carry = joined
 
     start = tuple(map(_first_carry, init, atoms))
+    if any(streams):
+        start = tuple([v._replace(dtype=low) if s else v for v, s in zip(start, streams, strict=True)])
+        carry, plan = settled(start, fixed, streams)
+        are_low = [out.as_native().dtype == low for out in plan.outs[: len(streams)]]
+        kept_streams = [s and is_low for s, is_low in zip(streams, are_low, strict=True)]
+        if kept_streams == list(streams):
+            return carry, plan
+        return plan_carries(plan_body, init, atoms, adds_up, decides, kept_streams, low)
     if all(is_fixed or dtype_of(atom) != FLOAT32 for is_fixed, atom in zip(fixed, atoms, strict=True)):
         return settled(start, fixed, none)
     carry, plan = settled(start, decides, none)

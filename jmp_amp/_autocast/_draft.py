@@ -14,7 +14,7 @@ from jmp_amp._autocast._operands import OpContext
 from jmp_amp._autocast._plan import Plan, Region, Step
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._rule import OpClass, Rule
-from jmp_amp._autocast._values import Reads, Value, constant
+from jmp_amp._autocast._values import Origin, Reads, Value, constant
 
 if TYPE_CHECKING:
     from jmp_amp._autocast._planner import Planner
@@ -34,7 +34,7 @@ class _Variable:
         full_readers: the indices of those that read it in float32.
         low_reads: how many equations and results of the jaxpr may read it in low precision.
         is_read: whether there is a reader, or it is a result of the jaxpr.
-        reads: how a sensitive reader reads it; `ANY` if there is none.
+        reads: how a sensitive reader, a norm or the caller of the program reads it; `ANY` if there is none.
         stored: whether an op reads it from memory, as products do.
         decays: whether an accumulator is multiplied by it in every iteration.
     """
@@ -111,8 +111,12 @@ class Draft:
         for reads, atom in zip(wanted, jaxpr.outvars, strict=True):
             if isinstance(atom, Var):
                 self._variables[atom].is_read = True
-                self._variables[atom].low_reads += not reads
+                self._variables[atom].low_reads += reads < Reads.FULL
         self._find_sensitive(values, wanted)
+        if planner.options.residual_stream == "low":
+            are_computed = tuple([value.origin > Origin.INPUT for value in values])
+            for var, reads in planner.streams.find(jaxpr, are_computed, wanted).items():
+                self._variables[var].reads = max(reads, self._variables[var].reads)
 
     def _equation(self, index: int, facts: Facts) -> _Equation:
         eqn, rule, structure, operands = facts
@@ -178,12 +182,14 @@ class Draft:
             pairs = zip(eqn.invars, values, strict=True)
             values = tuple([self._with_copy(atom, value, equation.index) for atom, value in pairs])
             has_copy = any(value.has_float32_copy for value in values)
+        is_normed = rule.adds and outs[0].reads is Reads.NORM
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
         reason = values, wanted if equation.holds_jaxprs else reads_full
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)
-        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm)
+        has_streams = self._planner.options.residual_stream == "low"
+        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, is_normed)
         step = self._planner.decide(op, wanted, equation.region)
         equation.step, equation.reason = step, reason
         if equation.as_traced:

@@ -107,7 +107,10 @@ def _why(
         return "constant" if any(value.keep_float32 or value.is_lost(form.dtype) for value in traced) else "traced"
     arrays = [value for value in traced if value.origin is not Origin.SCALAR]
     if compute != FLOAT32:
-        widened = op_class is OpClass.PROMOTE and any(value.dtype == FLOAT32 for value in traced)
+        widened = [value for value in traced if op_class is OpClass.PROMOTE and value.dtype == FLOAT32]
+        has_streams = planner.options.residual_stream == "low"
+        if has_streams and any(value.origin is not Origin.SCALAR for value in widened):
+            return "stream"
         return "bias" if widened else "rule"
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
     if any(value.exceeds(form.dtype) or (is_low and not value.fits(form.dtype)) for value in traced):

@@ -31,7 +31,7 @@ def plan_higher_order(planner: Planner, eqn: JaxprEqn, values: Values, wanted: W
         case Branches() as branches:
             return _branches(planner, eqn, branches, values, wanted, region)
         case Loop(cond=None) as loop:
-            return _scan(planner, eqn, loop, values, region)
+            return _scan(planner, eqn, loop, values, wanted, region)
         case Loop() as loop:
             return _while(planner, eqn, loop, values, region)
 
@@ -84,17 +84,23 @@ def _branches(
     return _step(eqn, (None,) * len(values), outs, run, [(plan, 1) for plan in plans])
 
 
-def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: Region) -> Step:
+def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, wanted: Wanted, region: Region) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
     saves_products = planner.options.save == "matmuls"
     consts = tuple(value._replace(save_cast=saves_products) for value in values[loop.consts])
     xs = tuple(map(_sliced, values[loop.xs]))
+    adds_up = accumulators(loop, planner.facts_of)
+    streams = _streams(planner, loop, values, wanted, region)
+    reads = [Reads.NORM if each else Reads.ANY for each in streams]
+    reads += [Reads.ANY] * (len(eqn.outvars) - len(streams))
+    reads = [Reads.RETURNED if w is Reads.RETURNED else r for w, r in zip(wanted, reads, strict=True)]
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(loop.body, (*consts, *carry, *xs), (Reads.ANY,) * len(eqn.outvars), region)
+        return planner.plan(loop.body, (*consts, *carry, *xs), tuple(reads), region)
 
-    adds_up = accumulators(loop, planner.facts_of)
-    carry, plan = plan_carries(plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up)
+    carry, plan = plan_carries(
+        plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up, streams=streams, low=region.format.dtype
+    )
     # A stacked result that is also carried has the dtype of the carry.
     stored = dict(zip(plan.jaxpr.outvars, carry, strict=False))
     slices = zip(plan.jaxpr.outvars[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
@@ -105,6 +111,14 @@ def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: R
         body = jax.checkpoint(body, policy=planner.is_saved, prevent_cse=False)
     casts = _casts(values, (*consts, *carry, *values[loop.xs]))
     return _step(eqn, casts, outs, _run_with(eqn, [plan], [body]), [(plan, loop.length)])
+
+
+def _streams(planner: Planner, loop: Loop, values: Values, wanted: Wanted, region: Region) -> list[bool]:
+    """Returns whether each carry of a `scan` is a residual stream that is stored in low precision."""
+    if planner.options.residual_stream != "low" or not region.format.is_low:
+        return [False] * loop.n_carry
+    are_weights = [value.origin <= Origin.INPUT for value in values[loop.xs]]
+    return planner.streams.carries(loop, are_weights, wanted)
 
 
 def _while(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: Region) -> Step:

@@ -45,6 +45,7 @@ class OpSite(NamedTuple):
 REASONS = {
     "rule": "the class of its primitive",
     "bias": "a bias does not widen a product, nor a scalar an array",
+    "stream": "it is a part of a residual stream, which `residual_stream` asks to be low",
     "angle": "only sines and cosines read its result",
     "distance": "a term of a squared distance, which cancels with the others",
     "decomposition": "a matrix decomposition or a solver reads its result",

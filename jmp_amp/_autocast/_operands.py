@@ -23,6 +23,8 @@ class OpContext(NamedTuple):
         format: the format of its region.
         reads_full: whether all readers of its results read float32, so that it is evaluated in float32.
         shares_norm: whether it reads a norm of low-precision data that a product reads too.
+        has_streams: whether residual streams are stored in low precision.
+        is_normed: whether it adds the output of a layer and a norm reads the sum.
     """
 
     eqn: JaxprEqn
@@ -31,16 +33,24 @@ class OpContext(NamedTuple):
     format: Format
     reads_full: bool = False
     shares_norm: bool = False
+    has_streams: bool = False
+    is_normed: bool = False
 
     @property
     def is_float32(self) -> list[bool]:
         """Whether each operand was traced in float32."""
         return [dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
 
+    def lean(self, value: Value) -> Any:
+        """Returns the native dtype of an operand where inputs of the program count as low-precision data."""
+        return self.format.dtype if value.origin is Origin.INPUT else value.lean or value.dtype
+
 
 def operand_dtype(op: OpContext) -> Any:
     """Returns the dtype that the float32 operands of an op are cast to; None leaves them as they are."""
     op_class, eqn = op.rule.op_class, op.eqn
+    if _joins_stream(op):
+        return op.format.dtype
     if op.reads_full or op_class in (OpClass.FULL, OpClass.ORIGINAL):
         return FLOAT32
     eligible = list(compress(weighed(op.rule, eqn, op.values), op.is_float32))
@@ -53,6 +63,16 @@ def operand_dtype(op: OpContext) -> Any:
         takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
         return op.format.dtype if takes and not is_kept else FLOAT32
     return common_dtype(eligible)
+
+
+def _joins_stream(op: OpContext) -> bool:
+    """Whether an op adds low-precision data to a residual stream, and not only a bias."""
+    if not op.is_normed:
+        return False
+    terms = [value for value in weighed(op.rule, op.eqn, op.values) if value.origin is not Origin.SCALAR]
+    is_low = all(op.lean(value) == op.format.dtype for value in terms)
+    fits = not any(value.keep_float32 or value.exceeds(op.format.dtype) for value in op.values)
+    return is_low and fits and len(terms) == 2
 
 
 def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:

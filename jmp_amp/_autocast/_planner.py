@@ -18,6 +18,7 @@ from jmp_amp._autocast._results import results
 from jmp_amp._autocast._rewrites import Decided, rewrite_of
 from jmp_amp._autocast._rule import ORIGINAL, Rule, Rules
 from jmp_amp._autocast._sensitive import Sensitivity
+from jmp_amp._autocast._streams import Streams
 from jmp_amp._autocast._values import Origin, Reads, Value, constant
 from jmp_amp._jaxpr import HIGHER_ORDER, dtype_of, open_jaxpr, scope_path, structure_of
 
@@ -28,6 +29,7 @@ class Options(NamedTuple):
     overrides: Overrides
     save: str = "matmuls"
     weight_grad_dtype: np.dtype | None = None
+    residual_stream: str = "float32"
 
 
 PlanHigherOrder = Callable[["Planner", JaxprEqn, tuple[Value, ...], tuple[Reads, ...], Region], Step]
@@ -44,6 +46,7 @@ class Planner:
         self.scopes: set[str] = set()
         self.matched: set[str] = set()
         self.sensitivity = Sensitivity(self.facts_of)
+        self.streams = Streams(self.facts_of)
         self._plans: dict[Any, Plan] = {}
         self._steps: dict[Any, Step] = {}
         self._constants: dict[int, tuple[Any, Value]] = {}

@@ -1,7 +1,7 @@
 """Describes the results of a first-order op from what is known of its operands."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -39,7 +39,8 @@ def results(op: OpContext, operands: Sequence[Any]) -> tuple[Value, ...]:
         is_float32 = dtype_of(var) == FLOAT32
         out = out._replace(
             dtype=_result_dtype(op, i, operands, eligible),
-            native=_native(op, var) if is_float32 and eligible else None,
+            native=_native(op, var, lambda value: value.as_native().dtype) if is_float32 and eligible else None,
+            lean=_native(op, var, op.lean) if op.has_streams and is_float32 and eligible else None,
             keep_float32=is_float32 and is_array and _keeps_float32(op),
             save_cast=rule.moves and all(value.save_cast for value in values),
             adds_up=rule.moves and any(value.adds_up for value in values),
@@ -117,27 +118,29 @@ def _fold(eqn: JaxprEqn, values: Sequence[Value], out: Value) -> Value:
         return folded(out, fold(eqn.params, *map(np.float32, known)))
 
 
-def _native(op: OpContext, var: Var) -> Any:
-    """Returns the native dtype of a float32 result: that of the operands whose elements it holds."""
+def _native(op: OpContext, var: Var, dtype: Callable[[Value], Any]) -> Any:
+    """Returns the native dtype of a float32 result: the `dtype` of the operands whose elements it holds."""
     rule, eqn, values = op.rule, op.eqn, op.values
     if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
     floating = [
         (value, shape_of(atom))
         for value, atom in zip(weighed(rule, eqn, values), eqn.invars, strict=True)
-        if dtype_of(atom) == FLOAT32 and not _is_broadcast(value, var)
+        if dtype_of(atom) == FLOAT32 and not _is_broadcast(value, shape_of(atom) or ())
     ]
-    if not rule.moves or len(floating) < 2:  # and not joined
+    if not rule.moves:
         floating = [(value, shape) for value, shape in floating if shape == shape_of(var)]
+    elif len(floating) == 1 and is_smaller(floating[0][1] or (), shape_of(var) or ()):
+        floating = []
     if floating:
-        return widest(value.as_native().dtype for value, _ in floating)
+        return widest(dtype(value) for value, _ in floating)
     return op.format.dtype if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
 
 
-def _is_broadcast(value: Value, var: Var) -> bool:
-    """Whether an operand was broadcast to the shape of the result."""
+def _is_broadcast(value: Value, shape: tuple[Any, ...]) -> bool:
+    """Whether an operand was broadcast to its shape."""
     if value.origin is Origin.INPUT and value.axes:
-        return value.axes[0] != varying(shape_of(var))
+        return value.axes[0] != varying(shape)
     return value.origin is Origin.SCALAR
 
 

@@ -27,11 +27,13 @@ class Reads(enum.IntEnum):
     """How the readers of a value read it."""
 
     ANY = 0
-    FULL = 1  # in float32
-    ANGLE = 2  # as an angle: in float32, and so is the product that it comes from, as in the next two
-    DISTANCE = 3  # as a term of a squared distance
-    MATRIX = 4  # as a matrix to decompose, or as an operand of a solver
-    TRACED = 5  # to decide when a loop ends: all that it depends on runs as it was traced
+    RETURNED = 1  # by the caller of the program, so that a sum is not stored in low precision
+    NORM = 2  # by a norm, so that a sum of layer outputs may be
+    FULL = 3  # in float32
+    ANGLE = 4  # as an angle: in float32, and so is the product that it comes from, as in the next two
+    DISTANCE = 5  # as a term of a squared distance
+    MATRIX = 6  # as a matrix to decompose, or as an operand of a solver
+    TRACED = 7  # to decide when a loop ends: all that it depends on runs as it was traced
 
 
 class Squares(enum.StrEnum):
@@ -50,6 +52,8 @@ class Value(NamedTuple):
         dtype: the dtype that it will have, which may be lower than the one that it was traced in.
         native: the dtype of the data that it is made of: a norm of float16 activations is float32, but natively
             float16. Operands that were broadcast do not count. None if it is `dtype`.
+        lean: its native dtype if the inputs of the program, such as embeddings and positions, count as low-precision
+            data. None if it is `dtype`, or if no sum is a part of a residual stream.
         origin: where it comes from.
         axes: for an `INPUT`, the axes along which it varies; for a `PRODUCT`, those along which it varies with the
             operand that is not the weight, one set for each operand that may be the weight. An input that varies along
@@ -71,6 +75,7 @@ class Value(NamedTuple):
     origin: Origin = Origin.COMPUTED
     magnitudes: tuple[float, float] | None = None
     native: Any = None
+    lean: Any = None
     scalar: float | None = None
     keep_float32: bool = False
     has_float32_copy: bool = False

@@ -1,0 +1,267 @@
+"""Finds residual streams: the sums that norms read.
+
+The layers of a residual network add their outputs to a stream, and each reads the stream through a norm (He et al.,
+2016; Xiong et al., 2020). A norm removes the scale, so an error of the stream relative to its size becomes the same
+relative error of the input of a product, which is rounded to low precision anyway. The state of an integrator or an
+optimizer is read in other ways, and small changes of it add up over many steps.
+"""
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jmp_amp._autocast._facts import Facts
+from jmp_amp._autocast._format import FLOAT32
+from jmp_amp._autocast._rule import OpClass, Rule
+from jmp_amp._autocast._sizes import is_smaller
+from jmp_amp._autocast._squares import entered
+from jmp_amp._autocast._values import Reads
+from jmp_amp._jaxpr import Branches, Call, Loop, dtype_of, evaluate, open_jaxpr, shape_of
+
+_FactsOf = Callable[[Jaxpr], Sequence[Facts]]
+
+# The value that another is made of, element by element: a result of an op, or the index of an input of the jaxpr.
+_Root = Var | int
+
+
+class _Holds(enum.Enum):
+    ELEMENTS = enum.auto()  # the elements of the root, shifted and scaled, or their squares
+    STATISTIC = enum.auto()  # sums of those, such as the mean and the variance
+    DEVIATION = enum.auto()  # the root of a statistic, or its reciprocal
+
+
+class _Part(NamedTuple):
+    """What a value holds of its root.
+
+    Attributes:
+        root: the root.
+        holds: what it holds of it.
+        is_layers: whether it depends on a product of the program.
+        is_normal: whether it is the result of a norm.
+    """
+
+    root: _Root
+    holds: _Holds = _Holds.ELEMENTS
+    is_layers: bool = False
+    is_normal: bool = False
+
+
+class _Norms(NamedTuple):
+    """The norms of one jaxpr.
+
+    Attributes:
+        outs: what each result holds; None for a constant.
+        normed: the values that a norm reads.
+        layers: those that depend on a product.
+        terms: for each sum, the values that it adds, results of norms aside.
+    """
+
+    outs: tuple[_Part | None, ...]
+    normed: set[_Root]
+    layers: set[_Root]
+    terms: dict[_Root, set[_Root]]
+
+    def reached(self, roots: Iterable[_Root]) -> set[_Root]:
+        """Returns the values that sums are made of, the sums included."""
+        reached, pending = set[_Root](), list(roots)
+        while pending:
+            root = pending.pop()
+            if root not in reached:
+                reached.add(root)
+                pending += self.terms.get(root, ())
+        return reached
+
+
+class Streams:
+    """Finds the residual streams of jaxprs; a jaxpr that many equations hold is read once."""
+
+    def __init__(self, facts_of: _FactsOf) -> None:
+        """Takes a function that returns the facts of each equation of an open jaxpr."""
+        self._facts_of = facts_of
+        self._norms: dict[Any, tuple[Jaxpr, _Norms]] = {}
+
+    def find(self, jaxpr: Jaxpr, are_computed: Sequence[bool], wanted: Sequence[Reads]) -> dict[Var, Reads]:
+        """Returns the values of layers that norms read, and those that are returned, as themselves or in a sum.
+
+        Args:
+            jaxpr: an open jaxpr.
+            are_computed: whether the program computes each of its inputs.
+            wanted: how its results are read.
+        """
+        norms = self._of(jaxpr, _inputs(are_computed))
+        outs = [(part, reads) for part, reads in zip(norms.outs, wanted, strict=True) if part and not part.is_normal]
+        normed = norms.layers & (norms.normed | {part.root for part, reads in outs if reads is Reads.NORM})
+        returned = norms.reached(part.root for part, reads in outs if reads is Reads.RETURNED)
+        found = dict.fromkeys(normed, Reads.NORM) | dict.fromkeys(returned, Reads.RETURNED)
+        return {root: reads for root, reads in found.items() if isinstance(root, Var)}
+
+    def carries(self, loop: Loop, are_weights: Sequence[bool], wanted: Sequence[Reads]) -> list[bool]:
+        """Returns whether each carry of a `scan` over layers is read or returned through a norm.
+
+        A scan over layers slices the weights that its products read. One over time has the same weights in each
+        iteration, and its carries are states.
+
+        Args:
+            loop: the loop.
+            are_weights: whether each of its `xs` is an input of the program.
+            wanted: how its results are read.
+        """
+        body, _ = open_jaxpr(loop.body)
+        if not _reads_layers(loop, are_weights, self._facts_of):
+            return [False] * loop.n_carry
+        norms = self._of(body, _inputs([False] * len(body.invars)))
+        returned = norms.reached(
+            out.root for out, reads in zip(norms.outs, wanted, strict=True) if out and reads is Reads.RETURNED
+        )
+        return [
+            out is not None and out.root not in returned and (out.is_normal or loop.n_consts + i in norms.normed)
+            for i, out in enumerate(norms.outs[: loop.n_carry])
+        ]
+
+    def _of(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
+        # The jaxpr is kept alive, so an id cannot come to mean another one.
+        key = id(jaxpr), inputs
+        if key not in self._norms:
+            self._norms[key] = jaxpr, self._find(jaxpr, inputs)
+        return self._norms[key][1]
+
+    def _find(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
+        parts = dict(zip(jaxpr.invars, inputs, strict=True))
+        norms = _Norms((), set(), set(), {})
+        for facts in self._facts_of(jaxpr):
+            eqn = facts.eqn
+            operands = [parts.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
+            match facts.structure:
+                case Loop() as loop:
+                    outs: Sequence[_Part | None] = self._enter_loop(eqn, loop, operands, norms)
+                case Call() | Branches():
+                    outs = self._enter(facts, parts, norms)
+                case _:
+                    is_one = len(eqn.outvars) == 1
+                    outs = [_first_order(eqn, facts.rule, operands, norms)] if is_one else [*map(_Part, eqn.outvars)]
+            if facts.rule.op_class is OpClass.LOWER or any(part and part.is_layers for part in operands):
+                outs = [part and part._replace(is_layers=True) for part in outs]
+            norms.layers.update(part.root for part in outs if part and part.is_layers)
+            parts |= dict(zip(eqn.outvars, outs, strict=True))
+        outs = [parts.get(atom) if isinstance(atom, Var) else None for atom in jaxpr.outvars]
+        return norms._replace(outs=tuple(outs))
+
+    def _enter(self, facts: Facts, parts: Mapping[Var, _Part | None], norms: _Norms) -> list[_Part | None]:
+        """Notes what the jaxprs of a call or of branches read through norms, and returns what its results hold."""
+        inner, atoms = entered(facts)
+        given = [parts.get(atom) if isinstance(atom, Var) else None for atom in atoms]
+        # Equal calls have equal keys: inside, roots are numbered.
+        roots = list(dict.fromkeys(part.root for part in given if part))
+        inputs = tuple([part and part._replace(root=roots.index(part.root)) for part in given])
+        results: list[list[_Part | None]] = []
+        for jaxpr in inner:
+            found = self._of(jaxpr, inputs)
+            norms.normed.update(roots[i] for i in found.normed if isinstance(i, int))
+            results.append([])
+            for var, part in zip(facts.eqn.outvars, found.outs, strict=True):
+                if part is not None and isinstance(part.root, int):
+                    part = part._replace(root=roots[part.root])
+                elif part is not None:
+                    reached = found.reached([part.root])
+                    norms.terms.setdefault(var, set()).update(roots[i] for i in reached if isinstance(i, int))
+                    part = part._replace(root=var)
+                results[-1].append(part)
+        outs = zip(facts.eqn.outvars, zip(*results, strict=True), strict=True)
+        return [each[0] if len(set(each)) == 1 else _Part(var) for var, each in outs]
+
+    def _enter_loop(
+        self, eqn: JaxprEqn, loop: Loop, operands: Sequence[_Part | None], norms: _Norms
+    ) -> list[_Part | None]:
+        """Notes what the body of a loop reads through norms; each result is a value of its own."""
+        body, _ = open_jaxpr(loop.body)
+        found = self._of(body, _inputs([False] * len(body.invars)))
+        inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
+        norms.normed.update(part.root for i, part in enumerate(inputs) if part and i in found.normed)
+        for var, part in zip(eqn.outvars, operands[loop.carry], strict=False):
+            if part and not part.is_normal:
+                norms.terms[var] = {part.root}
+        return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
+
+
+def _inputs(are_layers: Sequence[bool]) -> tuple[_Part, ...]:
+    return tuple([_Part(i, is_layers=is_layers) for i, is_layers in enumerate(are_layers)])
+
+
+def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
+    """Returns what the result of an op holds, and notes sums and what norms read."""
+    name, (result,) = eqn.primitive.name, eqn.outvars
+    if dtype_of(result) != FLOAT32:
+        return None
+    known = [part for part in operands if part]
+    if rule.passes_on and (not known or (rule.moves and is_smaller(shape_of(eqn.invars[0]), shape_of(result)))):
+        return None if all(part.holds is _Holds.ELEMENTS for part in known) else known[0]
+    statistics = [part for part in known if part.holds is not _Holds.ELEMENTS]
+    elements = [
+        part
+        for atom, part in zip(eqn.invars, operands, strict=True)
+        if part and part.holds is _Holds.ELEMENTS and (rule.moves or shape_of(atom) == shape_of(result))
+    ]
+    roots = {part.root for part in elements}
+    if name in _SUMS and len(known) == 1:
+        return known[0]._replace(holds=_Holds.STATISTIC)
+    if name in _ROOTS and statistics:
+        return statistics[0]._replace(holds=_Holds.DEVIATION)
+    if not (rule.passes_on or name in _SQUARES):
+        return _Part(result)
+    if rule.scales and any(each.holds is _Holds.DEVIATION and each.root in roots for each in statistics):
+        root = next(each.root for each in statistics if each.holds is _Holds.DEVIATION and each.root in roots)
+        norms.normed.add(root)
+        return _Part(root, is_normal=True)
+    if not elements and statistics:
+        return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
+    if rule.adds:
+        norms.terms[result] = {part.root for part in elements if not part.is_normal}
+        return _Part(result, is_normal=len(elements) == 1 and elements[0].is_normal)
+    return elements[0] if len(roots) == 1 else _Part(result)
+
+
+_SUMS = ("reduce_sum", "psum", "psum_invariant")
+_ROOTS = ("rsqrt", "sqrt", "pow")
+_SQUARES = ("integer_pow", "square")
+
+
+class _From(enum.IntEnum):
+    """What a value of the body of a scan depends on; where several meet, the largest counts."""
+
+    CONSTANTS = 0
+    SLICES = 1
+    CARRIES = 2
+
+
+def _reads_layers(loop: Loop, are_weights: Sequence[bool], facts_of: _FactsOf) -> bool:
+    """Whether a product of the body of a scan multiplies a carry, or what is made of one, with a slice of a weight."""
+    is_found = False
+
+    def sources(jaxpr: Any, inputs: Sequence[_From]) -> list[_From]:
+        facts = iter(facts_of(open_jaxpr(jaxpr)[0]))
+        return evaluate(jaxpr, list(inputs), lambda eqn, operands: apply(next(facts), operands), _constant, _constant)
+
+    def apply(facts: Facts, operands: Sequence[_From]) -> list[_From]:
+        nonlocal is_found
+        widest = max(operands, default=_From.CONSTANTS)
+        match facts.structure:
+            case Call(jaxpr, places):
+                return sources(jaxpr, [operands[i] for i in places])
+            case Branches(jaxprs, places):
+                for branch in jaxprs:
+                    sources(branch, [operands[i] for i in places])
+            case Loop(body=body, consts=consts, carry=carry, xs=xs):
+                sources(body, [*operands[consts], *[widest] * len(operands[carry]), *operands[xs]])
+            case None if facts.rule.op_class is OpClass.LOWER:
+                is_found |= {_From.SLICES, _From.CARRIES}.issubset(operands)
+        return [widest] * len(facts.eqn.outvars)
+
+    slices = [_From.SLICES if is_weight else _From.CONSTANTS for is_weight in are_weights]
+    sources(loop.body, [_From.CONSTANTS] * loop.n_consts + [_From.CARRIES] * loop.n_carry + slices)
+    return is_found
+
+
+def _constant(_: Any) -> _From:
+    return _From.CONSTANTS
