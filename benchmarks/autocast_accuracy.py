@@ -18,6 +18,8 @@ import jmp_amp as amp
 
 DTYPES = ("float16", "bfloat16")
 SEEDS = 20  # in a set
+STREAMS = ("GPT block", "ViT")  # the models with a residual stream
+LOW_STREAM = {"residual_stream": "low"}
 LOSS_SCALE = 2.0**10  # the same for all: underflow is not what is measured
 
 
@@ -66,7 +68,7 @@ def rows(arrays):
     return np.concatenate([np.asarray(x, np.float64).reshape(len(x), -1) for x in arrays], 1)
 
 
-def measure(cases, seeds):
+def measure(cases, seeds, **options):
     """Yields `(model, dtype, "loss" or "gradient", errors by hand, errors of autocast)`, the errors one per seed."""
     loss_fns, inits = zip(*(case(None) for case in cases.values()), strict=True)
     args = [draw(init, seeds) for init in inits]
@@ -75,7 +77,7 @@ def measure(cases, seeds):
         exact = evaluate(loss_fns, wide)
     for dtype in DTYPES:
         hand = evaluate([case(np.dtype(dtype))[0] for case in cases.values()], args)
-        auto = evaluate([amp.autocast(loss_fn, dtype) for loss_fn in loss_fns], args)
+        auto = evaluate([amp.autocast(loss_fn, dtype, **options) for loss_fn in loss_fns], args)
         for name, *results in zip(cases, exact, hand, auto, strict=True):
             for kind, reference, *measured in zip(("loss", "gradient"), *results, strict=True):
                 size = np.linalg.norm(reference, axis=1)
@@ -88,11 +90,13 @@ def medians(errors):
 
 
 def table(cases, sets):
-    """Yields the lines of a Markdown table."""
+    """Yields the lines of a Markdown table; models with a residual stream have a row for each way to store it."""
     yield "| model | dtype | error of | by hand | autocast | x by hand | over 20 seeds | larger : smaller |"
     yield "|---|---|---|---|---|---|---|---|"
-    for case in cases.items():
-        for name, dtype, kind, hand, auto in measure(dict([case]), sets * SEEDS):
+    variants = [(case, options) for case in cases for options in ({}, LOW_STREAM) if case in STREAMS or not options]
+    for case, options in variants:
+        for name, dtype, kind, hand, auto in measure({case: cases[case]}, sets * SEEDS, **options):
+            name += ', `residual_stream="low"`' if options else ""
             x, y = np.median(hand), np.median(auto)
             ratios = medians(auto) / medians(hand)
             yield (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from accuracy_models import CASES
-from autocast_accuracy import SEEDS, measure, medians
+from autocast_accuracy import LOW_STREAM, SEEDS, STREAMS, measure, medians
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -28,11 +28,15 @@ def is_no_larger(auto, hand, slack):
     return larger - smaller <= 3 * np.sqrt(larger + smaller)
 
 
-@pytest.mark.parametrize("cases", GROUPS.values(), ids=GROUPS)
-def test_errors_are_no_larger_than_by_hand(cases):
+@pytest.mark.parametrize(
+    ("cases", "options"),
+    [*((cases, {}) for cases in GROUPS.values()), *((MODELS[name], LOW_STREAM) for name in STREAMS)],
+    ids=[*GROUPS, *(f"{name}, low stream" for name in STREAMS)],
+)
+def test_errors_are_no_larger_than_by_hand(cases, options):
     too_large = [
         f"{name}, {dtype}, {kind}: {np.median(auto):.2e}, by hand {np.median(hand):.2e}"
-        for name, dtype, kind, hand, auto in measure(cases, SETS * SEEDS)
+        for name, dtype, kind, hand, auto in measure(cases, SETS * SEEDS, **options)
         if not is_no_larger(auto, hand, {"loss": 1.0, "gradient": 1.02}[kind])
     ]
     assert not too_large, "\n".join(too_large)

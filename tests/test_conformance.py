@@ -4,6 +4,8 @@ import pytest
 from conformance import behaviour, examine, examine_apart, may_not_end, scale_of_jmp_amp, under_jmp_amp, verdict
 from programs import PROGRAMS
 
+import jmp_amp as amp
+
 pytestmark = pytest.mark.usefixtures("users_code")
 
 
@@ -11,6 +13,16 @@ pytestmark = pytest.mark.usefixtures("users_code")
 def test_program_runs_low_where_it_should_and_agrees_with_float32(name):
     try:
         answers = examine_apart(name) if may_not_end(name) else examine(PROGRAMS[name], under_jmp_amp)
+    except ImportError as error:
+        pytest.skip(f"needs {error.name}")
+    assert verdict(answers) == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if not may_not_end(name)])
+def test_program_agrees_with_float32_where_its_residual_stream_is_low(name):
+    try:
+        answers = examine(PROGRAMS[name], lambda fun: amp.autocast(fun, residual_stream="low"))
     except ImportError as error:
         pytest.skip(f"needs {error.name}")
     assert verdict(answers) == "ok"

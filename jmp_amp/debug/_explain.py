@@ -21,7 +21,7 @@ def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[.
         fun: a function for `autocast`, or a function that `autocast` returned. The latter brings its own settings, so
             pass no other arguments with it.
         dtype: as for `autocast`.
-        **options: `policy`, `rules`, `save` and `weight_grad_dtype`, as for `autocast`.
+        **options: `policy`, `rules`, `save`, `weight_grad_dtype` and `residual_stream`, as for `autocast`.
 
     Returns:
         A function that returns a `PrecisionReport`. Its array arguments may be `jax.ShapeDtypeStruct`.
