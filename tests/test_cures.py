@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -343,7 +343,7 @@ FUNCTIONS = [
         lambda x: jnp.sum(x / (1 + jnp.exp(-x))),
         lambda x: jnp.sum(x * jax.nn.sigmoid(x)),
         (WIDE,),
-        "`x * jax.nn.sigmoid(x)`",
+        "`y * jax.nn.sigmoid(x)`",
     ),
     Model(
         "softmax by hand",
@@ -358,6 +358,20 @@ FUNCTIONS = [
         lambda x, v: jnp.sum(v * jax.nn.softmax(x, -1)),
         (LOGITS / 100 - 200, f32(1, 2, 3)),  # all exponentials are 0
         "`jax.nn.softmax(x, axis)`",
+    ),
+    Model(
+        "softmax by hand",
+        lambda x, v: jnp.mean(jnp.exp(x / 0.1) @ v / jnp.sum(jnp.exp(x / 0.1), -1)),
+        lambda x, v: jnp.mean(jax.nn.softmax(x / 0.1, -1) @ v),
+        (LOGITS / 10, f32(1, 2, 3)),
+        "`jax.nn.softmax(x, axis)`",
+    ),
+    Model(
+        "sigmoid by hand",
+        lambda x, y: jnp.sum(y / (1 + jnp.exp(x - 3))),
+        lambda x, y: jnp.sum(y * jax.nn.sigmoid(-(x - 3))),
+        (WIDE, WIDE[::-1].copy()),
+        "`jax.nn.sigmoid(-x)`",
     ),
     Model(
         "x * log(x)",
@@ -1001,6 +1015,33 @@ def test_a_kernel():
     assert "call `first_nonfinite` on the function inside it, on one shard" in found.cure
     assert first_nonfinite(inside)(WIDE[2:]).cause == "log(1 + exp(x))"
     np.testing.assert_allclose(sharded(jax.nn.softplus)(WIDE), np.logaddexp(WIDE.astype(np.float64), 0), 1e-6, 1e-30)
+
+
+def test_the_derivative_of_a_logarithm_has_the_cure_of_the_logarithm():
+    def nll(x):
+        return -jnp.sum(jnp.log(jax.nn.softmax(x))[:, 0])
+
+    found = first_nonfinite(jax.grad(nll))(LOGITS)
+    assert (found.primitive, found.backward, found.cause) == ("div", True, "log(softmax(x))")
+    found = first_nonfinite(jax.grad(lambda x: jnp.sum(jnp.log(x))))(f32(0, 1))
+    assert (found.primitive, found.backward, found.cause) == ("div", True, "log of 0")
+
+
+def cause_of(fun, *args):
+    return first_nonfinite(jax.grad(lambda *args: jnp.sum(fun(*args))))(*args).cause
+
+
+def test_a_cure_needs_its_pattern():
+    one = f32(1)
+    # The other branch of `leaky_relu` is the same logarithm.
+    assert cause_of(lambda x: jax.nn.leaky_relu(jnp.log(x)), 0 * one) == "log of 0"
+    # This is no derivative of a division.
+    assert cause_of(lambda x: jnp.minimum(x**-2, 1), 1e-30 * one) == "overflow in float32"
+    assert cause_of(lambda x: x**2.5, 1e30 * one) == "overflow in float32"
+    # The variance is not small; the logarithm reads something else, too.
+    assert cause_of(lambda x: jnp.log(x * (jnp.mean(x**2) - jnp.mean(x) ** 2)), f32(0, 1)) == "log of 0"
+    # The numerator and the sum are of different values.
+    assert cause_of(lambda x, y: jnp.exp(x) / jnp.sum(jnp.exp(y)), 100 * one, one) == "exp"
 
 
 def test_every_cure_is_followed():

@@ -9,6 +9,7 @@ from jmp_amp.debug._diagnosis import Diagnosis
 from jmp_amp.debug._node import Node
 
 _VARIANCE = "mean(square(x)) - square(mean(x))"
+_WEIGHTS = ("exp(x)", "exp(x) * _", "sum(exp(x) * _)", "dot_general(exp(x), _)", "dot_general(_, exp(x))")
 _READ_VARIANCES = {"sqrt", "rsqrt", "div", "log", "pow", "integer_pow"}
 
 
@@ -18,7 +19,14 @@ def _in(cause: str, pattern: str, text: str) -> Cure:
 
 
 def _is_variance(d: Diagnosis) -> bool:
-    return d.is_in(_VARIANCE) or (d.primitive in _READ_VARIANCES and d.is_behind(_VARIANCE))
+    if d.is_in(_VARIANCE):
+        return True
+    return d.primitive in _READ_VARIANCES and any(map(_cancels, d.found_behind(_VARIANCE)))
+
+
+def _cancels(difference: Node) -> bool:
+    """Returns whether a difference is no larger than the rounding errors of what it is the difference of."""
+    return difference.low <= 16 * float(jnp.finfo(difference.dtype).eps) * difference.operands[0].high
 
 
 def _factors(node: Node) -> Iterator[Node]:
@@ -52,7 +60,7 @@ CURES_OF_FUNCTIONS: Sequence[Cure] = (
     ),
     _in(
         "log(1 + exp(x))",
-        "log(1 + exp(x)) | log1p(exp(x)) | log(exp(x) + 1)",
+        "log(1 + exp(x)) | log1p(exp(x))",
         "`log(1 + exp(x))` overflows half-way: use `jax.nn.softplus(x)`, which is `jnp.logaddexp(x, 0)`",
     ),
     _in(
@@ -111,7 +119,10 @@ CURES_OF_FUNCTIONS: Sequence[Cure] = (
     ),
     Cure(
         "log(prod(x))",
-        lambda d: d.is_in("log(prod(_)) | log(_ * _)") and not any(x.n_zeros for x in _factors(d.node)),
+        lambda d: (
+            d.is_in("log(prod(_)) | log(_ * _)")
+            and not any(x.n_zeros for op in (d.logarithms or [d.node]) for x in _factors(op))
+        ),
         "the product overflows or underflows before its logarithm: add the logarithms, `jnp.sum(jnp.log(x), axis)` "
         "instead of `jnp.log(jnp.prod(x, axis))`, and `jnp.log(x) + jnp.log(y)` instead of `jnp.log(x * y)`",
     ),
@@ -122,13 +133,13 @@ CURES_OF_FUNCTIONS: Sequence[Cure] = (
     ),
     _in(
         "sigmoid by hand",
-        "sigmoid(x) | _ / (1 + exp(-x)) | 1 / (exp(-x) + 1) | 1 / (1 + exp(_))",
-        "the exponential overflows: use `jax.nn.sigmoid(x)` for `1 / (1 + exp(-x))`, and `x * jax.nn.sigmoid(x)` for "
-        "`x / (1 + exp(-x))`",
+        "sigmoid(x) | _ / (1 + exp(_))",
+        "the exponential overflows: use `jax.nn.sigmoid(x)` for `1 / (1 + exp(-x))`, `jax.nn.sigmoid(-x)` for "
+        "`1 / (1 + exp(x))`, and `y * jax.nn.sigmoid(x)` for `y / (1 + exp(-x))`",
     ),
     _in(
         "softmax by hand",
-        "_ / sum(exp(_)) | _ / sum(exp(_) * _) | exp(x) * _ / sum(exp(x)) | exp(x) * _ / sum(exp(x) * _)",
+        " | ".join(f"{weights} / {total}" for weights in _WEIGHTS for total in ("sum(exp(x))", "sum(exp(x) * _)")),
         "use `jax.nn.softmax(x, axis)`, with `where=mask` for a mask: it subtracts the maximum before the exponential",
     ),
     Cure(

@@ -8,11 +8,9 @@ from jax import lax
 
 from jmp_amp.debug._cure import Cure, run_in_float32
 from jmp_amp.debug._diagnosis import Diagnosis
+from jmp_amp.debug._node import Node, upstream
 
 _IN_FLOAT16 = "underflows in float16, whose smallest positive value is 6e-8"
-
-_MEAN_OF_SQUARES = "mean(square(_))"
-_SUM_OF_SQUARES = "sum(square(_)) | mean(square(_))"
 
 
 def _underflow(d: Diagnosis) -> str:
@@ -53,8 +51,16 @@ def _is_in_other_branch(d: Diagnosis) -> bool:
         return False
     zero = d.divisor
     ops = [zero] if zero.primitive == "sqrt" else [op for op in d.flow.readers(zero) if op.primitive in _OPS]
-    nearby = [reader for op in ops for near in (op, *d.flow.readers(op)) for reader in d.flow.readers(near)]
-    return any(reader.primitive == "select_n" for reader in nearby)
+    return any(_is_replaced(d, result, op) for op in ops for result in (op, *d.flow.readers(op)))
+
+
+def _is_replaced(d: Diagnosis, result: Node, op: Node) -> bool:
+    """Returns whether `jnp.where` selects between `result`, which depends on `op`, and a value that does not."""
+    for select in d.flow.readers(result):
+        branches = [x.origin for x in select.operands[1:]]
+        if select.primitive == "select_n" and result in branches and not all(op in upstream(x) for x in branches):
+            return True
+    return False
 
 
 _DOMAINS = {  # the op with a bounded operand, by primitive
@@ -186,7 +192,7 @@ CURES_OF_ZEROS: Sequence[Cure] = (
     ),
     Cure(
         "division by a norm",
-        lambda d: d.divides_by_zero and d.is_(f"_ / sqrt({_SUM_OF_SQUARES})") and not d.is_behind(_MEAN_OF_SQUARES),
+        lambda d: d.divides_by_zero and d.is_("_ / sqrt(sum(square(_)))"),
         lambda d: (
             "the norm is 0. Add an eps inside the square root (outside, the gradient is NaN): "
             f"`x / jnp.sqrt(jnp.sum(x**2, axis, keepdims=True) + {d.eps_for(_inverse_root)})`"
@@ -208,10 +214,10 @@ CURES_OF_ZEROS: Sequence[Cure] = (
     ),
     Cure(
         "log of 0",
-        lambda d: d.divides_by_zero and d.primitive in ("log", "log2"),
+        lambda d: d.divides_by_zero and (d.primitive in ("log", "log2") or bool(d.logarithms)),
         lambda d: (
-            f"the operand is 0: bound it, {_in_domain(d)}, with which the derivative is finite, too. For the logarithm "
-            "of a probability, use `jax.nn.log_softmax` or `jax.nn.log_sigmoid`"
+            f"the operand is 0: bound it, {_in_domain(d, (d.logarithms or [d.node])[0].primitive)}, with which the derivative is "
+            "finite, too. For the logarithm of a probability, use `jax.nn.log_softmax` or `jax.nn.log_sigmoid`"
         ),
     ),
     Cure(
@@ -231,7 +237,7 @@ CURES_OF_ZEROS: Sequence[Cure] = (
     ),
     Cure(
         "small divisor",
-        lambda d: d.is_differentiated and d.is_("_ ** -2"),
+        lambda d: d.is_derivative_of({"div"}, "x ** -2"),
         lambda d: (
             f"this is the derivative of a division, 1 / y**2, and y is as small as {_smallest(d):.4g}. If y is "
             f"positive, add an eps of {d.eps_for(_inverse)}: with it the division and its derivative are finite in "
@@ -248,7 +254,7 @@ CURES_OF_ZEROS: Sequence[Cure] = (
     ),
     Cure(
         "outside of the domain",
-        lambda d: d.primitive in _DOMAINS and d.excess is None,
+        lambda d: d.primitive in _DOMAINS and d.excess is None and (d.result.nans > 0 or d.primitive != "pow"),
         lambda d: (
             f"the operand is outside of the domain, or at its end: bound it, {_in_domain(d)}, with which the "
             "derivative is finite, too"

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,6 +72,13 @@ class Diagnosis:
         return self.node.operands[_NONZERO_OPERANDS[self.primitive]].origin
 
     @property
+    def logarithms(self) -> list[Node]:
+        """The logarithms that the op is the derivative of."""
+        if not (self.location.backward and self.primitive == "div"):
+            return []
+        return [op for op in self.flow.readers(self.divisor) if op.primitive in ("log", "log2")]
+
+    @property
     def is_constant(self) -> bool:
         """Whether the operands are constants."""
         return self.node.is_constant
@@ -105,12 +112,20 @@ class Diagnosis:
 
     def is_in(self, pattern: str) -> bool:
         """Returns whether the op is one of the ops of a pattern; see `matches`."""
-        blamed = self.node.origin
-        return any(blamed in found.ops for node in self.flow.downstream(blamed) for found in matches(pattern, node))
+        return any(
+            op in found.ops
+            for op in (self.node.origin, *self.logarithms)
+            for node in self.flow.downstream(op)
+            for found in matches(pattern, node)
+        )
 
     def is_behind(self, pattern: str) -> bool:
         """Returns whether an operand of the op is the result of a pattern, or was computed from it by a few ops."""
-        return any(True for node in upstream(self.node, _DEPTH) for _ in matches(pattern, node))
+        return any(True for _ in self.found_behind(pattern))
+
+    def found_behind(self, pattern: str) -> Iterator[Node]:
+        """Yields the results of a pattern from which the result of the op was computed by a few ops."""
+        return (node for node in upstream(self.node, _DEPTH) if any(True for _ in matches(pattern, node)))
 
     def is_(self, pattern: str) -> bool:
         """Returns whether the op is the last op of a pattern."""

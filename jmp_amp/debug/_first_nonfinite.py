@@ -163,7 +163,7 @@ def _first_harmful(
 def _in_float32(program: Any, arrays: Sequence[Any], op: NonFiniteOp, location: Location) -> tuple[bool | None, str]:
     """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
     if not has_low_precision(program):
-        return False, "the program runs in float32: low precision is not the cause"
+        return False, "the program computes nothing in low precision: precision is not the cause"
     evaluation = Evaluation()
     try:
         wide = program_in_float32(program, arrays)

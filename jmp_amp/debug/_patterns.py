@@ -1,7 +1,8 @@
 """Patterns of ops, written as Python expressions: `"log(1 + exp(x))"`.
 
-A name is a value, the same one wherever it stands, and `_` is any value. A number is a constant. A call is a primitive
-(`sum` is `reduce_sum`), or one of the functions below. `a | b` is either. Casts and changes of shape are ignored.
+A name is a value, the same one wherever it stands (it may be computed twice), and `_` is any value. A number is a
+constant. A call is a primitive (`sum` is `reduce_sum`), or one of the functions below. `a | b` is either. Casts and
+changes of shape are ignored.
 """
 
 import ast
@@ -16,7 +17,7 @@ _FUNCTIONS = {
     "square": "x * x | x ** 2",
     "mean": "sum(x) / _ | sum(x) * _",
     "softmax": "exp(_) / sum(exp(_))",
-    "sigmoid": "logistic(x) | 1 / (1 + exp(-x)) | exp(x) / (1 + exp(x)) | exp(x) / (exp(x) + 1)",
+    "sigmoid": "logistic(x) | 1 / (1 + exp(-x)) | exp(x) / (1 + exp(x))",
 }
 _PRIMITIVES = {"sum": "reduce_sum", "max": "reduce_max", "prod": "reduce_prod"}
 _OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
@@ -68,7 +69,7 @@ def _matches(pattern: ast.expr, node: Node, found: Match) -> Iterator[Match]:
         case ast.Name("_"):
             yield found
         case ast.Name(name):
-            if found.values.get(name, node) is node:
+            if is_same(found.values.get(name, node), node):
                 yield found._replace(values=found.values | {name: node})
         case ast.Constant(float() | int() as value):
             if node.constant == value:
@@ -103,6 +104,17 @@ def _operands_match(args: list[ast.expr], node: Node, found: Match) -> Iterator[
     for arg, operand in zip(args, node.operands, strict=False):
         partial = [more for one in partial for more in _matches(arg, operand, one)]
     yield from partial
+
+
+def is_same(x: Node, y: Node) -> bool:
+    """Returns whether two nodes are one value, or were computed in the same way from the same values."""
+    x, y = x.origin, y.origin
+    if x is y:
+        return True
+    if x.eqn is None or y.eqn is None:
+        return x.constant is not None and x.constant == y.constant
+    same_op = x.primitive == y.primitive and x.eqn.params == y.eqn.params and len(x.operands) == len(y.operands)
+    return same_op and all(map(is_same, x.operands, y.operands))
 
 
 def _exponent(node: Node) -> float | None:
