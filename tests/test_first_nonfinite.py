@@ -297,6 +297,13 @@ def test_a_singular_matrix():
     assert "not positive definite" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cure
 
 
+def test_complex_and_float8_values_have_an_eps_of_real_dtype():
+    found = first_nonfinite(jnp.log)(np.complex64([0, 1]))
+    assert "1e-12" in found.cure
+    found = first_nonfinite(lambda x: jnp.log(x.astype(jnp.float8_e5m2).astype(jnp.float32)))(0 * X)
+    assert "1e-12" in found.cure
+
+
 def test_float8_is_as_low_as_float16():
     found = first_nonfinite(lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32))(1e4 * X)
     assert "times too large for float8_e5m2, whose largest finite value is 57344" in found.cure

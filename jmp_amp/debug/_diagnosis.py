@@ -106,9 +106,14 @@ class Diagnosis:
 
     @property
     def eps_dtype(self) -> Any:
-        """The dtype in which an eps must work: the lowest of the values that the result was computed from."""
-        dtypes = [jnp.dtype(x.dtype) for x in upstream(self.node, _DEPTH) for x in (x, *x.operands) if x.dtype]
-        return min(dtypes, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+        """The dtype in which an eps must work: the lowest of the values that the result was computed from.
+
+        No ops but products compute in float8.
+        """
+        nodes = {node for reader in upstream(self.node, _DEPTH) for node in (reader, *reader.operands)}
+        dtypes = [jnp.dtype(node.dtype) for node in nodes if node.dtype]
+        real = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1]
+        return min(real, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
 
     def is_in(self, pattern: str) -> bool:
         """Returns whether the op is one of the ops of a pattern; see `matches`."""
