@@ -54,9 +54,11 @@ CURES_OF_FUNCTIONS: Sequence[Cure] = (
     Cure(
         "variance",
         _is_variance,
-        "`mean(x**2) - mean(x)**2` subtracts numbers that are equal but for rounding, so its result may be 0 or "
-        "negative. Subtract the mean first: `jnp.mean((x - m)**2)` with `m = jnp.mean(x)`, as `jnp.var` does; before a "
-        "square root, add an eps",
+        lambda d: (
+            "`mean(x**2) - mean(x)**2` subtracts numbers that are equal but for rounding, so its result may be 0 or "
+            "negative. Subtract the mean first: `jnp.mean((x - m)**2)` with `m = jnp.mean(x)`, as `jnp.var` does; for "
+            f"the square root of constants, add an eps of {d.eps_for(lambda x: 1 / jnp.sqrt(x))}"
+        ),
     ),
     _in(
         "log(1 + exp(x))",

@@ -217,7 +217,8 @@ CURES_OF_ZEROS: Sequence[Cure] = (
         lambda d: d.divides_by_zero and (d.primitive in ("log", "log2") or bool(d.logarithms)),
         lambda d: (
             f"the operand is 0: bound it, {_in_domain(d, (d.logarithms or [d.node])[0].primitive)}, with which the "
-            "derivative is finite, too. For the logarithm of a probability, use `jax.nn.log_softmax` or `jax.nn.log_sigmoid`"
+            "derivative is finite, too. For the logarithm of a probability, use `jax.nn.log_softmax` or "
+            "`jax.nn.log_sigmoid`"
         ),
     ),
     Cure(
