@@ -164,7 +164,7 @@ def nested_jit(w, x):
 CASES = {
     mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
     attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), 'rules={"attention": "full"}'),
-    softmax_by_hand: ((EYE, X), "exp", (), "subtract the maximum"),
+    softmax_by_hand: ((EYE, X), "exp", (), "`jax.nn.softmax(x, axis)`"),
     eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "larger eps"),
     log_of_probability: ((EYE, X * [1, 0.8, 1, 1]), "log", (), "larger eps"),
     scan_over_layers: ((LAYERS, X), "dot_general", (2,), 'rules={"layer": "full"}'),
@@ -279,7 +279,7 @@ def test_the_gradient_of_a_square_root_of_zero():
     found = first_nonfinite(jax.grad(distance))(np.zeros(2, np.float32))
     assert line(found) == planted("distance")
     assert (found.primitive, found.backward) == ("div", False)
-    assert "add an eps" in found.cure
+    assert "this is the derivative of a norm at 0" in found.cure
 
 
 def test_values_beyond_float32_are_no_matter_of_precision():
@@ -295,6 +295,13 @@ def test_an_operand_outside_of_the_domain():
 def test_a_singular_matrix():
     assert "the matrix is singular" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cure
     assert "not positive definite" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cure
+
+
+def test_complex_and_float8_values_have_an_eps_of_real_dtype():
+    found = first_nonfinite(jnp.log)(np.complex64([0, 1]))
+    assert "1e-12" in found.cure
+    found = first_nonfinite(lambda x: jnp.log(x.astype(jnp.float8_e5m2).astype(jnp.float32)))(0 * X)
+    assert "1e-12" in found.cure
 
 
 def test_float8_is_as_low_as_float16():
@@ -543,14 +550,47 @@ def test_shard_map_is_one_op():
 # The report
 
 
+def test_an_op_that_fails_in_float32_later_is_named():
+    def model(w, x):
+        y = jnp.mean(x @ w)  # planted: in float16
+        return y + jnp.exp(y)  # planted: in float32
+
+    found = first_nonfinite(amp.autocast(model))(1000 * EYE, X)
+    assert (line(found), found.finite_in_float32) == (planted("in float16"), False)
+    assert found.in_float32.startswith(f"in float32 `exp` at tests/test_first_nonfinite.py:{planted('in float32')} ")
+    assert found.in_float32.endswith("gives inf: precision is not the only cause")
+
+
+@pytest.mark.parametrize("model", [scan_over_layers, fori_loop, while_in_scan, cond_branch, remat, nested_jit])
+def test_loops_branches_and_calls_run_in_float32(model):
+    found = first_nonfinite(amp.autocast(model))(*CASES[model][0])
+    assert found.finite_in_float32
+
+
+def test_whether_precision_is_the_cause_of_an_infinite_constant_is_not_known():
+    with pytest.warns(RuntimeWarning, match="overflow encountered in cast"):  # JAX's, as it traces the constant
+        found = first_nonfinite(lambda x: jax.nn.softmax(x + jnp.float16(-1e9)))(EYE.astype(F16))
+    assert (found.finite_in_float32, found.in_float32) == (None, "")
+
+
+def test_a_callback_keeps_its_dtype():
+    def model(x):
+        x = x.astype(F16)
+        return jnp.exp(jax.pure_callback(lambda x: np.asarray(x + 11, np.float16), x, x))
+
+    found = first_nonfinite(model)(EYE)
+    assert (found.primitive, found.finite_in_float32) == ("exp", True)
+
+
 def test_it_is_a_frozen_record_that_prints_as_a_paragraph():
     found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
     assert isinstance(found, NonFinite)
     assert hash(found) == hash(dataclasses.replace(found))
-    head, *operands, result, cure = str(found).splitlines()
+    head, *operands, result, in_float32, cure = str(found).splitlines()
     assert head == (f"`dot_general` produced inf at {found.source}, scope layer, iteration 2")
     assert operands == ["  operand  float16[2,4] = 100", "  operand  float16[4,4] from 0 to 1e+04"]
     assert result == "  result   float16[2,4], 8 of 8 inf"
+    assert in_float32 == "  float32  in float32 all results are finite: precision is the cause"
     assert cure.startswith("  cure     the result is 15.3 times too large for float16")
 
 

@@ -5,7 +5,7 @@ from jmp_amp._jaxpr._evaluate import apply_as_traced, evaluate, evaluate_steps, 
 from jmp_amp._jaxpr._frames import Frame, frames_of
 from jmp_amp._jaxpr._higher_order import HIGHER_ORDER, holds_jaxprs, inner_jaxprs, structure_of
 from jmp_amp._jaxpr._scopes import is_backward, is_recomputed, marked, marks_in, scope_path
-from jmp_amp._jaxpr._structures import Branches, Call, Loop
+from jmp_amp._jaxpr._structures import Branches, Call, Loop, Structure
 from jmp_amp._jaxpr._tracing import (
     as_type,
     bind,
@@ -36,6 +36,7 @@ __all__ = [
     "Call",
     "Frame",
     "Loop",
+    "Structure",
     "api_boundary",
     "apply",
     "apply_as_traced",

@@ -2,7 +2,7 @@
 
 from jmp_amp._loss_scale._arguments import to_number
 from jmp_amp._loss_scale._dynamic_loss_scale import DynamicLossScaleState, dynamic_loss_scale
-from jmp_amp._loss_scale._grad import grad, value_and_grad
+from jmp_amp._loss_scale._grad import LOSS_SCALE, grad, value_and_grad
 from jmp_amp._loss_scale._health import LossScaleError, check_health
 from jmp_amp._loss_scale._leaves import is_hole
 from jmp_amp._loss_scale._loss_scale import LossScale
@@ -14,6 +14,7 @@ from jmp_amp._loss_scale._unscale import map_wide
 from jmp_amp._loss_scale._unscale_and_check import UnscaleAndCheckState, unscale_and_check
 
 __all__ = [
+    "LOSS_SCALE",
     "DynamicLossScaleState",
     "LossScale",
     "LossScaleError",

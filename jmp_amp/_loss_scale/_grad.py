@@ -7,9 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_amp._jaxpr import marked
 from jmp_amp._loss_scale._accumulate import REDUCTIONS, accumulate
 from jmp_amp._loss_scale._arguments import to_scale
 from jmp_amp._policy import wide_dtype
+
+LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
 
 
 def value_and_grad(
@@ -135,7 +138,9 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
         loss, aux = out if has_aux else (out, None)
         wide_loss = _to_wide(loss)
         loss_factor, grad_factor = _split_scale(scale.astype(wide_loss.dtype), jnp.result_type(loss))
-        return wide_loss * loss_factor, (wide_loss, aux, grad_factor)
+        with marked(LOSS_SCALE):  # for the tools that debug
+            scaled = wide_loss * loss_factor
+        return scaled, (wide_loss, aux, grad_factor)
 
     grad_fn = transform(scaled_loss, has_aux=True)
 

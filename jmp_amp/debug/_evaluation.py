@@ -10,9 +10,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmp_amp._jaxpr import Branches, Call, Loop, apply_as_traced, dtype_of, evaluate, structure_of
+from jmp_amp._jaxpr import Branches, Call, Loop, apply_as_traced, dtype_of, evaluate, marks_in, structure_of
+from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp.debug._cell import Cell, cell_of
 from jmp_amp.debug._float32 import evaluate_in_float32
+from jmp_amp.debug._node import Node
 from jmp_amp.debug._place import Place, PlaceId, argument_id
 
 
@@ -22,12 +24,12 @@ class NonFiniteOp(NamedTuple):
     Attributes:
         place: the place of the op.
         operands: the cells of its operands.
-        outs: its results.
+        outs: the cells of its results.
     """
 
     place: Place
     operands: tuple[Cell, ...]
-    outs: tuple[Any, ...]
+    outs: tuple[Cell, ...]
 
     @property
     def eqn(self) -> JaxprEqn:
@@ -44,14 +46,21 @@ class Evaluation:
             values that any other op or argument introduces. None allows all.
         trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. A loop that
             is given one runs no more iterations than that: with values replaced, it might never end.
+        loss_factor: multiplies the loss scale of `amp.value_and_grad`.
+        nodes: the results of all ops, in program order.
     """
 
     def __init__(
-        self, allowed: Collection[PlaceId] | None = None, trip_counts: Mapping[PlaceId, int] | None = None
+        self,
+        allowed: Collection[PlaceId] | None = None,
+        trip_counts: Mapping[PlaceId, int] | None = None,
+        loss_factor: float = 1.0,
     ) -> None:
         self.nonfinite_ops: dict[PlaceId, NonFiniteOp] = {}
         self.allowed = allowed
         self.trip_counts = dict(trip_counts or {})
+        self.loss_factor = loss_factor
+        self.nodes: list[Node] = []
 
     def run_program(self, program: Any, arrays: Sequence[Any]) -> list[Cell]:
         """Evaluates a program on its arguments; one with NaN or +inf is the cause `argument_id`."""
@@ -91,7 +100,7 @@ class Evaluation:
                 return self._while(loop, operands, place)
             case Loop() as loop:
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
-                results = _apply(eqn, operands)
+                results = self._apply(eqn, operands)
                 if all(x.is_finite for x in results):
                     return results
                 run = self._while if loop.length is None else self._scan
@@ -99,7 +108,7 @@ class Evaluation:
         return self._op(operands, place)
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
-        outs = _mark_underflow(_apply(place.eqns[-1], operands), operands, place)
+        outs = _mark_underflow(self._apply(place.eqns[-1], operands), operands, place)
         if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
             return outs
         introduces_nan = any(out.has_nan for out in outs) and not any(x.has_nan for x in operands)
@@ -107,8 +116,16 @@ class Evaluation:
             return outs
         if not self._is_allowed(place.id):
             return [out if out.is_finite else cell_of(_zero_nonfinite(out.value)) for out in outs]
-        self.nonfinite_ops[place.id] = NonFiniteOp(place, tuple(operands), tuple(out.value for out in outs))
+        self.nonfinite_ops[place.id] = NonFiniteOp(place, tuple(operands), tuple(outs))
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
+
+    def _apply(self, eqn: JaxprEqn, operands: Sequence[Cell]) -> list[Cell]:
+        outs = apply_as_traced(eqn, [x.value for x in operands])
+        if self.loss_factor != 1 and applies_loss_scale(eqn):
+            outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
+        cells = [cell_of(x, operands, eqn) for x in outs]
+        self.nodes += [cell.node for cell in cells]
+        return cells
 
     def _scan(self, loop: Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
         carry, xs = operands[loop.carry], operands[loop.xs]
@@ -119,7 +136,7 @@ class Evaluation:
             outs = self.run(loop.body, [*operands[loop.consts], *carry, *slices], place.step(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         if not ys:
-            return _apply(place.eqns[-1], operands)
+            return self._apply(place.eqns[-1], operands)
         columns = zip(*(ys[i] for i in steps), strict=True)
         return [*carry, *(cell_of(jnp.stack([y.value for y in column]), column) for column in columns)]
 
@@ -136,8 +153,9 @@ class Evaluation:
         return carry
 
 
-def _apply(eqn: JaxprEqn, operands: Sequence[Cell]) -> list[Cell]:
-    return [cell_of(x, operands) for x in apply_as_traced(eqn, [x.value for x in operands])]
+def applies_loss_scale(eqn: JaxprEqn) -> bool:
+    """Whether an equation multiplies the loss, or the cotangent of the loss, by the scale of `amp.value_and_grad`."""
+    return eqn.primitive.name == "mul" and LOSS_SCALE in marks_in(eqn.source_info.name_stack)
 
 
 def _mark_underflow(outs: list[Cell], operands: Sequence[Cell], place: Place) -> list[Cell]:

@@ -1,7 +1,9 @@
 """`first_nonfinite`: finds the op that made the results of a program non-finite."""
 
+import bisect
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +13,15 @@ import numpy as np
 from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import flat_call, open_jaxpr, split_arrays, trace
 from jmp_amp.debug._arguments import check_callable, check_concrete
-from jmp_amp.debug._cell import cell_of
+from jmp_amp.debug._cell import Cell, cell_of
 from jmp_amp.debug._cures import cure_of
 from jmp_amp.debug._diagnosis import diagnose
-from jmp_amp.debug._evaluation import Evaluation, NonFiniteOp
-from jmp_amp.debug._location import location_of
+from jmp_amp.debug._evaluation import Evaluation, NonFiniteOp, applies_loss_scale
+from jmp_amp.debug._location import Location, location_of
+from jmp_amp.debug._node import Dataflow, upstream
 from jmp_amp.debug._nonfinite import NonFinite
 from jmp_amp.debug._place import PlaceId, argument_id
+from jmp_amp.debug._program_in_float32 import has_low_precision, program_in_float32
 from jmp_amp.debug._values import inexact_arrays, nonfinite_array, values_of
 
 
@@ -35,6 +39,10 @@ def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
     exponential removes again are considered intended. If an intended infinity is the only cause, the report names the
     op that turned it into NaN, such as the softmax of a fully masked row. Other non-finite arguments are reported
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
+
+    It then evaluates `fun` in float32, without any casts to low precision, and reports whether precision is the cause.
+    The cure depends on the ops around the reported op, such as `log(1 + exp(x))`. If the loss scale of
+    `amp.value_and_grad` is the cause, it evaluates `fun` again to find a scale that fits.
 
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
@@ -84,6 +92,7 @@ def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
 _CURE_OF_ARGUMENTS = (
     "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"
 )
+_CURE_OF_CONSTANTS = "search the code for `jnp.inf` and `jnp.nan`"
 
 
 def _find(program: Any, arrays: Sequence[Any], argument_names: Callable[[], list[str]]) -> NonFinite | None:
@@ -91,23 +100,43 @@ def _find(program: Any, arrays: Sequence[Any], argument_names: Callable[[], list
     results = evaluation.run_program(program, arrays)
     if all(x.is_finite for x in results):
         return None
-    arguments = {argument_id(i): x for i, x in enumerate(arrays)}
-    reaches_result = frozenset[PlaceId]().union(*(x.causes for x in results))
-    cause: PlaceId | None
-    candidates = [cause for cause in (*arguments, *evaluation.nonfinite_ops) if cause in reaches_result]
-    if candidates:
-        cause = _first_harmful(program, arrays, candidates, evaluation)
-    else:
-        # All infinities were considered intended, so one of them is the cause.
-        cause = next((cause for cause, x in arguments.items() if not cell_of(x).is_finite), None)
+    cause = _cause(program, arrays, evaluation, results)
     if cause is None:
         result = values_of(nonfinite_array(x.value for x in results))
-        cure = "search the code for `jnp.inf` and `jnp.nan`"
-        return NonFinite("constant", "", "", "", False, (), (), result, cure)
-    if cause in arguments:
-        name, result = argument_names()[cause[1]], values_of(arguments[cause])
-        return NonFinite("argument", name, "", "", False, (), (), result, _CURE_OF_ARGUMENTS)
-    return _report(evaluation.nonfinite_ops[cause])
+        return NonFinite("constant", "", "", "", False, (), (), result, "constant", _CURE_OF_CONSTANTS)
+    if cause not in evaluation.nonfinite_ops:
+        name, result = argument_names()[cause[1]], values_of(arrays[cause[1]])
+        return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
+    op = evaluation.nonfinite_ops[cause]
+    location = location_of(op.place.eqns)
+    find_scale = functools.partial(_fitting_scale, program, arrays, evaluation, op)
+    diagnosis = diagnose(op, location, Dataflow(evaluation.nodes), find_scale)
+    cure = cure_of(diagnosis)
+    finite, sentence = None, ""
+    if not diagnosis.has_lost_constant and not diagnosis.is_opaque:
+        finite, sentence = _in_float32(program, arrays, op, location)
+    return NonFinite(
+        op.eqn.primitive.name,
+        *location,
+        op.place.iteration,
+        diagnosis.operands,
+        diagnosis.result,
+        cure.cause,
+        cure.text_for(diagnosis),
+        finite,
+        sentence,
+    )
+
+
+def _cause(program: Any, arrays: Sequence[Any], evaluation: Evaluation, results: Sequence[Cell]) -> PlaceId | None:
+    """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
+    arguments = {argument_id(i): x for i, x in enumerate(arrays)}
+    reaches_result = frozenset[PlaceId]().union(*(x.causes for x in results))
+    candidates = [cause for cause in (*arguments, *evaluation.nonfinite_ops) if cause in reaches_result]
+    if candidates:
+        return _first_harmful(program, arrays, candidates, evaluation)
+    # All infinities were considered intended, so one of them is the cause.
+    return next((cause for cause, x in arguments.items() if not cell_of(x).is_finite), None)
 
 
 def _first_harmful(
@@ -131,17 +160,43 @@ def _first_harmful(
     return candidates[high - 1]
 
 
-def _report(op: NonFiniteOp) -> NonFinite:
-    location = location_of(op.place.eqns)
-    diagnosis = diagnose(op, location)
-    return NonFinite(
-        op.eqn.primitive.name,
-        *location,
-        op.place.iteration,
-        diagnosis.operands,
-        diagnosis.result,
-        cure_of(diagnosis),
-    )
+def _in_float32(program: Any, arrays: Sequence[Any], op: NonFiniteOp, location: Location) -> tuple[bool | None, str]:
+    """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
+    if not has_low_precision(program):
+        return False, "the program computes nothing in low precision: precision is not the cause"
+    evaluation = Evaluation()
+    try:
+        wide = program_in_float32(program, arrays)
+        results = evaluation.run_program(wide, arrays)
+    except Exception:  # a custom primitive may reject other dtypes with any error
+        return None, ""
+    if all(x.is_finite for x in results):
+        return True, "in float32 all results are finite: precision is the cause"
+    cause = _cause(wide, arrays, evaluation, results)
+    other = evaluation.nonfinite_ops.get(cause) if cause is not None else None
+    if other is None:
+        return None, ""
+    kind = "NaN" if any(x.has_nan for x in other.outs) else "inf"
+    place = location_of(other.place.eqns)
+    if (other.eqn.primitive, place) == (op.eqn.primitive, location):
+        return False, f"in float32 the same op gives {kind}: precision is not the cause"
+    return False, f"in float32 `{other.eqn.primitive.name}` {place.where} gives {kind}: precision is not the only cause"
+
+
+def _fitting_scale(program: Any, arrays: Sequence[Any], evaluation: Evaluation, op: NonFiniteOp) -> int | None:
+    """Returns the k for which a loss scale that is 2^k times smaller makes all results finite; see `Diagnosis`."""
+    node = next(x for x in op.outs if not x.is_finite).node
+    factors = [x.operands[1].high for x in upstream(node) if x.eqn is not None and applies_loss_scale(x.eqn)]
+    if not factors:
+        return None
+
+    def fits(k: int) -> bool:
+        smaller = Evaluation(trip_counts=evaluation.trip_counts, loss_factor=2.0**-k)
+        return all(x.is_finite for x in smaller.run_program(program, arrays))
+
+    steps = range(1, math.floor(math.log2(max(*factors, 1.0))) + 1)
+    k = bisect.bisect_left(steps, True, key=fits)
+    return steps[k] if k < len(steps) else 0
 
 
 def _argument_names(fun: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -18,9 +18,9 @@ def is_below_float32(dtype: Any) -> bool:
 
 def evaluate_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     """Evaluates a low-precision op in float32; returns None if the op does not run in float32."""
-    wide = [lax.convert_element_type(x, np.float32) if is_below_float32(x.dtype) else x for x in operands]
     params = {name: np.dtype(np.float32) if is_below_float32(value) else value for name, value in eqn.params.items()}
     try:
+        wide = [lax.convert_element_type(x, np.float32) if is_below_float32(x.dtype) else x for x in operands]
         return bind(eqn, wide, **params)
-    except Exception:  # a custom primitive may reject other dtypes with any error
+    except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
         return None

@@ -21,7 +21,11 @@ class NonFinite:
             the scanned axis.
         operands: the floating-point operands.
         result: the first non-finite result.
+        cause: the name of the cause, such as `"softmax by hand"`.
         cure: suggested fixes.
+        finite_in_float32: whether all results are finite if the program runs in float32, so that low precision is the
+            cause; None if that is not known.
+        in_float32: the same as a sentence, which names the op that is not finite in float32 if it is another one.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -29,6 +33,8 @@ class NonFinite:
         >>> report = amp.debug.first_nonfinite(lambda x: jnp.log(x - 1))(jnp.ones(2))
         >>> report.primitive, report.result.infs, report.operands[0].zeros
         ('log', 2, 2)
+        >>> report.cause, report.finite_in_float32
+        ('log of 0', False)
     """
 
     primitive: str
@@ -39,7 +45,10 @@ class NonFinite:
     iteration: tuple[int, ...]
     operands: tuple[Values, ...]
     result: Values
+    cause: str
     cure: str
+    finite_in_float32: bool | None = None
+    in_float32: str = ""
 
     def __str__(self) -> str:
         match self.primitive:
@@ -53,6 +62,8 @@ class NonFinite:
         lines += [f"  operand  {x}" for x in self.operands]
         if self.primitive != "argument":
             lines.append(f"  result   {self.result}")
+        if self.in_float32:
+            lines.append(f"  float32  {self.in_float32}")
         return "\n".join([*lines, f"  cure     {self.cure}"])
 
     def _where(self) -> str:
