@@ -992,6 +992,25 @@ def clipped_gradient(loss_scale):
     return step
 
 
+def test_a_residual_stream_that_overflows():
+    def model(w, x):
+        for _ in range(2):
+            x = x + (x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)) @ w
+        return jnp.mean((x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)) ** 3)
+
+    args = 4e4 * EYE, EYE + 1
+
+    def gradients(**options):
+        return lambda *args: jax.value_and_grad(amp.autocast(model, **options), (0, 1))(*args)
+
+    found = first_nonfinite(gradients(residual_stream="low"))(*args)
+    assert (found.cause, found.finite_in_float32) == ("residual stream", True)
+    assert "leave out `residual_stream`" in found.cure
+    value, grads = gradients()(*args)
+    np.testing.assert_allclose(value, in_float64(model, args)[0], 1e-2)
+    assert all(np.isfinite(grad).all() for grad in grads)
+
+
 def test_a_gradient_that_underflows():
     found = first_nonfinite(clipped_gradient(1.0))(EYE, EYE + 1)
     assert (found.cause, found.finite_in_float32) == ("gradient that underflows", True)

@@ -72,7 +72,8 @@ CURES_OF_OVERFLOWS: Sequence[Cure] = (
         "residual stream",
         lambda d: d.excess is not None and d.primitive in ("add", "add_any"),
         lambda d: (
-            f"{_too_large(d)}: keep this sum in float32, as that of a residual stream. To do so, {run_in_float32(d)}"
+            f"{_too_large(d)}: keep this sum in float32. Under `autocast`, leave out `residual_stream`, or "
+            f"{run_in_float32(d)}"
         ),
     ),
     Cure(
