@@ -72,6 +72,7 @@ GROWTH = {
 }
 
 COMPILED = 1_000  # leaves, at most
+WHY = "What loss scaling adds to an optimizer step: kernel launches, bytes, compile time and collectives."
 NOTES = """
 A step updates donated float32 parameters and the moments of AdamW from float32 gradients, which are its argument.
 Launches and bytes are counted by one rule for all programs (`gpu_aot.cost`); of a `cond`, those of the dearer branch.
@@ -191,7 +192,7 @@ def main():
     line = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/amp_step.py`."
     few = [leaves for leaves in options.leaves if leaves <= COMPILED]
     tables = itertools.chain(steps(), growth(few), tracing(options.leaves), sharded(options.devices))
-    report("What the AMP step costs", line, tables, NOTES, options.out)
+    report("Cost of a loss scaling step", f"{WHY}\n\n{line}", tables, NOTES, options.out)
 
 
 if __name__ == "__main__":

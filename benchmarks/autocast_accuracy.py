@@ -21,6 +21,7 @@ SEEDS = 20  # in a set
 LOSS_SCALE = 2.0**10  # the same for all: underflow is not what is measured
 
 
+WHY = "How far losses and gradients are from float64, beside the same model with casts written by hand."
 NOTES = """
 The error of a loss is relative; that of a gradient is the L2 norm of its difference over all parameters, relative to
 the norm of the gradient. Parameters and data are random and differ from seed to seed. Both sides and float64 get the
@@ -110,8 +111,8 @@ def main():
     seeds = options.sets * SEEDS
     head = f"{seeds} seeds with JAX {jax.__version__} on the CPU, by `benchmarks/autocast_accuracy.py`."
     report(
-        "How accurate autocast is",
-        head,
+        "Accuracy",
+        f"{WHY}\n\n{head}",
         table({name: case for name, case in CASES.items() if options.only in name}, options.sets),
         NOTES,
         options.out,

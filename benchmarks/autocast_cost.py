@@ -29,6 +29,7 @@ VARIANTS = {
 }
 
 
+WHY = "How many bytes a model moves and how much memory it needs, beside float32 and casts written by hand."
 NOTES = """
 Bytes and launches are those of every kernel, by one rule for all programs (`gpu_aot.cost`): good for ratios. "Casts
 traced" are those between floating dtypes in the jaxpr of loss and gradients, what a loop holds once; "casts compiled"
@@ -36,9 +37,9 @@ are the same in the optimized module, where most are fused into a kernel that is
 
 "By hand" is the usual way: products, activations and the residual stream in float16; norms, softmax and the loss in
 float32. "jmp, mpx" is all arguments cast to float16 in front of the model: one program, for both packages. Its norms,
-its softmax and its loss are float16, where autocast's are float32, so it is another result as well as another cost; and
-what a model makes for itself, such as the zeros that an LSTM starts with, stays float32 and turns the products around
-it into float32. The models are in `benchmarks/models.py`, each written once for all.
+its softmax and its loss are float16, where autocast's are float32, so results differ as well as costs. Arrays that the
+model creates, such as the zeros that an LSTM starts with, stay float32, and so do the products that read them. The
+models are in `benchmarks/models.py`, each written once for all.
 
 `save="matmuls"` is the default because of this table: where there is a scan without remat it needs 0.33 to 0.69 of the
 memory and fewer bytes; with remat it saves bytes; it changes nothing where there is no scan.
@@ -126,8 +127,8 @@ def main():
     options = parser.parse_args()
     head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_cost.py`."
     report(
-        "What autocast costs",
-        head,
+        "Bytes and memory",
+        f"{WHY}\n\n{head}",
         table({name: case for name, case in CASES.items() if options.only in name}),
         NOTES,
         options.out,

@@ -52,6 +52,7 @@ VARIANTS = {
 PEERS = {"jmp", "mpx"}  # where they are installed
 KERNELS = "fused norms and softmaxes"
 
+WHY = "How much longer a program takes to trace, lower and compile under autocast."
 NOTES = """
 CPU time of the process and of what it starts; the least of three repeats, compiled once. "Cold" starts with empty
 caches, as a program does; "warm" has traced the same model before. The target is one NVIDIA H200, and none is needed.
@@ -142,7 +143,7 @@ def main():
     )
     cases = {name: case for name, case in MODELS.items() if options.only in name}
     lines = table(cases, options.repeats, options.compiles, variants)
-    report("How long autocast takes to trace and compile", head, lines, NOTES, options.out)
+    report("Trace and compile time", f"{WHY}\n\n{head}", lines, NOTES, options.out)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ VARIANTS = {
 }
 WAYS = ("data parallel", "FSDP")
 
+WHY = "How many bytes a train step sends between GPUs, and what loss scaling adds to them."
 NOTES = """
 A GPT of four layers of width 1024 with 8192 tokens, tied, 59 million parameters; four sequences of 256 tokens a device;
 AdamW inside `dynamic_loss_scale`. Data parallel: everything is replicated, and the batch is spread. FSDP: parameters
@@ -170,7 +171,7 @@ def main():
     head = f"Compiled for NVIDIA H200s, eight to a host, with JAX {jax.__version__}, by `benchmarks/collectives.py`."
     added = []
     lines = list(table(options.devices, added))
-    report("What travels between GPUs", head, lines, NOTES.format(added="\n".join(added)), options.out)
+    report("Collectives", f"{WHY}\n\n{head}", lines, NOTES.format(added="\n".join(added)), options.out)
 
 
 if __name__ == "__main__":

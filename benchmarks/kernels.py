@@ -464,7 +464,9 @@ def main():
         MEASURED: measured(Run(TREES), options.only) if gpu else None,
     }
     sections = itertools.chain(*(section(title, lines[title], options.out) for title in lines))
-    report("What the kernels cost", "The ops of `pallas_kernels`, and AdamW with them.", sections, NOTES, options.out)
+    report(
+        "Kernels", "How many launches and bytes the kernels save, and how fast they are.", sections, NOTES, options.out
+    )
 
 
 if __name__ == "__main__":
