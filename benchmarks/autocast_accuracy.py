@@ -28,8 +28,8 @@ the norm of the gradient. Parameters and data are random and differ from seed to
 same float32 values, and the gradients are those of 1024 times the loss, so that none underflows.
 
 - "By hand" and "autocast" are medians over all seeds, "x by hand" is their ratio, and the range after it that of the
-  ratios of medians over 20 seeds. A loss is one number, which is rounded up or down by luck: where both sides are
-  equally accurate, that ratio is anything from 0.6 to 1.6. Hence the next column.
+  ratios of medians over 20 seeds. A loss is a single number, and its rounding error is a matter of chance: between two
+  equally accurate sides, that ratio is anything from 0.6 to 1.6. Hence the next column.
 - "Larger : smaller" counts the seeds whose error is larger and smaller with autocast than by hand; the others are equal
   to the bit. Between two equally accurate sides, one count exceeds the other by more than three times the square root
   of their sum in 1 of 700 cases.
@@ -37,7 +37,7 @@ same float32 values, and the gradients are those of 1024 times the loss, so that
 "By hand" is the usual careful way: products and activations in 16 bits; norms, softmax, losses, sums over neighbours,
 the state of an ODE and the log-determinant of a flow in float32; logits cast to float32 before the loss. The models are
 in `benchmarks/accuracy_models.py`, each written once for both. Activations are smooth: at the kink of a ReLU a rounding
-error flips a whole unit, and the error of a gradient is then a matter of luck.
+error flips a whole unit, and the error of a gradient is then a matter of chance.
 """
 
 # It takes longer to compile the code than to run it. With these, all errors are the same to two digits.

@@ -66,7 +66,7 @@ WITHOUT = {
 WHY = "What each rule of autocast saves: bytes and memory of four models with one rule left out at a time."
 NOTES = """
 Bytes moved / temporary memory, x the same model mixed by hand. Each row leaves one rule out of `autocast`; "nothing" is
-autocast as it is. What a figure exceeds that of "nothing" by, the rule saves.
+autocast with all rules. The difference between a figure and that of "nothing" is what the rule saves.
 """
 
 

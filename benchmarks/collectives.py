@@ -41,8 +41,8 @@ than in a large one.
 MB (10^6 bytes) are what one device sends in a step: the bytes that it hands in, known from the program, times what ring
 algorithms make of them on `n` devices: 2(n-1)/n for an all-reduce, (n-1)/n for a reduce-scatter and an all-to-all, n-1
 for an all-gather (which is handed 1/n of what it returns). What a loop holds counts as often as the loop runs. "Summed"
-are gradients, by all-reduce or reduce-scatter; "other" are tokens and activations around the embedding. Calls are how
-many collectives run; XLA merges small ones into one.
+are gradients, by all-reduce or reduce-scatter; "other" are tokens and activations around the embedding. "Calls" counts
+the collectives that run; XLA merges small ones into one.
 
 By default the gradient of a matrix product is float16 and is summed over devices as it is. With
 `weight_grad_dtype="float32"` it is float32 before it is summed; weights are gathered in float16 all the same, but
@@ -56,8 +56,8 @@ transformation.
 
 {added}
 
-Where gradients are the same on all devices, each finds the same by itself. Where they are sharded, one float32, in
-which both the flag and the norm are, is summed; XLA merges that sum with the one of the loss.
+If gradients are the same on all devices, each device finds the same flag. If they are sharded, one float32 is summed,
+which contains both the flag and the norm; XLA merges that sum with the sum of the loss.
 """
 
 

@@ -59,8 +59,8 @@ Scores are means and standard deviations over the seeds, on data that is not tra
 and batches, the same for each precision. "Less float32" is the mean difference from the float32 run with the same seed,
 and its standard error. The settings are those of the examples, chosen in float32.
 
-In the second table, "recovered" is the first step after the last skip. Its losses say no more than that training went
-on: with seeds 0 to 2, float32 ends there between 2.78 and 3.10, mixed_float16 between 2.91 and 3.04.
+In the second table, "recovered" is the first step after the last skip. Its losses only show that training
+continues: with seeds 0 to 2, float32 ends there between 2.78 and 3.10, mixed_float16 between 2.91 and 3.04.
 """
 
 
