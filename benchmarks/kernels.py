@@ -85,7 +85,7 @@ In a whole train step the kernel needs the gradients in memory, in float32 where
 them before the cast. So a kernel has fewer launches, and 0.1 to 0.5% more bytes.
 
 `implementation=None` is XLA until times were measured on a GPU: fewer launches do not prove a shorter time. To measure,
-run `python benchmarks/kernels.py --out docs/benchmarks/kernels.md` on a machine with an NVIDIA GPU; it ends with the entry
+run `python benchmarks/kernels.py --out docs/benchmarks/kernels.md` on a machine with an NVIDIA GPU; it prints the entry
 for `FASTEST` in `pallas_kernels/finite_check/config.py`. A time is the median of batches of calls that are queued back
 to back, on random data that does not fit into the cache. The error is that of the sum of squares against float64; of a
 step, the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the

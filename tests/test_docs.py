@@ -92,3 +92,17 @@ def test_the_home_page_gives_the_figures_of_the_benchmarks():
             costs[model, "autocast"][i] / costs[model, other][i] for i in (0, 1) for other in ("float32", "by hand")
         ]
         assert [f"{ratio:.2f}" for ratio in ratios] == shown, model
+
+
+def test_the_home_page_counts_the_programs_of_the_conformance_page():
+    page = (ROOT / "docs/benchmarks/conformance.md").read_text()
+    libraries, passed = (
+        [cell.strip() for cell in re.search(rf"^\| {name} \|(.*)\|$", page, re.M)[1].split("|")]
+        for name in (r"programs that pass", r"\*\*all\*\*")
+    )
+    head = "| | jmp_amp | grampax | jaxamp | jmp | mpx |"
+    counts = dict(zip(libraries, passed, strict=True))
+    ((question, *shown),) = home_table(head)
+    assert question == "programs that pass, of 102"
+    for name, count in zip(head.split(" | ")[1:], shown, strict=True):
+        assert counts[name.strip(" |")].startswith(f"{count} of 102 ")
