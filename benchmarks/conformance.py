@@ -53,7 +53,7 @@ QUESTIONS = {  # and what a table says where the answer is no
     "shapes and dtypes kept": "dtype",
     "within 2% of float32": "far off",
 }
-COLOURS = {  # of a cell that says no; the worst first
+COLOURS = {  # of a cell; the worst answer first
     "raises": "red",
     DOES_NOT_END: "red",
     "not finite": "red",
@@ -61,6 +61,7 @@ COLOURS = {  # of a cell that says no; the worst first
     "dtype": "red",
     "sensitive ops low": "orange",
     "products float32": "yellow",
+    "ok": "green",
 }
 SHARES = {"green": 1, "yellow": 0.75, "orange": 0.5, "red": 0}  # the least share of a colour
 
@@ -421,15 +422,14 @@ def verdict(answers):
 
 
 def coloured(text, colour):
-    """A cell of a table with a class, which the style sheet of the docs gives a ground."""
+    """A cell of a table whose class `docs/css/site.css` colours."""
     return f"{text} {{ .{colour} }}"
 
 
 def cell(answers):
     said = verdict(answers)
-    return (
-        coloured("✓", "green") if said == "ok" else coloured(said, next(c for no, c in COLOURS.items() if no in said))
-    )
+    colour = next(colour for answer, colour in COLOURS.items() if answer in said)
+    return coloured("✓" if said == "ok" else said, colour)
 
 
 def share(part, whole):
@@ -452,7 +452,8 @@ def passed(answers, titles):
 
 
 def answered(answers, question):
-    given = [row[0][list(QUESTIONS).index(question)] for row in answers["rows"].values()]
+    i = list(QUESTIONS).index(question)
+    given = [given[i] for given, _ in answers["rows"].values()]
     return share(sum(answer is True for answer in given), sum(answer is not None for answer in given))
 
 
