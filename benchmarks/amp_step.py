@@ -72,25 +72,26 @@ GROWTH = {
 }
 
 COMPILED = 1_000  # leaves, at most
+WHY = "What loss scaling adds to an optimizer step: kernel launches, bytes, compile time and collectives."
 NOTES = """
 A step updates donated float32 parameters and the moments of AdamW from float32 gradients, which are its argument.
 Launches and bytes are counted by one rule for all programs (`gpu_aot.cost`); of a `cond`, those of the dearer branch.
 "By hand" is unscale, check, step and `where`, as jmp's and mpx's users write them. "Many-leaf kernels" is
 `implementation="mosaic_gpu"`, the rest `"xla"`, the default. "Check and skip" has a scale of 1.
 
-The floors: AdamW reads the gradient, and reads and writes parameter and moments, 28 bytes a parameter. Whether all
-gradients are finite, and their norm, must be known before the first write, so they are read twice: 32 bytes. Unscaling,
-the flag, the norm and clipping need no more, for they fuse with these two reads; in passes of their own they would be
-24 bytes on top of AdamW, 86% more.
+The floors: AdamW reads the gradient, and reads and writes the parameter and two moments, 28 bytes a parameter. Whether
+all gradients are finite, and their norm, must be known before the first write, so gradients are read twice: 32 bytes.
+Unscaling, the flag, the norm and clipping fuse with these two reads and need no more. In passes of their own they would
+add 24 bytes to AdamW, 86%.
 
 Time is CPU time: of programs measured once, of tracing and lowering the least of three, or the only one of 10,000
 leaves. These are lowered and not compiled: of AdamW alone, the memory that the compiler takes grows with the square of
 the leaves, 0.8 GB at 1,000, 4.2 GB at 4,000, and at 10,000 over 21 GB when it was stopped.
 
-On many devices, parameters, moments and gradients are sharded alike. What travels in a whole train step, data parallel
-and FSDP, is on the page [of collectives](collectives.md): there, too, loss scaling adds nothing or one float32.
+On many devices, parameters, moments and gradients are sharded alike. [Collectives](collectives.md) has the bytes that a
+whole train step sends, data parallel and FSDP; there, too, loss scaling adds nothing or one float32.
 
-## Where we lose
+## Where it loses
 
 - Against plain AdamW: 14% more bytes, which is the floor, and by default two launches a leaf, one where it is small. A
   check by hand, and `optax.apply_if_finite`, which does not scale, cost the same.
@@ -98,8 +99,8 @@ and FSDP, is on the page [of collectives](collectives.md): there, too, loss scal
 - Time to compile the step: 2.0 to 2.6 times that of AdamW, with `select` 1.8 to 2.8, by hand 1.7 to 2.8. To trace and
   lower it: 1.7 to 1.9 times, with `select` 1.4 to 1.8, by hand 1.3 to 1.6. The many-leaf kernels add 11 to 17 launches
   instead of 29 to 2,020, and the step takes 3.5 to 7.1 times as long to compile as AdamW.
-- optax's clip inside `dynamic_loss_scale` with the many-leaf kernels: what a kernel read, XLA cannot share with optax's
-  norm, so gradients are read three times, 29% more bytes than AdamW. `clip_global_norm=1.0` is at the floor.
+- optax's clip inside `dynamic_loss_scale` with the many-leaf kernels: XLA cannot share the read of a kernel with the
+  norm of optax, so gradients are read three times, 29% more bytes than AdamW. `clip_global_norm=1.0` is at the floor.
 """
 
 
@@ -191,7 +192,7 @@ def main():
     line = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/amp_step.py`."
     few = [leaves for leaves in options.leaves if leaves <= COMPILED]
     tables = itertools.chain(steps(), growth(few), tracing(options.leaves), sharded(options.devices))
-    report("What the AMP step costs", line, tables, NOTES, options.out)
+    report("Cost of a loss scaling step", f"{WHY}\n\n{line}", tables, NOTES, options.out)
 
 
 if __name__ == "__main__":

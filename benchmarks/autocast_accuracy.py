@@ -23,14 +23,15 @@ LOW_STREAM = {"residual_stream": "low"}
 LOSS_SCALE = 2.0**10  # the same for all: underflow is not what is measured
 
 
+WHY = "How far losses and gradients are from float64, beside the same model with casts written by hand."
 NOTES = """
 The error of a loss is relative; that of a gradient is the L2 norm of its difference over all parameters, relative to
 the norm of the gradient. Parameters and data are random and differ from seed to seed. Both sides and float64 get the
 same float32 values, and the gradients are those of 1024 times the loss, so that none underflows.
 
 - "By hand" and "autocast" are medians over all seeds, "x by hand" is their ratio, and the range after it that of the
-  ratios of medians over 20 seeds. A loss is one number, which is rounded up or down by luck: where both sides are
-  equally accurate, that ratio is anything from 0.6 to 1.6. Hence the next column.
+  ratios of medians over 20 seeds. A loss is a single number, and its rounding error is a matter of chance: between two
+  equally accurate sides, that ratio is anything from 0.6 to 1.6. Hence the next column.
 - "Larger : smaller" counts the seeds whose error is larger and smaller with autocast than by hand; the others are equal
   to the bit. Between two equally accurate sides, one count exceeds the other by more than three times the square root
   of their sum in 1 of 700 cases.
@@ -38,7 +39,7 @@ same float32 values, and the gradients are those of 1024 times the loss, so that
 "By hand" is the usual careful way: products and activations in 16 bits; norms, softmax, losses, sums over neighbours,
 the state of an ODE and the log-determinant of a flow in float32; logits cast to float32 before the loss. The models are
 in `benchmarks/accuracy_models.py`, each written once for both. Activations are smooth: at the kink of a ReLU a rounding
-error flips a whole unit, and the error of a gradient is then a matter of luck.
+error flips a whole unit, and the error of a gradient is then a matter of chance.
 """
 
 # It takes longer to compile the code than to run it. With these, all errors are the same to two digits.
@@ -114,8 +115,8 @@ def main():
     seeds = options.sets * SEEDS
     head = f"{seeds} seeds with JAX {jax.__version__} on the CPU, by `benchmarks/autocast_accuracy.py`."
     report(
-        "How accurate autocast is",
-        head,
+        "Accuracy",
+        f"{WHY}\n\n{head}",
         table({name: case for name, case in CASES.items() if options.only in name}, options.sets),
         NOTES,
         options.out,

@@ -30,33 +30,34 @@ VARIANTS = {
 }
 
 
+WHY = "How many bytes a model moves and how much memory it needs, beside float32 and casts written by hand."
 NOTES = """
 Bytes and launches are those of every kernel, by one rule for all programs (`gpu_aot.cost`): good for ratios. "Casts
 traced" are those between floating dtypes in the jaxpr of loss and gradients, what a loop holds once; "casts compiled"
-are the same in the optimized module, where most are fused into a kernel that is there anyway.
+are the same in the optimized module, where most are fused into other kernels.
 
 "By hand" is the usual way: products, activations and the residual stream in float16; norms, softmax and the loss in
-float32. "jmp, mpx" is all arguments cast to float16 in front of the model: one program, for both packages. Its norms,
-its softmax and its loss are float16, where autocast's are float32, so it is another result as well as another cost; and
-what a model makes for itself, such as the zeros that an LSTM starts with, stays float32 and turns the products around
-it into float32. The models are in `benchmarks/models.py`, each written once for all.
+float32. "jmp, mpx" casts all arguments to float16 in front of the model: one program, for both packages. Its norms,
+softmax and loss are float16, where autocast's are float32, so results differ as well as costs. Arrays that the
+model creates, such as the zeros that an LSTM starts with, stay float32, and so do the products that read them. The
+models are in `benchmarks/models.py`, each written once for all.
 
-`save="matmuls"` is the default because of this table: where there is a scan without remat it needs 0.33 to 0.69 of the
-memory and fewer bytes; with remat it saves bytes; it changes nothing where there is no scan.
+`save="matmuls"` is the default because of this table: for a scan without remat it needs 0.33 to 0.69 of the memory and
+fewer bytes, with remat it saves bytes, and without a scan it changes nothing.
 
-`weight_grad_dtype="float32"` writes each weight gradient in float32. That is free, or nearly so, where it is cast to
-float32 anyway, saves in the loop of an LSTM, which adds to it in every iteration, and costs with the convolutions of a
-ResNet.
+`weight_grad_dtype="float32"` writes each weight gradient in float32. That costs little or nothing where the gradient is
+cast to float32 anyway. It saves bytes in the loop of an LSTM, which adds to the gradient in every iteration, and costs
+bytes in the convolutions of a ResNet.
 
 ## Where autocast loses
 
 - ViT-B/16: 9% more bytes than by hand, 4% more than jmp and mpx. The residual stream is float32: an addition takes the
-  widest of its operands, and nothing but norms and additions reads it. Forward it fuses away; backward its gradient is
-  stored in float32 and read by every layer. `residual_stream="low"` rounds it to float16 at each addition, as by hand.
-  What is left, 0.2%, is the gradient of the last bias, which is summed from float32 cotangents.
-- An LSTM with `save="all"`: 5% more bytes than by hand, 78% more memory. Its cell adds up, so it is float32, where
-  by hand it is float16; the errors of the gradients are 0.17 to 0.29 of those by hand. By default it needs 0.77 of
-  the memory.
+  widest of its operands, and only norms and additions read it. In the forward pass it fuses away; in the backward pass
+  its gradient is stored in float32 and read by every layer. `residual_stream="low"` rounds it to float16 at each
+  addition, as by hand. The 0.2% that are left are the gradient of the last bias, summed from float32 cotangents.
+- An LSTM with `save="all"`: 5% more bytes than by hand, 78% more memory. Its cell accumulates, so it is float32, where
+  by hand it is float16; the errors of the gradients are 0.17 to 0.29 times those by hand. By default it needs 0.77
+  times the memory.
 - Launches: each weight is cast once, so a model without a loop has more of them than in float32, by 4% (ResNet-50) to
   17% (GPT-2 small, ViT-B/16). By hand and with jmp or mpx there are more still.
 """
@@ -128,8 +129,8 @@ def main():
     options = parser.parse_args()
     head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_cost.py`."
     report(
-        "What autocast costs",
-        head,
+        "Bytes and memory",
+        f"{WHY}\n\n{head}",
         table({name: case for name, case in CASES.items() if options.only in name}),
         NOTES,
         options.out,

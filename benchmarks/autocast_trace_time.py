@@ -61,12 +61,13 @@ SCANS = {  # a scanned GPT-2 small, with and without recomputing
 PEERS = {"jmp", "mpx"}  # where they are installed
 KERNELS = "fused norms and softmaxes"
 
+WHY = "How much longer a program takes to trace, lower and compile under autocast."
 NOTES = """
-CPU time of the process and of what it starts; the least of three repeats, compiled once. "Cold" starts with empty
+CPU time of the process and its children; the least of three repeats, compiled once. "Cold" starts with empty
 caches, as a program does; "warm" has traced the same model before. The target is one NVIDIA H200, and none is needed.
 By hand the casts are traced like any other op, and take time as well. On a shared machine the figures of another run
 may differ by a tenth. "Fused norms and softmaxes" counts the different kernels that XLA makes with Triton, apart from
-products: they take the longest to compile, each once however many layers use it.
+products. They take the longest to compile, each once for all layers that use it.
 
 `jmp` and `mpx` cast whole trees of parameters, so that norms, softmax and the loss are float16 too: other results.
 Of the packages that cast op by op, `jaxamp` 0.0.4 and `grampax` 0.1.0 (`quax` 0.4.6) raise errors of their own code
@@ -75,11 +76,10 @@ on these models with JAX 0.10.2 and 0.12.0.
 ## Where autocast loses
 
 - Tracing, against jmp and mpx, which cast once in front of the model: autocast traces the model and evaluates each of
-  its ops. It is a part of a second, where compiling takes several.
-- Compiling a scan: by default (`save="matmuls"`) the backward pass computes again what is not a product, so it is as
-  large a program as one with `jax.checkpoint`, which alone compiles 1.69 times as long as the plain scan. Autocast adds
-  14% to that, and 28% to the plain scan with `save="all"`. Recomputing buys the memory on the page of
-  [costs](autocast_cost.md).
+  its ops. This takes a fraction of a second, and compiling takes several.
+- Compiling a scan: by default (`save="matmuls"`) the backward pass recomputes everything but products, so the program is
+  as large as one with `jax.checkpoint`, which alone compiles 1.69 times as long as the plain scan. Autocast adds 14% to
+  that. In return it saves [memory](autocast_cost.md). With `save="all"` nothing is recomputed: 1.28 times plain.
 - Compiling a Transformer, against jmp and mpx, which compile faster than plain, and a ViT against by hand. The time
   follows the count of fused norms and softmaxes: in float32, and where they read a float32 residual stream, XLA fuses
   more of what is around them, in more ways; in float16, as in jmp and mpx, it leaves them in parts.
@@ -173,7 +173,7 @@ def main():
     cases = {name: case for name, case in MODELS.items() if options.only in name}
     lines = [] if options.scans else [*table(cases, options.repeats, options.compiles, variants), ""]
     lines += table_of_scans()
-    report("How long autocast takes to trace and compile", head, lines, NOTES, options.out)
+    report("Trace and compile time", f"{WHY}\n\n{head}", lines, NOTES, options.out)
 
 
 if __name__ == "__main__":

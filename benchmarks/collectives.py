@@ -30,6 +30,7 @@ VARIANTS = {
 }
 WAYS = ("data parallel", "FSDP")
 
+WHY = "How many bytes a train step sends between GPUs, and what loss scaling adds to them."
 NOTES = """
 A GPT of four layers of width 1024 with 8192 tokens, tied, 59 million parameters; four sequences of 256 tokens a device;
 AdamW inside `dynamic_loss_scale`. Data parallel: everything is replicated, and the batch is spread. FSDP: parameters
@@ -40,8 +41,8 @@ than in a large one.
 MB (10^6 bytes) are what one device sends in a step: the bytes that it hands in, known from the program, times what ring
 algorithms make of them on `n` devices: 2(n-1)/n for an all-reduce, (n-1)/n for a reduce-scatter and an all-to-all, n-1
 for an all-gather (which is handed 1/n of what it returns). What a loop holds counts as often as the loop runs. "Summed"
-are gradients, by all-reduce or reduce-scatter; "other" are tokens and activations around the embedding. Calls are how
-many collectives run; XLA merges small ones into one.
+are gradients, by all-reduce or reduce-scatter; "other" are tokens and activations around the embedding. "Calls" counts
+the collectives that run; XLA merges small ones into one.
 
 By default the gradient of a matrix product is float16 and is summed over devices as it is. With
 `weight_grad_dtype="float32"` it is float32 before it is summed; weights are gathered in float16 all the same, but
@@ -55,8 +56,8 @@ transformation.
 
 {added}
 
-Where gradients are the same on all devices, each finds the same by itself. Where they are sharded, one float32, in
-which both the flag and the norm are, is summed; XLA merges that sum with the one of the loss.
+If gradients are the same on all devices, each device finds the same flag. If they are sharded, one float32 is summed,
+which contains both the flag and the norm; XLA merges that sum with the sum of the loss.
 """
 
 
@@ -170,7 +171,7 @@ def main():
     head = f"Compiled for NVIDIA H200s, eight to a host, with JAX {jax.__version__}, by `benchmarks/collectives.py`."
     added = []
     lines = list(table(options.devices, added))
-    report("What travels between GPUs", head, lines, NOTES.format(added="\n".join(added)), options.out)
+    report("Collectives", f"{WHY}\n\n{head}", lines, NOTES.format(added="\n".join(added)), options.out)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,17 @@ QUESTIONS = {  # and what a table says where the answer is no
     "shapes and dtypes kept": "dtype",
     "within 2% of float32": "far off",
 }
+COLOURS = {  # of a cell; the worst answer first
+    "raises": "red",
+    DOES_NOT_END: "red",
+    "not finite": "red",
+    "far off": "red",
+    "dtype": "red",
+    "sensitive ops low": "orange",
+    "products float32": "yellow",
+    "ok": "green",
+}
+SHARES = {"green": 1, "yellow": 0.75, "orange": 0.5, "red": 0}  # the least share of a colour
 
 
 # Each library by what its own pages say.
@@ -204,7 +215,7 @@ def examine(program, adapter, hand=False):
     return [True, low_products, full, finite, avals(got) == avals(want), close if finite else None], ""
 
 
-# Loss scales: a rule that grows after 3 clean steps, as each library spells it. `step(state, w, bad)` returns the new
+# Loss scales: a rule that grows after 3 finite steps, as each library spells it. `step(state, w, bad)` returns the new
 # state, the gradient of 3 * w (or NaN), unscaled, and the scale that the next step has.
 
 
@@ -317,7 +328,7 @@ def behaviour(make):
     def squares(w):
         return 1.5 * w * w  # whose gradient is NaN where w is
 
-    def after_clean_steps():
+    def finite_steps_to_growth():
         scales, _ = run([False] * 8)
         return f"{next(i for i, s in enumerate(scales) if s > scales[0])} steps"
 
@@ -333,12 +344,12 @@ def behaviour(make):
     def show(s):
         return f"2^{np.log2(s):g}" if 0 < s < np.inf and np.log2(s) % 1 == 0 else f"{s:g}"
 
-    ask("grows after (asked for 3)", after_clean_steps)
+    ask("grows after (asked for 3)", finite_steps_to_growth)
     ask("gradient on the step on which it grows", growth_step)
     ask("gradient of a float16 loss of 2 at 2^16", float16_loss)
     ask("after a NaN at 2^10", lambda: show(run([True], loss=squares)[0][-1]))
     ask("after 300 overflows", lambda: show(run([True] * 300, loss=squares)[0][-1]))
-    ask("after 900 clean steps", lambda: show(run([False] * 900, loss=lambda w: 1e-8 * w)[0][-1]))
+    ask("after 900 finite steps", lambda: show(run([False] * 900, loss=lambda w: 1e-8 * w)[0][-1]))
     return answers
 
 
@@ -410,40 +421,87 @@ def verdict(answers):
     return ", ".join(failed) or "ok"
 
 
+def coloured(text, colour):
+    """A cell of a table whose class `docs/css/site.css` colours."""
+    return f"{text} {{ .{colour} }}"
+
+
+def cell(answers):
+    said = verdict(answers)
+    colour = next(colour for answer, colour in COLOURS.items() if answer in said)
+    return coloured("✓" if said == "ok" else said, colour)
+
+
+def share(part, whole):
+    """How many of how many, in the colour of that share."""
+    colour = next(colour for colour, least in SHARES.items() if part >= least * whole)
+    return coloured(f"{part} of {whole}", colour)
+
+
+def row(*cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def head(*cells):
+    return [row(*cells), "|---" * len(cells) + "|"]
+
+
+def passed(answers, titles):
+    found = [verdict(answers["rows"][title]) == "ok" for title in titles if title in answers["rows"]]
+    return share(sum(found), len(found)) if found else ""
+
+
+def answered(answers, question):
+    i = list(QUESTIONS).index(question)
+    given = [given[i] for given, _ in answers["rows"].values()]
+    return share(sum(answer is True for answer in given), sum(answer is not None for answer in given))
+
+
 def tables(found):
     scales = {name: answers["scale"] for name, answers in found.items() if answers["scale"]}
     found = {name: answers for name, answers in found.items() if answers["rows"]}
-    yield "| of " + str(len(PROGRAMS)) + " programs | " + " | ".join(found) + " |"
-    yield "|---" * (len(found) + 1) + "|"
-    for i, question in enumerate(QUESTIONS):
-        cells = []
-        for answers in found.values():
-            asked = [row[0][i] for row in answers["rows"].values() if row[0][i] is not None]
-            cells.append(f"{sum(asked)} of {len(asked)}")
-        yield f"| {question} | " + " | ".join(cells) + " |"
-    counts = [f"**{sum(verdict(r) == 'ok' for r in a['rows'].values())} of {len(a['rows'])}**" for a in found.values()]
-    yield "| all of these | " + " | ".join(counts) + " |"
-    yield ""
-    yield "## Loss scales"
-    yield ""
-    yield "| | " + " | ".join(scales) + " |"
-    yield "|---" * (len(scales) + 1) + "|"
+    groups = {
+        group: [title for title, program in PROGRAMS.items() if program.group == group]
+        for group in dict.fromkeys(program.group for program in PROGRAMS.values())
+    }
+    yield from head("programs that pass", *found)
+    yield row("**all**", *(passed(answers, PROGRAMS) for answers in found.values()))
+    for group, titles in groups.items():
+        yield row(group, *(passed(answers, titles) for answers in found.values()))
+    yield from ("", "## What a program is asked", "")
+    yield from head("", *found)
+    for question in QUESTIONS:
+        yield row(question, *(answered(answers, question) for answers in found.values()))
+    yield from ("", "## Program by program", "", KEY)
+    for group, titles in groups.items():
+        yield from ("", f"### {group.capitalize()}", "")
+        yield from head("", *found)
+        for title in titles:
+            name = title.partition(": ")[2] or title
+            yield row(name, *(cell(a["rows"][title]) if title in a["rows"] else "" for a in found.values()))
+    yield from ("", "## Loss scales", "")
+    yield from head("", *scales)
     for question in scales["jmp_amp"]:
-        yield f"| {question} | " + " | ".join(s[question] for s in scales.values()) + " |"
-    yield ""
-    yield "## Program by program"
-    yield ""
-    group = None
-    for title, program in PROGRAMS.items():
-        if program.group != group:
-            group = program.group
-            yield f"{'' if group == 'layers' else chr(10)}| {group} | " + " | ".join(found) + " |"
-            yield "|---" * (len(found) + 1) + "|"
-        cells = [verdict(a["rows"][title]) if title in a["rows"] else "" for a in found.values()]
-        yield f"| {title.partition(': ')[2] or title} | " + " | ".join(cells) + " |"
+        yield row(question, *(scale[question] for scale in scales.values()))
 
+
+def versions(found):
+    installed = {name: ", ".join(f"{package} {v}" for package, v in a["versions"].items()) for name, a in found.items()}
+    return "; ".join(f"{name}: {packages}" for name, packages in installed.items())
+
+
+WHY = """How many of {n} small programs run as they should under a library for mixed precision. A program passes if it
+runs, with its gradient, has its products in 16 bits and its sums in float32, stays finite, keeps its shapes and dtypes,
+and comes within 2% of float32."""
+
+KEY = """<span class="green">✓: passes</span>, <span class="yellow">products float32: nothing gained</span>,
+<span class="orange">sensitive ops low: may overflow</span>, <span class="red">a wrong result or none</span>"""
 
 NOTES = """
+## How it was done
+
+By `benchmarks/conformance.py`. {versions}.
+
 Each program is written for float32, and each library is applied as its own page says, to float16:
 `jmp_amp.autocast(fun)`; a `jmp` policy that casts arguments and results; `mpx.cast_function`; `jaxamp.amp`;
 `grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. Questions are asked of the jaxpr and of
@@ -453,9 +511,9 @@ of a weighted mean of the results, scaled by 2^10, or by less where that overflo
 60 seconds counts as one that does not.
 
 A library that casts whole arguments (`jmp`, `mpx`) leaves it to the model to cast back around its norms and sums, which
-these programs do not do: that is the work that autocast takes off. `grampax` casts the operands of products only. Of
-torch, which cannot run the programs, only `GradScaler` is asked. The programs and the questions are ours; another
-choice would give other figures.
+these programs do not do: autocast takes that work off. `grampax` casts the operands of products only. torch cannot run
+the programs, so it is asked about `GradScaler` only. The programs and the questions are ours; another choice would give
+other figures.
 """
 
 
@@ -471,16 +529,8 @@ def main():
         print(json.dumps(examine_library(options.library, options.program)))
         return
     found = {name: ask(name, options.environments.absolute()) for name in options.only}
-    versions = "; ".join(
-        f"{name}: " + ", ".join(f"{package} {v}" for package, v in answers["versions"].items())
-        for name, answers in found.items()
-    )
     report(
-        "What libraries make of programs",
-        f"By `benchmarks/conformance.py`. {versions}.",
-        tables(found),
-        NOTES,
-        options.out,
+        "Conformance", WHY.format(n=len(PROGRAMS)), tables(found), NOTES.format(versions=versions(found)), options.out
     )
 
 

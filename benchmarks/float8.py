@@ -37,6 +37,7 @@ SHARDED = {
     "float8": {"dtype": "float8"},
 }
 
+WHY = "How much of a model runs in float8, and what the scales and casts cost, beside bfloat16 and other libraries."
 NOTES = """
 "No Triton products" is the compiler option `xla_gpu_enable_triton_gemm=False`: cuBLASLt computes the products. On a
 GPU, XLA tries both for each product and keeps the faster. A float8 product multiplies two float8 arrays in the
@@ -47,7 +48,7 @@ The MLP is 4096-16384-4096 with ReLU, on 8192 tokens, without biases; its weight
 the gradients are those of both. The Llama block has the sizes of Llama 3 8B and 8192 tokens; the GPT has 4096 tokens
 and a vocabulary of 32000. Shares are of the FLOPs of products, forward and backward, those of a loop times its
 iterations; what is left is attention. FSDP is the MLP on 8 GPUs, its weights sharded along their first axis; MB (10^6
-bytes) are what one GPU sends, counted as in [What travels between GPUs](collectives.md).
+bytes) are what one GPU sends, counted as in [Collectives](collectives.md).
 
 ## What this shows
 
@@ -178,7 +179,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="also write the tables to this file")
     options = parser.parse_args()
     head = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/float8.py`."
-    report("What float8 costs", head, table(), NOTES, options.out)
+    report("Float8", f"{WHY}\n\n{head}", table(), NOTES, options.out)
 
 
 if __name__ == "__main__":

@@ -75,17 +75,17 @@ NOTES = """## What the figures are
 
 Launches are the kernels of one call, GB what they read and write, by one rule for all programs (`gpu_aot.cost`; of a
 `cond` the dearer branch). XLA checks each leaf in a kernel of its own, large ones in two or three; the Pallas kernels
-read up to 250 leaves in one launch, and two or three small kernels add up what it found.
+read up to 250 leaves in one launch, and two or three small kernels add up the results.
 
 The steps update donated float32 parameters and the state of AdamW; the gradients are an argument. Scaled, they read the
 gradients twice: whether these are finite, and their norm, must be known before anything is written. So 28 bytes a
 parameter are the floor of plain AdamW, and 32 that of a scaled or clipped step.
 
-In a whole train step the kernel wants the gradients in memory, in float32 where autocast casts them to it, while XLA
-can read what they are cast from: fewer launches, and 0.1 to 0.5% more bytes.
+In a whole train step the kernel needs the gradients in memory, in float32 where autocast casts them to it. XLA can read
+them before the cast. So a kernel has fewer launches, and 0.1 to 0.5% more bytes.
 
-`implementation=None` is XLA until a GPU says otherwise: fewer launches are a lead, not a time. To measure, run
-`python benchmarks/kernels.py --out docs/benchmarks/kernels.md` on a machine with an NVIDIA GPU; it ends with the entry
+`implementation=None` is XLA until times were measured on a GPU: fewer launches do not prove a shorter time. To measure,
+run `python benchmarks/kernels.py --out docs/benchmarks/kernels.md` on a machine with an NVIDIA GPU; it prints the entry
 for `FASTEST` in `pallas_kernels/finite_check/config.py`. A time is the median of batches of calls that are queued back
 to back, on random data that does not fit into the cache. The error is that of the sum of squares against float64; of a
 step, the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the
@@ -464,7 +464,9 @@ def main():
         MEASURED: measured(Run(TREES), options.only) if gpu else None,
     }
     sections = itertools.chain(*(section(title, lines[title], options.out) for title in lines))
-    report("What the kernels cost", "The ops of `pallas_kernels`, and AdamW with them.", sections, NOTES, options.out)
+    report(
+        "Kernels", "How many launches and bytes the kernels save, and how fast they are.", sections, NOTES, options.out
+    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ CASE = "GPT-2 small, scanned"
 LEVELS = {level: (level, optax.adamw(1e-3)) for level in ("O0", "O1", "O2", "O3")}
 LEVELS["O2, first moments in bfloat16"] = "O2", optax.adamw(1e-3, mu_dtype=jnp.bfloat16)
 
+WHY = "How much memory a train step needs at each of apex's levels."
 NOTES = """
 One train step of {case} (batch 8, 1024 tokens, AdamW, parameters and state donated), assembled by
 `amp.initialize(loss_fn, params, tx, level)`. Parameters and state are what stays between steps: bytes a parameter are 4
@@ -75,7 +76,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/opt_levels.py`."
     notes = NOTES.format(case=CASE)
-    report("What O0 to O3 need", head, table(), notes, parser.parse_args().out)
+    report("Levels O0 to O3", f"{WHY}\n\n{head}", table(), notes, parser.parse_args().out)
 
 
 if __name__ == "__main__":

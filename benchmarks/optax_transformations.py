@@ -215,10 +215,13 @@ def table() -> Iterator[str]:
         yield f"| `{name}` | {verdict(name, 'cond')} | {verdict(name, 'select')} | {case_of(name).remark} |"
 
 
+WHY = (
+    "Which of optax's transformations work inside `dynamic_loss_scale`, and whether a skipped step changes their state."
+)
 NOTES = """
-Each makes four steps in float32 without a loss scale, and under `dynamic_loss_scale` six steps on scaled gradients, of
-which two overflow. "ok" says that the parameters at the end are the same to 1e-4, and that an overflow changed no bit
-of the parameters and of the transformation's state. "Inside only": around `dynamic_loss_scale` it raises.
+Each takes four steps in float32 without a loss scale, and six steps on scaled gradients under `dynamic_loss_scale`, two
+of which overflow. "ok": the final parameters agree to 1e-4, and an overflow changed no bit of the parameters and of the
+transformation's state. "Inside only": around `dynamic_loss_scale` it raises.
 """
 
 
@@ -229,7 +232,7 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         by = f"By `benchmarks/optax_transformations.py`, jax {jax.__version__}, optax {optax.__version__}."
-        report("Optax's transformations under a loss scale", by, table(), NOTES, options.out)
+        report("Optax transformations", f"{WHY}\n\n{by}", table(), NOTES, options.out)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def draw(snapshots: Sequence[np.ndarray], steps: int, path: Path) -> None:
     for (label, images), row in zip(rows.items(), axes, strict=True):
         row[0].text(-1, 3.5, label, ha="right", va="center")
         for image, cell in zip(images, row, strict=True):
-            cell.imshow(image.reshape(8, 8), cmap="gray", vmin=-1, vmax=1)
+            cell.imshow(image.reshape(8, 8), cmap="gray_r", vmin=-1, vmax=1, interpolation="bicubic")
             cell.axis("off")
     figure.savefig(path, bbox_inches="tight")
 

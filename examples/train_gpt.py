@@ -71,7 +71,7 @@ class Config:
     dim: int = option(64, f"width, a multiple of the {HEADS} heads, and of 16 for float8")
     lr: float = option(6e-3, "peak learning rate")
     init_scale: float = option(2.0**16, "first loss scale")
-    growth_interval: int = option(50, "clean steps after which the loss scale doubles")
+    growth_interval: int = option(50, "finite steps after which the loss scale doubles")
     inject_overflow: int = option(0, "puts inf into the gradients of this step; 0: of none", metavar="STEP")
     seed: int = option(0, "of the initial parameters and the batches")
     out: str = option("runs/train_gpt", "where metrics.csv and loss.png go")

@@ -35,5 +35,5 @@ def test_loss_scale_behaves_as_the_table_says():
         "gradient of a float16 loss of 2 at 2^16": "right",
         "after a NaN at 2^10": "2^9",
         "after 300 overflows": "2^0",
-        "after 900 clean steps": "2^24",
+        "after 900 finite steps": "2^24",
     }

@@ -48,12 +48,17 @@ def test_readme_train_step_trains():
     assert amp.get_loss_scale(state) == 2**15
 
 
-def test_every_public_name_has_an_example_and_a_place_in_the_reference():
-    reference = (ROOT / "docs/reference.md").read_text()
+def reference():
+    """The names that the pages of the reference list."""
+    pages = "".join(path.read_text() for path in sorted(ROOT.glob("docs/reference/*.md")))
+    return re.findall(r"^::: (.+)$", pages, re.M)
+
+
+def test_every_public_name_has_an_example_and_one_place_in_the_reference():
     names = {f"jmp_amp.{name}": getattr(amp, name) for name in amp.__all__ if name not in ("__version__", "debug")}
     names |= {f"jmp_amp.debug.{name}": getattr(amp.debug, name) for name in amp.debug.__all__}
     for name, value in names.items():
-        assert f"::: {name}\n" in reference, name
+        assert reference().count(name) == 1, name
         assert ">>> " in inspect.getdoc(value), name
 
 
@@ -64,5 +69,40 @@ def test_every_page_of_figures_has_a_script_and_a_line_on_the_index():
 
 
 def test_reference_names_exist():
-    for module, name in re.findall(r"^::: ([\w.]+)\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.M):
-        assert hasattr(importlib.import_module(module), name), name
+    for name in reference():
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def home_table(head):
+    """The rows of the table of the home page with this head, as lists of cells."""
+    table = (ROOT / "docs/index.md").read_text().partition(head)[2].partition("\n\n")[0]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_home_page_gives_the_figures_of_the_benchmarks():
+    page = (ROOT / "docs/benchmarks/autocast_cost.md").read_text()
+    costs = {}
+    for model, variant, moved, _, held in re.findall(r"^\| ([^|]+) \| ([^|]+)" + r" \| ([\d.]+)" * 3, page, re.M):
+        costs[model, variant] = float(moved), float(held)
+    rows = home_table("| model | bytes moved, x float32")
+    assert len(rows) == 5
+    for model, *shown in rows:
+        ratios = [
+            costs[model, "autocast"][i] / costs[model, other][i] for i in (0, 1) for other in ("float32", "by hand")
+        ]
+        assert [f"{ratio:.2f}" for ratio in ratios] == shown, model
+
+
+def test_the_home_page_counts_the_programs_of_the_conformance_page():
+    page = (ROOT / "docs/benchmarks/conformance.md").read_text()
+    libraries, passed = (
+        [cell.strip() for cell in re.search(rf"^\| {name} \|(.*)\|$", page, re.M)[1].split("|")]
+        for name in (r"programs that pass", r"\*\*all\*\*")
+    )
+    head = "| | jmp_amp | grampax | jaxamp | jmp | mpx |"
+    counts = dict(zip(libraries, passed, strict=True))
+    ((question, *shown),) = home_table(head)
+    assert question == "programs that pass, of 102"
+    for name, count in zip(head.split(" | ")[1:], shown, strict=True):
+        assert counts[name.strip(" |")].startswith(f"{count} of 102 ")

@@ -40,11 +40,11 @@ def curve(figure, title):
 def test_the_history_shows_the_scale_the_skips_the_norm_and_the_loss(tmp_path):
     figure = amp.plot_history(run(FINITE), tmp_path / "history.png")
     assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
-    assert [axes.get_title() for axes in figure.axes] == ["Loss", "Loss scale", "Norm of the true gradients"]
+    assert [axes.get_title() for axes in figure.axes] == ["Loss", "Loss scale", "Norm of the unscaled gradients"]
     scale, skipped = curve(figure, "Loss scale")
     assert scale == ([*range(1, 9)], [1024, 1024, 2048, 1024, 1024, 512, 256, 256])
     assert skipped == ([4, 6, 7], [1024, 512, 256])
-    assert curve(figure, "Norm of the true gradients") == [([*range(1, 9)], [*range(1, 9)])]
+    assert curve(figure, "Norm of the unscaled gradients") == [([*range(1, 9)], [*range(1, 9)])]
     (loss,) = curve(figure, "Loss")
     np.testing.assert_allclose(loss[1], [1 / n for n in range(1, 9)], rtol=1e-6)
 
@@ -73,7 +73,7 @@ def test_a_csv_file_of_metrics_gives_the_same_picture(tmp_path):
         writer.writerows({**row, "note": "any text"} for row in rows)
     for path in (tmp_path / "metrics.csv", str(tmp_path / "metrics.csv")):
         figure = amp.plot_history(path)
-        for title in ("Loss", "Loss scale", "Norm of the true gradients"):
+        for title in ("Loss", "Loss scale", "Norm of the unscaled gradients"):
             for a, b in zip(curve(figure, title), curve(amp.plot_history(rows), title), strict=True):
                 np.testing.assert_allclose(a, b)
 

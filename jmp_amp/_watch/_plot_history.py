@@ -14,9 +14,9 @@ from jmp_amp._extras import extra
 _PANELS = {
     "Loss": ("loss", "val_loss"),
     "Loss scale": ("loss_scale",),
-    "Norm of the true gradients": ("grad_norm",),
+    "Norm of the unscaled gradients": ("grad_norm",),
 }
-_LOG_BASES = {"Loss scale": 2, "Norm of the true gradients": 10}
+_LOG_BASES = {"Loss scale": 2, "Norm of the unscaled gradients": 10}
 _COLUMNS = ("step", *sum(_PANELS.values(), ()), "skipped", "total_notfinite", "last_finite")
 _CSV_VALUES = {"True": 1.0, "False": 0.0, "": math.nan}  # the strings that Python writes to CSV files
 
