@@ -19,6 +19,7 @@ from pallas_kernels._compat import lowering_kernels
 from pallas_kernels.finite_check import reference
 from pallas_kernels.finite_check.config import Config
 from pallas_kernels.finite_check.segments import Segment, rows, segments, view
+from pallas_kernels.finite_check.sums import is_partitioned
 
 KERNELS = ("mosaic_gpu", "triton")
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
@@ -127,20 +128,12 @@ def _lower(platform_has_kernels: bool, ctx: Any, *args: Any, **params: Any) -> A
         fun = _fallback(
             f"needs an NVIDIA GPU, but the program is compiled for {', '.join(ctx.module_context.platforms)}", **params
         )
-    elif _is_partitioned(ctx.module_context.axis_context):
+    elif is_partitioned(ctx.module_context):
         fun = _fallback("cannot be partitioned over devices by the compiler, call it inside `jax.shard_map`", **params)
     else:
         fun = functools.partial(_run_kernel, **params)
     with lowering_kernels():
         return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
-
-
-def _is_partitioned(axes: Any) -> bool:
-    if isinstance(
-        axes, mlir.SPMDAxisContext
-    ):  # inside `shard_map`, the compiler partitions the axes that are not manual
-        return axes.manual_axes != frozenset(axes.mesh.axis_names)
-    return isinstance(axes, mlir.ShardingContext) and axes.num_devices != 1
 
 
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[int]]:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.finite_check.sums import sum_each
+
 
 def unscale_check(
     leaves: Sequence[jax.Array], inv_scale: jax.Array, *, out_dtype: Any
@@ -27,17 +29,16 @@ def unscale_check(
         reduction for each leaf and one collective over devices. Products, squares and sums are computed in float32 (in
         float64 for float64 leaves).
     """
-    outs = []
-    sum_of_squares = jnp.float32(0)
+    outs, squares = [], []
     for x in leaves:
         y = x.astype(wide(x.dtype)) * inv_scale.astype(wide(x.dtype))
         if out_dtype is not None:
             y = y.astype(out_dtype if y.dtype == jnp.float32 else y.dtype)
             outs.append(y)
         magnitude = jnp.abs(y)
-        squares = jnp.square(magnitude.astype(wide(magnitude.dtype)))
-        sum_of_squares += jnp.sum(jnp.where(jnp.isfinite(y), squares, jnp.nan)).astype(jnp.float32)
-    return outs, sum_of_squares
+        square = jnp.square(magnitude.astype(wide(magnitude.dtype)))
+        squares.append(jnp.where(jnp.isfinite(y), square, jnp.nan))
+    return outs, sum((total.astype(jnp.float32) for total in sum_each(squares)), start=jnp.float32(0))
 
 
 def wide(dtype: Any) -> Any:
