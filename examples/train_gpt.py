@@ -158,7 +158,7 @@ def make_optimizer(name: str, config: Config) -> optax.GradientTransformationExt
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "tx"), donate_argnames=("params", "opt_state"))
 def train_step(params: Params, opt_state: Any, batch: Any, overflow: Any, *, loss_fn: Any, tx: Any) -> tuple[Any, ...]:
-    loss, grads = amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(opt_state))(params, batch)
+    loss, grads = amp.value_and_grad(loss_fn, opt_state=opt_state)(params, batch)
     grads = jax.tree.map(lambda g: jnp.where(overflow, jnp.inf, g), grads)  # --inject-overflow
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, measure(loss, grads, amp.metrics(opt_state))
