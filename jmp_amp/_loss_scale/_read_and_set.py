@@ -44,8 +44,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`. An `nnx.Optimizer`
             is updated in place.
-        value: float32[], or the float32[] `loss_scale` of a `LossScaleState`; broadcast over the leading axes of a
-            state that `vmap` created.
+        value: a scalar, cast to float32, that multiplies the loss of the next step; or a `LossScaleState`.
 
     Returns:
         A state of the same structure; the same object if it is an `nnx.Optimizer`.
