@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py [--steps 120] [--seeds 5] [--out docs/benchmarks/convergence.md]
     python benchmarks/convergence.py --only float8 [--out docs/benchmarks/convergence.md]    # leaves the rest as it is
+    python benchmarks/convergence.py --only demo --seeds 3      # prints the table of the README, in an hour of CPU time
 
 Trains the examples, in half an hour on two CPU cores, half of it for float8; needs the extras `demo` and
 `frameworks`.
@@ -140,18 +141,41 @@ def float8(steps, seeds):
     yield from rows("train_gpt", "val_loss", runs)
 
 
-def recovery(steps):
+def demo(steps, seeds):
+    """The runs that `train_gpt.py` compares: their last validation losses, skipped steps and flushed gradients."""
     import train_gpt
 
+    yield f"| run | {' | '.join(f'seed {seed}' for seed in range(seeds))} | steps skipped | flushed to zero |"
+    yield "|---" * (seeds + 3) + "|"
+    runs = {name: [] for name in train_gpt.COMPARED["compare"]}
+    for seed in range(seeds):
+        found = train_gpt_rows("--precision", "compare", "--steps", steps or 300, "--seed", seed)
+        for name, rows in runs.items():
+            rows.append([row for row in found if row["run"] == name])
+    for name, rows_by_seed in runs.items():
+        losses = " | ".join(f"{float(rows[-1]['val_loss']):.4f}" for rows in rows_by_seed)
+        skipped = ", ".join(str(sum(int(row["skipped"]) for row in rows)) for rows in rows_by_seed)
+        zeros = [float(row["zero_grads"]) for rows in rows_by_seed for row in rows]
+        yield f"| {name} | {losses} | {skipped} | {statistics.mean(zeros):.2%}, {max(zeros):.0%} at worst |"
+
+
+def train_gpt_rows(*options):
+    """The rows of the `metrics.csv` that the example writes."""
+    import train_gpt
+
+    with tempfile.TemporaryDirectory() as out:
+        train_gpt.main([*map(str, options), "--out", out])
+        with open(pathlib.Path(out, "metrics.csv"), newline="") as file:
+            return list(csv.DictReader(file))
+
+
+def recovery(steps):
     yield ""
     yield "| `train_gpt.py` | skipped | recovered | scale then | last scale | val loss |"
     yield "|---|---|---|---|---|---|"
     runs = {"float32": ("--precision", "float32"), **RECOVERIES}
     for name, options in runs.items():
-        with tempfile.TemporaryDirectory() as out:
-            train_gpt.main([*map(str, options), "--steps", str(steps), "--batch", "8", "--context", "64", "--out", out])
-            with open(pathlib.Path(out, "metrics.csv"), newline="") as file:
-                rows = list(csv.DictReader(file))
+        rows = train_gpt_rows(*options, "--steps", steps, "--batch", 8, "--context", 64)
         skipped = [int(row["step"]) for row in rows if int(row["skipped"])]
         recovered = skipped[-1] + 1 if skipped else 1
         scale, last = (f"2^{jax.numpy.log2(float(rows[i]['loss_scale'])):g}" for i in (recovered - 2, -1))
@@ -178,9 +202,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, help=f"default: 120, and {FLOAT8_SIZES['steps']} for float8")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", choices=["float8"], help="write this section of the page, and leave the others")
+    parser.add_argument("--only", choices=["float8", "demo"], help="this section alone; the demo is printed")
     parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
+    if options.only == "demo":
+        print(*demo(options.steps, options.seeds), sep="\n")
+        return
     head = f"By `benchmarks/convergence.py`, on a CPU; Python {platform.python_version()}, JAX {jax.__version__}."
     if not options.only:
         report("Convergence", f"{WHY}\n\n{head}", table(options.steps or 120, options.seeds), NOTES, options.out)

@@ -50,8 +50,7 @@ def make_train_step(precision: str) -> Callable[..., jax.Array]:
 
     @nnx.jit
     def train_step(model: CNN, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> jax.Array:
-        scale = amp.get_loss_scale(optimizer.opt_state)
-        value_and_grad = amp.value_and_grad(low_loss_fn, loss_scale=scale, transform=nnx.value_and_grad)
+        value_and_grad = amp.value_and_grad(low_loss_fn, opt_state=optimizer, transform=nnx.value_and_grad)
         loss, grads = value_and_grad(model, images, labels)
         optimizer.update(model, grads)
         return loss

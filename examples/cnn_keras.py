@@ -47,8 +47,7 @@ def make_train_step(model: keras.Model, tx: optax.GradientTransformation, precis
 
     @jax.jit
     def train_step(params: Any, state: Any, opt_state: Any, images: jax.Array, labels: jax.Array) -> Any:
-        scale = amp.get_loss_scale(opt_state)
-        value_and_grad = amp.value_and_grad(loss_fn, loss_scale=scale, has_aux=True)
+        value_and_grad = amp.value_and_grad(loss_fn, opt_state=opt_state, has_aux=True)
         (loss, state), grads = value_and_grad(params, state, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), state, opt_state, loss

@@ -77,8 +77,7 @@ def train_step(players: dict[str, Player], real: jax.Array, key: jax.Array, prec
 
     def move(name: str, loss_fn: Any, player: Player, *args: Any) -> Player:
         loss_fn, tx = amp.autocast(loss_fn, precision), make_optimizer(precision)
-        scale = amp.get_loss_scale(player.opt_state)
-        losses[name], grads = amp.value_and_grad(loss_fn, loss_scale=scale)(player.params, *args)
+        losses[name], grads = amp.value_and_grad(loss_fn, opt_state=player.opt_state)(player.params, *args)
         updates, opt_state = tx.update(grads, player.opt_state, player.params)
         return Player(optax.apply_updates(player.params, updates), opt_state)
 

@@ -66,7 +66,7 @@ def train(precision: str, steps: int, seed: int, log: Callable[..., None]) -> tw
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Params, opt_state: Any, windows: jax.Array) -> tuple[Params, Any, dict[str, jax.Array]]:
-        loss, grads = amp.value_and_grad(low_loss_fn, loss_scale=amp.get_loss_scale(opt_state))(params, windows)
+        loss, grads = amp.value_and_grad(low_loss_fn, opt_state=opt_state)(params, windows)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, {"loss": loss, **amp.metrics(opt_state)}
 

@@ -73,8 +73,7 @@ def fit(precision: str, steps: int, seed: int, log: Callable[..., None]) -> Popu
 
     @eqx.filter_jit
     def train_step(model: Populations, opt_state: optax.OptState) -> tuple:
-        scale = amp.get_loss_scale(opt_state)
-        value_and_grad = amp.value_and_grad(loss_fn, loss_scale=scale, transform=eqx.filter_value_and_grad)
+        value_and_grad = amp.value_and_grad(loss_fn, opt_state=opt_state, transform=eqx.filter_value_and_grad)
         loss, grads = value_and_grad(model, precision)
         updates, opt_state = tx.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state, loss

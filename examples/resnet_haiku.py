@@ -60,7 +60,7 @@ def make_train_step(tx: optax.GradientTransformation, precision: str) -> Callabl
     def train_step(
         params: hk.Params, state: hk.State, opt_state: optax.OptState, images: jax.Array, labels: jax.Array
     ) -> tuple[hk.Params, hk.State, optax.OptState, jax.Array]:
-        value_and_grad = amp.value_and_grad(low_loss_fn, has_aux=True, loss_scale=amp.get_loss_scale(opt_state))
+        value_and_grad = amp.value_and_grad(low_loss_fn, has_aux=True, opt_state=opt_state)
         (loss, new_state), grads = value_and_grad(params, state, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
         state = amp.select_tree(amp.metrics(opt_state)["last_finite"], new_state, state)

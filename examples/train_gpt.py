@@ -158,7 +158,7 @@ def make_optimizer(name: str, config: Config) -> optax.GradientTransformationExt
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "tx"), donate_argnames=("params", "opt_state"))
 def train_step(params: Params, opt_state: Any, batch: Any, overflow: Any, *, loss_fn: Any, tx: Any) -> tuple[Any, ...]:
-    loss, grads = amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(opt_state))(params, batch)
+    loss, grads = amp.value_and_grad(loss_fn, opt_state=opt_state)(params, batch)
     grads = jax.tree.map(lambda g: jnp.where(overflow, jnp.inf, g), grads)  # --inject-overflow
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, measure(loss, grads, amp.metrics(opt_state))
@@ -236,7 +236,7 @@ def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, sto
                 rows[-1]["val_loss"] = evaluate(params, validation).item()
             if config.checkpoint and (step % EVAL_EVERY == 0 or last):
                 save(name, config, (params, opt_state), rows)
-            status = {"loss": rows[-1]["loss"], "loss_scale": rows[-1]["loss_scale"], "tokens/s": speed}
+            status = {"loss": rows[-1]["loss"], "loss_scale": rows[-1]["loss_scale"], "tok/s": speed}
             view.update(step, **status, total_notfinite=column(rows, "skipped").sum())
             fetched, start = step, time.perf_counter()
             if last and stop:
@@ -284,15 +284,17 @@ def plot(runs: dict[str, Rows], path: Path) -> None:
 
 
 def summarize(runs: dict[str, Rows]) -> Table:
-    """One line a run; loss and speed also in relation to the first."""
+    """One line a run; loss and speed of the others also in relation to the first."""
     table = Table("run", "val loss", "skips", "scale", "zero grads", "tokens/s", box=SIMPLE_HEAD, padding=0)
     speeds = [np.median(column(rows, "tokens_per_s")) for rows in runs.values()]
     losses = [[math.nan, *column(validated(rows), "val_loss")][-1] for rows in runs.values()]
     for (name, rows), loss, speed in zip(runs.items(), losses, speeds, strict=True):
         skips, scale, zeros = column(rows, "skipped").sum(), np.log2(rows[-1]["loss_scale"]), column(rows, "zero_grads")
-        relative = f"{loss:.4f} ({loss / losses[0] - 1:+.2%})", f"{speed:,.0f} ({speed / speeds[0]:.2f}x)"
-        flushed = f"{zeros.mean():.2%}, max {zeros.max():.0%}"
-        table.add_row(name, relative[0], f"{skips}", f"2^{scale:g}", flushed, relative[1])
+        flushed, shown_loss, shown_speed = f"{zeros.mean():.2%}, max {zeros.max():.0%}", f"{loss:.4f}", f"{speed:,.0f}"
+        if rows is not next(iter(runs.values())):
+            shown_loss += f" ({loss / losses[0] - 1:+.2%})"
+            shown_speed += f" ({speed / speeds[0]:.2f}x)"
+        table.add_row(name, shown_loss, f"{skips}", f"2^{scale:g}", flushed, shown_speed)
     return table
 
 
@@ -347,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompt = text[1][: config.context].astype(np.int32)
         sample = np.asarray(generate(params, prompt, jax.random.key(config.seed)), np.uint8)
         shown = sample.tobytes().decode(errors="replace")
+        console.print(f"\n{SAMPLE_BYTES} bytes that {list(runs)[-1]} wrote, at temperature 0.7:\n", highlight=False)
         console.print("".join(c for c in shown if c.isprintable() or c == "\n"), markup=False, highlight=False)
 
 

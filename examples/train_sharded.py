@@ -74,7 +74,7 @@ def loss_fn(params: dict[str, jax.Array], windows: jax.Array, weights: jax.Array
 
 
 def train_step(params: Any, opt_state: Any, windows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
-    value_and_grad = amp.value_and_grad(loss_fn, has_aux=True, loss_scale=amp.get_loss_scale(opt_state))
+    value_and_grad = amp.value_and_grad(loss_fn, has_aux=True, opt_state=opt_state)
     (loss, _), grads = value_and_grad(params, windows, weights)
     updates, opt_state = TX.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss

@@ -64,7 +64,7 @@ def make_train_step(precision: str) -> Callable[..., tuple[TrainState, jax.Array
             rngs = {"dropout": jax.random.fold_in(key, state.step)}
             return cross_entropy(state.apply_fn({"params": params}, windows[:, :-1], train=True, rngs=rngs), windows)
 
-        loss, grads = amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(state.opt_state))(state.params)
+        loss, grads = amp.value_and_grad(loss_fn, opt_state=state.opt_state)(state.params)
         return state.apply_gradients(grads=grads), loss
 
     return train_step

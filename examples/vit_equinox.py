@@ -75,8 +75,7 @@ def make_train_step(tx: optax.GradientTransformation, precision: str) -> Callabl
     def train_step(
         model: VisionTransformer, opt_state: optax.OptState, images: jax.Array, labels: jax.Array
     ) -> tuple[VisionTransformer, optax.OptState, jax.Array]:
-        scale = amp.get_loss_scale(opt_state)
-        value_and_grad = amp.value_and_grad(low_loss_fn, loss_scale=scale, transform=eqx.filter_value_and_grad)
+        value_and_grad = amp.value_and_grad(low_loss_fn, opt_state=opt_state, transform=eqx.filter_value_and_grad)
         loss, grads = value_and_grad(model, images, labels)
         updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), opt_state, loss

@@ -19,6 +19,7 @@ def extra(module: str, feature: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f'{feature} needs {package}, which could not be imported ({error}); run `pip install "jmp-amp[demo]"`',
+            f"{feature} needs {package}, which could not be imported ({error}); "
+            'run `pip install -e ".[demo]"` in a clone of the repository',
             name=package,
         ) from error

@@ -174,6 +174,20 @@ def test_a_sharded_batch_stays_where_it_is():
         assert moves not in text
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_accumulate_under_shard_map(check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def mean(params, batch):
+        params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params) if check_vma else params
+        out = amp.value_and_grad(loss_fn, accumulate_steps=2)(params, batch)
+        return jax.lax.pmean(out, "data")
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    out = jax.jit(jax.shard_map(mean, mesh=mesh, **specs))(PARAMS, BATCH)
+    allclose(out, jax.value_and_grad(loss_fn)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
 def micro_steps(tx, bad=()):
     """Four micro-batches through `optax.MultiSteps`, some of them not finite."""
     params, state = jnp.float32(0), tx.init(jnp.float32(0))

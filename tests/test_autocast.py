@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jaxprs import dtypes, equations
@@ -291,6 +292,60 @@ class TestSignature:
     def test_what_is_no_function_is_an_error(self):
         with pytest.raises(TypeError, match="takes a function, got int"):
             amp.autocast(3)
+
+    @pytest.mark.parametrize(
+        ("given", "cure"),
+        [
+            ("float16", 'dtype="float16"'),
+            ("fp16", 'dtype="float16"'),
+            ("float8", 'dtype="float8"'),
+            (jnp.float16, 'dtype="float16"'),
+            (jnp.bfloat16, 'dtype="bfloat16"'),
+            (np.float32, 'dtype="float32"'),
+            (jnp.dtype("bfloat16"), 'dtype="bfloat16"'),
+            (jnp.int32, "dtype=..."),
+            ("O2", 'policy="O2"'),
+            ("mixed_bfloat16", 'policy="mixed_bfloat16"'),
+            (amp.get_policy("O1"), "policy=policy"),
+        ],
+        ids=repr,
+    )
+    def test_a_dtype_or_a_policy_in_place_of_the_function_is_an_error_with_the_cure(self, given, cure):
+        with pytest.raises(TypeError) as error:
+            amp.autocast(given)
+        message = str(error.value)
+        assert f"`autocast` takes a function, got {given!r}" in message
+        assert f"`amp.autocast(fun, {cure})`, or `@amp.autocast({cure})`" in message
+
+    @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
+    def test_a_with_block_is_an_error_with_the_cure(self, options):
+        cures = r"has no `with` block; write `fun = amp.autocast\(fun, ...\)`.*`with amp.precision\(dtype\):`"
+        with pytest.raises(TypeError, match=cures), amp.autocast(**options):
+            pass
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"), [("fp16", "float16"), ("half", "float16"), ("f16", "float16"), ("bf16", "bfloat16")]
+    )
+    def test_dtypes_have_their_usual_names_wherever_one_is_named(self, name, dtype):
+        def fun(x):
+            return x @ W
+
+        def inside(x):
+            with amp.precision(name):
+                return x @ W
+
+        initialized, params, _ = amp.initialize(lambda p, x: x @ p, W, optax.sgd(0.1), "O2", dtype=name)
+        low = [
+            amp.autocast(fun, name),
+            amp.autocast(fun, policy=amp.Policy("fp32", name, "fp32")),
+            amp.autocast(fun, policy=f"p=fp32,c={name},o=fp32"),
+            amp.autocast(inside, "float32", rules={jax.lax.tanh_p: "full"}),
+            lambda x: initialized(params, x),
+        ]
+        for each in low:
+            assert dtypes(each, X, primitive="dot_general") == [f"{dtype} {dtype} -> {dtype}"]
+        assert params.dtype == dtype
+        assert amp.autocast(fun, name, weight_grad_dtype="fp32")(X).dtype == jnp.float32
 
     def test_errors_of_the_function_are_its_own(self):
         with pytest.raises(TypeError, match="contracting dimension"):

@@ -142,6 +142,21 @@ FAULTS = {
 }
 
 
+def test_a_step_of_jitted_parts_that_forgets_the_scale_is_found_here_alone():
+    tx = amp.dynamic_loss_scale(optax.sgd(1.0))
+    gradient, update = jax.jit(amp.grad(loss_fn)), jax.jit(tx.update)
+
+    def step(params, state, x):
+        updates, state = update(gradient(params, x), state, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    _, _, updates = step(PARAMS, tx.init(PARAMS), X)
+    want = jax.grad(loss_fn)(PARAMS, X)["w"]
+    np.testing.assert_allclose(updates["w"], -want / 2**16, rtol=1e-3)
+    with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+        check(step)(PARAMS, tx.init(PARAMS), X)
+
+
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_line(name, skip):

@@ -192,13 +192,63 @@ def test_the_scale_may_be_any_scalar_number(scale):
 
 @pytest.mark.parametrize(
     "scale",
-    [amp.LossScale(), amp.LossScale().init(), None, "8", True, [8.0], {"scale": 8.0}, jnp.ones(1), np.ones((2, 2))],
+    [amp.LossScale(), amp.LossScale().init(), "8", True, [8.0], {"scale": 8.0}, jnp.ones(1), np.ones((2, 2))],
     ids=lambda scale: type(scale).__name__,
 )
 @pytest.mark.parametrize("make", [amp.value_and_grad, amp.grad])
 def test_a_wrong_scale_is_refused_with_the_cure(make, scale):
     with pytest.raises(TypeError, match=r"`loss_scale` must be a scalar, got \w+; .*`amp.get_loss_scale"):
         make(product, loss_scale=scale)
+
+
+TX = amp.dynamic_loss_scale(optax.adam(1e-3), amp.LossScale(init_scale=8.0))
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: s.loss_scale, lambda s: {"step": 3, "opt_state": s}])
+def test_the_scale_may_be_that_of_the_optimizer_state(jit, wrap):
+    @jit
+    def step(state):
+        return amp.value_and_grad(product, opt_state=state)(A, B), amp.grad(product, 1, opt_state=state)(A, B)
+
+    state = wrap(TX.init(A))
+    for scale in (8, 32):
+        (loss, grads), grads_of_b = step(amp.set_loss_scale(state, scale))
+        assert loss == 32
+        assert (grads == scale * B).all()
+        assert (grads_of_b == scale * A).all()
+
+
+def test_a_step_that_takes_its_scale_from_the_state_unscales_by_the_same():
+    @jax.jit
+    def step(params, state):
+        _, grads = amp.value_and_grad(product, opt_state=state)(params, B)
+        return tx.update(grads, state, params)
+
+    tx = amp.dynamic_loss_scale(optax.sgd(1.0))
+    updates, _ = step(A, tx.init(A))
+    assert (updates == -B).all()
+    amp.debug.check_loss_scaling(step)(A, tx.init(A))
+
+
+@pytest.mark.parametrize("make", [amp.value_and_grad, amp.grad])
+def test_a_scale_and_a_state_are_one_too_many(make):
+    with pytest.raises(TypeError, match=r"either `opt_state` or `loss_scale`; .* is short for `loss_scale=amp.get"):
+        make(product, opt_state=TX.init(A), loss_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (optax.adam(1e-3).init(A), "there is no `LossScaleState` in this tuple; wrap the optimizer in `amp.dynamic_lo"),
+        (TX, "there is no `LossScaleState` in this GradientTransformationExtraArgs; .* its `init` or `update` returns"),
+        ([TX.init(A)] * 2, "there are 2 loss scales in this state; pass only one of"),
+    ],
+    ids=["of a plain optimizer", "the optimizer", "of two optimizers"],
+)
+def test_a_state_without_a_scale_is_refused_with_the_cure(state, message):
+    with pytest.raises(ValueError, match=message):
+        amp.value_and_grad(product, opt_state=state)
 
 
 def test_the_scale_may_be_traced_and_does_not_recompile():

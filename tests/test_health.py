@@ -100,6 +100,19 @@ def test_setting_resets_the_growth_tracker_and_keeps_the_counters(jit):
     assert [(leaf.dtype, leaf.weak_type) for leaf in new] == [(leaf.dtype, False) for leaf in state]
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_setting_a_state_replaces_the_scale_and_all_counters(jit):
+    _, saved = amp.load_state_dict(amp.state_dict(after("x...")))
+    state = scaler().init(jnp.ones(2))
+    new = (jax.jit(amp.set_loss_scale) if jit else amp.set_loss_scale)(state, saved)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert [x.item() for x in new.loss_scale] == [x.item() for x in saved]
+    assert [(x.dtype, x.weak_type) for x in new.loss_scale] == [(x.dtype, False) for x in state.loss_scale]
+    assert new.inner_state is not None
+    nested = amp.set_loss_scale(state, new.loss_scale._replace(loss_scale=jnp.float16(4)))
+    assert (amp.get_loss_scale(nested), amp.get_loss_scale(nested).dtype) == (4, jnp.float32)
+
+
 def test_after_setting_a_whole_interval_passes_before_the_scale_grows():
     rule = LossScale(init_scale=64, growth_interval=3)
     state = amp.set_loss_scale(after("..", rule), 16)
@@ -157,6 +170,8 @@ def test_vmapped_states_are_read_set_and_logged_with_their_axis():
     assert amp.get_loss_scale(new).tolist() == [8] * 3
     assert new.loss_scale.growth_tracker.shape == (3,)
     assert amp.metrics(state)["total_notfinite"].tolist() == [0] * 3
+    assert amp.get_loss_scale(amp.set_loss_scale(state, new.loss_scale)).tolist() == [8] * 3
+    assert amp.get_loss_scale(amp.set_loss_scale(state, RULE.init())).tolist() == [RULE.init_scale] * 3
     per_seed = jax.vmap(amp.set_loss_scale)(state, jnp.float32([1, 2, 4]))
     assert amp.get_loss_scale(per_seed).tolist() == [1, 2, 4]
 

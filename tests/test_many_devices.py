@@ -241,3 +241,32 @@ def test_the_overflow_is_in_one_gradient_only_and_the_other_steps_are_clipped():
     norms = [np.sqrt(np.abs(state.sum_of_squares)) for _, state, _ in control(CLIP)]
     assert np.isinf(norms[BAD_STEP])
     assert min(norms) > 2 * CLIP
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "message"),
+    [
+        (None, r"average the gradients first, `grads = jax.lax.pmean\(grads, 'data'\)`, or, .* `axis_name='data'`"),
+        ("data", r"`inner`\[0\].mu\['w'\] is the same on all .* average .*`grads = jax.lax.pmean\(grads, 'data'\)`"),
+    ],
+)
+def test_gradients_that_were_not_averaged_under_shard_map_say_so(axis_name, message):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx = amp.dynamic_loss_scale(optax.adam(1e-2), axis_name=axis_name)
+    params, x = {"w": jnp.ones((4, 2))}, jnp.ones((8, 4))
+
+    def step(params, state, x, average):
+        mine = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
+        grads = amp.grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), opt_state=state)(mine, x)
+        updates, state = tx.update(lax.pmean(grads, "data") if average else grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def run(average):
+        sharded = jax.shard_map(
+            functools.partial(step, average=average), mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P()
+        )
+        return jax.jit(sharded)(params, tx.init(params), x)
+
+    with pytest.raises(ValueError, match=message):
+        run(average=False)
+    assert run(average=True)[1].loss_scale.last_finite

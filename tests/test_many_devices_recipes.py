@@ -7,8 +7,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
+
+import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "many-devices.md"
@@ -88,3 +92,59 @@ def test_an_overflow_of_the_sum_alone_skips_the_step_on_all_devices():
     assert (updates["w"] == 0).all()
     scales = [shard.data.item() for shard in opt_state.loss_scale.loss_scale.addressable_shards]
     assert scales == [2.0**15] * DEVICES
+
+
+def initial_params():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (16, 64), "bias": (64,), "down": (64, 16)}
+    return {name: 0.1 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+BATCH = np.random.default_rng(1).normal(size=(4 * DEVICES, 16)).astype(np.float32)
+
+
+def one_device_loss(params, x):
+    return jnp.mean((jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]) ** 2)
+
+
+def test_fsdp_by_shard_map_takes_the_steps_of_one_device():
+    names, params = page(), initial_params()
+    tx = amp.dynamic_loss_scale(optax.adamw(1e-3))
+    state, sharded_state = tx.init(params), names["tx"].init(params)
+    sharded_params = jax.device_put(params, names["kept"][0])
+    sharded_state = jax.device_put(sharded_state, names["kept"][1])
+
+    @jax.jit
+    def step(params, state, x):
+        loss, grads = amp.value_and_grad(one_device_loss, opt_state=state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for x in (BATCH, BATCH[::-1] * 2, BATCH * np.inf):
+        params, state, loss = step(params, state, x)
+        sharded_params, sharded_state, sharded_loss = names["step"](sharded_params, sharded_state, x)
+        np.testing.assert_allclose(sharded_loss, loss, rtol=1e-2, equal_nan=True)
+        norm, sharded_norm = (amp.metrics(s)["grad_norm"] for s in (state, sharded_state))
+        np.testing.assert_allclose(sharded_norm, norm, rtol=1e-2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=3e-4), sharded_params, params)
+    assert amp.get_loss_scale(sharded_state) == amp.get_loss_scale(state) == 2.0**15
+    assert sharded_params["up"].addressable_shards[0].data.shape == (16, 64 // DEVICES)
+
+
+def test_fsdp_by_shard_map_gathers_and_scatters_float16():
+    names = page()
+    args = jax.device_put((initial_params(), names["tx"].init(initial_params())), names["kept"])
+    text = names["step"].lower(*args, BATCH).as_text()
+    assert re.findall(r"all_gather.*?-> tensor<[\dx]+x(\w+)>", text) == ["f16"] * 3
+    assert re.findall(r"reduce_scatter.*?-> tensor<[\dx]+x(\w+)>", text, re.S) == ["f16"] * 3
+
+
+@pytest.mark.parametrize(
+    ("average", "factor"), [(lambda loss: loss, DEVICES), (lambda loss: lax.pmean(loss, "data"), 1)]
+)
+def test_jax_sums_the_gradients_of_shared_parameters_and_a_mean_loss_divides_them(average, factor):
+    mesh, params = page()["mesh"], initial_params()
+    grad = jax.grad(lambda p, x: average(one_device_loss(p, x)))
+    grads = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))(params, BATCH)
+    expected = jax.grad(one_device_loss)(params, BATCH)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, factor * b, rtol=1e-3, atol=1e-6), grads, expected)

@@ -20,6 +20,9 @@ F8 = np.dtype(jnp.float8_e4m3fn)
         ("bf16", BF16),
         ("f32", F32),
         ("f64", F64),
+        ("fp16", F16),
+        ("fp32", F32),
+        ("fp64", F64),
         ("float16", F16),
         ("bfloat16", BF16),
         ("float32", F32),
@@ -213,7 +216,7 @@ def test_get_policy_names_the_bad_part_and_lists_what_is_allowed(name, fact):
         amp.get_policy(name)
     message = str(info.value)
     assert f"{fact} of the policy `{name}`" in message
-    allowed = "params= compute= output= `p` `f16` `bf16` `float64` `half` `full` `mixed_bfloat16` `O0` `O3`"
+    allowed = "params= compute= output= `p` `f16` `fp16` `bf16` `float64` `half` `full` `mixed_bfloat16` `O0` `O3`"
     assert not [word for word in allowed.split() if word not in message]
 
 

@@ -45,7 +45,7 @@ def test_loading_replaces_everything_that_was_in_use():
     opt_state = tx.init(jnp.ones(2))
     opt_state = opt_state._replace(loss_scale=opt_state.loss_scale._replace(growth_tracker=jnp.int32(7)))
     rule, state = amp.load_state_dict(SAVED)
-    opt_state = opt_state._replace(loss_scale=state)
+    opt_state = amp.set_loss_scale(opt_state, state)
     assert amp.get_loss_scale(opt_state) == 3
     assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval) == (4, 0.5, 2)
     assert state.growth_tracker == 0

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import math
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,7 +76,10 @@ def test_float16_run_skips_the_injected_overflow_and_goes_on(example, tmp_path, 
     assert np.flatnonzero(np.isfinite(column(rows, "val_loss"))).tolist() == [19, 29]
     assert len(traces) == 1  # one program for all steps, the injected one included
     assert is_png(tmp_path / "loss.png")
-    assert "mixed_float16" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "\n320 bytes that mixed_float16 wrote, at temperature 0.7:\n" in output
+    (summary,) = re.findall(r"^ mixed_float16 +\d+\.\d{4} .*$", output, re.M)
+    assert not {"(", "…"} & set(summary)  # nothing to compare with, nothing cut
 
 
 def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys):
@@ -90,6 +94,9 @@ def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys):
     assert column(runs["float32"], "loss_scale").tolist() == [1] * 30
     output = capsys.readouterr().out
     assert all(name in output for name in runs)
+    relative = {name: re.search(rf"^ {name} .*$", output, re.M)[0].count("(") for name in runs}
+    assert relative == {"float32": 0, "float16_unscaled": 2, "mixed_float16": 2}
+    assert "…" not in output.partition("Wrote")[0]
 
 
 def test_float8_trains_in_the_layers_alone(example, tmp_path, monkeypatch):

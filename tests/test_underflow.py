@@ -130,5 +130,5 @@ def test_without_matplotlib_the_table_is_there_and_the_picture_says_how_to_get_i
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     report = underflow(jnp.ones(2))
     assert "zero x2^0" in str(report)
-    with pytest.raises(ImportError, match=r'`plot` needs matplotlib.*pip install "jmp-amp\[demo\]"'):
+    with pytest.raises(ImportError, match=r'`plot` needs matplotlib.*`pip install -e "\.\[demo\]"` in a clone'):
         report.plot()

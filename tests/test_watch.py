@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
+from jmp_amp._extras import extra
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/watching.md"
 
@@ -122,6 +123,23 @@ def test_the_live_line_ends_with_the_last_step():
     assert re.search(r"float16 .* 8/8 loss 0.125 scale 2\^8 skips 3 norm 8 tokens_per_s 123,456", line)
 
 
+def test_the_live_line_fits_a_terminal_of_80_columns():
+    out = Console(file=io.StringIO(), width=80, force_terminal=False)
+    with amp.live(total=300, name="float16_unscaled", console=out) as view:
+        view.update(66, loss=2.26634, loss_scale=2.0**16, total_notfinite=12, **{"tok/s": 1234567.0})
+    line = re.sub(" +", " ", out.file.getvalue()).strip()
+    assert line == "float16_unscaled 66/300 loss 2.266 scale 2^16 skips 12 tok/s 1,234,567 --:--"
+
+
+def test_the_install_command_of_the_error_is_that_of_the_pages():
+    with pytest.raises(ImportError) as error:
+        extra("no_such_package", "`live`")
+    (command,) = re.findall(r"`(pip install .*?)`", str(error.value))
+    for page in ("README.md", "docs/index.md", "docs/tutorial/train-step.md"):
+        assert command in (PAGE.parent.parent / page).read_text()
+    assert command.replace("demo]", "demo,frameworks]") in (PAGE.parent / "examples.md").read_text()
+
+
 def test_the_live_line_does_not_wait_for_the_step_that_is_running(monkeypatch):
     fetched = []
     monkeypatch.setattr(jax, "device_get", lambda values: fetched.append(values["loss"]) or values)
@@ -179,7 +197,7 @@ def test_live_needs_a_positive_interval():
 )
 def test_a_missing_extra_says_how_to_get_it(monkeypatch, module, package, call):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf'needs {package}, .*pip install "jmp-amp\[demo\]"') as error:
+    with pytest.raises(ImportError, match=rf'needs {package}, .*`pip install -e "\.\[demo\]"` in a clone') as error:
         call()
     assert error.value.name == package
 

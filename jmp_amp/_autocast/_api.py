@@ -9,6 +9,7 @@ import jax
 
 from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._autocast._higher_order import plan_higher_order
+from jmp_amp._autocast._misuse import Decorator, check_function
 from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._plan import Plan, Region
@@ -122,7 +123,7 @@ def autocast(
         The op classes are those of PyTorch's `torch.autocast`.
     """
     if fun is None:
-        return functools.partial(
+        return Decorator(
             autocast,
             dtype=dtype,
             policy=policy,
@@ -132,8 +133,7 @@ def autocast(
             residual_stream=residual_stream,
             enabled=enabled,
         )
-    if not callable(fun):
-        raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
+    check_function(fun)
     settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype, residual_stream)
     if not enabled or (settings.format is FORMATS["float32"] and policy is None and not rules):
         return fun

@@ -1,13 +1,19 @@
 """Keeps the state of Flax NNX modules that are arguments of a function, or the function itself."""
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from jmp_amp._jaxpr import api_boundary
+from jmp_amp._modules import (
+    arrays_by_path,
+    changed_state,
+    holds_modules,
+    is_module,
+    split_modules,
+    state_of_modules,
+    update_modules,
+)
 
 
 def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Callable:
@@ -27,25 +33,22 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
     @api_boundary
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        nnx = sys.modules.get("flax.nnx")  # a program with modules has imported it
-        inputs = owner if nnx and _is_module(nnx, owner) else None, args, kwargs
-        if nnx is None or not _holds_modules(nnx, inputs):
+        inputs = owner if is_module(owner) else None, args, kwargs
+        if not holds_modules(inputs):
             return plain(*args, **kwargs)
-        graph, state = nnx.split(inputs)
+        state, merge = split_modules(inputs)
 
         def pure(state: Any) -> tuple[Any, Any]:
-            before = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(state)}
-            copies = module, args, kwargs = nnx.merge(graph, state)
+            before = arrays_by_path(state)
+            copies = module, args, kwargs = merge(state)
             if module is None:
                 results = fun(*args, **kwargs)
             else:
                 results = method(module, *args, **kwargs) if method else module(*args, **kwargs)
-            after = nnx.to_flat_state(nnx.state(copies))
-            changed = [(path, x) for path, x in after if not _same(jax.tree.leaves(x), before.get(path, ()))]
-            return results, nnx.from_flat_state(changed)
+            return results, changed_state(before, state_of_modules(copies))
 
         results, changed = transform(pure)(state)
-        nnx.update(inputs, changed)
+        update_modules(inputs, changed)
         return results
 
     return call
@@ -53,22 +56,8 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
 
 def unbound(fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
     """Returns a function and its arguments; if `fun` is a module or a method of one, the module is an argument."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx and _is_module(nnx, fun):
+    if is_module(fun):
         return lambda module, *args, **kwargs: module(*args, **kwargs), (fun, *args)
-    if nnx and _is_module(nnx, getattr(fun, "__self__", None)):
+    if is_module(getattr(fun, "__self__", None)):
         return fun.__func__, (fun.__self__, *args)  # type: ignore[attr-defined]
     return fun, args
-
-
-def _is_module(nnx: Any, x: Any) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable)
-
-
-def _holds_modules(nnx: Any, tree: Any) -> bool:
-    is_module = functools.partial(_is_module, nnx)
-    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
-
-
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -74,10 +74,12 @@ def check_grads(
 def _check_axes(leaves: Sequence[Any], factor: jax.Array, names: tuple[Any, ...]) -> None:
     missing = frozenset[Any]().union(*map(varying_axes, leaves)) - {*names} - varying_axes(factor)
     if missing:
+        axes = (*names, *sorted(missing, key=str))
+        named = repr(axes[0] if len(axes) == 1 else axes)
         raise ValueError(
-            f"gradients vary along the mapped axes {sorted(missing)}, but the loss scale does not, so devices could "
-            f"disagree on whether to skip a step; pass `axis_name={(*names, *sorted(missing))}`, or reduce the "
-            "gradients first"
+            f"gradients vary along the mapped axes {sorted(missing, key=str)}, but the loss scale does not, so devices "
+            f"could disagree on whether to skip a step; average the gradients first, `grads = jax.lax.pmean(grads, "
+            f"{named})`, or, if the parameters are sharded along these axes, pass `axis_name={named}`"
         )
 
 

@@ -30,7 +30,7 @@ def check_scaled(grads: Any, scale: Any = None) -> None:
         if not is_used and any(map(_is_backward_pass, eqns)):
             raise ValueError(
                 f"the gradient at `{jax.tree_util.keystr(path)}` does not depend on the loss scale, so it must not be "
-                "divided by it; write `amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(opt_state))`, or "
+                "divided by it; write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, or "
                 "disable loss scaling with `dynamic_loss_scale(inner, LossScale.none())`"
             )
 

@@ -55,7 +55,7 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer with loss scaling: unscales gradients, skips overflows and adapts the scale.
 
-    Use it around the whole optimizer, and multiply the loss by `get_loss_scale(opt_state)`, as `value_and_grad` does.
+    Use it around the whole optimizer, with `value_and_grad(loss_fn, opt_state=opt_state)`, which scales the loss.
     `update` takes the scaled gradients. It reads them once to check that every gradient is finite and to compute their
     global norm. If they are finite, `inner` updates the parameters with the unscaled float32 gradients. Otherwise the
     updates are zero, and every leaf of the state of `inner`, including counts and schedules, is bitwise unchanged. The

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jmp_amp._jaxpr import marked
 from jmp_amp._loss_scale._accumulate import REDUCTIONS, accumulate
 from jmp_amp._loss_scale._arguments import to_scale
+from jmp_amp._loss_scale._find_state import find_state
 from jmp_amp._policy import wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
@@ -20,17 +21,19 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    loss_scale: jax.typing.ArrayLike = 1.0,
+    opt_state: Any = None,
+    loss_scale: jax.typing.ArrayLike | None = None,
     accumulate_steps: int = 1,
     reduction: str = "mean",
     batch_argnums: int | Sequence[int] | None = None,
     transform: Callable = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable:
-    """Returns a function that computes the loss and the gradients of the loss times `loss_scale`.
+    """Returns a function that computes the loss and the gradients of the loss times the loss scale.
 
-    Use it like `jax.value_and_grad`. The returned loss is unscaled. The returned gradients are scaled; unscale them by
-    the same scale with `dynamic_loss_scale` or `unscale_and_check`.
+    Use it like `jax.value_and_grad`, in the train step, with the current `opt_state`. The returned loss is unscaled.
+    The returned gradients are scaled; `dynamic_loss_scale` unscales them by the scale in its state, and
+    `unscale_and_check` by the one that it is given.
 
     The loss is cast to float32 *before* it is scaled, because a float16 loss of 1 times 2^16 is `inf`. The cotangent of
     a float16 loss is float16 too, so it takes at most 2^15 of the scale; the rest of the scale multiplies the
@@ -40,36 +43,43 @@ def value_and_grad(
         fun: returns a real floating-point scalar of any precision, or `(loss, aux)` with `has_aux`.
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`; `aux` passes through.
-        loss_scale: float32[], multiplies the loss; usually `get_loss_scale(opt_state)`.
+        opt_state: the state of `dynamic_loss_scale`, whose scale multiplies the loss. Any state that holds exactly one
+            `LossScaleState` will do, an `nnx.Optimizer` too.
+        loss_scale: float32[], multiplies the loss, in place of `opt_state`. Without either, the scale is 1.
         accumulate_steps: number of micro-batches into which the batch is split. A `lax.scan` evaluates them one after
             the other, with the same scale. Gradients are accumulated and returned in float32 or wider, for parameters
             of any dtype; `aux` is stacked along a new first axis. An overflow in one micro-batch makes the sum
-            overflow. Flax NNX modules raise, because they change inside the scan; split them into graph and state.
+            overflow. Batch statistics and random streams of Flax NNX modules change with each micro-batch.
         reduction: `"mean"` or `"sum"` over the micro-batches, of both losses and gradients.
         batch_argnums: the arguments to split along the first axes of their arrays; by default, all positional arguments
-            that are not differentiated.
+            that are neither differentiated nor NNX modules.
         transform: creates the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
             `nnx.value_and_grad`.
         **kwargs: passed to `transform`.
 
     Returns:
         A function with the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
-        `loss` is float32[], or float64[] for a float64 loss. Each gradient is `loss_scale` times the gradient of the
+        `loss` is float32[], or float64[] for a float64 loss. Each gradient is the loss scale times the gradient of the
         loss, and has the dtype of its parameter unless it is accumulated.
 
     Raises:
         TypeError: the loss is not a real floating-point scalar (raised when the returned function is called),
-            `loss_scale` is not a scalar number, or `argnums` is a float.
-        ValueError: `accumulate_steps` is not positive or does not divide a first axis (the message names it), or
-            `reduction` is neither `"mean"` nor `"sum"`.
+            `loss_scale` is not a scalar number, `loss_scale` and `opt_state` are both given, or `argnums` is a float.
+        ValueError: `opt_state` does not hold exactly one `LossScaleState`; `accumulate_steps` is not positive or does
+            not divide a first axis (the message names it); or `reduction` is neither `"mean"` nor `"sum"`.
 
     Examples:
-        >>> import jax.numpy as jnp
+        >>> import jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> loss_fn = lambda w: jnp.square(w).astype(jnp.float16)
         >>> loss, grad = amp.value_and_grad(loss_fn, loss_scale=2.0**16)(jnp.float32(3))
         >>> print(loss, loss.dtype, grad / 2**16)
         9.0 float32 6.0
+        >>> tx = amp.dynamic_loss_scale(optax.sgd(0.1), amp.LossScale(init_scale=8.0))
+        >>> opt_state = tx.init(jnp.float32(3))
+        >>> loss, grad = amp.value_and_grad(loss_fn, opt_state=opt_state)(jnp.float32(3))
+        >>> print(loss, grad, tx.update(grad, opt_state)[0])
+        9.0 48.0 -0.6
         >>> loss_fn = lambda w, x: jnp.mean(w * x)
         >>> loss, grad = amp.value_and_grad(loss_fn, accumulate_steps=2)(jnp.float32(3), jnp.arange(4.0))
         >>> print(loss, grad)
@@ -84,7 +94,7 @@ def value_and_grad(
             f"`argnums` must be an integer or a sequence of integers, got {argnums!r}; pass the scale as "
             "`loss_scale=...`"
         )
-    scale = to_scale(loss_scale)
+    scale = _scale_of(opt_state, loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
     if reduction not in REDUCTIONS:
@@ -97,10 +107,8 @@ def value_and_grad(
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         evaluate = evaluate_batch
         if accumulate_steps > 1:
-            batches = range(len(args)) if batch_argnums is None else _as_tuple(batch_argnums)
-            differentiated = _as_tuple(argnums) if batch_argnums is None else ()
-            to_split = [i for i in batches if i not in differentiated]
-            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, to_split)
+            to_split = None if batch_argnums is None else _as_tuple(batch_argnums)
+            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, _as_tuple(argnums), to_split)
         value, grads = evaluate(*args, **kwargs)
         return (value if has_aux else value[0]), grads
 
@@ -108,7 +116,7 @@ def value_and_grad(
 
 
 def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any) -> Callable:
-    """Returns a function that computes the gradients of the loss times `loss_scale`.
+    """Returns a function that computes the gradients of the loss times the loss scale.
 
     Like `value_and_grad`, and with the same arguments, but the function returns `grads`, or `(grads, aux)` with
     `has_aux`.
@@ -153,8 +161,21 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
     return evaluate_batch
 
 
-def _as_tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _scale_of(opt_state: Any, loss_scale: jax.typing.ArrayLike | None) -> jax.Array:
+    if opt_state is None:
+        return to_scale(1.0 if loss_scale is None else loss_scale)
+    if loss_scale is not None:
+        raise TypeError(
+            "pass either `opt_state` or `loss_scale`; `opt_state=opt_state` is short for "
+            "`loss_scale=amp.get_loss_scale(opt_state)`"
+        )
+    return to_scale(find_state(opt_state).loss_scale)
+
+
+def _as_tuple(argnums: Any) -> tuple[int, ...]:
+    """Returns `argnums` as a tuple of integers; one of Flax NNX may be an `nnx.DiffState`, which holds it."""
+    argnums = argnums if isinstance(argnums, Sequence) else (argnums,)
+    return tuple(getattr(argnum, "argnum", argnum) for argnum in argnums)
 
 
 def _split_scale(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -8,6 +8,8 @@ from jax.tree_util import keystr
 
 from jmp_amp._loss_scale._arguments import to_number
 from jmp_amp._loss_scale._find_state import find_state, find_wrapper_states, is_state
+from jmp_amp._loss_scale._loss_scale_state import LossScaleState
+from jmp_amp._modules import is_module, state_of_modules, update_modules
 
 
 def get_loss_scale(opt_state: Any) -> jax.Array:
@@ -32,43 +34,54 @@ def get_loss_scale(opt_state: Any) -> jax.Array:
     return find_state(opt_state).loss_scale
 
 
-def set_loss_scale(opt_state: Any, value: float | jax.Array) -> Any:
+def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) -> Any:
     """Returns the optimizer state with the loss scale set to `value`.
 
-    The growth tracker is reset to 0; the other counters keep their values. `value` is not clamped to the `min_scale`
-    and `max_scale` of the rule, which limit only the changes that the rule makes.
+    A number resets the growth tracker to 0, and the other counters keep their values. A `LossScaleState`, such as that
+    of `load_state_dict`, replaces the scale and all counters. `value` is not clamped to the `min_scale` and `max_scale`
+    of the rule, which limit only the changes that the rule makes.
 
     Args:
-        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
-        value: a scalar, cast to float32; multiplies the loss of the next step.
+        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`. An `nnx.Optimizer`
+            is updated in place.
+        value: a scalar, cast to float32, that multiplies the loss of the next step; or a `LossScaleState`.
 
     Returns:
-        A state of the same structure and dtypes.
+        A state of the same structure; the same object if it is an `nnx.Optimizer`.
 
     Raises:
-        TypeError: `value` is not a number.
-        ValueError: `value` is not between 2^-126 and 2^126 (a traced `value` is not checked), or `opt_state` does not
-            hold exactly one `LossScaleState`.
+        TypeError: `value` is neither a number nor a `LossScaleState`.
+        ValueError: a number is not between 2^-126 and 2^126 (a traced one is not checked), or `opt_state` does not hold
+            exactly one `LossScaleState`.
 
     Examples:
         >>> import jmp_amp as amp
         >>> state = amp.set_loss_scale(amp.LossScale().init(), 2.0**10)
         >>> print(amp.get_loss_scale(state))
         1024.0
+        >>> saved = dict(scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2, _growth_tracker=1)
+        >>> rule, scale_state = amp.load_state_dict(saved)
+        >>> state = amp.set_loss_scale(state, scale_state)
+        >>> print(state.loss_scale, state.growth_tracker)
+        3.0 1
     """
-    if not isinstance(value, jax.core.Tracer):
-        value = to_number("value", value)
     old = find_state(opt_state)
-    new = old._replace(
-        loss_scale=jnp.broadcast_to(jnp.asarray(value, jnp.float32), old.loss_scale.shape),
-        growth_tracker=jnp.zeros_like(old.growth_tracker),
-    )
+    if is_state(value):
+        new = find_state(value)
+    else:
+        scale = value if isinstance(value, jax.core.Tracer) else to_number("value", value)
+        new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
+    new = jax.tree.map(lambda x, like: jnp.broadcast_to(x.astype(like.dtype), like.shape), new, old)
 
     def replace(x: Any) -> Any:
         # The structure of `x`, because Flax NNX boxes arrays.
         return jax.tree.unflatten(jax.tree.structure(x), new) if is_state(x) else x
 
-    return jax.tree.map(replace, opt_state, is_leaf=is_state)
+    new_state = jax.tree.map(replace, opt_state, is_leaf=is_state)
+    if not is_module(opt_state):
+        return new_state
+    update_modules(opt_state, state_of_modules(new_state))
+    return opt_state
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:

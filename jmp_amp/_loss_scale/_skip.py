@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jmp_amp._jaxpr import varying_axes
 from jmp_amp._policy import select_tree
 
 Step = Callable[[], tuple[optax.Updates, optax.OptState]]
@@ -18,6 +19,7 @@ def _cond(is_finite: jax.Array, step: Step, state: optax.OptState) -> tuple[opta
     step = jax.jit(step)  # traced once, for both its shapes and the branch
     updates, new_state = jax.eval_shape(step)
     _check_same_structure(state, new_state)
+    _check_same_axes(state, new_state)
     return lax.cond(is_finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
 
 
@@ -45,4 +47,17 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState) -> N
                 f"`inner` changes its state{jax.tree_util.keystr(path)} from {jax.typeof(x).str_short()} to "
                 f"{y.dtype.name}{list(y.shape)}, so a step cannot be skipped; initialize it with the dtype and shape "
                 "that `inner.update` returns"
+            )
+
+
+def _check_same_axes(state: optax.OptState, new_state: optax.OptState) -> None:
+    old, new = (jax.tree.leaves_with_path(tree) for tree in (state, new_state))
+    for (path, x), (_, y) in zip(old, new, strict=True):
+        axes = sorted(varying_axes(y) - varying_axes(x), key=str)
+        if axes:
+            named = repr(axes[0] if len(axes) == 1 else tuple(axes))
+            raise ValueError(
+                f"the state of `inner`{jax.tree_util.keystr(path)} is the same on all devices, but `inner` returns one "
+                f"that varies along the mapped axis {named} of `shard_map`, as its gradients do; average the gradients "
+                f"first, `grads = jax.lax.pmean(grads, {named})`"
             )

@@ -52,7 +52,7 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
 
     Returns:
         The rule, which is `LossScale.torch` with the saved values or `LossScale.none()` for `{}`, and its state. Insert
-        the state into that of `dynamic_loss_scale` with `opt_state._replace(loss_scale=state)`.
+        the state into that of `dynamic_loss_scale` with `set_loss_scale(opt_state, state)`.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is not finite, not positive or out of range.

@@ -53,8 +53,7 @@ def initialize(
         **options: passed to `autocast`.
 
     Returns:
-        `(loss_fn, params, tx)`, for any train step: `tx.init(params)`,
-        `value_and_grad(loss_fn, loss_scale=get_loss_scale(opt_state))`.
+        `(loss_fn, params, tx)`, for any train step: `tx.init(params)`, `value_and_grad(loss_fn, opt_state=opt_state)`.
 
     Raises:
         ValueError: `opt_level` or `dtype` is unknown.
@@ -65,10 +64,9 @@ def initialize(
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
         >>> loss_fn, params, tx = amp.initialize(loss_fn, {"w": jnp.ones(2)}, optax.adam(1e-3), "O2")
         >>> opt_state = tx.init(params)
-        >>> scale = amp.get_loss_scale(opt_state)
-        >>> loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, jnp.ones((4, 2)))
+        >>> loss, grads = amp.value_and_grad(loss_fn, opt_state=opt_state)(params, jnp.ones((4, 2)))
         >>> updates, opt_state = tx.update(grads, opt_state, params)
-        >>> print(loss, params["w"].dtype, scale)
+        >>> print(loss, params["w"].dtype, amp.get_loss_scale(opt_state))
         4.0 float16 65536.0
 
     References:

@@ -13,14 +13,16 @@ from jmp_amp._policy._cast import half_dtype
 # All floating dtypes of the installed JAX, including float8 and narrower ones.
 _FLOATING_DTYPES = {name: jnp.dtype(value) for name, value in vars(jnp).items() if re.fullmatch(r"b?float\d\w*", name)}
 
-# jmp's short names. "half" is absent because its dtype depends on the backend, which an import must not start.
+# The short names of jmp, then those of torch users. "half" is absent because its dtype depends on the backend, which
+# an import must not start.
 _ALIASES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "full": "float32"}
+_ALIASES |= {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 # The formats of `autocast` with float8 products, and the dtype of all other ops.
 FLOAT8 = {"float8": "bfloat16", "float8_bfloat16": "bfloat16", "float8_float16": "float16"}
 
 ALLOWED_DTYPES = (
-    "`f16`, `bf16`, `f32`, `f64`, `float16`, `bfloat16`, `float32`, `float64`, `half`, `full`, "
+    "`f16`, `fp16`, `bf16`, `f32`, `fp32`, `f64`, `fp64`, `float16`, `bfloat16`, `float32`, `float64`, `half`, `full`, "
     "or the full name of another floating dtype of JAX, such as `float8_e4m3fn`"
 )
 

@@ -41,8 +41,8 @@ def get_policy(name: str | Policy) -> Policy:
     | `float32`, `O0` | float32 | float32 | float32 |
     | `float16`, `O3`; a single dtype sets all three | float16 | float16 | float16 |
 
-    Dtypes are `f16`, `bf16`, `f32`, `f64`, their full names, `half` (`half_dtype()`) and `full` (float32).
-    Whitespace around the parts is ignored. `params` defaults to float32.
+    Dtypes are `f16` or `fp16`, `bf16`, `f32` or `fp32`, `f64` or `fp64`, their full names, `half` (`half_dtype()`) and
+    `full` (float32). Whitespace around the parts is ignored. `params` defaults to float32.
 
     Args:
         name: The string. A `Policy` is returned unchanged.

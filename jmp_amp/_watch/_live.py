@@ -103,9 +103,15 @@ def live(
     """
     if every < 1:
         raise ValueError(f"`every` must be at least 1, got {every}")
-    rich = extra("rich.progress", "`live`")
-    columns = ("{task.description}", rich.BarColumn(None), rich.MofNCompleteColumn(), "{task.fields[status]}")
-    progress = rich.Progress(*columns, rich.TimeRemainingColumn(compact=True), console=console)
+    rich, column = extra("rich.progress", "`live`"), extra("rich.table", "`live`").Column
+    progress = rich.Progress(
+        "{task.description}",
+        rich.BarColumn(None),  # the only column that gives way on a narrow terminal
+        rich.MofNCompleteColumn(table_column=column(no_wrap=True)),
+        "{task.fields[status]}",
+        rich.TimeRemainingColumn(compact=True, table_column=column(no_wrap=True)),
+        console=console,
+    )
     with progress:
         task = progress.add_task(name, total=total, completed=start, status="compiling")
         view = LiveView(progress, task, every, start)
