@@ -46,4 +46,6 @@ def _output(output: dict[str, Any]) -> str:
         return f"![Picture drawn by the code above](data:image/png;base64,{content['image/png'].strip()})"
     if "text/html" in content:
         return f"<div>{content['text/html']}</div>"
-    return f'<pre style="white-space: pre-wrap"><code>{html.escape(content["text/plain"].rstrip())}</code></pre>'
+    text = content["text/plain"].rstrip()
+    is_prose = max(map(len, text.splitlines())) > 100  # its lines are broken, those of tables are not
+    return f'<pre style="white-space: {"pre-wrap" if is_prose else "pre"}"><code>{html.escape(text)}</code></pre>'

@@ -57,7 +57,7 @@ for name, color in colors.items():
     info = jnp.finfo(name)
     smallest = np.log10(float(info.smallest_subnormal))
     largest = np.log10(float(info.max))
-    label = f"{name}, {info.nmant + 1} bits of digits"
+    label = f"{name}: {info.nmant + 1} significant bits"
     axes.barh(label, largest - smallest, left=smallest, color=color)
 axes.set(title="Range of the formats", xlabel="power of ten")
 axes.invert_yaxis()

@@ -288,6 +288,7 @@ print(amp.debug.first_nonfinite(low_loss_fn)(params, broken, labels))
 
 # %%
 rule = amp.LossScale()
+clip = optax.clip_by_global_norm(1.0)
 
 
 @jax.jit
@@ -296,8 +297,7 @@ def hasty_step(params, state, images, labels):
         return rule.scale(state, low_loss_fn(params, images, labels))
 
     grads = jax.grad(scaled_loss_fn)(params)
-    clip = jnp.minimum(1.0, 1.0 / optax.global_norm(grads))
-    grads = jax.tree.map(lambda g: clip * g, grads)
+    grads, _ = clip.update(grads, clip.init(params))
     grads, finite = rule.unscale(state, grads)
     params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     return params, rule.update(state, finite)
