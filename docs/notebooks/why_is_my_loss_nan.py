@@ -360,16 +360,16 @@ def camera_loss_fn(params, counts, labels):
 
 
 counts = 20_000 + 100 * images
-compare = amp.debug.compare(camera_loss_fn, ["float16", "bfloat16"])
+compare = amp.debug.compare(camera_loss_fn, ["float16"])
 comparison = compare(params, counts, labels)
 comparison.plot()
 
 # %% [markdown]
-# `compare` runs the program in float32 beside the others, and draws the error
+# `compare` runs the program in float32 and in float16, and draws the error
 # of each module. The module where it begins:
 
 # %%
-print(comparison.worst("float16"))
+print(comparison.worst())
 
 # %% [markdown]
 # Around 20,000, float16 has steps of 16. `amp.suggest_rules` finds the
