@@ -2,8 +2,10 @@
 
 import io
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -332,3 +334,18 @@ def test_a_model_with_dropout_knows_all_its_primitives_and_checkpoint_keeps_its_
     assert report.summary()["unknown"] == []
     products = report.select("net/layer", primitive="dot_general")
     assert {row.direction for row in products.rows} == {"forward", "recomputed", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "file"),
+    [
+        (SimpleNamespace(format_code_name=lambda file: ("Cell", "In[3]")), "In[3]"),
+        (SimpleNamespace(format_code_name=lambda file: None), HERE),  # a file that is no cell
+        (SimpleNamespace(), HERE),  # IPython 7
+    ],
+)
+def test_lines_of_a_notebook_are_named_after_their_cell(monkeypatch, compiler, file):
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    (row,) = rows(lambda x: x @ W, X, primitive="dot_general")
+    assert row.source.startswith(f"{file}:")
