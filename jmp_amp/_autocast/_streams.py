@@ -195,7 +195,8 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
     if dtype_of(result) != FLOAT32:
         return None
     known = [part for part in operands if part]
-    if rule.passes_on and (not known or (rule.moves and is_smaller(shape_of(eqn.invars[0]), shape_of(result)))):
+    is_larger = rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(result) or ())
+    if rule.passes_on and (not known or is_larger):
         return None if all(part.holds is _Holds.ELEMENTS for part in known) else known[0]
     statistics = [part for part in known if part.holds is not _Holds.ELEMENTS]
     elements = [
