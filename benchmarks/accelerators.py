@@ -1,0 +1,254 @@
+"""What float32, mixing by hand and autocast need on GPUs from T4 to B200 and on TPUs, by the compiler.
+
+    python benchmarks/accelerators.py [--only T4] [--redo autocast] [--out docs/benchmarks/accelerators.md]
+
+No accelerator is needed. An environment with the CUDA plugin compiles for the GPUs, one with libtpu for the TPUs; see
+`gpu_aot.py` and `tpu_aot.py`. What is measured is kept in `accelerators.json`: a run adds what is missing there, and
+`--redo` measures a variant anew. The page is written from all that is in the file.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import math
+import pathlib
+
+import gpu_aot  # first: it sets the platform
+import hlo
+import jax
+import jax.numpy as jnp
+import tpu_aot
+from models import CASES, cast_whole
+from report import report
+
+import jmp_amp as amp
+
+RESULTS = pathlib.Path(__file__).with_suffix(".json")
+GPUS, TPUS = list(gpu_aot.GPUS), list(tpu_aot.TPUS)
+VARIANTS = {  # in the order of measuring
+    "by hand": lambda case, dtype, batch: case(jnp.dtype(dtype), batch=batch),
+    "float32": lambda case, dtype, batch: case(None, batch=batch),
+    "cast whole": lambda case, dtype, batch: transformed(cast_whole, case, f"mixed_{dtype}", batch),
+    "autocast": lambda case, dtype, batch: transformed(amp.autocast, case, dtype, batch),
+}
+LOW = [variant for variant in VARIANTS if variant != "float32"]
+FILLING = "float32", "autocast"
+"""The variants whose largest batch is looked for."""
+BATCHES = {
+    "GPT-2 small, unrolled": 8,
+    "GPT-2 small, scanned": 8,
+    "GPT-2 small, scanned, remat": 8,
+    "ResNet-50": 64,
+    "ViT-B/16": 64,
+    "encoder with dropout": 32,
+    "LSTM, 512 steps": 64,
+}
+ON_TPUS = {"GPT-2 small, scanned": 2, "encoder with dropout": 8, "LSTM, 512 steps": 64}
+"""The models that compile for a TPU within minutes, at a batch that fits a v5e in float32."""
+FILLED = {"T4": [model for model in BATCHES if "LSTM" not in model], "TPU v5e": ["GPT-2 small, scanned"]}
+"""The targets of 16 GB, and the models whose largest batch is looked for there."""
+
+
+HEAD = "TODO"
+NOTES = "TODO"
+
+
+def transformed(transform, case, option, batch):
+    loss_fn, args = case(None, batch=batch)
+    return transform(loss_fn, option), args
+
+
+def low_dtype(target):
+    return "float16" if target == "T4" else "bfloat16"
+
+
+def measure(model, target, variant, batch):
+    """Returns the figures of one program, or an empty dict where a TPU's compiler says that it does not fit."""
+    loss_fn, args = VARIANTS[variant](CASES[model], low_dtype(target), batch)
+    step = jax.value_and_grad(loss_fn)
+    if target in GPUS:
+        compiled = gpu_aot.compile_for(step, *gpu_aot.struct(gpu_aot.mesh(target), args))
+    else:
+        try:
+            compiled = tpu_aot.compile_for(step, *args, target=target)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return {}
+    cost = hlo.cost(compiled)
+    flops = {True: 0, False: 0}
+    for times, each, dtypes in hlo.products(compiled):
+        flops[all(hlo.NBYTES[dtype] < 4 for dtype in dtypes)] += times * each
+    return {
+        "bytes": cost["bytes_moved"],
+        "temporary": cost["temp_bytes"],
+        "needed": cost["argument_bytes"] + 3 * cost["output_bytes"] + cost["temp_bytes"],
+        "low": flops[True] / sum(flops.values()),
+        "jax": jax.__version__,
+    }
+
+
+class Results:
+    """The figures that are known, by model, target, variant and batch; a file holds them between runs."""
+
+    def __init__(self, path):
+        self.path = path
+        self.known = json.loads(path.read_text()) if path.exists() else {}
+
+    def get(self, *key):
+        return self.known.get(self._name(key))
+
+    def measured(self, *key):
+        name = self._name(key)
+        if name not in self.known:
+            self.known[name] = measure(*key)
+            print(name, self.known[name], flush=True)
+            self.path.write_text(json.dumps(self.known, indent=1, sort_keys=True) + "\n")
+        return self.known[name]
+
+    def forget(self, variant, targets):
+        gone = [f" | {target} | {variant} | " for target in targets]
+        self.known = {name: f for name, f in self.known.items() if not any(part in name for part in gone)}
+
+    @staticmethod
+    def _name(key):
+        return " | ".join(map(str, key))
+
+
+def memory_of(target):
+    return gpu_aot.GPUS[target].memory if target in GPUS else tpu_aot.TPUS[target].memory
+
+
+def fits(figures, target):
+    return bool(figures) and figures["needed"] <= memory_of(target)
+
+
+def largest_batch(get, model, target, variant):
+    """Returns the largest batch that fits, of multiples of an eighth of the usual one.
+
+    `get(model, target, variant, batch)` returns figures, or `None` where they are not known; then this returns `None`.
+    Temporary memory is nearly proportional to the batch, so each program says which batch to try next.
+    """
+    step = max(1, BATCHES[model] // 8)
+    fitting, too_many, batch = 0, math.inf, batches_on(target)[model]
+    while too_many - fitting > step:
+        figures = get(model, target, variant, batch)
+        if figures is None:
+            return None
+        guess = 0
+        if figures:
+            kept = figures["needed"] - figures["temporary"]
+            guess = int(batch * (memory_of(target) - kept) / figures["temporary"]) // step * step
+        if fits(figures, target):
+            fitting = batch
+        else:
+            too_many = batch
+        if fitting < guess < too_many:
+            batch = guess
+        else:  # the compiler computes anew what it has no memory for
+            bound = fitting + max(2 * step, fitting // 2) if too_many == math.inf else too_many
+            batch = (fitting + bound) // 2 // step * step
+    return fitting
+
+
+def batches_on(target):
+    return BATCHES if target in GPUS else ON_TPUS
+
+
+def rows():
+    """Yields (model, target) of the tables."""
+    yield from ((model, target) for model in BATCHES for target in (*GPUS, *TPUS) if model in batches_on(target))
+
+
+def searches():
+    """Yields (model, target) of the batches that are looked for."""
+    yield from ((model, target) for target, models in FILLED.items() for model in models)
+
+
+def measure_missing(results, targets, only):
+    """Measures what is not known, one target after the other and autocast last."""
+    for target, variant in itertools.product(targets, VARIANTS):
+        models = [model for model in batches_on(target) if only in model or only in target]
+        for model in models:
+            results.measured(model, target, variant, batches_on(target)[model])
+            if variant in FILLING and model in FILLED.get(target, ()):
+                largest_batch(results.measured, model, target, variant)
+
+
+def tables(get):
+    """Yields the lines of the page's tables, of the figures that `get(model, target, variant, batch)` knows."""
+    yield "## Bytes and memory"
+    yield ""
+    yield from header("model", "batch", "target", *pairs("GB moved"), *pairs("temporary GB"))
+    for model, target in rows():
+        figures = {variant: get(model, target, variant, batches_on(target)[model]) for variant in VARIANTS}
+        cells = [ratios(figures, "bytes"), ratios(figures, "temporary")]
+        yield line(model, batches_on(target)[model], target, *itertools.chain(*cells))
+    yield from ("", "## Low precision, and what a step needs", "")
+    low = [f"low, {variant}" for variant in LOW]
+    yield from header("model", "batch", "target", *low, *(f"GB needed, {variant}" for variant in VARIANTS))
+    for model, target in rows():
+        figures = {variant: get(model, target, variant, batches_on(target)[model]) for variant in VARIANTS}
+        shares = [f"{figures[variant]['low']:.0%}" if figures[variant] else "-" for variant in LOW]
+        yield line(model, batches_on(target)[model], target, *shares, *(needed(f, target) for f in figures.values()))
+    yield from ("", "## The largest batch that fits", "")
+    yield from header("model", "target", *FILLING, "times")
+    for model, target in searches():
+        batches = [largest_batch(get, model, target, variant) for variant in FILLING]
+        times = f"{batches[1] / batches[0]:.2f}" if all(batches) else "-"
+        yield line(model, target, *("-" if batch is None else batch for batch in batches), times)
+
+
+def pairs(figure):
+    return [f"{figure} by hand", *(f"x {variant}" for variant in VARIANTS if variant != "by hand")]
+
+
+def ratios(figures, name):
+    """The figure by hand in GB, and the others as multiples of it."""
+    by_hand = figures["by hand"]
+    if not by_hand:
+        return ["-"] * len(figures)
+    others = (f for variant, f in figures.items() if variant != "by hand")
+    return [f"{by_hand[name] / 1e9:.3f}", *(f"{f[name] / by_hand[name]:.3f}" if f else "-" for f in others)]
+
+
+def needed(figures, target):
+    """What a step needs in GB, in bold where the target has less."""
+    if figures is None:
+        return "-"
+    gigabytes = f"{figures['needed'] / 1e9:.1f}" if figures else "too much"
+    return gigabytes if fits(figures, target) else f"**{gigabytes}**"
+
+
+def header(*names):
+    yield line(*names)
+    yield "|---" * len(names) + "|"
+
+
+def line(*cells):
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def compilers():
+    """Returns the targets that this environment can compile for; a process loads one of the two compilers."""
+    if importlib.util.find_spec("jax_plugins"):
+        return GPUS
+    return TPUS if importlib.util.find_spec("libtpu") else []
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="the programs whose model or target contains this")
+    parser.add_argument("--redo", choices=VARIANTS, help="measure this variant anew")
+    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
+    options = parser.parse_args()
+    results, targets = Results(RESULTS), compilers()
+    if options.redo:
+        results.forget(options.redo, targets)
+    measure_missing(results, targets, options.only)
+    report("Accelerators", HEAD, tables(results.get), NOTES, options.out)
+
+
+if __name__ == "__main__":
+    main()
