@@ -44,9 +44,20 @@ BATCHES = {
     "encoder with dropout": 32,
     "LSTM, 512 steps": 64,
 }
-ON_TPUS = {"GPT-2 small, scanned": 2, "encoder with dropout": 8, "LSTM, 512 steps": 64}
-"""The models that compile for a TPU within minutes, at a batch that fits a v5e in float32."""
-FILLED = {"T4": [model for model in BATCHES if "LSTM" not in model], "TPU v5e": ["GPT-2 small, scanned"]}
+FEW = "GPT-2 small, scanned", "ViT-B/16"
+MODELS = {
+    "T4": list(BATCHES),
+    "A100": FEW,
+    "L4": FEW,
+    "H200": list(BATCHES),
+    "B200": FEW,
+    **dict.fromkeys(TPUS, FEW[:1]),
+}
+"""All models on the oldest GPU and on the one of the other pages; on the others some, for their programs are alike."""
+FILLED = {
+    "T4": [model for model in BATCHES if model not in ("ResNet-50", "LSTM, 512 steps")],
+    "TPU v5e": FEW[:1],
+}
 """The targets of 16 GB, and the models whose largest batch is looked for there."""
 
 
@@ -131,7 +142,7 @@ def largest_batch(get, model, target, variant):
     Temporary memory is nearly proportional to the batch, so each program says which batch to try next.
     """
     step = max(1, BATCHES[model] // 8)
-    fitting, too_many, batch = 0, math.inf, batches_on(target)[model]
+    fitting, too_many, batch = 0, math.inf, usual_batch(model, target)
     while too_many - fitting > step:
         figures = get(model, target, variant, batch)
         if figures is None:
@@ -152,13 +163,14 @@ def largest_batch(get, model, target, variant):
     return fitting
 
 
-def batches_on(target):
-    return BATCHES if target in GPUS else ON_TPUS
+def usual_batch(model, target):
+    """A batch that fits the smallest target of the kind in float32, or nearly."""
+    return BATCHES[model] // 4 if target in TPUS else BATCHES[model]
 
 
 def rows():
     """Yields (model, target) of the tables."""
-    yield from ((model, target) for model in BATCHES for target in (*GPUS, *TPUS) if model in batches_on(target))
+    yield from ((model, target) for model in BATCHES for target in MODELS if model in MODELS[target])
 
 
 def searches():
@@ -169,9 +181,10 @@ def searches():
 def measure_missing(results, targets, only):
     """Measures what is not known, one target after the other and autocast last."""
     for target, variant in itertools.product(targets, VARIANTS):
-        models = [model for model in batches_on(target) if only in model or only in target]
-        for model in models:
-            results.measured(model, target, variant, batches_on(target)[model])
+        wanted = [model for model in MODELS[target] if only in model or only in target]
+        for model in wanted:
+            results.measured(model, target, variant, usual_batch(model, target))
+        for model in wanted:
             if variant in FILLING and model in FILLED.get(target, ()):
                 largest_batch(results.measured, model, target, variant)
 
@@ -182,16 +195,16 @@ def tables(get):
     yield ""
     yield from header("model", "batch", "target", *pairs("GB moved"), *pairs("temporary GB"))
     for model, target in rows():
-        figures = {variant: get(model, target, variant, batches_on(target)[model]) for variant in VARIANTS}
+        figures = {variant: get(model, target, variant, usual_batch(model, target)) for variant in VARIANTS}
         cells = [ratios(figures, "bytes"), ratios(figures, "temporary")]
-        yield line(model, batches_on(target)[model], target, *itertools.chain(*cells))
+        yield line(model, usual_batch(model, target), target, *itertools.chain(*cells))
     yield from ("", "## Low precision, and what a step needs", "")
     low = [f"low, {variant}" for variant in LOW]
     yield from header("model", "batch", "target", *low, *(f"GB needed, {variant}" for variant in VARIANTS))
     for model, target in rows():
-        figures = {variant: get(model, target, variant, batches_on(target)[model]) for variant in VARIANTS}
+        figures = {variant: get(model, target, variant, usual_batch(model, target)) for variant in VARIANTS}
         shares = [f"{figures[variant]['low']:.0%}" if figures[variant] else "-" for variant in LOW]
-        yield line(model, batches_on(target)[model], target, *shares, *(needed(f, target) for f in figures.values()))
+        yield line(model, usual_batch(model, target), target, *shares, *(needed(f, target) for f in figures.values()))
     yield from ("", "## The largest batch that fits", "")
     yield from header("model", "target", *FILLING, "times")
     for model, target in searches():

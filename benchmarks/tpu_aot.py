@@ -1,7 +1,7 @@
 """Compile a JAX function for a TPU on a machine that has none.
 
-Needs, beside jax, a `libtpu` of the same time (0.0.52 with JAX 0.12.0.1), in an environment without a CUDA plugin: the
-two do not load into one process. A program that does not fit the TPU's memory raises `JaxRuntimeError`.
+Needs `pip install "jax[tpu]"`, and a process that compiles for no GPU: libtpu and the CUDA plugin do not load into one.
+A program that does not fit the TPU's memory raises `JaxRuntimeError`.
 """
 
 import os
