@@ -32,7 +32,7 @@ VARIANTS = {  # in the order of measuring
     "cast whole": lambda case, dtype, batch: transformed(cast_whole, case, f"mixed_{dtype}", batch),
     "autocast": lambda case, dtype, batch: transformed(amp.autocast, case, dtype, batch),
 }
-LOW = [variant for variant in VARIANTS if variant != "float32"]
+ROW = "model", "target", "batch"
 FILLING = "float32", "autocast"
 """The variants whose largest batch is looked for."""
 BATCHES = {
@@ -47,13 +47,9 @@ BATCHES = {
 FEW = "GPT-2 small, scanned", "ViT-B/16"
 MODELS = {
     "T4": list(BATCHES),
-    "A100": FEW,
-    "L4": FEW,
-    "H200": list(BATCHES),
-    "B200": FEW,
-    **dict.fromkeys(TPUS, FEW[:1]),
+    **dict.fromkeys(GPUS[1:], FEW),  # the others on an H200 are in `autocast_cost.py`
+    **dict.fromkeys(TPUS, FEW[:1]),  # which compiles for a minute or two
 }
-"""All models on the oldest GPU and on the one of the other pages; on the others some, for their programs are alike."""
 FILLED = {
     "T4": [model for model in BATCHES if model not in ("ResNet-50", "LSTM, 512 steps")],
     "TPU v5e": FEW[:1],
@@ -61,8 +57,42 @@ FILLED = {
 """The targets of 16 GB, and the models whose largest batch is looked for there."""
 
 
-HEAD = "TODO"
-NOTES = "TODO"
+HEAD = """
+The models of `benchmarks/models.py` compiled for accelerators from a T4 to a TPU7x, by `benchmarks/accelerators.py`. None of
+them is needed, nothing was run on one, and nothing was timed.
+
+- On 16 GB, autocast trains batches 1.6 to 4.8 times as large as float32, most where a scan keeps what its layers computed.
+- Every product is in low precision on every target, as by hand. Casting the arguments leaves an LSTM in float32: what a
+  model creates itself, such as the zeros that it starts with, is not cast.
+- Bytes and memory by hand and under autocast compare on one GPU as on another: what autocast saves on an H200 it saves on
+  a T4.
+
+## float16 on a T4
+
+A T4 (compute capability 7.5) multiplies float16 on its tensor cores, and has no bfloat16. Where a program asks for
+bfloat16, XLA casts its operands up and multiplies float32, so nothing is gained but memory; `tests/test_accelerators_aot.py`
+shows both. float16 needs [loss scaling](../loss-scaling.md), and with it a free GPU trains at the precision that its tensor
+cores are for. XLA compiles no Triton kernel for it either: norms and softmaxes are several launches with float32 in between,
+and the check of the gradients is plain JAX.
+"""
+NOTES = """
+The largest batch is searched for in steps of an eighth of the usual one, with AdamW: a step needs the parameters, their
+gradients, two moments of each, the batch, and the temporary memory of the compiled loss and gradients. It fits if that is no
+more than the memory of the target; in the last table, what does not fit is bold. JAX takes three quarters of a GPU by
+default; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near the limit XLA computes again what it has no memory for, so
+float32 fits at more than half the batch of 16 bits, and moves more bytes for it.
+
+Bytes are counted by one rule for all programs (`hlo.cost`): good for ratios, and for those of one target alone. Of a TPU, what
+stays in its vector memory is not counted. "Low" is the share of the FLOPs of products and convolutions whose operands have
+16 bits in the compiled program. A TPU rounds float32 operands to bfloat16 by default as well, so there float32 costs bytes and memory,
+not products. The low dtype is float16 on a T4, bfloat16 elsewhere. "By hand" and "cast whole" are as in
+[what autocast costs](autocast_cost.md), which has the other models on an H200.
+
+The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`; TPUs are those of libtpu, with the memory that
+its compiler gives to a program. A program for a TPU takes a minute or two of CPU, so they have one model, at a batch of 2. All
+figures are kept in `benchmarks/accelerators.json`: a run measures what is missing there, `--redo autocast` measures one
+variant anew, and `--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install "jax[tpu]"`, in two environments.
+"""
 
 
 def transformed(transform, case, option, batch):
@@ -191,26 +221,26 @@ def measure_missing(results, targets, only):
 
 def tables(get):
     """Yields the lines of the page's tables, of the figures that `get(model, target, variant, batch)` knows."""
-    yield "## Bytes and memory"
-    yield ""
-    yield from header("model", "batch", "target", *pairs("GB moved"), *pairs("temporary GB"))
-    for model, target in rows():
-        figures = {variant: get(model, target, variant, usual_batch(model, target)) for variant in VARIANTS}
-        cells = [ratios(figures, "bytes"), ratios(figures, "temporary")]
-        yield line(model, usual_batch(model, target), target, *itertools.chain(*cells))
-    yield from ("", "## Low precision, and what a step needs", "")
-    low = [f"low, {variant}" for variant in LOW]
-    yield from header("model", "batch", "target", *low, *(f"GB needed, {variant}" for variant in VARIANTS))
-    for model, target in rows():
-        figures = {variant: get(model, target, variant, usual_batch(model, target)) for variant in VARIANTS}
-        shares = [f"{figures[variant]['low']:.0%}" if figures[variant] else "-" for variant in LOW]
-        yield line(model, usual_batch(model, target), target, *shares, *(needed(f, target) for f in figures.values()))
-    yield from ("", "## The largest batch that fits", "")
-    yield from header("model", "target", *FILLING, "times")
+    yield from section("The largest batch that fits", "model", "target", *FILLING, "times")
     for model, target in searches():
         batches = [largest_batch(get, model, target, variant) for variant in FILLING]
         times = f"{batches[1] / batches[0]:.2f}" if all(batches) else "-"
         yield line(model, target, *("-" if batch is None else batch for batch in batches), times)
+    known = {}
+    for model, target in rows():
+        batch = usual_batch(model, target)
+        figures = {variant: get(model, target, variant, batch) for variant in VARIANTS}
+        if any(figures.values()):
+            known[model, target, batch] = figures
+    yield from section("Bytes and memory", *ROW, *pairs("GB moved"), *pairs("temporary GB"))
+    for row, figures in known.items():
+        yield line(*row, *ratios(figures, "bytes"), *ratios(figures, "temporary"))
+    low = [variant for variant in VARIANTS if variant != "float32"]
+    columns = [f"low, {variant}" for variant in low], [f"GB, {variant}" for variant in VARIANTS]
+    yield from section("Products in low precision, and what a step needs", *ROW, *itertools.chain(*columns))
+    for row, figures in known.items():
+        shares = [f"{figures[variant]['low']:.0%}" if figures[variant] else "-" for variant in low]
+        yield line(*row, *shares, *(needed(f, row[1]) for f in figures.values()))
 
 
 def pairs(figure):
@@ -234,9 +264,8 @@ def needed(figures, target):
     return gigabytes if fits(figures, target) else f"**{gigabytes}**"
 
 
-def header(*names):
-    yield line(*names)
-    yield "|---" * len(names) + "|"
+def section(title, *names):
+    yield from ("", f"## {title}", "", line(*names), "|---" * len(names) + "|")
 
 
 def line(*cells):
