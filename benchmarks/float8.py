@@ -12,6 +12,7 @@ import functools
 import pathlib
 
 import gpu_aot  # first: it sets the platform
+import hlo
 import jax
 import jax.numpy as jnp
 from collectives import on_the_wire, spread
@@ -82,7 +83,7 @@ def products(program):
     """Returns how many products there are in the program, and how many FLOPs they have, by the width of operands."""
     count, flops = collections.Counter(), collections.Counter()
     for times, each, dtypes in gpu_aot.products(program):
-        kind = "float8" if all(dtype.startswith("f8") for dtype in dtypes) else max(dtypes, key=gpu_aot._BYTES.get)
+        kind = "float8" if all(dtype.startswith("f8") for dtype in dtypes) else max(dtypes, key=hlo.NBYTES.get)
         count[kind] += 1
         flops[kind] += times * each
     return count, flops
@@ -162,7 +163,7 @@ def sharded_table(n=8):
 def scalar_all_reduces(program):
     """Returns how many scalars each all-reduce sums or compares: XLA merges some, and none here has an array."""
     calls = [sizes for op, _, sizes in gpu_aot.collectives(program) if op == "all-reduce"]
-    return [sum(size // gpu_aot._BYTES[dtype] for dtype, size in sizes.items()) for sizes in calls]
+    return [sum(size // hlo.NBYTES[dtype] for dtype, size in sizes.items()) for sizes in calls]
 
 
 def table():

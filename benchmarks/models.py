@@ -5,6 +5,8 @@ by hand the usual way: products, activations and the residual stream in `low`; n
 Every `*_case(low)` returns `(loss_fn, args)`, the arguments as shapes.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +23,9 @@ def to(x, dtype):
     return x if dtype is None else x.astype(dtype)
 
 
-def cast_whole(loss_fn):
+def cast_whole(loss_fn, policy="mixed_float16"):
     """Casts all arguments in front of the model: with jmp 0.0.4 and mpx 0.1.8 the jaxpr of each model is this one."""
-    policy = amp.get_policy("mixed_float16")
+    policy = amp.get_policy(policy)
     return lambda *args: policy.cast_to_output(loss_fn(*policy.cast_to_compute(args)))
 
 
@@ -277,8 +279,8 @@ def vit_case(low, layers=12, batch=64, size=256, patch=16, dim=768, heads=12, cl
 
 CASES = {
     "GPT-2 small, unrolled": gpt_case,
-    "GPT-2 small, scanned": lambda low: gpt_case(low, scan=True),
-    "GPT-2 small, scanned, remat": lambda low: gpt_case(low, scan=True, remat=True),
+    "GPT-2 small, scanned": functools.partial(gpt_case, scan=True),
+    "GPT-2 small, scanned, remat": functools.partial(gpt_case, scan=True, remat=True),
     "ResNet-50": resnet_case,
     "ViT-B/16": vit_case,
     "encoder with dropout": encoder_case,

@@ -6,6 +6,7 @@ Smaller models than in `benchmarks/autocast_cost.py`, whose table holds the figu
 import re
 
 import gpu_aot
+import hlo
 import jax
 import jax.numpy as jnp
 import models
@@ -83,7 +84,7 @@ def test_no_weight_is_cast_in_the_loop_of_an_lstm():
     dim = 256
     text = compiled(*autocast(lambda low: models.lstm_case(low, steps=16, dim=dim, batch=8))).as_text()
     bodies = set(re.findall(r"body=(%[\w.\-]+)", text))
-    computations, _ = gpu_aot._computations(text)
+    computations, _ = hlo.computations(text)
     assert len(bodies) == 2  # forward and backward
     for body in bodies:
         lines = "\n".join(computations[body])

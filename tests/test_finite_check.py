@@ -38,9 +38,9 @@ def missing(implementation):
     """What a compiled kernel lacks here."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU and JAX_PLATFORMS=cuda"
-    found, least = jax.devices()[0].compute_capability, {"mosaic_gpu": 9, "triton": 7}[implementation]
+    found, least = jax.devices()[0].compute_capability, primitive.KERNELS[implementation].capability
     if not found[0].isdigit() or float(found) < least:
-        return f"needs a GPU of compute capability {least}.0, this one has {found}"
+        return f"needs a GPU of compute capability {least}, this one has {found}"
     return ""
 
 
@@ -621,27 +621,35 @@ def on_device(monkeypatch, capability):
     monkeypatch.setattr(api, "_device_kind", lambda: gpu.device_kind)
 
 
-@pytest.mark.parametrize("capability", ["8.0", "7.5"])
-def test_mosaic_gpu_needs_hopper(capability, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "capability", "oldest", "cure"),
+    [
+        ("mosaic_gpu", "8.9", "9.0 (Hopper)", "`implementation='triton'` or `implementation=None`"),
+        ("mosaic_gpu", "7.5", "9.0 (Hopper)", "pass `implementation=None`"),
+        ("triton", "7.5", "8.0 (Ampere)", "pass `implementation=None`"),
+    ],
+)
+def test_a_kernel_names_the_gpus_that_it_needs(kernel, capability, oldest, cure, monkeypatch):
     on_device(monkeypatch, capability)
     with pytest.raises(NotImplementedError) as error:
-        check_finite(TREE, implementation="mosaic_gpu")
-    for part in ('"mosaic_gpu"', "9.0", "A fine GPU", capability, '"triton"', "`None`"):
+        check_finite(TREE, implementation=kernel)
+    for part in (f'"{kernel}"', oldest, f"A fine GPU has {capability}", cure):
         assert part in str(error.value)
-    # Neither the interpreter nor Triton does, nor a program for another device.
-    assert check_finite(TREE["b"], implementation="mosaic_gpu", interpret=True)[0]
-    with pytest.raises(NotImplementedError, match="compiled for cpu"):
-        check_finite(TREE, implementation="triton")
+    # The interpreter does not need it, nor does a program for another device.
+    assert check_finite(TREE["b"], implementation=kernel, interpret=True)[0]
     monkeypatch.setattr(api, "_device_kind", lambda: "A finer GPU")
     with pytest.raises(NotImplementedError, match="compiled for cpu"):
-        check_finite(TREE, implementation="mosaic_gpu")
+        check_finite(TREE, implementation=kernel)
 
 
-@pytest.mark.parametrize("capability", ["9.0", "10.0", "gfx942"])
-def test_other_devices_are_told_apart_where_the_program_is_compiled(capability, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "capability"),
+    [("mosaic_gpu", "9.0"), ("mosaic_gpu", "10.0"), ("triton", "8.0"), ("mosaic_gpu", "gfx942"), ("triton", "gfx942")],
+)
+def test_other_devices_are_told_apart_where_the_program_is_compiled(kernel, capability, monkeypatch):
     on_device(monkeypatch, capability)
     with pytest.raises(NotImplementedError, match="compiled for cpu"):
-        check_finite(TREE, implementation="mosaic_gpu")
+        check_finite(TREE, implementation=kernel)
 
 
 @pytest.mark.parametrize(

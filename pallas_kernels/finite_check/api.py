@@ -25,8 +25,8 @@ def check_finite(
         tree: arrays of any shape. Floating and complex leaves, including float64, are read. All other leaves count as
             finite.
         inv_scale: float32[], the reciprocal of the loss scale. Every value is multiplied by it before the check.
-        implementation: `"xla"` is plain JAX. `"mosaic_gpu"` (NVIDIA Hopper and newer) and `"triton"` (older NVIDIA
-            GPUs) are kernels that read hundreds of leaves in one launch. `None` uses the fastest implementation on the
+        implementation: `"xla"` is plain JAX. `"mosaic_gpu"` (NVIDIA Hopper and newer) and `"triton"` (NVIDIA Ampere and
+            newer) are kernels that read hundreds of leaves in one launch. `None` uses the fastest implementation on the
             device, as measured, and falls back to plain JAX on other devices, under `vmap` and differentiation, for
             float64, complex and 8-bit leaves, and in programs that the compiler partitions over devices.
         interpret: runs the kernel in Pallas' interpreter, which is slow but works on any device. Use it for tests.
@@ -184,11 +184,15 @@ def _check_supported(implementation: str, leaves: dict[Any, jax.Array], interpre
             )
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))  # "9.0"; not a number for AMD GPUs
-    too_old = re.fullmatch(r"\d+\.\d+", capability) and float(capability) < 9
-    if implementation == "mosaic_gpu" and not interpret and too_old and _device_kind() == device.device_kind:
+    if interpret or not re.fullmatch(r"\d+\.\d+", capability) or _device_kind() != device.device_kind:
+        return
+    oldest = primitive.KERNELS[implementation]
+    if float(capability) < oldest.capability:
+        others = [name for name, gpu in primitive.KERNELS.items() if float(capability) >= gpu.capability]
         raise NotImplementedError(
-            'implementation="mosaic_gpu" needs a GPU of compute capability 9.0 (Hopper) or newer, but '
-            f'{device.device_kind} has {capability}; pass `implementation="triton"` or `None`'
+            f'implementation="{implementation}" needs a GPU of compute capability {oldest.capability} ({oldest.name}) '
+            f"or newer, but {device.device_kind} has {capability}; pass "
+            f"{' or '.join(f'`implementation={name!r}`' for name in (*others, None))}"
         )
 
 

@@ -8,7 +8,7 @@ the implementation. They use the reference, or raise an error if the caller pass
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,18 @@ from pallas_kernels.finite_check.config import Config
 from pallas_kernels.finite_check.segments import Segment, rows, segments, view
 from pallas_kernels.finite_check.sums import is_partitioned
 
-KERNELS = ("mosaic_gpu", "triton")
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
+
+
+class Generation(NamedTuple):
+    """A generation of NVIDIA GPUs, and the compute capability of its first."""
+
+    name: str
+    capability: float
+
+
+KERNELS = {"mosaic_gpu": Generation("Hopper", 9.0), "triton": Generation("Ampere", 8.0)}
+"""The kernels, and the oldest GPUs that their compilers support."""
 
 unscale_check_p = Primitive("unscale_check")
 unscale_check_p.multiple_results = True

@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA GPUs before Hopper, through Pallas' Triton backend.
+"""The kernel for NVIDIA GPUs of the generations Ampere and Ada, through Pallas' Triton backend.
 
 JAX 0.11 deprecates this backend. When JAX removes it, delete this file; no other file depends on it.
 """

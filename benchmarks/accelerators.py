@@ -1,0 +1,296 @@
+"""What float32, mixing by hand and autocast need on GPUs from T4 to B200 and on TPUs, by the compiler.
+
+    python benchmarks/accelerators.py [--only T4] [--redo autocast] [--out docs/benchmarks/accelerators.md]
+
+No accelerator is needed. An environment with the CUDA plugin compiles for the GPUs, one with libtpu for the TPUs; see
+`gpu_aot.py` and `tpu_aot.py`. What is measured is kept in `accelerators.json`: a run adds what is missing there, and
+`--redo` measures a variant anew. The page is written from all that is in the file.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import math
+import pathlib
+
+import gpu_aot  # first: it sets the platform
+import hlo
+import jax
+import jax.numpy as jnp
+import tpu_aot
+from models import CASES, cast_whole
+from report import report
+
+import jmp_amp as amp
+
+RESULTS = pathlib.Path(__file__).with_suffix(".json")
+GPUS, TPUS = list(gpu_aot.GPUS), list(tpu_aot.TPUS)
+VARIANTS = {  # in the order of measuring
+    "by hand": lambda case, dtype, batch: case(jnp.dtype(dtype), batch=batch),
+    "float32": lambda case, dtype, batch: case(None, batch=batch),
+    "cast whole": lambda case, dtype, batch: transformed(cast_whole, case, f"mixed_{dtype}", batch),
+    "autocast": lambda case, dtype, batch: transformed(amp.autocast, case, dtype, batch),
+}
+ROW = "model", "target", "batch"
+FILLING = "float32", "autocast"
+"""The variants whose largest batch is looked for."""
+BATCHES = {
+    "GPT-2 small, unrolled": 8,
+    "GPT-2 small, scanned": 8,
+    "GPT-2 small, scanned, remat": 8,
+    "ResNet-50": 64,
+    "ViT-B/16": 64,
+    "encoder with dropout": 32,
+    "LSTM, 512 steps": 64,
+}
+FEW = "GPT-2 small, scanned", "ViT-B/16"
+MODELS = {
+    "T4": list(BATCHES),
+    **dict.fromkeys(GPUS[1:], FEW),  # the others on an H200 are in `autocast_cost.py`
+    **dict.fromkeys(TPUS, FEW[:1]),  # which compiles for a minute or two
+}
+FILLED = {
+    "T4": [model for model in BATCHES if model not in ("ResNet-50", "LSTM, 512 steps")],
+    "TPU v5e": FEW[:1],
+}
+"""The targets of 16 GB, and the models whose largest batch is looked for there."""
+
+
+HEAD = """
+The models of `benchmarks/models.py` compiled for accelerators from a T4 to a TPU7x, by `benchmarks/accelerators.py`. None of
+them is needed, nothing was run on one, and nothing was timed.
+
+- On 16 GB, autocast trains batches 1.6 to 4.8 times as large as float32, most where a scan keeps what its layers computed.
+- Every product is in low precision on every target, as by hand. Casting the arguments leaves an LSTM in float32: what a
+  model creates itself, such as the zeros that it starts with, is not cast.
+- Bytes and memory by hand and under autocast compare on one GPU as on another: what autocast saves on an H200 it saves on
+  a T4.
+
+## float16 on a T4
+
+A T4 (compute capability 7.5) multiplies float16 on its tensor cores, and has no bfloat16. Where a program asks for
+bfloat16, XLA casts its operands up and multiplies float32, so nothing is gained but memory; `tests/test_accelerators_aot.py`
+shows both. float16 needs [loss scaling](../loss-scaling.md), and with it a free GPU trains at the precision that its tensor
+cores are for. XLA compiles no Triton kernel for it either: norms and softmaxes are several launches with float32 in between,
+and the check of the gradients is plain JAX.
+"""
+NOTES = """
+The largest batch is searched for in steps of an eighth of the usual one, with AdamW: a step needs the parameters, their
+gradients, two moments of each, the batch, and the temporary memory of the compiled loss and gradients. It fits if that is no
+more than the memory of the target; in the last table, what does not fit is bold. JAX takes three quarters of a GPU by
+default; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near the limit XLA computes again what it has no memory for, so
+float32 fits at more than half the batch of 16 bits, and moves more bytes for it.
+
+Bytes are counted by one rule for all programs (`hlo.cost`): good for ratios, and for those of one target alone. Of a TPU, what
+stays in its vector memory is not counted. "Low" is the share of the FLOPs of products and convolutions whose operands have
+16 bits in the compiled program. A TPU rounds float32 operands to bfloat16 by default as well, so there float32 costs bytes and memory,
+not products. The low dtype is float16 on a T4, bfloat16 elsewhere. "By hand" and "cast whole" are as in
+[what autocast costs](autocast_cost.md), which has the other models on an H200.
+
+The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`; TPUs are those of libtpu, with the memory that
+its compiler gives to a program. A program for a TPU takes a minute or two of CPU, so they have one model, at a batch of 2. All
+figures are kept in `benchmarks/accelerators.json`: a run measures what is missing there, `--redo autocast` measures one
+variant anew, and `--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install "jax[tpu]"`, in two environments.
+"""
+
+
+def transformed(transform, case, option, batch):
+    loss_fn, args = case(None, batch=batch)
+    return transform(loss_fn, option), args
+
+
+def low_dtype(target):
+    return "float16" if target == "T4" else "bfloat16"
+
+
+def measure(model, target, variant, batch):
+    """Returns the figures of one program, or an empty dict where a TPU's compiler says that it does not fit."""
+    loss_fn, args = VARIANTS[variant](CASES[model], low_dtype(target), batch)
+    step = jax.value_and_grad(loss_fn)
+    if target in GPUS:
+        compiled = gpu_aot.compile_for(step, *gpu_aot.struct(gpu_aot.mesh(target), args))
+    else:
+        try:
+            compiled = tpu_aot.compile_for(step, *args, target=target)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return {}
+    cost = hlo.cost(compiled)
+    flops = {True: 0, False: 0}
+    for times, each, dtypes in hlo.products(compiled):
+        flops[all(hlo.NBYTES[dtype] < 4 for dtype in dtypes)] += times * each
+    return {
+        "bytes": cost["bytes_moved"],
+        "temporary": cost["temp_bytes"],
+        "needed": cost["argument_bytes"] + 3 * cost["output_bytes"] + cost["temp_bytes"],
+        "low": flops[True] / sum(flops.values()),
+        "jax": jax.__version__,
+    }
+
+
+class Results:
+    """The figures that are known, by model, target, variant and batch; a file holds them between runs."""
+
+    def __init__(self, path):
+        self.path = path
+        self.known = json.loads(path.read_text()) if path.exists() else {}
+
+    def get(self, *key):
+        return self.known.get(self._name(key))
+
+    def measured(self, *key):
+        name = self._name(key)
+        if name not in self.known:
+            self.known[name] = measure(*key)
+            print(name, self.known[name], flush=True)
+            self.path.write_text(json.dumps(self.known, indent=1, sort_keys=True) + "\n")
+        return self.known[name]
+
+    def forget(self, variant, targets):
+        gone = [f" | {target} | {variant} | " for target in targets]
+        self.known = {name: f for name, f in self.known.items() if not any(part in name for part in gone)}
+
+    @staticmethod
+    def _name(key):
+        return " | ".join(map(str, key))
+
+
+def memory_of(target):
+    return gpu_aot.GPUS[target].memory if target in GPUS else tpu_aot.TPUS[target].memory
+
+
+def fits(figures, target):
+    return bool(figures) and figures["needed"] <= memory_of(target)
+
+
+def largest_batch(get, model, target, variant):
+    """Returns the largest batch that fits, of multiples of an eighth of the usual one.
+
+    `get(model, target, variant, batch)` returns figures, or `None` where they are not known; then this returns `None`.
+    Temporary memory is nearly proportional to the batch, so each program says which batch to try next.
+    """
+    step = max(1, BATCHES[model] // 8)
+    fitting, too_many, batch = 0, math.inf, usual_batch(model, target)
+    while too_many - fitting > step:
+        figures = get(model, target, variant, batch)
+        if figures is None:
+            return None
+        guess = 0
+        if figures:
+            kept = figures["needed"] - figures["temporary"]
+            guess = int(batch * (memory_of(target) - kept) / figures["temporary"]) // step * step
+        if fits(figures, target):
+            fitting = batch
+        else:
+            too_many = batch
+        if fitting < guess < too_many:
+            batch = guess
+        else:  # the compiler computes anew what it has no memory for
+            bound = fitting + max(2 * step, fitting // 2) if too_many == math.inf else too_many
+            batch = (fitting + bound) // 2 // step * step
+    return fitting
+
+
+def usual_batch(model, target):
+    """A batch that fits the smallest target of the kind in float32, or nearly."""
+    return BATCHES[model] // 4 if target in TPUS else BATCHES[model]
+
+
+def rows():
+    """Yields (model, target) of the tables."""
+    yield from ((model, target) for model in BATCHES for target in MODELS if model in MODELS[target])
+
+
+def searches():
+    """Yields (model, target) of the batches that are looked for."""
+    yield from ((model, target) for target, models in FILLED.items() for model in models)
+
+
+def measure_missing(results, targets, only):
+    """Measures what is not known, one target after the other and autocast last."""
+    for target, variant in itertools.product(targets, VARIANTS):
+        wanted = [model for model in MODELS[target] if only in model or only in target]
+        for model in wanted:
+            results.measured(model, target, variant, usual_batch(model, target))
+        for model in wanted:
+            if variant in FILLING and model in FILLED.get(target, ()):
+                largest_batch(results.measured, model, target, variant)
+
+
+def tables(get):
+    """Yields the lines of the page's tables, of the figures that `get(model, target, variant, batch)` knows."""
+    yield from section("The largest batch that fits", "model", "target", *FILLING, "times")
+    for model, target in searches():
+        batches = [largest_batch(get, model, target, variant) for variant in FILLING]
+        times = f"{batches[1] / batches[0]:.2f}" if all(batches) else "-"
+        yield line(model, target, *("-" if batch is None else batch for batch in batches), times)
+    known = {}
+    for model, target in rows():
+        batch = usual_batch(model, target)
+        figures = {variant: get(model, target, variant, batch) for variant in VARIANTS}
+        if any(figures.values()):
+            known[model, target, batch] = figures
+    yield from section("Bytes and memory", *ROW, *pairs("GB moved"), *pairs("temporary GB"))
+    for row, figures in known.items():
+        yield line(*row, *ratios(figures, "bytes"), *ratios(figures, "temporary"))
+    low = [variant for variant in VARIANTS if variant != "float32"]
+    columns = [f"low, {variant}" for variant in low], [f"GB, {variant}" for variant in VARIANTS]
+    yield from section("Products in low precision, and what a step needs", *ROW, *itertools.chain(*columns))
+    for row, figures in known.items():
+        shares = [f"{figures[variant]['low']:.0%}" if figures[variant] else "-" for variant in low]
+        yield line(*row, *shares, *(needed(f, row[1]) for f in figures.values()))
+
+
+def pairs(figure):
+    return [f"{figure} by hand", *(f"x {variant}" for variant in VARIANTS if variant != "by hand")]
+
+
+def ratios(figures, name):
+    """The figure by hand in GB, and the others as multiples of it."""
+    by_hand = figures["by hand"]
+    if not by_hand:
+        return ["-"] * len(figures)
+    others = (f for variant, f in figures.items() if variant != "by hand")
+    return [f"{by_hand[name] / 1e9:.3f}", *(f"{f[name] / by_hand[name]:.3f}" if f else "-" for f in others)]
+
+
+def needed(figures, target):
+    """What a step needs in GB, in bold where the target has less."""
+    if figures is None:
+        return "-"
+    gigabytes = f"{figures['needed'] / 1e9:.1f}" if figures else "too much"
+    return gigabytes if fits(figures, target) else f"**{gigabytes}**"
+
+
+def section(title, *names):
+    yield from ("", f"## {title}", "", line(*names), "|---" * len(names) + "|")
+
+
+def line(*cells):
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def compilers():
+    """Returns the targets that this environment can compile for; a process loads one of the two compilers."""
+    if importlib.util.find_spec("jax_plugins"):
+        return GPUS
+    return TPUS if importlib.util.find_spec("libtpu") else []
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="the programs whose model or target contains this")
+    parser.add_argument("--redo", choices=VARIANTS, help="measure this variant anew")
+    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
+    options = parser.parse_args()
+    results, targets = Results(RESULTS), compilers()
+    if options.redo:
+        results.forget(options.redo, targets)
+    measure_missing(results, targets, options.only)
+    report("Accelerators", HEAD, tables(results.get), NOTES, options.out)
+
+
+if __name__ == "__main__":
+    main()
