@@ -74,8 +74,8 @@ COMPILED, MEASURED = "Compiled for an H200", "On a GPU"
 NOTES = """## What the figures are
 
 Launches are the kernels of one call, GB what they read and write, by one rule for all programs (`gpu_aot.cost`; of a
-`cond` the dearer branch). XLA checks each leaf in a kernel of its own, large ones in two or three; the Pallas kernels
-read up to 250 leaves in one launch, and two or three small kernels add up the results.
+`cond` the dearer branch). Plain JAX checks 16 small leaves of one shape in a kernel, and a large one in two or three;
+the Pallas kernels read up to 250 leaves in one launch, and two or three small kernels add up the results.
 
 The steps update donated float32 parameters and the state of AdamW; the gradients are an argument. Scaled, they read the
 gradients twice: whether these are finite, and their norm, must be known before anything is written. So 28 bytes a

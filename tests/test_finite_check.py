@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxprs import equations
 
 from pallas_kernels import check_finite, unscale_check
-from pallas_kernels.finite_check import api, arg_specs, config, mosaic_gpu, primitive, reference, segments
+from pallas_kernels.finite_check import api, arg_specs, config, mosaic_gpu, primitive, reference, segments, sums
 
 BAD = [np.inf, -np.inf, np.nan]
 READ = [jnp.float32, jnp.float16, jnp.bfloat16]  # by the kernels
@@ -765,6 +765,61 @@ def test_over_sharded_arrays_the_answer_is_global():
 def test_the_sum_of_squares_is_differentiable():
     grad = jax.grad(lambda w: check_finite({"w": w})[1])(jnp.float32([1, -2, 0]))
     assert grad.tolist() == [2, -4, 0]
+
+
+def test_derivatives_go_through_leaves_that_are_summed_together():
+    def total(w):
+        return check_finite([w, 2 * w, jnp.ones(3)])[1]
+
+    w = jnp.float32([1, -2, 0])
+    assert jax.grad(total)(w).tolist() == [10, -20, 0]
+    np.testing.assert_array_equal(jax.jit(jax.hessian(total))(w), 10 * np.eye(3))
+
+
+@pytest.mark.parametrize("axes", [0, [0, None]], ids=str)
+def test_leaves_of_a_batch_are_summed_together(axes):
+    rows = jnp.float32([[1, 2], [np.nan, 0]])
+    other = rows if axes == 0 else rows[0]
+    finite, total = jax.jit(jax.vmap(lambda *tree: check_finite(tree), axes))(rows, other)
+    assert finite.tolist() == [True, False]
+    assert total[0] == 10
+
+
+def reductions(leaves, platform, **options):
+    """The number of operands of each reduction over several leaves or one, as lowered for a platform."""
+    program = jax.jit(check_finite, **options).trace(leaves).lower(lowering_platforms=(platform,))
+    return sorted(line.count("init:") for line in program.as_text().splitlines() if "stablehlo.reduce(" in line)
+
+
+def shapes_of(*sizes):
+    return [arg_specs.Shape((size,), jnp.float16) for size in sizes]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+def test_small_leaves_of_one_shape_are_one_reduction(platform):
+    leaves = shapes_of(*19 * [5], sums.SMALL, sums.SMALL, *2 * [sums.SMALL + 1], 7)
+    assert reductions(leaves, platform) == [1, 1, 1, 2, 3, 16]
+    transposed = [arg_specs.Shape(shape, jnp.float32) for shape in ((2, 3), (3, 2), (6,))]
+    assert reductions(transposed, platform) == [1, 1, 1]
+
+
+def test_on_a_cpu_each_leaf_is_a_reduction():
+    assert reductions(shapes_of(*19 * [5]), "cpu") == 19 * [1]
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_what_the_compiler_partitions_is_a_reduction_for_each_leaf(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    data, every = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["data"], []))
+    leaves = [jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding) for sharding in (data, data, every, every)]
+    assert reductions(leaves, "cuda") == 4 * [1]
+
+
+def test_leaves_of_symbolic_shape_are_summed():
+    shape = jax.export.symbolic_shape("n, 3")
+    leaves = [arg_specs.Shape(shape, jnp.float32)] * 2
+    exported = jax.export.export(jax.jit(check_finite), platforms=("cpu", "cuda"))(leaves)
+    assert_is(exported.call([np.ones((2, 3), np.float32)] * 2), True, 12.0)
 
 
 def test_the_package_stands_alone():

@@ -78,6 +78,41 @@ def test_a_whole_tree_is_one_launch_and_each_byte_moves_once(tree, kernel, op):
     assert figures["bytes_moved"] <= 1.001 * bytes_of_xla(tree, op)
 
 
+@for_both_ops
+@pytest.mark.parametrize(
+    ("leaves", "most"),
+    [
+        (arg_specs.gpt2_small(jnp.float32), 110),
+        (arg_specs.resnet50(jnp.float32), 100),
+        ([Shape((64,), jnp.float32)] * 1000, 80),
+    ],
+    ids=[GPT2, RESNET, "1,000 small leaves"],
+)
+def test_in_plain_jax_small_leaves_share_a_launch_and_each_byte_moves_once(leaves, most, op):
+    figures = cost(run(op, "xla"), leaves)
+    assert figures["kernels"] <= most
+    elements = sum(x.size for x in leaves)
+    # Large leaves have partial sums, and every leaf has a sum that is written and read.
+    assert figures["bytes_moved"] <= 4 * elements * (1 if op == "check_finite" else 2) * 1.015 + 12 * len(leaves)
+
+
+def test_in_plain_jax_inside_shard_map_small_leaves_share_a_launch():
+    leaves = [Shape((64, 64), jnp.float32)] * 32
+    figures = cost(psum_of_shards(run("check_finite", "xla"), mesh(8)), leaves, devices=8, spec=DATA)
+    assert figures["collectives"] == ["all-reduce f32[]"]
+    assert figures["kernels"] <= 6
+
+
+def test_in_plain_jax_no_sharded_leaf_is_gathered():
+    grid = Mesh(mesh(8).devices.reshape(2, 4), ("data", "model"))
+    (inv_scale,) = gpu_aot.struct(grid, [Shape((), jnp.float32)])
+    specs = [("data",), (None, "data"), (), ("model",), ("data", "model"), (("data", "model"),)]
+    leaves = [gpu_aot.struct(grid, Shape((64, 64), jnp.float32), PartitionSpec(*spec)) for spec in specs * 4]
+    figures = gpu_aot.cost(gpu_aot.compile_for(run("check_finite", "xla"), leaves, inv_scale))
+    assert figures["collectives"]
+    assert all(name.startswith("all-reduce") for name in figures["collectives"])
+
+
 @for_every_kernel
 @pytest.mark.parametrize("out_dtype", [None, *primitive.DTYPES], ids=str)
 def test_float16_is_read_as_such_and_results_are_written_as_asked(kernel, out_dtype):
