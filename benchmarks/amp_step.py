@@ -117,8 +117,8 @@ all gradients are finite, and their norm, must be known before the first write, 
 Unscaling, the flag, the norm and clipping fuse with these two reads and need no more. In passes of their own they would
 add 24 bytes to AdamW, 86%.
 
-In plain JAX, 16 small leaves of one shape share a launch, and XLA reads a large leaf in one launch and adds up its parts in
-another one. In programs over many devices, each leaf has launches of its own.
+In plain JAX, 16 small leaves of one shape share a launch, and XLA reads a large leaf in one launch and adds up its
+parts in another one. In programs over many devices, each leaf has launches of its own.
 
 Time is CPU time: of programs measured once, of tracing and lowering the least of three, or the only one of 10,000
 leaves. These are lowered and not compiled: of AdamW alone, the memory that the compiler takes grows with the square of
@@ -127,31 +127,32 @@ the leaves, 0.8 GB at 1,000, 4.2 GB at 4,000, and at 10,000 over 21 GB when it w
 On many devices, parameters, moments and gradients are sharded alike. [Collectives](collectives.md) has the bytes that a
 whole train step sends, data parallel and FSDP; there, too, loss scaling adds nothing or one float32.
 
-On the CPU, the programs take turns, and a time is the fifth percentile of the calls of each. An operation is a fusion or
-a copy in the compiled program, or a branch.
+On the CPU, the programs take turns, and a time is the fifth percentile of the calls of each. An operation is a fusion
+or a copy in the compiled program, or a branch.
 
 ## On a CPU
 
-Half a million parameters take as long under the loss scale as under `optax.apply_if_finite`. So do a few thousand in four
-leaves, but for 5%. Both read the gradients twice, and both write the updates, because these leave the branch before they
-are added to the parameters; AdamW alone does that in the pass that computes them.
+Half a million parameters take as long under the loss scale as under `optax.apply_if_finite`. So do a few thousand in
+four leaves, but for 5%. Both read the gradients twice, and both write the updates, because these leave the branch
+before they are added to the parameters; AdamW alone does that in the pass that computes them.
 
-For one leaf of 3,000 parameters, `optax.apply_if_finite` takes 1.2 times as long as AdamW and the loss scale 1.6 times. Its
-state is what costs, not its arithmetic: `optax.apply_if_finite` keeps three scalars and `dynamic_loss_scale` seven. With
-four more scalars, which it only passes through, `optax.apply_if_finite` takes 1.6 times as long too, because JAX hands each
-array in and out of every call. The seven are what `metrics`, `check_health` and checkpoints read.
+For one leaf of 3,000 parameters, `optax.apply_if_finite` takes 1.2 times as long as AdamW and the loss scale 1.6
+times. Its state is what costs, not its arithmetic: `optax.apply_if_finite` keeps three scalars and
+`dynamic_loss_scale` seven. With four more scalars, which it only passes through, `optax.apply_if_finite` takes 1.6
+times as long too, because JAX hands each array in and out of every call. The seven are what `metrics`, `check_health`
+and checkpoints read.
 
 ## Where it loses
 
 - Against plain AdamW: 14% more bytes, which is the floor, and by default two launches for each large leaf and one for
-  16 small leaves of one shape. A check by hand, and `optax.apply_if_finite`, which does not scale, have as many bytes and
-  two launches for each large leaf and one for each small one.
-- On one device, no check in plain JAX has fewer launches. On many devices, where leaves are not joined, up to 7 more than
-  by hand.
+  16 small leaves of one shape. A check by hand, and `optax.apply_if_finite`, which does not scale, have as many bytes
+  and two launches for each large leaf and one for each small one.
+- On one device, no check in plain JAX has fewer launches. On many devices, where leaves are not joined, up to 7 more
+  than by hand.
 - On a CPU, a model of a few thousand parameters in one leaf: 1.6 times the time of AdamW, above.
 - Time to compile the step: 2.0 to 2.6 times that of AdamW, with `select` 1.8 to 2.8, by hand 1.7 to 2.8. To trace and
-  lower it: 1.7 to 1.9 times, with `select` 1.4 to 1.8, by hand 1.3 to 1.6. The many-leaf kernels add 11 to 17 launches
-  instead of 29 to 2,020, and the step takes 3.5 to 7.1 times as long to compile as AdamW.
+  lower it: 1.7 to 1.9 times, with `select` 1.4 to 1.8, by hand 1.3 to 1.6. The many-leaf kernels add 11 to 17
+  launches instead of 29 to 2,020, and the step takes 3.5 to 7.1 times as long to compile as AdamW.
 - optax's clip inside `dynamic_loss_scale` with the many-leaf kernels: XLA cannot share the read of a kernel with the
   norm of optax, so gradients are read three times, 29% more bytes than AdamW. `clip_global_norm=1.0` is at the floor.
 """
