@@ -56,9 +56,11 @@ FILLED = {
 }
 """The targets of 16 GB, and the models whose largest batch is looked for there."""
 
- HEAD = """ The models of `benchmarks/models.py` compiled for accelerators from a T4 to a TPU7x, by
-`benchmarks/accelerators.py`. None of them is needed, nothing was run on one, and nothing was timed. The T4 is
-complete; of the others, only the rows below have been compiled so far.
+
+HEAD = """
+The models of `benchmarks/models.py` compiled for accelerators from a T4 to a TPU7x, by `benchmarks/accelerators.py`.
+None of them is needed, nothing was run on one, and nothing was timed. The T4 is complete; of the others, only the rows
+below have been compiled so far.
 
 - On a T4 of 16 GB, autocast trains batches 1.6 to 4.8 times as large as float32, most where a scan keeps what its
   layers computed.
@@ -70,20 +72,21 @@ complete; of the others, only the rows below have been compiled so far.
 A T4 (compute capability 7.5) multiplies float16 on its tensor cores, and has no bfloat16. Where a program asks for
 bfloat16, XLA casts its operands up and multiplies float32, so nothing is gained but memory;
 `tests/test_accelerators_aot.py` shows both. float16 needs [loss scaling](../loss-scaling.md), and with it a free GPU
-trains at the precision that its tensor cores are for. XLA compiles no Triton kernel for it either: norms and
-softmaxes are several launches with float32 in between, and the check of the gradients is plain JAX. NOTES = """ The
-largest batch is searched for in steps of an eighth of the usual one, with AdamW: a step needs the parameters, their
-gradients, two moments of each, the batch, and the temporary memory of the compiled loss and gradients. It fits if
-that is no more than the memory of the target; in the last table, what does not fit is bold. JAX takes three quarters
-of a GPU by default; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near the limit XLA computes again what it has no
-memory for, so float32 fits at more than half the batch of 16 bits, and moves more bytes for it.
+trains at the precision that its tensor cores are for. XLA compiles no Triton kernel for it either: norms and softmaxes
+are several launches with float32 in between, and the check of the gradients is plain JAX.
 """
+NOTES = """
+The largest batch is searched for in steps of an eighth of the usual one, with AdamW: a step needs the parameters,
+their gradients, two moments of each, the batch, and the temporary memory of the compiled loss and gradients. It fits
+if that is no more than the memory of the target; in the last table, what does not fit is bold. JAX takes three
+quarters of a GPU by default; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near the limit XLA computes again what it
+has no memory for, so float32 fits at more than half the batch of 16 bits, and moves more bytes for it.
 
 Bytes are counted by one rule for all programs (`hlo.cost`): good for ratios, and for those of one target alone. Of a
-TPU, what stays in its vector memory is not counted. "Low" is the share of the FLOPs of products and convolutions
-whose operands have 16 bits in the compiled program. A TPU rounds float32 operands to bfloat16 by default as well, so
-there float32 costs bytes and memory, not products. The low dtype is float16 on a T4, bfloat16 elsewhere. "By hand"
-and "cast whole" are as in [what autocast costs](autocast_cost.md), which has the other models on an H200.
+TPU, what stays in its vector memory is not counted. "Low" is the share of the FLOPs of products and convolutions whose
+operands have 16 bits in the compiled program. A TPU rounds float32 operands to bfloat16 by default as well, so there
+float32 costs bytes and memory, not products. The low dtype is float16 on a T4, bfloat16 elsewhere. "By hand" and "cast
+whole" are as in [what autocast costs](autocast_cost.md), which has the other models on an H200.
 
 The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`; TPUs are those of libtpu, with the memory
 that its compiler gives to a program. A program for a TPU takes a minute or two of CPU, so they have one model, at a

@@ -151,8 +151,8 @@ and checkpoints read.
   than by hand.
 - On a CPU, a model of a few thousand parameters in one leaf: 1.6 times the time of AdamW, above.
 - Time to compile the step: 2.0 to 2.6 times that of AdamW, with `select` 1.8 to 2.8, by hand 1.7 to 2.8. To trace and
-  lower it: 1.7 to 1.9 times, with `select` 1.4 to 1.8, by hand 1.3 to 1.6. The many-leaf kernels add 11 to 17
-  launches instead of 29 to 2,020, and the step takes 3.5 to 7.1 times as long to compile as AdamW.
+  lower it: 1.7 to 1.9 times, with `select` 1.4 to 1.8, by hand 1.3 to 1.6. The many-leaf kernels add 11 to 17 launches
+  instead of 29 to 2,020, and the step takes 3.5 to 7.1 times as long to compile as AdamW.
 - optax's clip inside `dynamic_loss_scale` with the many-leaf kernels: XLA cannot share the read of a kernel with the
   norm of optax, so gradients are read three times, 29% more bytes than AdamW. `clip_global_norm=1.0` is at the floor.
 """
