@@ -57,8 +57,7 @@ FILLED = {
 """The targets of 16 GB, and the models whose largest batch is looked for there."""
 
 
-HEAD = """
-The models of `benchmarks/models.py` compiled for accelerators from a T4 to a TPU7x, by `benchmarks/accelerators.py`.
+HEAD = """The models of `benchmarks/models.py` compiled for accelerators from a T4 to a TPU7x, by `benchmarks/accelerators.py`.
 None of them is needed, nothing was run on one, and nothing was timed. The T4 is complete; of the others, only the rows
 below have been compiled so far.
 
@@ -73,8 +72,7 @@ A T4 (compute capability 7.5) multiplies float16 on its tensor cores, and has no
 bfloat16, XLA casts its operands up and multiplies float32, so nothing is gained but memory;
 `tests/test_accelerators_aot.py` shows both. float16 needs [loss scaling](../loss-scaling.md), and with it a free GPU
 trains at the precision that its tensor cores are for. XLA compiles no Triton kernel for it either: norms and softmaxes
-are several launches with float32 in between, and the check of the gradients is plain JAX.
-"""
+are several launches with float32 in between, and the check of the gradients is plain JAX."""
 NOTES = """
 The largest batch is searched for in steps of an eighth of the usual one, with AdamW: a step needs the parameters,
 their gradients, two moments of each, the batch, and the temporary memory of the compiled loss and gradients. It fits
@@ -227,6 +225,7 @@ def tables(get):
         batches = [largest_batch(get, model, target, variant) for variant in FILLING]
         times = f"{batches[1] / batches[0]:.2f}" if all(batches) else "-"
         yield line(model, target, *("-" if batch is None else batch for batch in batches), times)
+    yield ""
     known = {}
     for model, target in rows():
         batch = usual_batch(model, target)
@@ -236,6 +235,7 @@ def tables(get):
     yield from section("Bytes and memory", *ROW, *pairs("GB moved"), *pairs("temporary GB"))
     for row, figures in known.items():
         yield line(*row, *ratios(figures, "bytes"), *ratios(figures, "temporary"))
+    yield ""
     low = [variant for variant in VARIANTS if variant != "float32"]
     columns = [f"low, {variant}" for variant in low], [f"GB, {variant}" for variant in VARIANTS]
     yield from section("Products in low precision, and what a step needs", *ROW, *itertools.chain(*columns))
@@ -266,7 +266,7 @@ def needed(figures, target):
 
 
 def section(title, *names):
-    yield from ("", f"## {title}", "", line(*names), "|---" * len(names) + "|")
+    yield from (f"## {title}", "", line(*names), "|---" * len(names) + "|")
 
 
 def line(*cells):
