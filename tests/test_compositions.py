@@ -271,7 +271,7 @@ def test_a_forgotten_axis_name_is_found_where_the_types_tell():
         sharded = jax.shard_map(scale_after, mesh=mesh, in_specs=(spec("data"), spec()), out_specs=spec())
         return sharded(jnp.ones(4), tx.init(jnp.ones(2)))
 
-    with pytest.raises(ValueError, match=r"mapped axes \['data'\].*pass `axis_name=\('data',\)`"):
+    with pytest.raises(ValueError, match=r"mapped axes \['data'\].*pmean\(grads, 'data'\).*pass `axis_name='data'`"):
         step(None)
     assert step("data") == 2.0**16
 
