@@ -8,6 +8,7 @@ No accelerator is needed. An environment with the CUDA plugin compiles for the G
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -25,12 +26,14 @@ from report import report
 import jmp_amp as amp
 
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
+LOW_STREAM = functools.partial(amp.autocast, residual_stream="low")
 GPUS, TPUS = list(gpu_aot.GPUS), list(tpu_aot.TPUS)
 VARIANTS = {  # in the order of measuring
     "by hand": lambda case, dtype, batch: case(jnp.dtype(dtype), batch=batch),
     "float32": lambda case, dtype, batch: case(None, batch=batch),
     "cast whole": lambda case, dtype, batch: transformed(cast_whole, case, f"mixed_{dtype}", batch),
     "autocast": lambda case, dtype, batch: transformed(amp.autocast, case, dtype, batch),
+    "low stream": lambda case, dtype, batch: transformed(LOW_STREAM, case, dtype, batch),
 }
 ROW = "model", "target", "batch"
 FILLING = "float32", "autocast"
@@ -147,9 +150,9 @@ class Results:
             self.path.write_text(json.dumps(self.known, indent=1, sort_keys=True) + "\n")
         return self.known[name]
 
-    def forget(self, variant, targets):
-        gone = [f" | {target} | {variant} | " for target in targets]
-        self.known = {name: f for name, f in self.known.items() if not any(part in name for part in gone)}
+    def forget(self, model, target, variant):
+        gone = self._name((model, target, variant, ""))
+        self.known = {name: figures for name, figures in self.known.items() if not name.startswith(gone)}
 
     @staticmethod
     def _name(key):
@@ -207,15 +210,13 @@ def searches():
     yield from ((model, target) for target, models in FILLED.items() for model in models)
 
 
-def measure_missing(results, targets, only):
-    """Measures what is not known, one target after the other and autocast last."""
-    for target, variant in itertools.product(targets, VARIANTS):
-        wanted = [model for model in MODELS[target] if only in model or only in target]
-        for model in wanted:
-            results.measured(model, target, variant, usual_batch(model, target))
-        for model in wanted:
-            if variant in FILLING and model in FILLED.get(target, ()):
-                largest_batch(results.measured, model, target, variant)
+def measure_missing(results, wanted):
+    """Measures what is not known of (target, variant, model), the usual batches first."""
+    for target, variant, model in wanted:
+        results.measured(model, target, variant, usual_batch(model, target))
+    for target, variant, model in wanted:
+        if variant in FILLING and model in FILLED.get(target, ()):
+            largest_batch(results.measured, model, target, variant)
 
 
 def tables(get):
@@ -286,10 +287,17 @@ def main():
     parser.add_argument("--redo", choices=VARIANTS, help="measure this variant anew")
     parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
-    results, targets = Results(RESULTS), compilers()
-    if options.redo:
-        results.forget(options.redo, targets)
-    measure_missing(results, targets, options.only)
+    results = Results(RESULTS)
+    wanted = [
+        (target, variant, model)
+        for target, variant in itertools.product(compilers(), VARIANTS)
+        for model in MODELS[target]
+        if options.only in model or options.only in target
+    ]
+    for target, variant, model in wanted:
+        if variant == options.redo:
+            results.forget(model, target, variant)
+    measure_missing(results, wanted)
     report("Accelerators", HEAD, tables(results.get), NOTES, options.out)
 
 

@@ -1,5 +1,6 @@
 """Strict settings for every test: no silent dtype or rank promotion, eight simulated CPU devices."""
 
+import collections
 import importlib.util
 import os
 from importlib.metadata import version
@@ -27,7 +28,15 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_disable_most_optimizations", not for_gpu)  # there, programs are what is tested
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items):
+    cases = collections.Counter()
+    for item in items:
+        if sweep := item.get_closest_marker("sweep"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sweep.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
     if importlib.util.find_spec("jax_plugins") is not None:
         return
     reason = "compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt of the same version as jax"

@@ -149,6 +149,7 @@ def test_every_primitive_of_the_table_has_a_program_or_runs_as_traced():
     assert set(RULES) == set(PROGRAMS) | AS_TRACED
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("op_class", CLASSES)
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - NEW))
 def test_a_primitive_of_any_class_runs_and_returns_what_was_traced(name, op_class):

@@ -944,6 +944,7 @@ def assert_close(found, exact, rtol):
         np.testing.assert_allclose(x, y, rtol, rtol * np.abs(y).max(initial=0))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.cause)
 def test_the_program_that_follows_the_cure_agrees_with_float64(model):
     n = len(model.args)
