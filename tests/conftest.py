@@ -3,6 +3,7 @@
 import collections
 import importlib.util
 import os
+import zlib
 from importlib.metadata import version
 
 # Tests compile for longer than they run.
@@ -28,8 +29,13 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_disable_most_optimizations", not for_gpu)  # there, programs are what is tested
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run about one test in N")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % config.getoption("every") == 0]
     cases = collections.Counter()
     for item in items:
         if sweep := item.get_closest_marker("sweep"):
