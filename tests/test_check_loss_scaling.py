@@ -76,6 +76,41 @@ def test_right_steps_of_other_forms_pass():
     check(jitted)(*jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS), X)))
 
 
+NORMS = {
+    "sqrt": lambda g: jnp.sqrt(jnp.sum(g**2)),
+    "a power": lambda g: jnp.sum(g**2) ** 0.5,
+    "powers": lambda g: jnp.power(jnp.sum(jnp.power(jnp.abs(g), 3.0)), 1 / 3),
+}
+CLIPS = {
+    "scaled threshold": lambda g, norm, scale: g * jnp.minimum(1.0, scale / norm),
+    "unscaled norm": lambda g, norm, scale: g * jnp.minimum(1.0, 1.0 / (norm / scale + 1e-6)),
+    "no division by 0": lambda g, norm, scale: g / jnp.where(norm > 0, norm, 1.0) * jnp.minimum(norm, scale),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_clip_by_hand_passes(clip, norm):
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def step(params, state):
+        scale = amp.get_loss_scale(state)
+        grads = amp.grad(loss_fn, loss_scale=scale)(params, X)
+        updates, state = tx.update(jax.tree.map(lambda g: CLIPS[clip](g, NORMS[norm](g), scale), grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    check(step)(PARAMS, tx.init(PARAMS))
+
+
+def test_a_factor_from_the_norm_of_scaled_gradients_is_named_once():
+    def clip(grads, params):
+        return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(g)), grads)
+
+    with pytest.raises(ValueError, match=UNSCALED + r".* the norm of gradients that are still scaled") as raised:
+        checked(amp.dynamic_loss_scale(optax.adam(1e-3)), change=clip)
+    assert all("test_check_loss_scaling.py" in line for line in str(raised.value).splitlines()[1:])
+
+
 def network_loss_in_float16(params, x):
     return loss_fn(params, x).astype(jnp.float16)
 

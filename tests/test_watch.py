@@ -183,6 +183,27 @@ def test_a_run_without_steps_or_with_numbered_ones_is_shown():
     assert "9/10 loss 1" in out.file.getvalue()
 
 
+def test_a_notebook_without_ipywidgets_shows_the_line(monkeypatch):
+    shown = []
+
+    def display(item, display_id):
+        def update(item):
+            shown.append(item._repr_mimebundle_(include=(), exclude=())["text/plain"])
+
+        update(item)
+        return types.SimpleNamespace(update=update)
+
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    out = Console(file=io.StringIO(), force_jupyter=True)
+    with amp.live(total=4, name="float16", every=2, console=out) as view:
+        for step in range(4):
+            view.update(loss=step)
+    assert [line.split()[-3:-1] for line in shown[1:]] == [["loss", "1"], ["loss", "3"]]
+    assert "compiling" in shown[0]
+    assert "4/4" in shown[-1]
+
+
 def test_live_needs_a_positive_interval():
     with pytest.raises(ValueError, match="`every` must be at least 1, got 0"), amp.live(every=0):
         pass

@@ -1,4 +1,4 @@
-"""`live`: a status line in the terminal for a training run."""
+"""`live`: a status line in the terminal or a notebook for a training run."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ _HIDDEN = ("growth_tracker", "hysteresis_tracker", "last_finite", "notfinite_cou
 
 
 class LiveView:
-    """A status line in the terminal, created by `live`.
+    """A status line, created by `live`.
 
     Examples:
         >>> import jmp_amp as amp
@@ -31,8 +31,8 @@ class LiveView:
         run ... 2/2 loss 2.5 accuracy 0.5 ...
     """
 
-    def __init__(self, progress: Any, task: Any, every: int, step: int) -> None:
-        self._progress, self._task, self._every, self._step = progress, task, every, step
+    def __init__(self, progress: Any, task: Any, every: int, step: int, output: Any = None) -> None:
+        self._progress, self._task, self._every, self._step, self._output = progress, task, every, step, output
         self._values: dict[str, Any] = {}
 
     def update(self, step: int | None = None, **values: Any) -> None:
@@ -59,6 +59,8 @@ class LiveView:
         if values:
             status = status_line(jax.device_get(values))
             self._progress.update(self._task, completed=self._step, status=status, refresh=True)
+            if self._output is not None:
+                self._output.update(self._progress)
 
 
 def status_line(values: dict[str, Any]) -> str:
@@ -74,7 +76,7 @@ def status_line(values: dict[str, Any]) -> str:
 def live(
     total: int | None = None, name: str = "", *, every: int = 10, start: int = 0, console: Any = None
 ) -> Iterator[LiveView]:
-    """Shows a status line in the terminal: progress, loss, loss scale, skipped steps, gradient norm.
+    """Shows a status line in the terminal or a notebook: progress, loss, loss scale, skipped steps, gradient norm.
 
     It does not block the device: it fetches values only every `every` steps, and only those of the previous step, while
     the device computes the next one.
@@ -104,6 +106,7 @@ def live(
     if every < 1:
         raise ValueError(f"`every` must be at least 1, got {every}")
     rich, column = extra("rich.progress", "`live`"), extra("rich.table", "`live`").Column
+    console = console or rich.get_console()
     progress = rich.Progress(
         "{task.description}",
         rich.BarColumn(None),  # the only column that gives way on a narrow terminal
@@ -112,9 +115,11 @@ def live(
         rich.TimeRemainingColumn(compact=True, table_column=column(no_wrap=True)),
         console=console,
     )
-    with progress:
+    # In a notebook, rich's own display needs ipywidgets, and shows nothing without it; IPython's needs nothing.
+    with contextlib.nullcontext() if console.is_jupyter else progress:
         task = progress.add_task(name, total=total, completed=start, status="compiling")
-        view = LiveView(progress, task, every, start)
+        output = extra("IPython.display", "`live`").display(progress, display_id=True) if console.is_jupyter else None
+        view = LiveView(progress, task, every, start, output)
         try:
             yield view
         finally:

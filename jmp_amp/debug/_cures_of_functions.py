@@ -56,8 +56,9 @@ CURES_OF_FUNCTIONS: Sequence[Cure] = (
         _is_variance,
         lambda d: (
             "`mean(x**2) - mean(x)**2` subtracts numbers that are equal but for rounding, so its result may be 0 or "
-            "negative. Subtract the mean first: `jnp.mean((x - m)**2)` with `m = jnp.mean(x)`, as `jnp.var` does; for "
-            f"the square root of constants, add an eps of {d.eps_for(lambda x: 1 / jnp.sqrt(x))}"
+            "negative. Subtract the mean first: `jnp.mean((x - m)**2)` with `m = jnp.mean(x)` over the same axes, as "
+            "`jnp.var` does; where all x may be equal, add an eps of "
+            f"{d.eps_for(lambda x: 1 / jnp.sqrt(x))} inside the square root"
         ),
     ),
     _in(

@@ -1,6 +1,6 @@
 """Dimensional analysis of a program in which the loss scales are the base units."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -87,25 +87,23 @@ class UnitChecker:
         if eqn.primitive.name in PAIRWISE and len(operands) == len(eqn.outvars):
             return operands
         units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if is_inexact(atom)]
-        return [self._infer_op(eqn.primitive.name, rule, eqn.params, units, path)] * len(eqn.outvars)
+        return [self._infer_op(eqn, rule, units, path)] * len(eqn.outvars)
 
     def _infer_op(
-        self,
-        name: str,
-        rule: Rule | None,
-        params: Mapping[str, Any],
-        units: list[OptionalUnit],
-        path: tuple[JaxprEqn, ...],
+        self, eqn: JaxprEqn, rule: Rule | None, units: list[OptionalUnit], path: tuple[JaxprEqn, ...]
     ) -> OptionalUnit:
+        name = eqn.primitive.name
         if not units:
             return self._unscaled()
         is_data_free = all(unit is None or unit.is_data_free for unit in units)
         if name in UNITLESS:
             return self._unscaled(is_data_free=is_data_free)
-        if name in POWERS:
-            return _product([(units[0], POWERS[name](params))])
+        if name in POWERS and (power := POWERS[name](eqn)) is not None:
+            return _product([(units[0], power)])
         if name in PRODUCTS:
             return _product([(unit, Fraction(power)) for unit, power in zip(units, PRODUCTS[name], strict=False)])
+        if name == "select_n":  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
+            units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
         if name in LINEAR or (rule is not None and rule.passes_on):
             return self._unify(units, path, PREDICATES.get(name, f"applies `{name}` to {{}}"))
         scaled = [unit for unit in units if unit and any(unit.powers)]
@@ -125,7 +123,7 @@ class UnitChecker:
         if len(different) > 1 and not is_data_free:
             scaled, *_, other = sorted(known, key=lambda unit: not any(unit.powers))
             self._add_error(path, predicate, scaled, other)
-        return Unit(max(different, key=lambda powers: [abs(power) for power in powers]), is_data_free)
+        return Unit(max(different), is_data_free)
 
     def _add_error(self, path: tuple[JaxprEqn, ...], predicate: str, unit: Unit, other: Unit | None = None) -> None:
         values = _describe(unit) if other is None else f"{_describe(unit)} and {_describe(other)}"
@@ -180,6 +178,6 @@ _STILL_SCALED = (
     "the gradients are still scaled here; unscale them first, with `dynamic_loss_scale` around the whole optimizer"
 )
 _NEVER_SCALED = (
-    "the gradients are unscaled twice, or were never scaled by this scale; pass "
-    "`loss_scale=amp.get_loss_scale(opt_state)` to `amp.value_and_grad`, and unscale in one place"
+    "the gradients are unscaled twice, or were never scaled by this scale, or a factor comes from the norm of "
+    "gradients that are still scaled; pass `opt_state=opt_state` to `amp.value_and_grad`, unscale once, then clip"
 )

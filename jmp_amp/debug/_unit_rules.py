@@ -2,15 +2,24 @@
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any
 
-# The result has the unit of the operand to a power, which may depend on the parameters.
-POWERS: Mapping[str, Callable[[Mapping[str, Any]], Fraction]] = {
+from jax.extend.core import JaxprEqn, Literal
+
+
+def _constant_exponent(eqn: JaxprEqn) -> Fraction | None:
+    """Returns the exponent of a `pow`, which float32 rounds (1/3), or None where it is no constant."""
+    exponent = eqn.invars[1]
+    return Fraction(float(exponent.val)).limit_denominator(100) if isinstance(exponent, Literal) else None
+
+
+# The result has the unit of the first operand to a power, which the equation knows; or None where it does not.
+POWERS: Mapping[str, Callable[[JaxprEqn], Fraction | None]] = {
     "sqrt": lambda _: Fraction(1, 2),
     "rsqrt": lambda _: Fraction(-1, 2),
     "cbrt": lambda _: Fraction(1, 3),
     "square": lambda _: Fraction(2),
-    "integer_pow": lambda params: Fraction(params["y"]),
+    "integer_pow": lambda eqn: Fraction(eqn.params["y"]),
+    "pow": _constant_exponent,
 }
 
 # The result has the product of the units of the operands, where each has this power.
