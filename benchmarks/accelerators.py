@@ -60,7 +60,7 @@ FILLED = {
 """The targets of 16 GB, and the models whose largest batch is looked for there."""
 
 
-HEAD = """Bytes, memory and the largest batch on GPUs from T4 to B200 and on TPUs, for float32, casts by hand and autocast.
+HEAD = """Bytes, memory and the largest batch on GPUs from T4 to B200 and on TPUs: float32, casts by hand, autocast.
 
 The models of `benchmarks/models.py` are compiled by `benchmarks/accelerators.py`; nothing was run, and nothing timed.
 "Low stream" is `autocast(..., residual_stream="low")`.
