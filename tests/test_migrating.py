@@ -201,6 +201,15 @@ def test_update_skips_and_moves_the_scale_in_its_state():
     assert amp.get_loss_scale(state) == 2**15
 
 
+@row("torch.amp", "`scheduler.step()`")
+def test_a_schedule_waits_where_a_step_is_skipped():
+    tx = amp.dynamic_loss_scale(optax.sgd(optax.linear_schedule(1.0, 0.0, 2)))
+    first, state = scaled_step(tx, tx.init(PARAMS))
+    _, state = overflow(tx, state)
+    second, _ = scaled_step(tx, state)
+    assert_trees_close(second, jax.tree.map(lambda x: x / 2, first))
+
+
 @row("torch.amp", "`scaler.update(new_scale)`")
 def test_setting_the_scale_starts_the_tracker_again():
     tx = amp.dynamic_loss_scale(optax.sgd(1.0))
