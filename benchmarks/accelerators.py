@@ -47,15 +47,13 @@ BATCHES = {
     "encoder with dropout": 32,
     "LSTM, 512 steps": 64,
 }
-FEW = "GPT-2 small, scanned", "ViT-B/16"
 MODELS = {
-    "T4": list(BATCHES),
-    **dict.fromkeys(GPUS[1:], FEW),  # the others on an H200 are in `autocast_cost.py`
-    **dict.fromkeys(TPUS, FEW[:1]),  # which compiles for a minute or two
+    **dict.fromkeys(GPUS, tuple(BATCHES)),
+    **dict.fromkeys(TPUS, ("GPT-2 small, scanned", "ViT-B/16")),  # which compile for a minute or two
 }
 FILLED = {
     "T4": [model for model in BATCHES if model not in ("ResNet-50", "LSTM, 512 steps")],
-    "TPU v5e": FEW[:1],
+    "TPU v5e": ("GPT-2 small, scanned",),
 }
 """The targets of 16 GB, and the models whose largest batch is looked for there."""
 
@@ -139,26 +137,31 @@ def measure(model, target, variant, batch):
 
 
 class Results:
-    """The figures that are known, by model, target, variant and batch; a file holds them between runs."""
+    """The figures that are known, by model, target, variant and batch, in a file that several runs may fill."""
 
     def __init__(self, path):
         self.path = path
-        self.known = json.loads(path.read_text()) if path.exists() else {}
 
     def get(self, *key):
-        return self.known.get(self._name(key))
+        return self._read().get(self._name(key))
 
     def measured(self, *key):
-        name = self._name(key)
-        if name not in self.known:
-            self.known[name] = measure(*key)
-            print(name, self.known[name], flush=True)
-            self.path.write_text(json.dumps(self.known, indent=1, sort_keys=True) + "\n")
-        return self.known[name]
+        figures = self.get(*key)
+        if figures is None:
+            figures = measure(*key)
+            print(self._name(key), figures, flush=True)
+            self._write(self._read() | {self._name(key): figures})
+        return figures
 
     def forget(self, model, target, variant):
         gone = self._name((model, target, variant, ""))
-        self.known = {name: figures for name, figures in self.known.items() if not name.startswith(gone)}
+        self._write({name: figures for name, figures in self._read().items() if not name.startswith(gone)})
+
+    def _read(self):
+        return json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def _write(self, known):
+        self.path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
     @staticmethod
     def _name(key):
