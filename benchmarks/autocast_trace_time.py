@@ -81,8 +81,8 @@ on these models with JAX 0.10.2 and 0.12.0.
   its ops. This takes a fraction of a second, and compiling takes several.
 - Compiling a scan: by default (`save="matmuls"`) the backward pass recomputes everything but products, so the program
   is as large as one with `jax.checkpoint`, which alone compiles 1.7 times as long as the plain scan; autocast adds a
-  tenth to that. In return it saves [memory](autocast_cost.md). With `save="all"` nothing is recomputed: 1.3 times plain,
-  as by hand.
+  tenth to that. In return it saves [memory](autocast_cost.md). With `save="all"` nothing is recomputed: 1.3 times
+  plain, as by hand.
 - Compiling a Transformer, against jmp and mpx, which compile faster than plain, and a ViT against by hand. The time
   follows the count of fused norms and softmaxes: in float32, and where they read a float32 residual stream, XLA fuses
   more of what is around them, in more ways; in float16, as in jmp and mpx, it leaves them in parts.
