@@ -88,14 +88,14 @@ quarters of a GPU by default; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near
 has no memory for, so float32 fits at more than half the batch of 16 bits, and moves more bytes for it.
 
 Bytes are counted by one rule for all programs (`hlo.cost`): good for ratios, and for those of one target alone. Of a
-TPU, what stays in its vector memory is not counted. "Low" is the share of the FLOPs of products and convolutions whose
-operands have 16 bits in the compiled program. A TPU rounds float32 operands to bfloat16 by default as well, so there
-float32 costs bytes and memory, not products. The low dtype is float16 on a T4, bfloat16 elsewhere. "By hand" and "cast
-whole" are as in [what autocast costs](autocast_cost.md), which has the other models on an H200.
+TPU, what stays in its vector memory is not counted. "Products in low precision" is the share of the FLOPs of products
+and convolutions whose operands have 16 bits in the compiled program. A TPU rounds float32 operands to bfloat16 by
+default as well, so there float32 costs bytes and memory, not products. The low dtype is float16 on a T4, bfloat16
+elsewhere. "By hand" and "cast whole" are as in [what autocast costs](autocast_cost.md), which has float16 on an H200.
 
 The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`; TPUs are those of libtpu, with the memory
-that its compiler gives to a program. A program for a TPU takes a minute or two of CPU, so they have one model, at a
-batch of 2. All figures are kept in `benchmarks/accelerators.json`: a run measures what is missing there, `--redo
+that its compiler gives to a program. A program for a TPU takes a minute or two of CPU, so they have fewer models, at a
+quarter of the batch. All figures are kept in `benchmarks/accelerators.json`: a run measures what is missing there, `--redo
 autocast` measures one variant anew, and `--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install
 "jax[tpu]"`, in two environments.
 """
@@ -235,27 +235,25 @@ def tables(get):
         batches = [largest_batch(get, model, target, variant) for variant in FILLING]
         times = f"{batches[1] / batches[0]:.2f}" if all(batches) else "-"
         yield line(model, target, *("-" if batch is None else batch for batch in batches), times)
-    yield ""
     known = {}
     for model, target in rows():
         batch = usual_batch(model, target)
         figures = {variant: get(model, target, variant, batch) for variant in VARIANTS}
-        if any(figures.values()):
+        if None not in figures.values():
             known[model, target, batch] = figures
-    yield from section("Bytes and memory", *ROW, *pairs("GB moved"), *pairs("temporary GB"))
-    for row, figures in known.items():
-        yield line(*row, *ratios(figures, "bytes"), *ratios(figures, "temporary"))
-    yield ""
-    low = [variant for variant in VARIANTS if variant != "float32"]
-    columns = [f"low, {variant}" for variant in low], [f"GB, {variant}" for variant in VARIANTS]
-    yield from section("Products in low precision, and what a step needs", *ROW, *itertools.chain(*columns))
-    for row, figures in known.items():
-        shares = [f"{figures[variant]['low']:.0%}" if figures[variant] else "-" for variant in low]
-        yield line(*row, *shares, *(needed(f, row[1]) for f in figures.values()))
+    for title, (cells, names) in TABLES.items():
+        yield ""
+        yield from section(title, *ROW, *names)
+        for row, figures in known.items():
+            yield line(*row, *cells(figures, row[1]))
 
 
-def pairs(figure):
-    return [f"{figure} by hand", *(f"x {variant}" for variant in VARIANTS if variant != "by hand")]
+def bytes_moved(figures, target):
+    return ratios(figures, "bytes")
+
+
+def temporary_memory(figures, target):
+    return ratios(figures, "temporary")
 
 
 def ratios(figures, name):
@@ -267,12 +265,29 @@ def ratios(figures, name):
     return [f"{by_hand[name] / 1e9:.3f}", *(f"{f[name] / by_hand[name]:.3f}" if f else "-" for f in others)]
 
 
+def share_in_low_precision(figures, target):
+    return [f"{figures[variant]['low']:.0%}" if figures[variant] else "-" for variant in VARIANTS]
+
+
+def memory_of_a_step(figures, target):
+    return [needed(figures[variant], target) for variant in VARIANTS]
+
+
 def needed(figures, target):
     """What a step needs in GB, in bold where the target has less."""
     if figures is None:
         return "-"
     gigabytes = f"{figures['needed'] / 1e9:.1f}" if figures else "too much"
     return gigabytes if fits(figures, target) else f"**{gigabytes}**"
+
+
+OVER_HAND = ["GB by hand", *(f"x {variant}" for variant in VARIANTS if variant != "by hand")]
+TABLES = {
+    "Bytes moved": (bytes_moved, OVER_HAND),
+    "Temporary memory": (temporary_memory, OVER_HAND),
+    "Products in low precision": (share_in_low_precision, VARIANTS),
+    "GB that a step needs": (memory_of_a_step, VARIANTS),
+}
 
 
 def section(title, *names):
