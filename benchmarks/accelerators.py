@@ -95,8 +95,8 @@ elsewhere. "By hand" and "cast whole" are as in [what autocast costs](autocast_c
 
 The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`; TPUs are those of libtpu, with the memory
 that its compiler gives to a program. A program for a TPU takes a minute or two of CPU, so they have fewer models, at a
-quarter of the batch. All figures are kept in `benchmarks/accelerators.json`: a run measures what is missing there, `--redo
-autocast` measures one variant anew, and `--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install
+quarter of the batch. All figures are kept in `benchmarks/accelerators.json`: a run measures what is missing there,
+`--redo autocast` measures one variant anew, and `--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install
 "jax[tpu]"`, in two environments.
 """
 
