@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is used, so several processes may compile
 
 import jax
 from jax.experimental import topologies
