@@ -62,12 +62,12 @@ def initialize(
         >>> import jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> loss_fn, params, tx = amp.initialize(loss_fn, {"w": jnp.ones(2)}, optax.adam(1e-3), "O2")
+        >>> loss_fn, params, tx = amp.initialize(loss_fn, {"w": jnp.full(2, 0.125)}, optax.adam(1e-3), "O2")
         >>> opt_state = tx.init(params)
         >>> loss, grads = amp.value_and_grad(loss_fn, opt_state=opt_state)(params, jnp.ones((4, 2)))
         >>> updates, opt_state = tx.update(grads, opt_state, params)
         >>> print(loss, params["w"].dtype, amp.get_loss_scale(opt_state))
-        4.0 float16 65536.0
+        0.0625 float16 65536.0
 
     References:
         `amp.initialize` of apex. apex's O2 and O3 run every op on 16-bit parameters in 16 bits. Here the rules of
