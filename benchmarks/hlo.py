@@ -66,15 +66,18 @@ def computations(text):
 def instructions(bodies, name, times=1):
     """Yields the instructions of a computation and of all that it runs: loops, branches and fusions."""
     types = {}
-    for line in bodies[name]:
-        if not (m := _INSTRUCTION.match(line)):
-            continue
-        result, types[result], op, rest = m.groups()
+    for line, result, type_text, op, rest in _parsed(bodies[name]):
+        types[result] = type_text
         operands = [types[operand] for operand in _operands(rest) if operand in types]
-        yield Instruction(op, times, types[result], operands, line)
+        yield Instruction(op, times, type_text, operands, line)
         for body in _called(line) if op in _CONTROL else _fused(line):
             if body in bodies:
                 yield from instructions(bodies, body, times * _times(bodies, line))
+
+
+def _parsed(lines):
+    """Yields (line, name of the result, its type, op, what follows) of each line that is an instruction."""
+    return ((line, *m.groups()) for line in lines if (m := _INSTRUCTION.match(line)))
 
 
 def _operands(rest):
@@ -118,11 +121,7 @@ def _traffic(bodies, name):
     """(kernels by op, bytes moved) of one run of a computation. A loop counts its body times its known trip
     count (once where unknown); a conditional counts its dearest branch."""
     sizes, kinds, moved = {}, collections.Counter(), 0
-    for line in bodies[name]:
-        m = _INSTRUCTION.match(line)
-        if not m:
-            continue
-        result, type_text, op, rest = m.groups()
+    for line, result, type_text, op, rest in _parsed(bodies[name]):
         sizes[result] = _nbytes(type_text)
         if op in _FREE or "AllocateBuffer" in line:
             continue
@@ -162,11 +161,7 @@ def _fusion_traffic(bodies, name, operands):
     """Bytes that a fusion reads of each operand, and bytes that it writes. A parameter that is only sliced counts its
     slices, one that is only updated in place counts the update on the way out."""
     sizes, index, sliced, written = {}, {}, [0] * len(operands), 0
-    for line in bodies[name]:
-        m = _INSTRUCTION.match(line)
-        if not m:
-            continue
-        result, type_text, op, rest = m.groups()
+    for line, result, type_text, op, rest in _parsed(bodies[name]):
         sizes[result] = _nbytes(type_text)
         if "ROOT" in line:
             written += sizes[result]
