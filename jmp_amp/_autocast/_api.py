@@ -205,7 +205,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, P
         jaxpr, _ = open_jaxpr(closed)
         values = tuple(unknown(aval.dtype, aval.shape) for aval in map(jax.typeof, arrays))
         planner = Planner(RULES, plan_higher_order, options)
-        reads = Reads.ANY if options.residual_stream == "float32" else Reads.RETURNED
+        reads = Reads.RETURNED if options.has_low_stream else Reads.ANY
         plan = planner.plan(closed, values, (reads,) * len(jaxpr.outvars), Region(form))
         planned(planner, plan)
         for pattern in options.overrides.scopes.keys() - planner.matched:

@@ -113,7 +113,7 @@ class Draft:
                 self._variables[atom].is_read = True
                 self._variables[atom].low_reads += reads < Reads.FULL
         self._find_sensitive(values, wanted)
-        if planner.options.residual_stream == "low":
+        if planner.options.has_low_stream:
             are_computed = tuple([value.origin > Origin.INPUT for value in values])
             for var, reads in planner.streams.find(jaxpr, are_computed, wanted).items():
                 self._variables[var].reads = max(reads, self._variables[var].reads)
@@ -188,7 +188,7 @@ class Draft:
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)
-        has_streams = self._planner.options.residual_stream == "low"
+        has_streams = self._planner.options.has_low_stream
         op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, is_normed)
         step = self._planner.decide(op, wanted, equation.region)
         equation.step, equation.reason = step, reason

@@ -108,8 +108,7 @@ def _why(
     arrays = [value for value in traced if value.origin is not Origin.SCALAR]
     if compute != FLOAT32:
         widened = [value for value in traced if op_class is OpClass.PROMOTE and value.dtype == FLOAT32]
-        has_streams = planner.options.residual_stream == "low"
-        if has_streams and any(value.origin is not Origin.SCALAR for value in widened):
+        if planner.options.has_low_stream and any(value.origin is not Origin.SCALAR for value in widened):
             return "stream"
         return "bias" if widened else "rule"
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)

@@ -115,7 +115,7 @@ def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, wanted: W
 
 def _streams(planner: Planner, loop: Loop, values: Values, wanted: Wanted, region: Region) -> list[bool]:
     """Returns whether each carry of a `scan` is a residual stream that is stored in low precision."""
-    if planner.options.residual_stream != "low" or not region.format.is_low:
+    if not planner.options.has_low_stream or not region.format.is_low:
         return [False] * loop.n_carry
     are_weights = [value.origin <= Origin.INPUT for value in values[loop.xs]]
     return planner.streams.carries(loop, are_weights, wanted)

@@ -31,6 +31,11 @@ class Options(NamedTuple):
     weight_grad_dtype: np.dtype | None = None
     residual_stream: str = "float32"
 
+    @property
+    def has_low_stream(self) -> bool:
+        """Whether residual streams are stored in the compute dtype."""
+        return self.residual_stream == "low"
+
 
 PlanHigherOrder = Callable[["Planner", JaxprEqn, tuple[Value, ...], tuple[Reads, ...], Region], Step]
 
