@@ -28,7 +28,7 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
     """
     plain = transform(fun)
     method = getattr(fun, "__func__", None)
-    owner = fun if method is None else fun.__self__  # type: ignore[attr-defined]
+    owner = fun if method is None else fun.__self__  # type: ignore[attr-defined] # a method
 
     @api_boundary
     @functools.wraps(fun, updated=())
@@ -59,5 +59,5 @@ def unbound(fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]
     if is_module(fun):
         return lambda module, *args, **kwargs: module(*args, **kwargs), (fun, *args)
     if is_module(getattr(fun, "__self__", None)):
-        return fun.__func__, (fun.__self__, *args)  # type: ignore[attr-defined]
+        return fun.__func__, (fun.__self__, *args)  # type: ignore[attr-defined] # a method
     return fun, args

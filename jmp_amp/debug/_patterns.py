@@ -46,7 +46,7 @@ class _Expanded(ast.NodeTransformer):
 
     def visit_Call(self, call: ast.Call) -> ast.expr:
         call.args = [self.visit(arg) for arg in call.args]
-        name = call.func.id  # type: ignore[attr-defined]
+        name = call.func.id  # type: ignore[attr-defined] # patterns call plain names
         if name not in _FUNCTIONS:
             return call
         forms = ast.parse(_FUNCTIONS[name], mode="eval").body
@@ -121,7 +121,7 @@ def _exponent(node: Node) -> float | None:
     """Returns the exponent of a power; None if the node is none, or if the exponent is no constant."""
     match node.primitive:
         case "integer_pow":
-            return node.eqn.params["y"]  # type: ignore[union-attr]
+            return node.eqn.params["y"]  # type: ignore[union-attr] # an op has an equation
         case "square":
             return 2
         case "pow":
