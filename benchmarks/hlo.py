@@ -232,7 +232,8 @@ def _flops_of_convolution(line, lhs, rhs, result):
         dict(zip(names, shape, strict=True)) for names, shape in zip(labels, (lhs, rhs, result), strict=True)
     )
     flops = 2 * result["b"] * result["f"] * rhs["i"]
-    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", re.search(r"window=\{([^}]*)\}", line).group(1)))
+    windows = re.findall(r"window=\{([^}]*)\}", line)  # none where there are no axes to slide along
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", "".join(windows)))
     for axis in range(len(lhs) - 2):
 
         def field(name, default, axis=axis):

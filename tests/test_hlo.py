@@ -1,5 +1,7 @@
 """What `benchmarks/hlo.py` reads off a module, on programs whose figures are known."""
 
+import types
+
 import hlo
 import jax
 import jax.numpy as jnp
@@ -28,3 +30,13 @@ def test_products_in_a_loop_count_as_often_as_it_runs():
     x, ws = jnp.ones((4, 16)), jnp.ones((7, 16, 16))
     ((times, flops, dtypes),) = hlo.products(jax.jit(fun).lower(x, ws).compile())
     assert (times, flops, dtypes) == (7, 2 * 4 * 16 * 16, ("f32", "f32"))
+
+
+def test_a_tpu_multiplies_matrices_by_a_convolution_without_a_window():
+    module = """ENTRY %main (x: bf16[4,8], w: bf16[8,16]) -> f32[4,16] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %w = bf16[8,16]{1,0} parameter(1)
+  ROOT %product = f32[4,16]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+}"""
+    compiled = types.SimpleNamespace(as_text=lambda: module)
+    assert list(hlo.products(compiled)) == [(1, 2 * 4 * 8 * 16, ("bf16", "bf16"))]
