@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from agreement import check, rows
+from jaxprs import equations, row
+
+import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -154,3 +157,42 @@ def test_attention_layer_is_close_to_float32_and_never_nan(layer, dtype):
         return jnp.mean(out**2), out
 
     check(loss, params, X, dtype=dtype)
+
+
+LOW, WIDE = "bfloat16 bfloat16 -> bfloat16", "float32 float32 -> float32"
+SCALED = {
+    "divided": (lambda s: s / 8, LOW),
+    "multiplied": (lambda s: s * -0.25, LOW),
+    "multiplied from the left": (lambda s: 2 * s, LOW),
+    "transposed": (lambda s: s.mT / 8, LOW),
+    "by another number": (lambda s: s / 6, WIDE),
+    "inverse": (lambda s: 8 / s, WIDE),
+    "with a bias": (lambda s: (s + X[0, 0, :6]) / 8, WIDE),
+    "squashed": (lambda s: jnp.tanh(s) / 8, WIDE),
+}
+
+
+def of_scores(scaled):
+    return lambda x, w: softmax_by_hand(scaled(jnp.einsum("bqd,bkd->bqk", x @ w, x)))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scores_times_a_power_of_two_stay_bfloat16_which_is_exact(name):
+    scaled, dtypes = SCALED[name]
+    low = amp.autocast(of_scores(scaled), "bfloat16")
+    assert row(scaling(low)) == dtypes
+
+    def widened(s):
+        with amp.full_precision():
+            return scaled(s)
+
+    assert jnp.array_equal(low(X, WEIGHTS["q"]), amp.autocast(of_scores(widened), "bfloat16")(X, WEIGHTS["q"]))
+
+
+def test_scores_times_a_power_of_two_are_float32_in_place_of_float16():  # which may overflow or underflow
+    assert row(scaling(amp.autocast(of_scores(lambda s: s / 8), "float16"))) == WIDE
+
+
+def scaling(fun):
+    """The first equation that multiplies or divides."""
+    return next(e for e in equations(fun, X, WEIGHTS["q"]) if e.primitive.name in ("mul", "div"))

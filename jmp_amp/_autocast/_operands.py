@@ -1,5 +1,6 @@
 """Decides the dtype of the operands of a first-order op, and of the parameters that name it."""
 
+import math
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32, Format
-from jmp_amp._autocast._rule import OpClass, Rule
+from jmp_amp._autocast._rule import Makes, OpClass, Rule
 from jmp_amp._autocast._values import Origin, Value, common_dtype, widest
 from jmp_amp._jaxpr import dtype_of, retyped, shape_of
 
@@ -51,7 +52,7 @@ def operand_dtype(op: OpContext) -> Any:
     op_class, eqn = op.rule.op_class, op.eqn
     if _joins_stream(op):
         return op.format.dtype
-    if op.reads_full or op_class in (OpClass.FULL, OpClass.ORIGINAL):
+    if op_class in (OpClass.FULL, OpClass.ORIGINAL) or (op.reads_full and not _is_exact(op)):
         return FLOAT32
     eligible = list(compress(weighed(op.rule, eqn, op.values), op.is_float32))
     if op.shares_norm:
@@ -63,6 +64,20 @@ def operand_dtype(op: OpContext) -> Any:
         takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
         return op.format.dtype if takes and not is_kept else FLOAT32
     return common_dtype(eligible)
+
+
+def _is_exact(op: OpContext) -> bool:
+    """Whether an op scales a product by a power of two, in a dtype of float32's range: nothing is rounded.
+
+    The scores of an attention of 64 features a head are. In float32, a TPU would store them in float32 for the backward
+    pass, since it evaluates the maximum of a softmax together with the product.
+    """
+    if not op.rule.scales or op.format.needs_loss_scale:
+        return False
+    array, factor = op.values
+    if op.rule.makes is Makes.PRODUCT and array.scalar is not None:
+        array, factor = factor, array
+    return array.origin is Origin.PRODUCT and factor.scalar is not None and abs(math.frexp(factor.scalar)[0]) == 0.5
 
 
 def _joins_stream(op: OpContext) -> bool:
@@ -84,7 +99,7 @@ def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Valu
         return values
     features: list[Axes] = []
     if rule.adds:
-        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin is Origin.PRODUCT]
+        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.takes_bias]
         features = [varying(shape_of(atom)) - rows for atom, value in products for rows in value.axes]
     result = shape_of(eqn.outvars[0])
     return [

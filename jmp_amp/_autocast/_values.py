@@ -19,8 +19,9 @@ class Origin(enum.IntEnum):
 
     SCALAR = 0  # an input or constant of one element, or arithmetic on those; does not widen an array
     INPUT = 1  # another input or constant, moved or not
-    PRODUCT = 2  # a product of matrices, moved or not, or a sum of products and biases
-    COMPUTED = 3
+    PRODUCT = 2  # a product of matrices, moved or not
+    SUM = 3  # a sum of products and biases
+    COMPUTED = 4
 
 
 class Reads(enum.IntEnum):
@@ -55,9 +56,9 @@ class Value(NamedTuple):
         lean: its native dtype if the inputs of the program, such as embeddings and positions, count as low-precision
             data. None if it is `dtype`, or if no sum is a part of a residual stream.
         origin: where it comes from.
-        axes: for an `INPUT`, the axes along which it varies; for a `PRODUCT`, those along which it varies with the
-            operand that is not the weight, one set for each operand that may be the weight. An input that varies along
-            none of these is a bias.
+        axes: for an `INPUT`, the axes along which it varies; for a `PRODUCT` or a `SUM`, those along which it varies
+            with the operand that is not the weight, one set for each operand that may be the weight. An input that
+            varies along none of these is a bias.
         filled: it is an array of one repeated number, such as `jnp.zeros(shape)`. It does not widen the values that
             an op selects, but it widens sums and products, as in JAX's promotion.
         magnitudes: the smallest nonzero and the largest finite magnitude of a constant (infinity and 0 if there is no
@@ -84,6 +85,11 @@ class Value(NamedTuple):
     axes: tuple[Axes, ...] = ()
     filled: bool = False
     squares: Squares | None = None
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether it is a product, or a sum of products and biases."""
+        return self.origin in (Origin.PRODUCT, Origin.SUM)
 
     def as_native(self) -> "Value":
         """Returns the value as it would be in its native dtype."""
@@ -179,6 +185,6 @@ def join(a: Value, b: Value) -> Value:
     axes: tuple[Axes, ...] = ()
     if origin is Origin.INPUT:
         axes = (frozenset[int]().union(*a.axes, *b.axes),)
-    elif origin is Origin.PRODUCT:
+    elif origin in (Origin.PRODUCT, Origin.SUM):
         origin, axes = (origin, a.axes) if a.axes == b.axes else (Origin.COMPUTED, ())
     return Value(common_dtype((a, b)), origin, keep_float32=a.keep_float32 or b.keep_float32, axes=axes)
