@@ -2,7 +2,7 @@
 
     python benchmarks/amp_step.py [--leaves 10 100] [--devices 1 8] [--calls 2000] [--out docs/benchmarks/amp_step.md]
 
-Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. All of it takes 10 minutes
+Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. All of it takes 25 minutes
 of CPU time. The programs of the last table run here, so keep the machine idle.
 """
 
