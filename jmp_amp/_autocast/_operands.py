@@ -67,10 +67,10 @@ def operand_dtype(op: OpContext) -> Any:
 
 
 def _is_exact(op: OpContext) -> bool:
-    """Whether an op scales a product by a power of two, in a dtype of float32's range: nothing is rounded.
+    """Whether an op scales a product by a power of two in a dtype with the range of float32, so that it rounds nothing.
 
-    The scores of an attention of 64 features a head are. In float32, a TPU would store them in float32 for the backward
-    pass, since it evaluates the maximum of a softmax together with the product.
+    Attention with 64 features a head divides its scores by 8. Divided in float32, they would be stored in float32 on a
+    TPU, where XLA fuses the product with the maximum of the softmax and keeps the result for the backward pass.
     """
     if not op.rule.scales or op.format.needs_loss_scale:
         return False
