@@ -66,11 +66,12 @@ The models of `benchmarks/models.py` are compiled by `benchmarks/accelerators.py
 - On a T4 of 16 GB, autocast trains batches 1.75 to 4.75 times as large as float32, most where a scan keeps what its
   layers computed. On a TPU v5e of 16 GB, it trains a scanned GPT-2 small on 3 times the batch.
 - A scanned GPT-2 small moves 0.62 to 0.79 of the bytes by hand on all five GPUs, in 0.31 to 0.40 of the memory. On a
-  TPU v5e it moves 0.88 of the bytes, 0.80 with the low stream, on a v6e 0.78 and 0.75, in 0.42 to 0.44 of the memory.
-- A ViT-B/16 moves 2 to 10% more bytes than by hand, because its residual stream is float32. `residual_stream="low"`
-  makes that 0 to 1% on a T4, an H200, a B200 and a TPU v5e, and 11% fewer on a v6e. It does not help on an L4 (2%) and
-  on an A100 (8%), where XLA stores the gradient of each GELU in float32 once more than by hand before it sums it for a
-  bias.
+  TPU v5e it moves 0.88 of the bytes, 0.80 with the low stream, on a v6e 0.78 and 0.75, on a TPU7x 0.99 and 0.96, in
+  0.42 to 0.44 of the memory.
+- A ViT-B/16 moves 2 to 10% more bytes than by hand on GPUs and 6 to 22% on TPUs, because its residual stream is
+  float32. `residual_stream="low"` makes that 0 to 1% on a T4, an H200, a B200, a TPU v5e and a TPU7x, and 11% fewer on
+  a v6e. It does not help on an L4 (2%) and on an A100 (8%), where XLA stores the gradient of each GELU in float32 once
+  more than by hand before it sums it for a bias.
 - ResNet-50 moves the bytes by hand, but for 2% more on an A100. On an A100, an L4 and a B200 it needs 6% more memory.
   XLA fuses its batch norms otherwise than by hand: on an A100 it stores other activations, but no more in float32.
 - Every product is in low precision, as by hand. Casting the arguments leaves an LSTM in float32: what a model
