@@ -176,6 +176,11 @@ def of_scores(scaled):
     return lambda x, w: softmax_by_hand(scaled(jnp.einsum("bqd,bkd->bqk", x @ w, x)))
 
 
+def scaling(fun):
+    """The first equation that multiplies or divides."""
+    return next(e for e in equations(fun, X, WEIGHTS["q"]) if e.primitive.name in ("mul", "div"))
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_scores_times_a_power_of_two_stay_bfloat16_which_is_exact(name):
     scaled, dtypes = SCALED[name]
@@ -191,8 +196,3 @@ def test_scores_times_a_power_of_two_stay_bfloat16_which_is_exact(name):
 
 def test_scores_times_a_power_of_two_are_float32_in_place_of_float16():  # which may overflow or underflow
     assert row(scaling(amp.autocast(of_scores(lambda s: s / 8), "float16"))) == WIDE
-
-
-def scaling(fun):
-    """The first equation that multiplies or divides."""
-    return next(e for e in equations(fun, X, WEIGHTS["q"]) if e.primitive.name in ("mul", "div"))

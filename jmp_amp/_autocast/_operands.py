@@ -99,7 +99,7 @@ def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Valu
         return values
     features: list[Axes] = []
     if rule.adds:
-        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.takes_bias]
+        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin.takes_bias]
         features = [varying(shape_of(atom)) - rows for atom, value in products for rows in value.axes]
     result = shape_of(eqn.outvars[0])
     return [

@@ -73,7 +73,7 @@ def _moved(eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
         along = varying(shape) if axes[0] is None else axes[0]
         return Value(None, origin, magnitudes, axes=(along,)) if along else Value(None, Origin.SCALAR, magnitudes)
     known = tuple(each for each in axes if each is not None)
-    if origin in (Origin.PRODUCT, Origin.SUM) and known:
+    if origin.takes_bias and known:
         return Value(None, origin, axes=known)
     return Value(None, Origin.COMPUTED, magnitudes)
 
@@ -84,7 +84,7 @@ def _moved_axes(
     def move(axes: Axes) -> Axes | None:
         return moved(eqn.primitive.name, eqn.params, before, after, axes)
 
-    if not value.takes_bias:
+    if not value.origin.takes_bias:
         return tuple(map(move, value.axes))
     # The axes of the weight move. A bias varies along none of the others, nor along new ones.
     places = [(move(varying(before)), move(rows)) for rows in value.axes]
@@ -100,7 +100,7 @@ def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> V
         weights = inputs if any(inputs) else [True, True]
         axes = tuple(rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None)
         return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
-    products = [value for value in values if value.takes_bias]
+    products = [value for value in values if value.origin.takes_bias]
     others = [value for value in weighed(rule, eqn, values) if value.origin is not Origin.SCALAR]
     if rule.adds and products and len(products) == len(others):
         axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))

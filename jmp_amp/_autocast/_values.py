@@ -23,6 +23,11 @@ class Origin(enum.IntEnum):
     SUM = 3  # a sum of products and biases
     COMPUTED = 4
 
+    @property
+    def takes_bias(self) -> bool:
+        """Whether an input that is added to it may be a bias: it is a product, or a sum of products and biases."""
+        return self in (Origin.PRODUCT, Origin.SUM)
+
 
 class Reads(enum.IntEnum):
     """How the readers of a value read it."""
@@ -85,11 +90,6 @@ class Value(NamedTuple):
     axes: tuple[Axes, ...] = ()
     filled: bool = False
     squares: Squares | None = None
-
-    @property
-    def takes_bias(self) -> bool:
-        """Whether it is a product, or a sum of products and biases."""
-        return self.origin in (Origin.PRODUCT, Origin.SUM)
 
     def as_native(self) -> "Value":
         """Returns the value as it would be in its native dtype."""
@@ -185,6 +185,6 @@ def join(a: Value, b: Value) -> Value:
     axes: tuple[Axes, ...] = ()
     if origin is Origin.INPUT:
         axes = (frozenset[int]().union(*a.axes, *b.axes),)
-    elif origin in (Origin.PRODUCT, Origin.SUM):
+    elif origin.takes_bias:
         origin, axes = (origin, a.axes) if a.axes == b.axes else (Origin.COMPUTED, ())
     return Value(common_dtype((a, b)), origin, keep_float32=a.keep_float32 or b.keep_float32, axes=axes)
