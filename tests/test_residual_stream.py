@@ -1,4 +1,4 @@
-"""With `residual_stream="low"`, the sums that norms read are low; states, losses and logits are not."""
+"""With `residual_stream="low"`, residual streams are low; states, losses and logits are not."""
 
 import gpt
 import jax
@@ -112,6 +112,35 @@ def test_embeddings_and_positions_do_not_widen_it(embed):
     assert set(sums(model, list(WS), TABLE, POSITION, TOKENS)) == {LOW}
 
 
+def batch_norm(x, scale, bias):
+    mean = jnp.mean(x, (0, 1))
+    return (x - mean) * (scale * lax.rsqrt(jnp.mean(x * x, (0, 1)) - mean**2 + 1e-5)) + bias
+
+
+def block(w, x, project=False):
+    """A block of a ResNet: products read its result, norms do not."""
+    skip = batch_norm(x @ w, w[0], w[1]) if project else x
+    h = jax.nn.relu(batch_norm(x @ w, w[0], w[1]))
+    return jax.nn.relu(plus(skip, batch_norm(h @ w, w[0], w[1])))
+
+
+@pytest.mark.parametrize("call", [lambda block: block, jax.jit], ids=["inline", "jit"])
+def test_a_sum_with_the_result_of_a_norm_is_low(call):
+    def model(ws, x):
+        x = block(ws[0], x, project=True)
+        for w in ws:
+            x = call(block)(w, x)
+        return jnp.mean(x, 1) @ ws[0]
+
+    def scanned(ws, x):
+        x, _ = lax.scan(lambda x, w: (block(w, x), None), block(ws[0], x, project=True), ws)
+        return jnp.mean(x, 1) @ ws[0]
+
+    assert sums(model, list(WS), X) == [LOW] * 4
+    assert sums(scanned, WS, X) == [LOW] * 2
+    assert FULL in sums(model, list(WS), X, residual_stream="float32")
+
+
 def in_jit(layer):
     return jax.jit(layer)
 
@@ -217,6 +246,13 @@ def _integrator_without_norm(w, x):
     return x @ w
 
 
+def _integrator_from_a_norm(w, x):
+    x = layer_norm(x @ w)
+    for _ in range(4):
+        x = plus(x, 0.1 * jnp.tanh((2 * x) @ w))
+    return x @ w
+
+
 def _moving_average(w, x, average):
     h = x @ w
     average = plus(0.9 * average, 0.1 * h)
@@ -273,6 +309,7 @@ STATES = {
     "an integrator": (_integrator, W, X),
     "an integrator with controls": (_controlled, W, X, jnp.stack([X] * 3)),
     "an integrator without a norm": (_integrator_without_norm, W, X),
+    "an integrator that starts at the result of a norm": (_integrator_from_a_norm, W, X),
     "a moving average": (_moving_average, W, X, X),
     "batch statistics": (_batch_statistics, W, X, jnp.ones(DIM)),
     "weights that an inner loop trains": (_inner_steps, W, X, jnp.stack([X[0]] * 3)),

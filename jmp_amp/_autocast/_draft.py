@@ -182,14 +182,14 @@ class Draft:
             pairs = zip(eqn.invars, values, strict=True)
             values = tuple([self._with_copy(atom, value, equation.index) for atom, value in pairs])
             has_copy = any(value.has_float32_copy for value in values)
-        is_normed = rule.adds and outs[0].reads is Reads.NORM
+        adds_to_stream = rule.adds and outs[0].reads is Reads.STREAM
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
         reason = values, wanted if equation.holds_jaxprs else reads_full
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)
         has_streams = self._planner.options.has_low_stream
-        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, is_normed)
+        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, adds_to_stream)
         step = self._planner.decide(op, wanted, equation.region)
         equation.step, equation.reason = step, reason
         if equation.as_traced:

@@ -25,7 +25,7 @@ class OpContext(NamedTuple):
         reads_full: whether all readers of its results read float32, so that it is evaluated in float32.
         shares_norm: whether it reads a norm of low-precision data that a product reads too.
         has_streams: whether residual streams are stored in low precision.
-        is_normed: whether it adds the output of a layer and a norm reads the sum.
+        adds_to_stream: whether it adds the output of a layer and the sum is read as a residual stream is.
     """
 
     eqn: JaxprEqn
@@ -35,7 +35,7 @@ class OpContext(NamedTuple):
     reads_full: bool = False
     shares_norm: bool = False
     has_streams: bool = False
-    is_normed: bool = False
+    adds_to_stream: bool = False
 
     @property
     def is_float32(self) -> list[bool]:
@@ -82,7 +82,7 @@ def _is_exact(op: OpContext) -> bool:
 
 def _joins_stream(op: OpContext) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
-    if not op.is_normed:
+    if not op.adds_to_stream:
         return False
     terms = [value for value in weighed(op.rule, op.eqn, op.values) if value.origin is not Origin.SCALAR]
     is_low = all(op.lean(value) == op.format.dtype for value in terms)

@@ -1,9 +1,10 @@
-"""Finds residual streams: the sums that norms read.
+"""Finds residual streams: the sums that norms read, and those of a ResNet.
 
-The layers of a residual network add their outputs to a stream, and each reads the stream through a norm (He et al.,
-2016; Xiong et al., 2020). A norm removes the scale, so an error of the stream relative to its size becomes the same
-relative error of the input of a product, which is rounded to low precision anyway. The state of an integrator or an
-optimizer is read in other ways, and small changes of it add up over many steps.
+The layers of a transformer add their outputs to a stream, and each reads the stream through a norm (Xiong et al.,
+2020). A norm removes the scale, so an error of the stream relative to its size becomes the same relative error of the
+input of a product, which is rounded to low precision anyway. In a ResNet, a norm ends each layer, and products read the
+stream as it is (He et al., 2016). The state of an integrator or an optimizer is read in other ways, and small changes
+of it add up over many steps.
 """
 
 import enum
@@ -40,28 +41,32 @@ class _Part(NamedTuple):
         holds: what it holds of it.
         is_layers: whether it depends on a product of the program.
         is_normal: whether it is the result of a norm.
+        adds_norm: whether it is a sum, and the output of a layer that was added to it is the result of a norm.
     """
 
     root: _Root
     holds: _Holds = _Holds.ELEMENTS
     is_layers: bool = False
     is_normal: bool = False
+    adds_norm: bool = False
 
 
 class _Norms(NamedTuple):
-    """The norms of one jaxpr.
+    """The norms and the residual streams of one jaxpr.
 
     Attributes:
         outs: what each result holds; None for a constant.
-        normed: the values that a norm reads.
+        streams: the values that a norm reads, and the sums with the result of a norm that a product reads.
         layers: those that depend on a product.
         terms: for each sum, the values that it adds, results of norms aside.
+        order: the values, numbered in the order in which they are computed.
     """
 
     outs: tuple[_Part | None, ...]
-    normed: set[_Root]
+    streams: set[_Root]
     layers: set[_Root]
     terms: dict[_Root, set[_Root]]
+    order: dict[_Root, int]
 
     def reached(self, roots: Iterable[_Root]) -> set[_Root]:
         """Returns the values that sums are made of, the sums included."""
@@ -83,7 +88,7 @@ class Streams:
         self._norms: dict[Any, tuple[Jaxpr, _Norms]] = {}
 
     def find(self, jaxpr: Jaxpr, are_computed: Sequence[bool], wanted: Sequence[Reads]) -> dict[Var, Reads]:
-        """Returns the values of layers that norms read, and those that are returned, as themselves or in a sum.
+        """Returns the residual streams, and the values that are returned, as themselves or in a sum.
 
         Args:
             jaxpr: an open jaxpr.
@@ -92,13 +97,13 @@ class Streams:
         """
         norms = self._of(jaxpr, _inputs(are_computed))
         outs = [(part, reads) for part, reads in zip(norms.outs, wanted, strict=True) if part and not part.is_normal]
-        normed = norms.layers & (norms.normed | {part.root for part, reads in outs if reads is Reads.NORM})
+        streams = norms.layers & (norms.streams | {part.root for part, reads in outs if reads is Reads.STREAM})
         returned = norms.reached(part.root for part, reads in outs if reads is Reads.RETURNED)
-        found = dict.fromkeys(normed, Reads.NORM) | dict.fromkeys(returned, Reads.RETURNED)
+        found = dict.fromkeys(streams, Reads.STREAM) | dict.fromkeys(returned, Reads.RETURNED)
         return {root: reads for root, reads in found.items() if isinstance(root, Var)}
 
     def carries(self, loop: Loop, are_weights: Sequence[bool], wanted: Sequence[Reads]) -> list[bool]:
-        """Returns whether each carry of a `scan` over layers is read or returned through a norm.
+        """Returns whether each carry of a `scan` over layers is a residual stream, or the result of a norm.
 
         A scan over layers slices the weights that its products read. One over time has the same weights in each
         iteration, and its carries are states.
@@ -116,7 +121,9 @@ class Streams:
             out.root for out, reads in zip(norms.outs, wanted, strict=True) if out and reads is Reads.RETURNED
         )
         return [
-            out is not None and out.root not in returned and (out.is_normal or loop.n_consts + i in norms.normed)
+            out is not None
+            and out.root not in returned
+            and (out.is_normal or out.adds_norm or loop.n_consts + i in norms.streams)
             for i, out in enumerate(norms.outs[: loop.n_carry])
         ]
 
@@ -129,7 +136,7 @@ class Streams:
 
     def _find(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
         parts = dict(zip(jaxpr.invars, inputs, strict=True))
-        norms = _Norms((), set(), set(), {})
+        norms = _Norms((), set(), set(), {}, {})
         for facts in self._facts_of(jaxpr):
             eqn = facts.eqn
             operands = [parts.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
@@ -144,6 +151,8 @@ class Streams:
             if facts.rule.op_class is OpClass.LOWER or any(part and part.is_layers for part in operands):
                 outs = [part and part._replace(is_layers=True) for part in outs]
             norms.layers.update(part.root for part in outs if part and part.is_layers)
+            for part in filter(None, outs):
+                norms.order.setdefault(part.root, len(norms.order))
             parts |= dict(zip(eqn.outvars, outs, strict=True))
         outs = [parts.get(atom) if isinstance(atom, Var) else None for atom in jaxpr.outvars]
         return norms._replace(outs=tuple(outs))
@@ -158,7 +167,7 @@ class Streams:
         results: list[list[_Part | None]] = []
         for jaxpr in inner:
             found = self._of(jaxpr, inputs)
-            norms.normed.update(roots[i] for i in found.normed if isinstance(i, int))
+            norms.streams.update(roots[i] for i in found.streams if isinstance(i, int))
             results.append([])
             for var, part in zip(facts.eqn.outvars, found.outs, strict=True):
                 if part is not None and isinstance(part.root, int):
@@ -178,10 +187,12 @@ class Streams:
         body, _ = open_jaxpr(loop.body)
         found = self._of(body, _inputs([False] * len(body.invars)))
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
-        norms.normed.update(part.root for i, part in enumerate(inputs) if part and i in found.normed)
-        for var, part in zip(eqn.outvars, operands[loop.carry], strict=False):
+        norms.streams.update(part.root for i, part in enumerate(inputs) if part and i in found.streams)
+        for var, part, out in zip(eqn.outvars, operands[loop.carry], found.outs, strict=False):
             if part and not part.is_normal:
                 norms.terms[var] = {part.root}
+            if part and part.adds_norm and out and out.adds_norm:
+                norms.streams.add(part.root)
         return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
 
 
@@ -209,17 +220,23 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
         return known[0]._replace(holds=_Holds.STATISTIC)
     if name in _ROOTS and statistics:
         return statistics[0]._replace(holds=_Holds.DEVIATION)
+    if rule.op_class is OpClass.LOWER:
+        norms.streams.update(part.root for part in known if part.adds_norm)
     if not (rule.passes_on or name in _SQUARES):
         return _Part(result)
     if rule.scales and any(each.holds is _Holds.DEVIATION and each.root in roots for each in statistics):
         root = next(each.root for each in statistics if each.holds is _Holds.DEVIATION and each.root in roots)
-        norms.normed.add(root)
+        norms.streams.add(root)
         return _Part(root, is_normal=True)
-    if not elements and statistics:
+    if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
     if rule.adds:
         norms.terms[result] = {part.root for part in elements if not part.is_normal}
-        return _Part(result, is_normal=len(elements) == 1 and elements[0].is_normal)
+        # The output of a layer is computed after the stream that it is added to.
+        last = max(elements, key=lambda part: norms.order.get(part.root, -1), default=None)
+        adds_norm = last is not None and last.is_normal
+        is_bias = len(elements) == 1
+        return _Part(result, is_normal=adds_norm and is_bias, adds_norm=adds_norm and not is_bias)
     return elements[0] if len(roots) == 1 else _Part(result)
 
 

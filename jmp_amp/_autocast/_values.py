@@ -34,7 +34,7 @@ class Reads(enum.IntEnum):
 
     ANY = 0
     RETURNED = 1  # by the caller of the program, so that a sum is not stored in low precision
-    NORM = 2  # by a norm, so that a sum of layer outputs may be
+    STREAM = 2  # as a residual stream is, so that a sum of layer outputs may be
     FULL = 3  # in float32
     ANGLE = 4  # as an angle: in float32, and so is the product that it comes from, as in the next two
     DISTANCE = 5  # as a term of a squared distance
