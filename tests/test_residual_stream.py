@@ -277,6 +277,14 @@ def _inner_steps(w, x, batches):
     return jnp.mean((layer_norm(x) @ w) ** 2)
 
 
+def _clipped_steps(w, batches):
+    """The same in an unrolled loop, with gradients of norm 1."""
+    for batch in batches:
+        grad = jax.grad(lambda w, batch=batch: jnp.mean(layer_norm(batch @ w) ** 2))(w)
+        w = plus(w, -0.1 * grad * lax.rsqrt(jnp.sum(grad**2)))
+    return jnp.mean(batches[0] @ w)
+
+
 def _delta_rule(w, x):
     """Linear attention: the carry is a matrix that each token updates."""
     keys, values = layer_norm(x) @ w, x @ w
@@ -313,6 +321,7 @@ STATES = {
     "a moving average": (_moving_average, W, X, X),
     "batch statistics": (_batch_statistics, W, X, jnp.ones(DIM)),
     "weights that an inner loop trains": (_inner_steps, W, X, jnp.stack([X[0]] * 3)),
+    "weights that an unrolled loop trains": (_clipped_steps, W, [X[0]] * 3),
     "the state of linear attention": (_delta_rule, W, X),
     "terms of a loss": (_loss_terms, W, X),
     "an exponential": (_reparameterized, W, X),

@@ -182,14 +182,14 @@ class Draft:
             pairs = zip(eqn.invars, values, strict=True)
             values = tuple([self._with_copy(atom, value, equation.index) for atom, value in pairs])
             has_copy = any(value.has_float32_copy for value in values)
-        adds_to_stream = rule.adds and outs[0].reads is Reads.STREAM
+        stream = outs[0].reads if rule.adds and outs[0].reads in (Reads.RESNET, Reads.NORM) else Reads.ANY
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
         reason = values, wanted if equation.holds_jaxprs else reads_full
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)
         has_streams = self._planner.options.has_low_stream
-        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, adds_to_stream)
+        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, stream)
         step = self._planner.decide(op, wanted, equation.region)
         equation.step, equation.reason = step, reason
         if equation.as_traced:

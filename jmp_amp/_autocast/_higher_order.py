@@ -91,7 +91,7 @@ def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, wanted: W
     xs = tuple(map(_sliced, values[loop.xs]))
     adds_up = accumulators(loop, planner.facts_of)
     streams = _streams(planner, loop, values, wanted, region)
-    reads = [Reads.STREAM if each else Reads.ANY for each in streams]
+    reads = [Reads.NORM if each else Reads.ANY for each in streams]
     reads += [Reads.ANY] * (len(eqn.outvars) - len(streams))
     reads = [Reads.RETURNED if w is Reads.RETURNED else r for w, r in zip(wanted, reads, strict=True)]
 

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32, Format
 from jmp_amp._autocast._rule import Makes, OpClass, Rule
-from jmp_amp._autocast._values import Origin, Value, common_dtype, widest
+from jmp_amp._autocast._values import Origin, Reads, Value, common_dtype, widest
 from jmp_amp._jaxpr import dtype_of, retyped, shape_of
 
 
@@ -25,7 +25,7 @@ class OpContext(NamedTuple):
         reads_full: whether all readers of its results read float32, so that it is evaluated in float32.
         shares_norm: whether it reads a norm of low-precision data that a product reads too.
         has_streams: whether residual streams are stored in low precision.
-        adds_to_stream: whether it adds the output of a layer and the sum is read as a residual stream is.
+        stream: how the residual stream that it adds to is read; `ANY` if there is none.
     """
 
     eqn: JaxprEqn
@@ -35,7 +35,7 @@ class OpContext(NamedTuple):
     reads_full: bool = False
     shares_norm: bool = False
     has_streams: bool = False
-    adds_to_stream: bool = False
+    stream: Reads = Reads.ANY
 
     @property
     def is_float32(self) -> list[bool]:
@@ -82,10 +82,11 @@ def _is_exact(op: OpContext) -> bool:
 
 def _joins_stream(op: OpContext) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
-    if not op.adds_to_stream:
+    if op.stream is Reads.ANY:
         return False
     terms = [value for value in weighed(op.rule, op.eqn, op.values) if value.origin is not Origin.SCALAR]
-    is_low = all(op.lean(value) == op.format.dtype for value in terms)
+    dtypes = [op.lean(value) if op.stream is Reads.NORM else value.as_native().dtype for value in terms]
+    is_low = all(dtype == op.format.dtype for dtype in dtypes)
     fits = not any(value.keep_float32 or value.exceeds(op.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2
 

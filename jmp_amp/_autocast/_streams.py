@@ -56,17 +56,22 @@ class _Norms(NamedTuple):
 
     Attributes:
         outs: what each result holds; None for a constant.
-        streams: the values that a norm reads, and the sums with the result of a norm that a product reads.
+        streams: how each residual stream is read: `NORM`, or `RESNET` if it is a sum with the result of a norm that a
+            product reads.
         layers: those that depend on a product.
         terms: for each sum, the values that it adds, results of norms aside.
         order: the values, numbered in the order in which they are computed.
     """
 
     outs: tuple[_Part | None, ...]
-    streams: set[_Root]
+    streams: dict[_Root, Reads]
     layers: set[_Root]
     terms: dict[_Root, set[_Root]]
     order: dict[_Root, int]
+
+    def add(self, root: _Root, reads: Reads) -> None:
+        """Notes a residual stream."""
+        self.streams[root] = max(reads, self.streams.get(root, reads))
 
     def reached(self, roots: Iterable[_Root]) -> set[_Root]:
         """Returns the values that sums are made of, the sums included."""
@@ -97,9 +102,10 @@ class Streams:
         """
         norms = self._of(jaxpr, _inputs(are_computed))
         outs = [(part, reads) for part, reads in zip(norms.outs, wanted, strict=True) if part and not part.is_normal]
-        streams = norms.layers & (norms.streams | {part.root for part, reads in outs if reads is Reads.STREAM})
+        streams = norms.streams | {part.root: reads for part, reads in outs if reads in (Reads.RESNET, Reads.NORM)}
         returned = norms.reached(part.root for part, reads in outs if reads is Reads.RETURNED)
-        found = dict.fromkeys(streams, Reads.STREAM) | dict.fromkeys(returned, Reads.RETURNED)
+        found = {root: reads for root, reads in streams.items() if root in norms.layers}
+        found |= dict.fromkeys(returned, Reads.RETURNED)
         return {root: reads for root, reads in found.items() if isinstance(root, Var)}
 
     def carries(self, loop: Loop, are_weights: Sequence[bool], wanted: Sequence[Reads]) -> list[bool]:
@@ -136,7 +142,7 @@ class Streams:
 
     def _find(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
         parts = dict(zip(jaxpr.invars, inputs, strict=True))
-        norms = _Norms((), set(), set(), {}, {})
+        norms = _Norms((), {}, set(), {}, {})
         for facts in self._facts_of(jaxpr):
             eqn = facts.eqn
             operands = [parts.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
@@ -167,7 +173,9 @@ class Streams:
         results: list[list[_Part | None]] = []
         for jaxpr in inner:
             found = self._of(jaxpr, inputs)
-            norms.streams.update(roots[i] for i in found.streams if isinstance(i, int))
+            for root, reads in found.streams.items():
+                if isinstance(root, int):
+                    norms.add(roots[root], reads)
             results.append([])
             for var, part in zip(facts.eqn.outvars, found.outs, strict=True):
                 if part is not None and isinstance(part.root, int):
@@ -187,12 +195,14 @@ class Streams:
         body, _ = open_jaxpr(loop.body)
         found = self._of(body, _inputs([False] * len(body.invars)))
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
-        norms.streams.update(part.root for i, part in enumerate(inputs) if part and i in found.streams)
+        for i, part in enumerate(inputs):
+            if part and i in found.streams:
+                norms.add(part.root, found.streams[i])
         for var, part, out in zip(eqn.outvars, operands[loop.carry], found.outs, strict=False):
             if part and not part.is_normal:
                 norms.terms[var] = {part.root}
             if part and part.adds_norm and out and out.adds_norm:
-                norms.streams.add(part.root)
+                norms.add(part.root, Reads.RESNET)
         return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
 
 
@@ -221,12 +231,14 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
     if name in _ROOTS and statistics:
         return statistics[0]._replace(holds=_Holds.DEVIATION)
     if rule.op_class is OpClass.LOWER:
-        norms.streams.update(part.root for part in known if part.adds_norm)
+        for part in known:
+            if part.adds_norm:
+                norms.add(part.root, Reads.RESNET)
     if not (rule.passes_on or name in _SQUARES):
         return _Part(result)
     if rule.scales and any(each.holds is _Holds.DEVIATION and each.root in roots for each in statistics):
         root = next(each.root for each in statistics if each.holds is _Holds.DEVIATION and each.root in roots)
-        norms.streams.add(root)
+        norms.add(root, Reads.NORM)
         return _Part(root, is_normal=True)
     if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)

@@ -34,12 +34,13 @@ class Reads(enum.IntEnum):
 
     ANY = 0
     RETURNED = 1  # by the caller of the program, so that a sum is not stored in low precision
-    STREAM = 2  # as a residual stream is, so that a sum of layer outputs may be
-    FULL = 3  # in float32
-    ANGLE = 4  # as an angle: in float32, and so is the product that it comes from, as in the next two
-    DISTANCE = 5  # as a term of a squared distance
-    MATRIX = 6  # as a matrix to decompose, or as an operand of a solver
-    TRACED = 7  # to decide when a loop ends: all that it depends on runs as it was traced
+    RESNET = 2  # by a product, as the stream of a ResNet, so that a sum of low-precision data is
+    NORM = 3  # by a norm, so that a sum of layer outputs is, inputs of the program included
+    FULL = 4  # in float32
+    ANGLE = 5  # as an angle: in float32, and so is the product that it comes from, as in the next two
+    DISTANCE = 6  # as a term of a squared distance
+    MATRIX = 7  # as a matrix to decompose, or as an operand of a solver
+    TRACED = 8  # to decide when a loop ends: all that it depends on runs as it was traced
 
 
 class Squares(enum.StrEnum):
