@@ -102,9 +102,12 @@ class Streams:
         """
         norms = self._of(jaxpr, _inputs(are_computed))
         outs = [(part, reads) for part, reads in zip(norms.outs, wanted, strict=True) if part and not part.is_normal]
-        streams = norms.streams | {part.root: reads for part, reads in outs if reads in (Reads.RESNET, Reads.NORM)}
+        norms = norms._replace(streams=dict(norms.streams))
+        for part, reads in outs:
+            if reads in (Reads.RESNET, Reads.NORM):
+                norms.add(part.root, reads)
         returned = norms.reached(part.root for part, reads in outs if reads is Reads.RETURNED)
-        found = {root: reads for root, reads in streams.items() if root in norms.layers}
+        found = {root: reads for root, reads in norms.streams.items() if root in norms.layers}
         found |= dict.fromkeys(returned, Reads.RETURNED)
         return {root: reads for root, reads in found.items() if isinstance(root, Var)}
 
@@ -164,7 +167,7 @@ class Streams:
         return norms._replace(outs=tuple(outs))
 
     def _enter(self, facts: Facts, parts: Mapping[Var, _Part | None], norms: _Norms) -> list[_Part | None]:
-        """Notes what the jaxprs of a call or of branches read through norms, and returns what its results hold."""
+        """Notes the residual streams that a call or branches read, and returns what the results hold."""
         inner, atoms = entered(facts)
         given = [parts.get(atom) if isinstance(atom, Var) else None for atom in atoms]
         # Equal calls have equal keys: inside, roots are numbered.
@@ -191,7 +194,7 @@ class Streams:
     def _enter_loop(
         self, eqn: JaxprEqn, loop: Loop, operands: Sequence[_Part | None], norms: _Norms
     ) -> list[_Part | None]:
-        """Notes what the body of a loop reads through norms; each result is a value of its own."""
+        """Notes the residual streams that the body of a loop reads; each result is a value of its own."""
         body, _ = open_jaxpr(loop.body)
         found = self._of(body, _inputs([False] * len(body.invars)))
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
@@ -211,7 +214,7 @@ def _inputs(are_layers: Sequence[bool]) -> tuple[_Part, ...]:
 
 
 def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
-    """Returns what the result of an op holds, and notes sums and what norms read."""
+    """Returns what the result of an op holds, and notes sums and residual streams."""
     name, (result,) = eqn.primitive.name, eqn.outvars
     if dtype_of(result) != FLOAT32:
         return None
