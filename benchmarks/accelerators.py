@@ -47,15 +47,8 @@ BATCHES = {
     "encoder with dropout": 32,
     "LSTM, 512 steps": 64,
 }
-MODELS = {
-    **dict.fromkeys(GPUS, tuple(BATCHES)),
-    **dict.fromkeys(TPUS, ("GPT-2 small, scanned", "ViT-B/16")),  # which compile for a minute or two
-}
-FILLED = {
-    "T4": [model for model in BATCHES if model not in ("ResNet-50", "LSTM, 512 steps")],
-    "TPU v5e": ("GPT-2 small, scanned",),
-}
-"""The targets of 16 GB, and the models whose largest batch is looked for there."""
+FILLED = "T4", "TPU v5e"
+"""The targets of 16 GB, whose largest batch is looked for."""
 
 
 HEAD = """Bytes, memory and the largest batch on GPUs from T4 to B200 and on TPUs: float32, casts by hand, autocast.
@@ -64,18 +57,20 @@ The models of `benchmarks/models.py` are compiled by `benchmarks/accelerators.py
 "Low stream" is `autocast(..., residual_stream="low")`.
 
 - On a T4 of 16 GB, autocast trains batches 1.75 to 4.75 times as large as float32, most where a scan keeps what its
-  layers computed. On a TPU v5e of 16 GB, it trains a scanned GPT-2 small on 3 times the batch.
-- A scanned GPT-2 small moves 0.62 to 0.79 of the bytes by hand on all five GPUs, in 0.31 to 0.40 of the memory. On a
-  TPU v5e it moves 0.88 of the bytes, 0.80 with the low stream, on a v6e 0.78 and 0.75, on a TPU7x 0.99 and 0.96, in
-  0.42 to 0.44 of the memory.
-- A ViT-B/16 moves 2 to 10% more bytes than by hand on GPUs and 6 to 22% on TPUs, because its residual stream is
-  float32. `residual_stream="low"` makes that 0 to 1% on a T4, an H200, a B200, a TPU v5e and a TPU7x, and 11% fewer on
-  a v6e. It does not help on an L4 (2%) and on an A100 (8%), where XLA stores the gradient of each GELU in float32 once
+  layers computed; on a TPU v5e of 16 GB, 1.5 to 3 times.
+- Loops save only the products of their bodies. A scanned GPT-2 small moves 0.62 to 0.79 of the bytes by hand on GPUs,
+  in 0.31 to 0.40 of the memory, and 0.78 to 0.99 on TPUs, in 0.43 to 0.44. The encoder and the LSTM are loops, too.
+- With the low stream, no model moves more bytes than by hand or needs more memory, to 1%, but for two: a ViT-B/16 on an
+  L4 (2% more bytes) and on an A100 (8%, and 2% more memory), where XLA stores the gradient of each GELU in float32 once
   more than by hand before it sums it for a bias.
-- ResNet-50 moves the bytes by hand, but for 2% more on an A100. On an A100, an L4 and a B200 it needs 6% more memory.
-  XLA fuses its batch norms otherwise than by hand: on an A100 it stores other activations, but no more in float32.
-- Every product is in low precision, as by hand. Casting the arguments leaves an LSTM in float32: what a model
-  creates itself, such as the zeros that it starts with, is not cast.
+- By default the residual stream is float32. That costs a ViT-B/16 2 to 10% more bytes than by hand on GPUs and 6 to 22%
+  on TPUs, and a GPT-2 small that is unrolled or scanned with remat up to 1% on GPUs and 10% on TPUs. They need up to 7%
+  more memory on GPUs and 13% on TPUs. A ResNet-50 moves up to 2% more bytes on GPUs and 11% on TPUs, and needs 6% more
+  memory on an A100, an L4 and a B200: XLA stores which elements ReLU keeps, which by hand it reads off the
+  low-precision sums.
+- Every product is in low precision, as by hand. Casting the arguments leaves an LSTM in float32 on GPUs: what a model
+  creates itself, such as the zeros that it starts with, is not cast. It makes logits and losses low precision, too,
+  which on TPUs saves a quarter to a half of the bytes of an unrolled GPT-2 small and costs accuracy.
 
 ## float16 on a T4
 
@@ -90,7 +85,8 @@ The largest batch is searched for in steps of an eighth of the usual one, with A
 their gradients, two moments of each, the batch, and the temporary memory of the compiled loss and gradients. It fits
 if that is no more than the memory of the target; in the last table, what does not fit is bold. JAX takes three
 quarters of a GPU by default; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near the limit XLA computes again what it
-has no memory for, so float32 fits at more than half the batch of 16 bits, and moves more bytes for it.
+has no memory for, so float32 fits at more than half the batch of 16 bits, and moves more bytes for it. The table leaves
+out searches that were not finished; of a ResNet-50 on a TPU v5e, a batch of 432 still fits in float32.
 
 Bytes are counted by one rule for all programs (`hlo.cost`): good for ratios, and for those of one target alone. Of a
 TPU, what stays in its vector memory is not counted. "Products in low precision" is the share of the FLOPs of products
@@ -99,10 +95,10 @@ default as well, so there float32 costs bytes and memory, not products. The low 
 elsewhere. "By hand" and "cast whole" are as in [what autocast costs](autocast_cost.md), which has float16 on an H200.
 
 The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`; TPUs are those of libtpu, with the memory
-that its compiler gives to a program. A program for a TPU takes a minute or two of CPU, so they have fewer models, at a
-quarter of the batch. All figures are kept in `benchmarks/accelerators.json`: a run measures what is missing there,
-`--redo autocast` measures one variant anew, and `--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install
-"jax[tpu]"`, in two environments.
+that its compiler gives to a program. They have a quarter of the batch, which fits a v5e in float32. A program for a TPU
+takes one to ten minutes of CPU, one for a GPU up to half a minute. All figures are kept in
+`benchmarks/accelerators.json`: a run measures what is missing there, `--redo autocast` measures one variant anew, and
+`--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install "jax[tpu]"`, in two environments.
 """
 
 
@@ -214,34 +210,24 @@ def usual_batch(model, target):
     return BATCHES[model] // 4 if target in TPUS else BATCHES[model]
 
 
-def rows():
-    """Yields (model, target) of the tables."""
-    yield from ((model, target) for model in BATCHES for target in MODELS if model in MODELS[target])
-
-
-def searches():
-    """Yields (model, target) of the batches that are looked for."""
-    yield from ((model, target) for target, models in FILLED.items() for model in models)
-
-
 def measure_missing(results, wanted):
     """Measures what is not known of (target, variant, model), the usual batches first."""
     for target, variant, model in wanted:
         results.measured(model, target, variant, usual_batch(model, target))
     for target, variant, model in wanted:
-        if variant in FILLING and model in FILLED.get(target, ()):
+        if variant in FILLING and target in FILLED:
             largest_batch(results.measured, model, target, variant)
 
 
 def tables(get):
     """Yields the lines of the page's tables, of the figures that `get(model, target, variant, batch)` knows."""
     yield from section("The largest batch that fits", "model", "target", *FILLING, "times")
-    for model, target in searches():
+    for model, target in itertools.product(BATCHES, FILLED):
         batches = [largest_batch(get, model, target, variant) for variant in FILLING]
-        times = f"{batches[1] / batches[0]:.2f}" if all(batches) else "-"
-        yield line(model, target, *("-" if batch is None else batch for batch in batches), times)
+        if all(batches):
+            yield line(model, target, *batches, f"{batches[1] / batches[0]:.2f}")
     known = {}
-    for model, target in rows():
+    for model, target in itertools.product(BATCHES, [*GPUS, *TPUS]):
         batch = usual_batch(model, target)
         figures = {variant: get(model, target, variant, batch) for variant in VARIANTS}
         if None not in figures.values():
@@ -319,8 +305,7 @@ def main():
     results = Results(RESULTS)
     wanted = [
         (target, variant, model)
-        for target, variant in itertools.product(compilers(), VARIANTS)
-        for model in MODELS[target]
+        for target, variant, model in itertools.product(compilers(), VARIANTS, BATCHES)
         if options.only in model or options.only in target
     ]
     for target, variant, model in wanted:
