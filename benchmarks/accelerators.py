@@ -268,8 +268,6 @@ def memory_of_a_step(figures, target):
 
 def needed(figures, target):
     """What a step needs in GB, in bold where the target has less."""
-    if figures is None:
-        return "-"
     gigabytes = f"{figures['needed'] / 1e9:.2f}" if figures else "too much"
     return gigabytes if fits(figures, target) else f"**{gigabytes}**"
 

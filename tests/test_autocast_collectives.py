@@ -22,7 +22,10 @@ def scattered(x, axis):
 def sharded(collective, check_vma, out_specs=EVERYWHERE):
     """A product of 10,000s on each device, which are then added up."""
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
-    product = lambda x: collective(x @ (100 * jnp.eye(8)), "rows")  # noqa: E731
+
+    def product(x):
+        return collective(x @ (100 * jnp.eye(8)), "rows")
+
     return jax.shard_map(product, mesh=mesh, in_specs=ROWS, out_specs=out_specs, check_vma=check_vma)
 
 
@@ -50,7 +53,9 @@ def test_one_collective_is_float32_in_a_region(name, check_vma):
 
 @pytest.mark.parametrize("rules", [{lax.all_gather_p: "full"}, {lax.all_gather_p: "follow"}], ids=["full", "follow"])
 def test_a_rule_for_a_gather_holds_where_types_are_checked_too(rules):
-    gather = lambda x, axis: lax.all_gather(x, axis, to="invarying", axis=0)  # noqa: E731
+    def gather(x, axis):
+        return lax.all_gather(x, axis, to="invarying", axis=0)
+
     fun = amp.autocast(sharded(gather, True), rules=rules)
     dtype = "float32" if "full" in rules.values() else "float16"
     assert dtypes(fun, X, primitive="all_gather_invariant") == [f"{dtype} -> {dtype}"]
