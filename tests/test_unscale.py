@@ -150,10 +150,10 @@ def test_looking_over_devices_takes_one_collective(check_vma, clip):
 def test_a_kernel_that_is_asked_for_by_name_must_serve(update):
     tx = update("mosaic_gpu")
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU, but the program is compiled for cpu"):
-        jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+        jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=1.0)
     tx = update("cuda")
     with pytest.raises(ValueError, match="must be one of None, 'xla', 'mosaic_gpu', 'triton', got 'cuda'"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=1.0)
 
 
 def test_unscale_hands_the_implementation_on():

@@ -9,14 +9,15 @@ import jax
 
 from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._autocast._higher_order import plan_higher_order
-from jmp_amp._autocast._misuse import Decorator, check_function
+from jmp_amp._autocast._misuse import Decorator, check_dtype_or_policy, check_function
 from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Options, Planner
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Reads, unknown
-from jmp_amp._jaxpr import HIGHER_ORDER, as_type, open_jaxpr, split_arrays, trace
+from jmp_amp._calls import transformation
+from jmp_amp._jaxpr import HIGHER_ORDER, as_type, open_jaxpr, trace_call
 from jmp_amp._policy import Policy, cast_floating, get_policy
 
 P = ParamSpec("P")
@@ -47,9 +48,10 @@ def autocast(
     residual_stream: str = ...,
     enabled: bool = ...,
 ) -> Callable[P, R]: ...
+@transformation
 def autocast(
     fun: Callable | None = None,
-    dtype: Any = "float16",
+    dtype: Any = None,
     *,
     policy: Policy | str | None = None,
     rules: Mapping[Any, Any] | None = None,
@@ -77,7 +79,8 @@ def autocast(
             as `fun`, are updated in place, as without autocast. Leave it out to use `autocast` as a decorator.
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, which returns `fun` as it is. `"float8"` is bfloat16 in which
             large products with a weight (an input of `fun`) read float8 operands, each with a scale of its own; also
-            `"float8_bfloat16"` and `"float8_float16"`. Devices without float8 units run the base dtype and warn.
+            `"float8_bfloat16"` and `"float8_float16"`. Devices without float8 units run the base dtype and warn. The
+            default is `"float16"`, unless `policy` is given.
         policy: a `Policy` or its name, instead of `dtype`. Ops compute in its `compute_dtype`, and floating results are
             cast to its `output_dtype`. If its `param_dtype` is float16 or bfloat16, arguments of that dtype are
             parameters: `fun` is traced as if they were float32, and each op casts them to its own dtype.
@@ -105,7 +108,8 @@ def autocast(
         accumulate in float32 on hardware that does so (every GPU and TPU matrix unit); sums accumulate in float32.
 
     Raises:
-        TypeError: `fun` is not callable, or a rule is for neither a primitive nor a string.
+        TypeError: `fun` is not callable, `dtype` and `policy` are both given, or a rule is for neither a primitive nor
+            a string.
         ValueError: `dtype` is not one of these, or the value of a rule is not a dtype or a class that its primitive
             can have. A pattern that matches no scope warns and lists the scopes.
 
@@ -152,7 +156,7 @@ class Settings(NamedTuple):
 
 
 def parse_settings(
-    dtype: Any = "float16",
+    dtype: Any = None,
     policy: Policy | str | None = None,
     rules: Mapping[Any, Any] | None = None,
     save: str = "matmuls",
@@ -160,8 +164,11 @@ def parse_settings(
     residual_stream: str = "float32",
 ) -> Settings:
     """Checks the arguments of `autocast`; it documents them."""
-    policy = None if policy is None else get_policy(policy)
-    form = parse_format(dtype if policy is None else policy.compute_format)
+    check_dtype_or_policy(dtype, policy)
+    if policy is not None:
+        policy = get_policy(policy)
+        dtype = policy.compute_format
+    form = parse_format("float16" if dtype is None else dtype)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
     for name in overrides.primitives.keys() & (HIGHER_ORDER.keys() - RULES.keys()):
         raise ValueError(
@@ -178,47 +185,60 @@ def parse_settings(
     return Settings(policy, form, Options(overrides, save, grads, residual_stream))
 
 
-def autocast_with(
-    fun: Callable, settings: Settings, planned: Callable[[Planner, Plan], Any] = lambda planner, plan: None
-) -> Callable:
-    """Returns `fun` under autocast; each call passes its planner and its plan to `planned`."""
+@functools.lru_cache(maxsize=64)
+def planner_of(options: Options) -> Planner:
+    """Returns the planner for these options, the same for equal ones: it keeps the plans of the jaxprs that JAX keeps.
+
+    So, outside `jit`, a second call compiles nothing, and plans only what is traced anew.
+    """
+    return Planner(RULES, plan_higher_order, options)
+
+
+def autocast_with(fun: Callable, settings: Settings, planned: Callable[[Plan], Any] = lambda plan: None) -> Callable:
+    """Returns `fun` under autocast; each call passes its plan to `planned`."""
     return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
 
 
-def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Planner, Plan], Any]) -> Callable:
+def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any]) -> Callable:
     policy, form, options = settings
+    stored = FLOAT32 if policy is None else policy.param_dtype
+
+    def in_full(x: Any) -> Any:
+        """Parameters of a low `param_dtype` are traced as float32; these casts are dead code."""
+        is_low = stored.itemsize == 2 and getattr(x, "dtype", None) == stored
+        return cast_floating(x, FLOAT32) if is_low else x
 
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
-        arrays, rebuild = split_arrays((args, kwargs))
-        rebuild_out: Callable[..., Any]
-
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal rebuild_out
-            args, kwargs = rebuild(arrays)
-            results, rebuild_out = split_arrays(fun(*args, **kwargs))
-            return results
-
-        # Parameters of a low `param_dtype` are traced as float32; these casts are dead code.
-        stored = FLOAT32 if policy is None else policy.param_dtype
-        full = [cast_floating(x, FLOAT32) if x.dtype == stored and stored.itemsize == 2 else x for x in arrays]
-        closed = trace(flat, full)
+        # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
+        closed, arrays, rebuild = trace_call(fun, args, kwargs, cast=in_full)
         jaxpr, _ = open_jaxpr(closed)
-        values = tuple(unknown(aval.dtype, aval.shape) for aval in map(jax.typeof, arrays))
-        planner = Planner(RULES, plan_higher_order, options)
         reads = Reads.RETURNED if options.has_low_stream else Reads.ANY
-        plan = planner.plan(closed, values, (reads,) * len(jaxpr.outvars), Region(form))
-        planned(planner, plan)
-        for pattern in options.overrides.scopes.keys() - planner.matched:
-            warnings.warn(_unmatched(pattern, planner.scopes), stacklevel=3)
+        values = tuple(map(unknown, map(jax.typeof, arrays)))
+        plan = planner_of(options).plan(closed, values, (reads,) * len(jaxpr.outvars), Region(form))
+        planned(plan)
+        _warn(plan, options)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)
-        out = rebuild_out([as_type(x, var.aval) for x, var in results])
+        out = rebuild([as_type(x, var.aval) for x, var in results])
         return out if policy is None else policy.cast_to_output(out)
 
     return autocasted
 
 
-def _unmatched(pattern: str, scopes: set[str]) -> str:
+def _warn(plan: Plan, options: Options) -> None:
+    """Warns of patterns that match no scope, and of products that stay as they were traced."""
+    matched = {pattern for scope in plan.scopes for pattern in options.overrides.matching(scope)}
+    for pattern in options.overrides.scopes.keys() - matched:
+        warnings.warn(_unmatched(pattern, plan.scopes), stacklevel=4)
+    for name in sorted(plan.opaque):
+        warnings.warn(
+            f"autocast has no rule for `{name}`, so the products in it stay as they were traced; cast its operands in "
+            "the function, or report it with the program",
+            stacklevel=4,
+        )
+
+
+def _unmatched(pattern: str, scopes: frozenset[str]) -> str:
     known = sorted(scope for scope in scopes if scope)
     shown = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
     return f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}"

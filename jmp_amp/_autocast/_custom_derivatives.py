@@ -17,55 +17,101 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._autocast._plan import Plan, with_results
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Reads, Value
-from jmp_amp._jaxpr import bind, dtype_of, open_jaxpr, trace, with_dtype, zero_cotangent
+from jmp_amp._jaxpr import (
+    bind,
+    closed_over_error,
+    custom_rule,
+    define_vjp,
+    dtype_of,
+    is_inexact,
+    open_jaxpr,
+    pull_with_logs,
+    shape_of,
+    trace,
+    with_dtype,
+    zero_cotangent,
+)
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    differentiable, perturbed_outs = _differentiable(eqn), _inexact(eqn.outvars)
+    symbolic_zeros, n_closed_over, _ = custom_rule(eqn)
+    inexact_outs = list(map(is_inexact, eqn.outvars))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        primals, tangents = _with_closed_over(eqn, primals), [*[None] * n_closed_over, *tangents]
+        differentiable = _differentiable(eqn)
         perturbed = [d and not isinstance(t, SymbolicZero) for d, t in zip(differentiable, tangents, strict=True)]
-        tangents = list(compress(tangents, perturbed))
 
         def as_traced(*args: Any) -> list[Any]:
             primals, tangents = args[: len(perturbed)], args[len(perturbed) :]
             fun = _of_perturbed(eqn, perturbed, primals)
             results, result_tangents = jax.jvp(fun, list(compress(primals, perturbed)), list(tangents))
-            return [*results, *compress(result_tangents, perturbed_outs)]
+            return [*results, *compress(result_tangents, inexact_outs)]
 
-        outs = (*plan.outs, *_tangents(compress(plan.outs, perturbed_outs)))
-        rule = planner.plan(
-            trace(as_traced, [*(types := _types(primals, eqn.invars)), *compress(types, perturbed)]),
-            (*plan.inputs, *_tangents(compress(plan.inputs, perturbed))),
-            (Reads.ANY,) * len(outs),
-            plan.region,
-        )
-        results = with_results(rule, outs)(*primals, *tangents)
+        types = _types(primals, eqn.invars)
+        program = trace(as_traced, [*types, *compress(types, perturbed)])
+        outs = (*plan.outs, *_tangents(compress(plan.outs, inexact_outs)))
+        inputs = (*plan.inputs, *_tangents(compress(plan.inputs, perturbed)))
+        rule = planner.plan(program, inputs, (Reads.ANY,) * len(outs), plan.region)
+        results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
-        given = iter(result_tangents)
-        return results, [next(given) if m else _no_tangent(x) for m, x in zip(perturbed_outs, results, strict=True)]
+        return results, _combine(inexact_outs, result_tangents, map(_no_tangent, results))
 
-    function = jax.custom_jvp(_named(plan, eqn, "custom_jvp"))
-    function.defjvp(jvp, symbolic_zeros=eqn.params["symbolic_zeros"])
-    return lambda args: function(*args)
+    def run(args: Sequence[Any]) -> Sequence[Any]:
+        function = jax.custom_jvp(_function(plan, eqn, args[:n_closed_over]))
+        function.defjvp(jvp, symbolic_zeros=symbolic_zeros)
+        return function(*args[n_closed_over:])
+
+    return run
 
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`. Its residuals may be low precision."""
-    differentiable, symbolic_zeros = _differentiable(eqn), eqn.params["symbolic_zeros"]
+    symbolic_zeros, n_closed_over, _ = custom_rule(eqn)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
-        if not symbolic_zeros:
-            return _forward(planner, eqn, plan, differentiable, args)
-        perturbed = [d and arg.perturbed for d, arg in zip(differentiable, args, strict=True)]
-        return _forward(planner, eqn, plan, perturbed, [arg.value for arg in args])
+        perturbed = _differentiable(eqn)
+        if symbolic_zeros:
+            given = [*[False] * n_closed_over, *[arg.perturbed for arg in args]]
+            perturbed = [a and b for a, b in zip(perturbed, given, strict=True)]
+            args = tuple(arg.value for arg in args)
+        return _forward(planner, eqn, plan, perturbed, _with_closed_over(eqn, args))
 
-    function = jax.custom_vjp(_named(plan, eqn, "custom_vjp"))
-    function.defvjp(forward, lambda pull, cotangents: tuple(pull(cotangents)), symbolic_zeros=symbolic_zeros)
-    return lambda args: function(*args)
+    def backward(pull: Callable, cotangents: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+        grads, logs = pull(cotangents)
+        return tuple(grads[n_closed_over:]), logs
+
+    def run(args: Sequence[Any]) -> Sequence[Any]:
+        function = jax.custom_vjp(_function(plan, eqn, args[:n_closed_over]))
+        define_vjp(function, forward, backward, symbolic_zeros)
+        return function(*args[n_closed_over:])
+
+    return run
+
+
+def _function(plan: Plan, eqn: JaxprEqn, closed_over: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Returns the planned function of the other operands. So JAX refuses to differentiate it by those closed over."""
+
+    def call(*args: Any) -> list[Any]:
+        return plan(*closed_over, *args)
+
+    call.__name__ = eqn.params.get("name", eqn.primitive.name)
+    return call
+
+
+def _with_closed_over(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Returns all operands, given those that are arguments. The rule does not read the others, so they are zeros."""
+    closed_over = eqn.invars[: custom_rule(eqn).n_closed_over]
+    return [*[jnp.zeros(shape_of(var) or (), dtype_of(var)) for var in closed_over], *args]
+
+
+def _differentiable(eqn: JaxprEqn) -> list[bool]:
+    """Returns whether each operand may be differentiated."""
+    n_fixed = custom_rule(eqn).n_fixed
+    return [i >= n_fixed and is_inexact(var) for i, var in enumerate(eqn.invars)]
 
 
 def _forward(
@@ -81,53 +127,55 @@ def _forward(
         residuals, pullback_tree = jax.tree.flatten(pullback)
         return [*results, *residuals]
 
-    traced = trace(as_traced, _types(args, eqn.invars))
+    try:
+        traced = trace(as_traced, _types(args, eqn.invars))
+    except closed_over_error():
+        # An equation that JAX traced again does not tell which of its first operands its function closes over.
+        if not any(perturbed):
+            raise
+        first = list(perturbed).index(True)
+        return _forward(planner, eqn, plan, [p and i > first for i, p in enumerate(perturbed)], args)
     outvars = open_jaxpr(traced)[0].outvars
     rule = planner.plan(traced, plan.inputs, (Reads.ANY,) * len(outvars), plan.region)
     outs = (*plan.outs, *rule.outs[n_outs:])
     results = with_results(rule, outs)(*args)
     types = _types(results[n_outs:], outvars[n_outs:])
 
-    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        inexact = zip(_inexact(eqn.outvars), cotangents, strict=True)
-        given = [is_one and not isinstance(cotangent, SymbolicZero) for is_one, cotangent in inexact]
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        pairs = zip(eqn.outvars, cotangents, strict=True)
+        given = [is_inexact(var) and not isinstance(cotangent, SymbolicZero) for var, cotangent in pairs]
         cotangents = list(compress(cotangents, given))
+        n_grads, logs_tree = sum(perturbed), None
 
         def as_traced(*args: Any) -> list[Any]:
+            nonlocal logs_tree
             pullback = jax.tree.unflatten(pullback_tree, args[: len(types)])
             zeros = [zero_cotangent(var.aval) for var in eqn.outvars]
-            return list(pullback(_combine(given, args[len(types) :], zeros)))
+            grads, logs = pull_with_logs(pullback, list(_combine(given, args[len(types) :], zeros)))
+            logged, logs_tree = jax.tree.flatten(logs)
+            return [*grads, *logged]
 
         traced = trace(as_traced, [*types, *_types(cotangents, list(compress(eqn.outvars, given)))])
-        values = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
-        grads = _tangents(compress(plan.inputs, perturbed))
-        rule = planner.plan(traced, values, (Reads.ANY,) * len(grads), plan.region)
-        return _combine(perturbed, with_results(rule, grads)(*residuals, *cotangents), [None] * len(perturbed))
+        outvars = open_jaxpr(traced)[0].outvars
+        inputs = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
+        rule = planner.plan(traced, inputs, (Reads.ANY,) * len(outvars), plan.region)
+        # A rule may return float32 for a bfloat16 operand; JAX keeps it.
+        of_grads = [
+            Value(value.dtype if dtype_of(var) == dtype_of(primal) else dtype_of(var))
+            for var, primal, value in zip(
+                outvars, compress(eqn.invars, perturbed), compress(plan.inputs, perturbed), strict=False
+            )
+        ]
+        results = with_results(rule, (*of_grads, *rule.outs[n_grads:]))(*residuals, *cotangents)
+        grads = _combine(perturbed, results[:n_grads], [None] * len(perturbed))
+        return tuple(grads), jax.tree.unflatten(logs_tree, results[n_grads:])
 
     return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
 
 
-def _named(plan: Plan, eqn: JaxprEqn, default: str) -> Callable[..., list[Any]]:
-    def call(*args: Any) -> list[Any]:
-        return plan(*args)
-
-    call.__name__ = eqn.params.get("name", default)
-    return call
-
-
 def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Returns the traced call as a function of its differentiable operands."""
+    """Returns the traced call as a function of its perturbed operands."""
     return lambda *values: bind(eqn, _combine(perturbed, values, args))
-
-
-def _differentiable(eqn: JaxprEqn) -> list[bool]:
-    """Returns whether each operand is differentiable: integers and closed-over constants are not."""
-    n_consts = eqn.params["num_consts"]
-    return [i >= n_consts and inexact for i, inexact in enumerate(_inexact(eqn.invars))]
-
-
-def _inexact(variables: Sequence[Any]) -> list[bool]:
-    return [jnp.issubdtype(dtype_of(var), jnp.inexact) for var in variables]
 
 
 def _combine(mask: Sequence[bool], items: Iterable[Any], others: Iterable[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from jmp_amp._autocast._plan import Plan, Region, Step
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._rule import OpClass, Rule
 from jmp_amp._autocast._values import Origin, Reads, Value, constant
+from jmp_amp._jaxpr import Structure
 
 if TYPE_CHECKING:
     from jmp_amp._autocast._planner import Planner
@@ -65,7 +66,7 @@ class _Equation:
         rule: the rule of its op.
         region: its format, and the scopes around it.
         operands: the variables that it reads, each once.
-        holds_jaxprs: whether it is a call, branches or a loop.
+        structure: how it holds jaxprs; None if it holds none.
         uses_copies: whether a float32 copy of an operand would change the decision.
         as_traced: why it runs as it was traced, see `Step`.
         step: the decision; None until there is one.
@@ -77,7 +78,7 @@ class _Equation:
     rule: Rule
     region: Region
     operands: tuple[Var, ...]
-    holds_jaxprs: bool
+    structure: Structure | None
     uses_copies: bool
     as_traced: str | None = None
     step: Step | None = None
@@ -103,11 +104,12 @@ class Draft:
     ) -> None:
         """Takes a planner and the arguments of `Planner.plan`."""
         self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
-        given = zip((*jaxpr.constvars, *jaxpr.invars), (*map(planner.constant, consts), *values), strict=True)
+        given = zip((*jaxpr.constvars, *jaxpr.invars), (*planner.constants(jaxpr, consts), *values), strict=True)
         self._variables = {var: _Variable(value) for var, value in given}
         literals = [atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal)]
         self._literals = {id(literal): constant(literal.val) for literal in literals}
-        self._equations = list(map(self._equation, itertools.count(), planner.facts_of(jaxpr)))
+        self._facts = planner.facts_of(jaxpr)
+        self._equations = list(map(self._equation, itertools.count(), self._facts))
         for reads, atom in zip(wanted, jaxpr.outvars, strict=True):
             if isinstance(atom, Var):
                 self._variables[atom].is_read = True
@@ -120,9 +122,9 @@ class Draft:
 
     def _equation(self, index: int, facts: Facts) -> _Equation:
         eqn, rule, structure, operands = facts
-        region, holds_jaxprs = self._planner.enter(self._region, eqn), structure is not None
-        uses_copies = holds_jaxprs or (rule.moves and not rule.fuses)
-        equation = _Equation(index, eqn, rule, region, operands, holds_jaxprs, uses_copies)
+        region = self._planner.enter(self._region, eqn)
+        uses_copies = structure is not None or (rule.moves and not rule.fuses)
+        equation = _Equation(index, eqn, rule, region, operands, structure, uses_copies)
         for var in operands:
             variable = self._variables[var]
             variable.readers.append(equation)
@@ -165,7 +167,14 @@ class Draft:
         reads_full = tuple([self._variables[var].is_wanted for var in self._jaxpr.invars])
         steps = [equation.step for equation in self._equations if equation.step is not None]
         outs = tuple(map(self._read, self._jaxpr.outvars))
-        return Plan(self._jaxpr, self._consts, known, steps, outs, reads_full, self._region)
+        inner = [plan for step in steps for plan, _ in step.inner]
+        scopes = {equation.region.path for equation in self._equations}.union(*[plan.scopes for plan in inner])
+        opaque = {facts.eqn.primitive.name for facts in self._facts if self._planner.hides_products(facts)}
+        opaque.update(*[plan.opaque for plan in inner])
+        frame = self._jaxpr.replace(eqns=[])
+        return Plan(
+            frame, self._consts, known, steps, outs, reads_full, self._region, frozenset(scopes), frozenset(opaque)
+        )
 
     def _read(self, atom: Any) -> Value:
         value = self._variables[atom].value if isinstance(atom, Var) else self._literals.get(id(atom))
@@ -184,13 +193,13 @@ class Draft:
             has_copy = any(value.has_float32_copy for value in values)
         stream = outs[0].reads if rule.adds and outs[0].reads in (Reads.RESNET, Reads.NORM) else Reads.ANY
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
-        reason = values, wanted if equation.holds_jaxprs else reads_full
+        reason = values, wanted if equation.structure is not None else reads_full
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)
         has_streams = self._planner.options.has_low_stream
         op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, stream)
-        step = self._planner.decide(op, wanted, equation.region)
+        step = self._planner.decide(op, equation.structure, wanted, equation.region)
         equation.step, equation.reason = step, reason
         if equation.as_traced:
             equation.step = step._replace(as_traced=equation.as_traced)

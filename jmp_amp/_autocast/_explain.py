@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_amp._autocast._api import Settings, autocast_with
+from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._forward_sites import forward_sites
 from jmp_amp._autocast._nnx import unbound
 from jmp_amp._autocast._op_site import OpSite, flops_of, widest_of
@@ -19,13 +19,13 @@ from jmp_amp._autocast._provenance import TOP, Provenance, equations_in
 from jmp_amp._float8 import PRIMITIVE
 from jmp_amp._jaxpr import (
     dtype_of,
-    flat_call,
     has_no_derivative,
     holds_jaxprs,
     is_backward,
     is_floating,
     is_recomputed,
     open_jaxpr,
+    split_arrays,
 )
 
 
@@ -54,10 +54,14 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
         kwargs: likewise.
     """
     fun, args = unbound(fun, args)
-    plans: list[tuple[Planner, Plan]] = []
-    autocasted = autocast_with(fun, settings, lambda *plan: plans.append(plan))
-    call, arrays = flat_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)
+    plans: list[Plan] = []
+    autocasted = autocast_with(fun, settings, plans.append)
+    arrays, rebuild = split_arrays((args, kwargs), jax.ShapeDtypeStruct)
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+
+    def call(*arrays: Any) -> list[Any]:
+        args, kwargs = rebuild(arrays)
+        return split_arrays(autocasted(*args, **kwargs))[0]
 
     def call_and_pull(*arrays: Any) -> Any:
         def of_floats(*floats: Any) -> list[Any]:
@@ -75,7 +79,7 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
             raise
         plans.clear()
         program, differentiable = jax.make_jaxpr(call)(*arrays), False
-    planner, plan = plans[0]
+    planner, plan = planner_of(settings.options), plans[0]
     equations = list(equations_in(program, TOP))
     backward = [
         _backward_site(planner, eqn, provenance) for eqn, provenance in equations if is_backward(provenance.stack)

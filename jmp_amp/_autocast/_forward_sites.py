@@ -18,7 +18,7 @@ from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._rule import OpClass
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Origin, Value, constant
-from jmp_amp._jaxpr import dtype_of, is_floating, shape_of
+from jmp_amp._jaxpr import dtype_of, is_floating, is_reference, shape_of
 
 
 def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Provenance, forced: str | None) -> Iterator[OpSite]:
@@ -43,7 +43,10 @@ def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Provenance, 
         elif step.as_traced is not None:
             why, region = step.as_traced, region._replace(format=FORMATS["float32"])
         for inner, runs in step.inner:
-            inside = "decomposition" if inner.region.format is AS_TRACED else why
+            if inner.region.format is not AS_TRACED:
+                inside = why
+            else:
+                inside = "reference" if any(map(is_reference, eqn.invars)) else "decomposition"
             yield from forward_sites(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
         if not step.inner and any(map(is_floating, (*eqn.invars, *eqn.outvars))):
             yield _forward_site(
@@ -96,7 +99,7 @@ def _why(
     if name in planner.options.overrides.primitives:
         return "override"
     if name not in RULES:
-        return "unknown"
+        return "opaque" if planner.hides_products(planner.facts_of_equation(eqn)) else "unknown"
     if not traced and not any(dtype_of(var) == FLOAT32 for var in eqn.outvars):
         return "traced"
     if op_class is OpClass.ORIGINAL:

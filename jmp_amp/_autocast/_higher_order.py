@@ -4,8 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast._accumulators import accumulators
 from jmp_amp._autocast._axes import sliced
@@ -13,19 +12,34 @@ from jmp_amp._autocast._carries import Values, plan_carries
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._deciding import deciding_carries
 from jmp_amp._autocast._format import AS_TRACED, FLOAT32
-from jmp_amp._autocast._plan import Plan, Region, Step, with_results
+from jmp_amp._autocast._plan import Plan, Region, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Origin, Reads, Value, join
 from jmp_amp._float8 import as_products
-from jmp_amp._jaxpr import HIGHER_ORDER, Branches, Call, Loop, bind, dtype_of
+from jmp_amp._jaxpr import (
+    HIGHER_ORDER,
+    Body,
+    Branches,
+    Call,
+    Loop,
+    Structure,
+    bind,
+    dtype_of,
+    is_checkified,
+    is_reference,
+    params_of,
+    with_params,
+)
 
 Wanted = tuple[Reads, ...]
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def plan_higher_order(planner: Planner, eqn: JaxprEqn, values: Values, wanted: Wanted, region: Region) -> Step:
+def plan_higher_order(
+    planner: Planner, eqn: JaxprEqn, structure: Structure, values: Values, wanted: Wanted, region: Region
+) -> Step:
     """Decides an equation that holds jaxprs."""
-    match HIGHER_ORDER[eqn.primitive.name].enter(eqn):
+    match structure:
         case Call() as call:
             return _call(planner, eqn, call, values, wanted, region)
         case Branches() as branches:
@@ -42,9 +56,11 @@ def _call(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, wanted: W
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
     """
     entry = HIGHER_ORDER[eqn.primitive.name]
-    if eqn.params.get("policy") is not None:  # of `jax.checkpoint`
-        eqn = eqn.replace(params=eqn.params | {"policy": as_products(eqn.params["policy"])})
-    if entry.run is None:
+    if params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
+        eqn = with_params(eqn, policy=as_products(params_of(eqn)["policy"]))
+    # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
+    has_references = call.rule is not None and any(map(is_reference, eqn.invars))
+    if entry.run is None or has_references:
         return _as_traced(planner, eqn, call, values, region)
     plan = planner.plan(call.jaxpr, values, wanted, region)
     reads_full = (False,) * len(values) if entry.keeps_inputs else plan.reads_full
@@ -53,8 +69,10 @@ def _call(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, wanted: W
         for value, is_full, atom in zip(values, reads_full, eqn.invars, strict=True)
     )
     plan = planner.plan(call.jaxpr, full, wanted, region)
-    derivative = _DERIVATIVES.get(eqn.primitive.name)
-    run = derivative(planner, eqn, plan) if derivative and plan.changed else _run_with(eqn, [plan])
+    if call.rule is not None and plan.changed:
+        run: Run | None = _DERIVATIVES[call.rule](planner, eqn, plan)
+    else:
+        run = _run_with(eqn, [plan.body()], [plan])
     return _step(eqn, _casts(values, full), plan.outs, run, [(plan, 1)])._replace(reads_full=reads_full)
 
 
@@ -80,7 +98,7 @@ def _branches(
     plans = [planner.plan(branch, inputs, stored, region) for branch in branches.jaxprs]
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
-    run = _run_with(eqn, plans, [with_results(plan, outs) for plan in plans])
+    run = _run_with(eqn, [plan.body(outs) for plan in plans], plans)
     return _step(eqn, (None,) * len(values), outs, run, [(plan, 1) for plan in plans])
 
 
@@ -102,15 +120,15 @@ def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, wanted: W
         plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up, streams=streams, low=region.format.dtype
     )
     # A stacked result that is also carried has the dtype of the carry.
-    stored = dict(zip(plan.jaxpr.outvars, carry, strict=False))
-    slices = zip(plan.jaxpr.outvars[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
-    stacked = [stored.get(var, out) for var, out in slices]
+    results = plan.frame.outvars
+    stored = {var: value for var, value in zip(results, carry, strict=False) if isinstance(var, Var)}
+    slices = zip(results[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
+    stacked = [stored.get(var, out) if isinstance(var, Var) else out for var, out in slices]
     outs = carry + tuple(Value(out.dtype, keep_float32=out.keep_float32) for out in stacked)
-    body = with_results(plan, outs)
-    if saves_products and not plan.jaxpr.effects:
-        body = jax.checkpoint(body, policy=planner.is_saved, prevent_cse=False)
+    recomputes = saves_products and not plan.frame.effects and not is_checkified()
+    policy = planner.is_saved if recomputes else None
     casts = _casts(values, (*consts, *carry, *values[loop.xs]))
-    return _step(eqn, casts, outs, _run_with(eqn, [plan], [body]), [(plan, loop.length)])
+    return _step(eqn, casts, outs, _run_with(eqn, [plan.body(outs, policy)], [plan]), [(plan, loop.length)])
 
 
 def _streams(planner: Planner, loop: Loop, values: Values, wanted: Wanted, region: Region) -> list[bool]:
@@ -134,15 +152,15 @@ def _while(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: 
     carry, body = plan_carries(plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up, decides)
     cond = planner.plan(loop.cond, (*values[loop.cond_consts], *carry), (Reads.TRACED,), region)
     casts = _casts(values, (*values[loop.cond_consts], *values[loop.consts], *carry))
-    run = _run_with(eqn, [cond, body], [cond, with_results(body, carry)])
+    run = _run_with(eqn, [cond.body(), body.body(carry)], [cond, body])
     return _step(eqn, casts, carry, run, [(cond, 1), (body, 1)])
 
 
-def _run_with(eqn: JaxprEqn, plans: Sequence[Plan], functions: Sequence[Any] = ()) -> Run | None:
+def _run_with(eqn: JaxprEqn, bodies: Sequence[Body], plans: Sequence[Plan]) -> Run | None:
     """Returns a function that runs an equation with plans in place of its jaxprs; None if no plan changes anything."""
     run = HIGHER_ORDER[eqn.primitive.name].run
     changed = any(plan.changed for plan in plans)
-    return functools.partial(run, eqn, functions or plans) if changed and run is not None else None
+    return functools.partial(run, eqn, bodies) if changed and run is not None else None
 
 
 def _step(

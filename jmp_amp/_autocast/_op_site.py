@@ -49,6 +49,7 @@ REASONS = {
     "angle": "only sines and cosines read its result",
     "distance": "a term of a squared distance, which cancels with the others",
     "decomposition": "a matrix decomposition or a solver reads its result",
+    "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
     "loop": "it decides when a loop ends",
     "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
     "readers": "all readers of its result read float32, and it fuses with them",
@@ -62,6 +63,7 @@ REASONS = {
     "override": "`rules` gives its primitive another class",
     "traced": "the op, or an operand, was traced in another dtype than float32",
     "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
+    "opaque": "no rule for this primitive: the products in it stay as they were traced",
     "derivative": "JAX derives it from the forward pass",
 }
 

@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32, Format
 from jmp_amp._autocast._rule import Makes, OpClass, Rule
+from jmp_amp._autocast._rules import operand_dtypes
 from jmp_amp._autocast._values import Origin, Reads, Value, common_dtype, widest
 from jmp_amp._jaxpr import dtype_of, retyped, shape_of
 
@@ -62,7 +63,9 @@ def operand_dtype(op: OpContext) -> Any:
     if op_class is OpClass.LOWER:
         is_kept = any(value.keep_float32 or value.is_lost(op.format.dtype) for value in eligible)
         takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
-        return op.format.dtype if takes and not is_kept else FLOAT32
+        allowed = operand_dtypes(eqn.params.get("precision"))
+        is_low = takes and not is_kept and (allowed is None or op.format.dtype in allowed)
+        return op.format.dtype if is_low else FLOAT32
     return common_dtype(eligible)
 
 

@@ -1,8 +1,9 @@
 """The user's rules: for a primitive, or for the scopes that match a pattern."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core import Primitive
 
@@ -15,16 +16,19 @@ from jmp_amp._autocast._values import Reads
 _VARIANTS = {"psum": ("psum_invariant",), "all_gather": ("all_gather_invariant",)}
 
 
-class Overrides(NamedTuple):
-    """The argument `rules`, parsed.
+@dataclasses.dataclass(frozen=True)
+class Overrides:
+    """The argument `rules`, parsed. Those of equal arguments are equal.
 
     Attributes:
+        rules: the argument.
         primitives: rules by the name of the primitive.
         scopes: formats by pattern. If several match a scope, the last one counts.
     """
 
-    primitives: Rules
-    scopes: Mapping[str, Format]
+    rules: tuple[tuple[Any, Any], ...]
+    primitives: Rules = dataclasses.field(compare=False)
+    scopes: Mapping[str, Format] = dataclasses.field(compare=False)
 
     def matching(self, path: str) -> list[str]:
         """Returns the patterns that match a scope or one around it."""
@@ -53,13 +57,26 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
             primitives |= {name: _override(name, value) for name in (key.name, *_VARIANTS.get(key.name, ()))}
         elif isinstance(key, str):
             pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # a pattern may start at any scope
-            scopes[pattern] = FORMATS["float32"] if value == "full" else parse_format(value).at_any_size
+            scopes[pattern] = _format_of_scopes(key, value)
         else:
             raise TypeError(
                 "a rule is for a primitive (`lax.tanh_p`) or for a pattern of scopes ('decoder/*'), "
                 f"got {key!r} of type {type(key).__name__}"
             )
-    return Overrides(primitives, scopes)
+    return Overrides(tuple(rules.items()), primitives, scopes)
+
+
+def _format_of_scopes(pattern: str, value: Any) -> Format:
+    if isinstance(value, str) and value == "full":
+        return FORMATS["float32"]
+    try:
+        return parse_format(value).at_any_size
+    except (TypeError, ValueError):
+        raise ValueError(
+            f'the rule of the scopes `{pattern}` must be "full" or a dtype that autocast computes in '
+            f'({", ".join(FORMATS)}), got {value!r}; write `rules={{{pattern!r}: "full"}}`. A class such as "lower" is '
+            'for a primitive: `rules={lax.tanh_p: "lower"}`'
+        ) from None
 
 
 def _override(name: str, value: Any) -> Rule | RuleOf:

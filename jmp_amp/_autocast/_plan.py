@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmp_amp._autocast._blocks import Block, cast, grouped
 from jmp_amp._autocast._format import Format
 from jmp_amp._autocast._values import Value
-from jmp_amp._jaxpr import context_of, dtype_of, evaluate_steps, is_differentiated, trace, with_last_reads
+from jmp_amp._jaxpr import Body, aval_with, context_of, dtype_of, evaluate_steps, is_differentiated, with_last_reads
 
 
 class Step(NamedTuple):
@@ -61,27 +61,31 @@ class Plan:
     """The steps of one jaxpr, for one set of input dtypes.
 
     Attributes:
-        jaxpr: the jaxpr, open.
+        frame: the jaxpr, open and without equations. A plan lives as long as its jaxpr, so it must not hold it.
         consts: the values of its constants.
         values: what is known of each variable.
         steps: the decision for each equation.
         outs: what is known of the results.
         reads_full: whether each input is read in float32 only.
         region: the surroundings of the jaxpr.
+        scopes: the paths of its equations; empty if no rule has a pattern.
+        opaque: the primitives that hold products and have no rule, so that these stay as they were traced.
     """
 
-    jaxpr: Jaxpr
+    frame: Jaxpr
     consts: Sequence[Any]
     values: Mapping[Var, Value]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
     reads_full: tuple[bool, ...]
     region: Region
+    scopes: frozenset[str]
+    opaque: frozenset[str]
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
-        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        env |= dict(zip(self.jaxpr.invars, args, strict=True))
+        env = dict(zip(self.frame.constvars, self.consts, strict=True))
+        env |= dict(zip(self.frame.invars, args, strict=True))
         blocks, convert = (self._grouped, cast) if is_differentiated() else (self._single, lax.convert_element_type)
         shared: dict[tuple[Var, Any], Any] = {}
 
@@ -100,16 +104,16 @@ class Plan:
             with context_of(block.eqn):
                 return block.run(list(map(cast_once, block.invars, operands, block.casts)))
 
-        return evaluate_steps(blocks, self.jaxpr.outvars, env, apply)
+        return evaluate_steps(blocks, self.frame.outvars, env, apply)
 
     @functools.cached_property
     def _single(self) -> list[tuple[Block, list[Var]]]:
-        return with_last_reads(self._blocks(), self.jaxpr.outvars)
+        return with_last_reads(self._blocks(), self.frame.outvars)
 
     @functools.cached_property
     def _grouped(self) -> list[tuple[Block, list[Var]]]:
-        results = {atom for atom in self.jaxpr.outvars if isinstance(atom, Var)}
-        return with_last_reads(grouped(self._blocks(), results), self.jaxpr.outvars)
+        results = {atom for atom in self.frame.outvars if isinstance(atom, Var)}
+        return with_last_reads(grouped(self._blocks(), results), self.frame.outvars)
 
     def _blocks(self) -> list[Block]:
         return [Block(step.eqn, step.eqn.invars, step.casts, step.eqn.outvars, step.run) for step in self.steps]
@@ -117,23 +121,32 @@ class Plan:
     @functools.cached_property
     def inputs(self) -> tuple[Value, ...]:
         """What is known of the inputs."""
-        return tuple(self.values[var] for var in self.jaxpr.invars)
+        return tuple(self.values[var] for var in self.frame.invars)
 
     @functools.cached_property
     def changed(self) -> bool:
         """Whether a dtype in it differs from the traced one."""
-        return differs(zip(self.jaxpr.invars, self.inputs, strict=True)) or any(step.changed for step in self.steps)
+        return differs(zip(self.frame.invars, self.inputs, strict=True)) or any(step.changed for step in self.steps)
+
+    def body(self, outs: Sequence[Value] = (), policy: Callable[..., bool] | None = None) -> Body:
+        """Returns the plan as a function in place of its jaxpr, the same one for the same arguments.
+
+        Args:
+            outs: what the results are cast to; those of the plan by default.
+            policy: says what `jax.checkpoint` saves of it; None for no `jax.checkpoint`.
+        """
+        key = tuple(out.dtype for out in outs or self.outs), policy
+        if key not in self._bodies:
+            fun: Callable[..., list[Any]] = with_results(self, outs) if outs else self
+            if policy is not None:
+                fun = jax.checkpoint(fun, policy=policy, prevent_cse=False)
+            pairs = zip(self.frame.invars, self.inputs, strict=True)
+            self._bodies[key] = Body(fun, [aval_with(var.aval, value.dtype) for var, value in pairs])
+        return self._bodies[key]
 
     @functools.cached_property
-    def _traced(self) -> dict[Any, Any]:
+    def _bodies(self) -> dict[Any, Body]:
         return {}
-
-    def trace(self, args: Sequence[Any]) -> Any:
-        """Returns the plan as a closed jaxpr, the same object for the same types, so that calls compile once."""
-        types = tuple(map(jax.typeof, args))
-        if types not in self._traced:
-            self._traced[types] = trace(self, args)
-        return self._traced[types]
 
 
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:
@@ -146,7 +159,7 @@ def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
 
     def cast(*args: Any) -> list[Any]:
         return [
-            lax.convert_element_type(x, out.dtype) if jax.numpy.result_type(x) != out.dtype else x
+            x if out.dtype is None or jax.numpy.result_type(x) == out.dtype else lax.convert_element_type(x, out.dtype)
             for x, out in zip(fun(*args), outs, strict=True)
         ]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
@@ -16,11 +17,21 @@ from jmp_amp._autocast._plan import Plan, Region, Step, differs
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._results import results
 from jmp_amp._autocast._rewrites import Decided, rewrite_of
-from jmp_amp._autocast._rule import ORIGINAL, Rule, Rules
+from jmp_amp._autocast._rule import ORIGINAL, OpClass, Rule, Rules
 from jmp_amp._autocast._sensitive import Sensitivity
 from jmp_amp._autocast._streams import Streams
 from jmp_amp._autocast._values import Origin, Reads, Value, constant
-from jmp_amp._jaxpr import HIGHER_ORDER, dtype_of, open_jaxpr, scope_path, structure_of
+from jmp_amp._jaxpr import (
+    HIGHER_ORDER,
+    Kept,
+    Structure,
+    dtype_of,
+    dtype_of_aval,
+    inner_jaxprs,
+    open_jaxpr,
+    scope_path,
+    structure_of,
+)
 
 
 class Options(NamedTuple):
@@ -37,25 +48,22 @@ class Options(NamedTuple):
         return self.residual_stream == "low"
 
 
-PlanHigherOrder = Callable[["Planner", JaxprEqn, tuple[Value, ...], tuple[Reads, ...], Region], Step]
+PlanHigherOrder = Callable[["Planner", JaxprEqn, Structure, tuple[Value, ...], tuple[Reads, ...], Region], Step]
+_KEPT_STEPS = 2**14
 
 
 class Planner:
-    """Plans the jaxprs of one program. Its caches live as long as it does."""
+    """Plans jaxprs. It keeps what it finds out about a jaxpr as long as that lives; see `planner_of`."""
 
     def __init__(self, rules: Rules, plan_higher_order: PlanHigherOrder, options: Options) -> None:
         """Takes the op table, a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
         self._rules: Mapping[str, Any] = {**rules, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.scopes: set[str] = set()
-        self.matched: set[str] = set()
         self.sensitivity = Sensitivity(self.facts_of)
         self.streams = Streams(self.facts_of)
-        self._plans: dict[Any, Plan] = {}
+        self._plans, self._facts, self._constants = Kept(), Kept(), Kept()
         self._steps: dict[Any, Step] = {}
-        self._constants: dict[int, tuple[Any, Value]] = {}
-        self._facts: dict[int, tuple[Jaxpr, list[Facts]]] = {}
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Reads, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -66,19 +74,13 @@ class Planner:
             wanted: how each of its results is read.
             region: the format and the scopes around it.
         """
-        # The plan keeps its jaxpr alive, so an id cannot come to mean another one.
         opened, consts = open_jaxpr(jaxpr)
-        key = id(opened), values, wanted, region
-        if key not in self._plans:
-            self._plans[key] = Draft(self, opened, consts, values, wanted, region).plan()
-        return self._plans[key]
+        key = tuple(map(id, consts)), values, wanted, region  # the plan keeps the constants alive
+        return self._plans(opened, key, lambda: Draft(self, opened, consts, values, wanted, region).plan())
 
-    def constant(self, x: Any) -> Value:
-        """Describes a constant, and reads it only once."""
-        # The constant is kept alive, so an id cannot come to mean another one.
-        if id(x) not in self._constants:
-            self._constants[id(x)] = x, constant(x)
-        return self._constants[id(x)][1]
+    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
+        """Describes the constants of an open jaxpr, and reads them only once."""
+        return self._constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
 
     def rule(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
         """Returns the rule for a first-order op."""
@@ -91,17 +93,28 @@ class Planner:
 
     def facts_of(self, jaxpr: Jaxpr) -> list[Facts]:
         """Returns the facts of each equation of an open jaxpr."""
-        # The jaxpr is kept alive, so an id cannot come to mean another one.
-        if id(jaxpr) not in self._facts:
-            self._facts[id(jaxpr)] = jaxpr, list(map(self._facts_of, jaxpr.eqns))
-        return self._facts[id(jaxpr)][1]
+        return self._facts(jaxpr, (), lambda: list(map(self.facts_of_equation, jaxpr.eqns)))
 
-    def _facts_of(self, eqn: JaxprEqn) -> Facts:
+    def facts_of_equation(self, eqn: JaxprEqn) -> Facts:
+        """Returns the facts of an equation."""
         operands = dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)])
         return Facts(eqn, self.rule_of(eqn), structure_of(eqn), tuple(operands))
 
+    def hides_products(self, facts: Facts) -> bool:
+        """Whether an equation without a rule holds products, which stay as they were traced."""
+        eqn = facts.eqn
+        if facts.structure is not None or eqn.primitive.name in self._rules:
+            return False
+        inside = [each for inner, _ in inner_jaxprs(eqn) for each in self.facts_of(open_jaxpr(inner)[0])]
+        return any(each.rule.op_class is OpClass.LOWER or self.hides_products(each) for each in inside)
+
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
-        """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
+        """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop.
+
+        An op that has no rule and reads floating values, such as a kernel, may be costly.
+        """
+        if primitive.name not in self._rules and primitive.name not in HIGHER_ORDER:
+            return any(jnp.issubdtype(dtype, jnp.floating) for dtype in filter(None, map(dtype_of_aval, avals)))
         return params.get("name") == SAVED or self.rule(primitive, params, avals).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
@@ -112,22 +125,21 @@ class Planner:
             return region
         if self.options.overrides.scopes:
             path = scope_path(path, name_stack)
-            self.scopes.add(path)
             for pattern in self.options.overrides.matching(path):
                 form = self.options.overrides.scopes[pattern]
-                self.matched.add(pattern)
         return Region(format_in(name_stack) or form, path)
 
-    def decide(self, op: OpContext, wanted: tuple[Reads, ...], region: Region) -> Step:
+    def decide(self, op: OpContext, structure: Structure | None, wanted: tuple[Reads, ...], region: Region) -> Step:
         """Decides an equation.
 
         Args:
             op: the op.
+            structure: how it holds jaxprs; None if it holds none.
             wanted: how each of its results is read.
             region: the format and the scopes around it.
         """
-        if op.eqn.primitive.name in HIGHER_ORDER:
-            return self._plan_higher_order(self, op.eqn, op.values, wanted, region)
+        if structure is not None:
+            return self._plan_higher_order(self, op.eqn, structure, op.values, wanted, region)
         if not op.format.is_low:
             op = op._replace(rule=ORIGINAL)
         # The same op of another layer gets the same decision.
@@ -140,6 +152,8 @@ class Planner:
         except TypeError:  # a parameter that cannot be hashed
             return self._first_order(op)
         if known is None:
+            if len(self._steps) >= _KEPT_STEPS:
+                self._steps.clear()
             known = self._steps[key] = self._first_order(op)
         return known._replace(eqn=eqn)
 

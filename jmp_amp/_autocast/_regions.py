@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
 from jmp_amp._autocast._format import FORMATS, Format, parse_format
+from jmp_amp._autocast._misuse import check_region_function
 from jmp_amp._jaxpr import marked, marks_in
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,6 +54,9 @@ def full_precision(fun: F | None = None) -> F | Mark:
     torch's `custom_fwd(cast_inputs=torch.float32)` and `custom_bwd`: inputs are cast back to the traced dtypes, and the
     backward pass runs in the same dtypes.
 
+    Raises:
+        TypeError: `fun` is not a function, such as a dtype: `precision(dtype)` takes one.
+
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
@@ -64,7 +68,10 @@ def full_precision(fun: F | None = None) -> F | Mark:
         [[180000.]]
     """
     region = precision("float32")
-    return region if fun is None else region(fun)
+    if fun is None:
+        return region
+    check_region_function(fun)
+    return region(fun)
 
 
 def format_in(name_stack: Any) -> Format | None:

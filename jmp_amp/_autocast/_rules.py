@@ -43,11 +43,17 @@ _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
 
 
+def operand_dtypes(precision: Any) -> set[np.dtype] | None:
+    """Returns the dtypes that the algorithm of a product may read; None if its `precision` names no algorithm."""
+    read = getattr(precision, "supported_lhs_types", None) or getattr(precision, "lhs_precision_type", None)
+    return None if read is None else set(map(np.dtype, read if isinstance(read, tuple) else (read,)))
+
+
 def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
     """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered."""
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
-    if any(p == lax.Precision.HIGHEST or "F32" in str(p) for p in asked):
+    if lax.Precision.HIGHEST in asked or operand_dtypes(precision) == {np.dtype(np.float32)}:
         return _COSTLY
     return _OUTER_PRODUCT if all(n == 1 for n in terms) else _LOWER._replace(rows=rows)
 

@@ -15,7 +15,7 @@ from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._rule import OpClass
 from jmp_amp._autocast._squares import Known, SquaresFinder, entered, squares_at
 from jmp_amp._autocast._values import Reads, Squares
-from jmp_amp._jaxpr import Branches, Call
+from jmp_amp._jaxpr import Branches, Call, Kept
 
 
 class Sensitivity:
@@ -25,7 +25,7 @@ class Sensitivity:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
         self.squares = SquaresFinder(facts_of)
-        self._sensitive: dict[Any, tuple[Jaxpr, dict[Var, Reads]]] = {}
+        self._sensitive = Kept()
 
     def sensitive(
         self, jaxpr: Jaxpr, inputs: tuple[Squares | None, ...], results: tuple[Reads, ...]
@@ -37,10 +37,8 @@ class Sensitivity:
             inputs: how its inputs are made of squares.
             results: how its results are read.
         """
-        key = id(jaxpr), inputs, results
-        if key not in self._sensitive:
-            self._sensitive[key] = jaxpr, self._find_sensitive(jaxpr, self.squares.find(jaxpr, inputs), results)
-        return self._sensitive[key][1]
+        squares = self.squares.find(jaxpr, inputs)
+        return self._sensitive(jaxpr, (inputs, results), lambda: self._find_sensitive(jaxpr, squares, results))
 
     def _find_sensitive(self, jaxpr: Jaxpr, squares: Known, results: tuple[Reads, ...]) -> dict[Var, Reads]:
         found = _Found()

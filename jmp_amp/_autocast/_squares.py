@@ -13,7 +13,7 @@ from jmp_amp._autocast._axes import varying
 from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._rule import OpClass, Rule
 from jmp_amp._autocast._values import Squares
-from jmp_amp._jaxpr import Branches, Call, dtype_of, open_jaxpr, shape_of
+from jmp_amp._jaxpr import Branches, Call, Kept, dtype_of, open_jaxpr, shape_of
 
 Known = dict[Var, Squares]
 
@@ -24,15 +24,11 @@ class SquaresFinder:
     def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
-        self._known: dict[Any, tuple[Jaxpr, Known]] = {}
+        self._known = Kept()
 
     def find(self, jaxpr: Jaxpr, inputs: tuple[Squares | None, ...]) -> Known:
         """Returns the arrays of an open jaxpr that are made of squares, given those of its inputs; no scalars."""
-        # The jaxpr is kept alive, so an id cannot come to mean another one.
-        key = id(jaxpr), inputs
-        if key not in self._known:
-            self._known[key] = jaxpr, self._find(jaxpr, inputs)
-        return self._known[key][1]
+        return self._known(jaxpr, inputs, lambda: self._find(jaxpr, inputs))
 
     def _find(self, jaxpr: Jaxpr, inputs: Sequence[Squares | None]) -> Known:
         known = {var: each for var, each in zip(jaxpr.invars, inputs, strict=True) if each is not None}

@@ -19,7 +19,7 @@ from jmp_amp._autocast._rule import OpClass, Rule
 from jmp_amp._autocast._sizes import is_smaller
 from jmp_amp._autocast._squares import entered
 from jmp_amp._autocast._values import Reads
-from jmp_amp._jaxpr import Branches, Call, Loop, dtype_of, evaluate, open_jaxpr, shape_of
+from jmp_amp._jaxpr import Branches, Call, Kept, Loop, dtype_of, evaluate, open_jaxpr, shape_of
 
 _FactsOf = Callable[[Jaxpr], Sequence[Facts]]
 
@@ -90,7 +90,7 @@ class Streams:
     def __init__(self, facts_of: _FactsOf) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
-        self._norms: dict[Any, tuple[Jaxpr, _Norms]] = {}
+        self._norms = Kept()
 
     def find(self, jaxpr: Jaxpr, are_computed: Sequence[bool], wanted: Sequence[Reads]) -> dict[Var, Reads]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
@@ -137,11 +137,7 @@ class Streams:
         ]
 
     def _of(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
-        # The jaxpr is kept alive, so an id cannot come to mean another one.
-        key = id(jaxpr), inputs
-        if key not in self._norms:
-            self._norms[key] = jaxpr, self._find(jaxpr, inputs)
-        return self._norms[key][1]
+        return self._norms(jaxpr, inputs, lambda: self._find(jaxpr, inputs))
 
     def _find(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
         parts = dict(zip(jaxpr.invars, inputs, strict=True))

@@ -9,6 +9,7 @@ import numpy as np
 
 from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32
+from jmp_amp._jaxpr import dtype_of_aval
 
 # Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
 _READABLE = 2**24
@@ -119,16 +120,16 @@ class Value(NamedTuple):
         )
 
 
-def unknown(dtype: Any, shape: tuple[Any, ...]) -> Value:
+def unknown(aval: Any) -> Value:
     """Describes an input of the program."""
-    axes = varying(shape)
+    dtype, axes = dtype_of_aval(aval), varying(getattr(aval, "shape", None))
     return Value(dtype, Origin.INPUT, axes=(axes,)) if axes else Value(dtype, Origin.SCALAR)
 
 
 def constant(x: Any) -> Value:
     """Describes a constant of the program. A traced one counts as an input."""
     aval = jax.typeof(x)
-    value = unknown(aval.dtype, aval.shape)
+    value = unknown(aval)
     if not _is_known(x) or aval.size > _READABLE:
         return value
     if aval.dtype != FLOAT32:

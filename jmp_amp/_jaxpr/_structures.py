@@ -3,9 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._jaxpr._versions import scan_sizes
+from jmp_amp._jaxpr._kept import Kept
+from jmp_amp._jaxpr._tracing import split_arrays, trace
+from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, scan_sizes
 
 
 class Call(NamedTuple):
@@ -16,11 +19,13 @@ class Call(NamedTuple):
         operands: the indices of the operands that are its inputs.
         is_inline: whether the jaxpr can be evaluated in place of the equation. That of `shard_map` cannot: it runs on
             shards.
+        rule: whose derivative it has instead of that of the jaxpr: `"custom_jvp_call"`, `"custom_vjp_call"` or None.
     """
 
     jaxpr: Any
     operands: Sequence[int]
     is_inline: bool = True
+    rule: str | None = None
 
 
 class Branches(NamedTuple):
@@ -72,9 +77,45 @@ class Loop(NamedTuple):
 Structure = Call | Branches | Loop
 
 
-def call(param: str, is_inline: bool = True) -> Callable[[JaxprEqn], Call]:
+def call(param: str, is_inline: bool = True, rule: str | None = None) -> Callable[[JaxprEqn], Call]:
     """Returns the structure of a call, whose jaxpr is in a parameter."""
-    return lambda eqn: Call(eqn.params[param], range(len(eqn.invars)), is_inline)
+    return lambda eqn: Call(eqn.params[param], range(len(eqn.invars)), is_inline, rule)
+
+
+def hi_call(eqn: JaxprEqn) -> Call | None:
+    """Returns the structure of a `HiPrim`; None if nothing can take the place of its function."""
+    kind = hi_kind(hi_primitive(eqn))
+    if kind is None or not all(isinstance(atom.aval, jax.core.ShapedArray) for atom in (*eqn.invars, *eqn.outvars)):
+        return None
+    rule = kind if kind in ("custom_jvp_call", "custom_vjp_call") else None
+    return Call(hi_jaxpr(eqn), range(len(eqn.invars)), rule=rule)
+
+
+def hi_jaxpr(eqn: JaxprEqn) -> Any:
+    """Returns the function of a `HiPrim` as a closed jaxpr of arrays, the same object for the same primitive.
+
+    None if the types of its operands do not say which arrays they consist of.
+    """
+    primitive = hi_primitive(eqn)
+    if "jaxpr" in primitive.params:
+        return primitive.params["jaxpr"]
+    avals = [atom.aval for atom in eqn.invars]
+    try:
+        arrays = [aval.lo_ty() if is_hi_type(aval) else [aval] for aval in avals]  # of types of the user
+    except NotImplementedError:
+        return None
+
+    def expand(*args: Any) -> list[Any]:
+        it = iter(args)
+        parts = [[next(it) for _ in each] for each in arrays]
+        pairs = zip(avals, parts, strict=True)
+        operands = [aval.raise_val(*part) if is_hi_type(aval) else part[0] for aval, part in pairs]
+        return split_arrays(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))[0]
+
+    return _expanded(primitive, (), lambda: trace(expand, [aval for each in arrays for aval in each]))
+
+
+_expanded = Kept()
 
 
 def branches(eqn: JaxprEqn) -> Branches:

@@ -1,10 +1,11 @@
 """Traces functions of pytrees to jaxprs, and applies the primitives of equations."""
 
 import collections
+import functools
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmp_amp._jaxpr._versions import apply, is_users_file, open_jaxpr, parent_of
+from jmp_amp._jaxpr._atoms import dtype_of, is_reference
+from jmp_amp._jaxpr._versions import apply, is_constant, is_users_file, open_jaxpr, parent_of, source_of
 
 
 def trace(fun: Callable, args: Sequence[Any]) -> Any:
@@ -31,41 +33,76 @@ def split_arrays(tree: Any, *also: type) -> tuple[list[Any], Callable[..., Any]]
         The arrays, and a function that puts others in their places.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    is_array = [isinstance(x, (jax.Array, np.ndarray, *also)) and _has_jax_dtype(x) for x in leaves]
+    is_array = [_is_array(x, also) for x in leaves]
     arrays = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
+    others = [None if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]  # arrays may be tracers
 
     def rebuild(arrays: Any) -> Any:
         it = iter(arrays)
-        return jax.tree.unflatten(
-            treedef, [next(it) if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
-        )
+        pairs = zip(others, is_array, strict=True)
+        return jax.tree.unflatten(treedef, [next(it) if is_one else x for x, is_one in pairs])
 
     return arrays, rebuild
 
 
-def _has_jax_dtype(x: Any) -> bool:
+def _is_array(x: Any, also: tuple[type, ...]) -> bool:
     """Whether JAX can trace it; numpy also has arrays of strings and of objects."""
-    return not isinstance(x, np.ndarray) or jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_
+    if isinstance(x, np.ndarray):
+        return jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_
+    # A tracer may also be of a token or of a type of the user. A reference is closed over.
+    return isinstance(x, (jax.Array, *also)) or (isinstance(x, jax.core.Tracer) and not is_reference(x))
 
 
-def flat_call(
-    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], *also: type
-) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """Returns a call as a function of its arrays, which returns the arrays of the result, and these arguments.
+class _Static:
+    """A leaf that is not traced, as a pytree without leaves."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+jax.tree_util.register_static(_Static)
+
+
+class TracedCall(NamedTuple):
+    """A call of a function of pytrees, traced.
+
+    Attributes:
+        jaxpr: the closed jaxpr, from the arrays among the arguments to those among the results.
+        arrays: the arrays among the arguments.
+        rebuild: returns the results, given their arrays.
+    """
+
+    jaxpr: Any
+    arrays: list[Any]
+    rebuild: Callable[..., Any]
+
+
+def trace_call(
+    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], *also: type, cast: Callable[[Any], Any] = lambda x: x
+) -> TracedCall:
+    """Traces a call. JAX's errors name the function and its arguments, as those of `jax.jit` do.
 
     Args:
-        fun: a function of pytrees.
+        fun: a function of pytrees. Arrays among the arguments are traced, other leaves are passed on.
         args: its arguments.
         kwargs: likewise.
         also: more types of leaves that count as arrays.
+        cast: is applied to the arrays before they are traced.
     """
-    arrays, rebuild = split_arrays((args, kwargs), *also)
+    rebuild: Callable[..., Any]
 
-    def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = rebuild(arrays)
-        return split_arrays(fun(*args, **kwargs))[0]
+    @functools.wraps(fun, updated=())
+    def call(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal rebuild
+        args, kwargs = jax.tree.map(
+            lambda x: x.value if isinstance(x, _Static) else x, (args, kwargs), is_leaf=lambda x: isinstance(x, _Static)
+        )
+        results, rebuild = split_arrays(fun(*args, **kwargs), jax.core.Tracer)
+        return results
 
-    return flat, arrays
+    tree = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else _Static(x), (args, kwargs))
+    traced = jax.make_jaxpr(call)(*tree[0], **tree[1])
+    return TracedCall(traced, split_arrays((args, kwargs), *also)[0], rebuild)
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
@@ -73,31 +110,36 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     return apply(eqn.primitive, eqn.params | params, args)
 
 
-def hoist_consts(jaxpr: Any, args: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
-    """Returns an open jaxpr whose constants are its first inputs, and their values."""
+def hoist_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a closed jaxpr whose constants are its first inputs, and their values."""
     opened, consts = open_jaxpr(jaxpr)
     if not consts:
-        return opened, ()
-    n = len(consts)
-    retraced = trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[:n], *xs[n:]), [*consts, *args])
-    return open_jaxpr(retraced)[0], consts
+        return jaxpr, ()
+    n, avals = len(consts), [var.aval for var in (*opened.constvars, *opened.invars)]
+    return trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[:n], *xs[n:]), avals), consts
 
 
 def retyped(jaxpr: Any, dtype: Any) -> Jaxpr:
     """Returns an open jaxpr without constants, traced again with inputs of another dtype."""
     opened, consts = open_jaxpr(jaxpr)
-    args = [var.aval.update(dtype=dtype) for var in opened.invars]
+    args = [aval_with(var.aval, dtype) for var in opened.invars]
     return open_jaxpr(trace(lambda *xs: jax.core.eval_jaxpr(opened, consts, *xs), args))[0]
 
 
 def with_dtype(x: Any, dtype: Any) -> Any:
     """Returns the type of `x`, with its sharding, in another dtype."""
-    aval = jax.typeof(x)
-    return aval.update(dtype=dtype) if aval.dtype != dtype else aval
+    return aval_with(jax.typeof(x), dtype)
+
+
+def aval_with(aval: Any, dtype: Any) -> Any:
+    """Returns a type in another dtype; None leaves it, as for types that have none."""
+    return aval if dtype is None or aval.dtype == dtype else aval.update(dtype=dtype)
 
 
 def as_type(x: Any, aval: Any) -> Any:
     """Returns `x` as an array of the dtype and the weak type of `aval`; a jaxpr may return a Python number."""
+    if not hasattr(aval, "weak_type"):  # no array
+        return x
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     if jax.typeof(x).dtype == aval.dtype and jax.typeof(x).weak_type == aval.weak_type:
         return x
@@ -105,16 +147,41 @@ def as_type(x: Any, aval: Any) -> Any:
     return lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
 
 
-def equations_behind(x: Any) -> Iterator[Any]:
-    """Yields the equations that a tracer was computed by, the last ones first; see `parent_of`."""
+def tracers_behind(*tracers: Any, enters: Callable[[Any], bool] = lambda eqn: True) -> Iterator[Any]:
+    """Yields tracers and those that they were computed from, the last ones first, but neither constants nor flags.
+
+    Args:
+        tracers: tracers, or arrays, which are constants.
+        enters: whether to yield the operands of an equation; see `parent_of`.
+    """
+    waiting = collections.deque(tracers)
     seen: set[int] = set()
-    waiting = collections.deque([x])
     while waiting:
-        eqn = parent_of(waiting.popleft())
+        tracer = source_of(waiting.popleft())
+        if id(tracer) in seen or is_constant(tracer) or dtype_of(tracer) == np.bool_:
+            continue
+        seen.add(id(tracer))
+        yield tracer
+        eqn = parent_of(tracer)
         if eqn is not None and id(eqn) not in seen:
             seen.add(id(eqn))
-            waiting.extend(eqn.in_tracers)
-            yield eqn
+            waiting.extend(eqn.in_tracers if enters(eqn) else ())
+
+
+def equations_behind(x: Any) -> Iterable[Any]:
+    """Returns the equations that a tracer was computed by, in an order in which they can be evaluated."""
+    eqns: dict[int, Any] = {}
+    waiting = [source_of(x)]
+    while waiting:
+        eqn = parent_of(waiting[-1])
+        operands = [] if eqn is None or id(eqn) in eqns else map(source_of, eqn.in_tracers)
+        missing = [y for y in operands if (parent := parent_of(y)) is not None and id(parent) not in eqns]
+        waiting.extend(missing)
+        if not missing:
+            waiting.pop()
+            if eqn is not None:
+                eqns.setdefault(id(eqn), eqn)
+    return eqns.values()
 
 
 # Where JAX cannot differentiate an op, and does not raise `NotImplementedError`: a loop, a callback, an FFI call, an op

@@ -5,12 +5,14 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 
 import contextlib
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -66,8 +68,19 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 def context_of(eqn: JaxprEqn) -> Iterator[None]:
     """A context in which new equations have the source line, the scopes and the settings of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+        set_xla_metadata(**dict.fromkeys(_metadata_around(eqn))),
+    ):
         yield
+
+
+def _metadata_around(eqn: JaxprEqn) -> set[str]:
+    """Returns the names of XLA metadata that is set here, but not for `eqn`: its context does not take them back."""
+    from jax._src.xla_metadata_lib import current_xla_metadata
+
+    return (current_xla_metadata() or {}).keys() - (eqn.ctx.xla_metadata or {}).keys()
 
 
 # The value of `jax.jit(inline=...)` for a call that no jaxpr shows; from JAX 0.12 on, True means another one.
@@ -82,10 +95,76 @@ def is_differentiated() -> bool:
     return isinstance(trace_ctx.trace, ad.JVPTrace | LinearizeTrace)
 
 
+def is_checkified() -> bool:
+    """Whether `checkify` traces here. It cannot rewrite a `jax.checkpoint` whose checks need constants."""
+    frames = traceback.walk_stack(None)
+    return any(frame.f_globals.get("__name__") == "jax._src.checkify" for frame, _ in frames)
+
+
 def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Applies a primitive, given the parameters of an equation."""
     out = primitive.bind(*args, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
+
+
+def hi_primitive(eqn: JaxprEqn) -> Any:
+    """Returns the `HiPrim` that an equation applies (`VJPHiPrimitive` up to JAX 0.11); None for other primitives."""
+    return eqn.params["_prim"] if eqn.primitive.name == "call_hi_primitive" else None
+
+
+def is_hi_type(aval: Any) -> bool:
+    """Whether a type is one that a user registered, whose values consist of arrays."""
+    from jax.experimental.hijax import HiType
+
+    return isinstance(aval, HiType)
+
+
+def hi_kind(primitive: Any) -> str | None:
+    """Returns how a `HiPrim` can be applied with another function in place of its `expand`.
+
+    Returns:
+        `"remat"`, `"name"` for `checkpoint_name`, `"custom_jvp_call"` or `"custom_vjp_call"` for the derivative rule
+        that it has; None if it has rules for both modes, which no public function takes.
+    """
+    names = [cls.__name__ for cls in type(primitive).__mro__]
+    known = next((_HI_KINDS[name] for name in names if name in _HI_KINDS), None)
+    if known is not None:
+        return known
+    if "VmapOf" in names:
+        return hi_kind(primitive.prim)
+    base = next(cls for cls in type(primitive).__mro__ if cls.__name__ in ("HiPrim", "VJPHiPrimitive"))
+
+    def has(rule: str) -> bool:
+        return getattr(type(primitive), rule, None) is not getattr(base, rule, None)
+
+    is_derived = type(primitive).vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
+    if has("jvp"):
+        return "custom_jvp_call" if is_derived else None
+    return None if has("lin") or has("transpose") else "custom_vjp_call"
+
+
+# The names of JAX's own classes, which say what a class is across versions.
+_HI_KINDS = {
+    "RematTraced": "remat",
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
+
+def params_of(eqn: JaxprEqn) -> dict[str, Any]:
+    """Returns the parameters of an equation; a `HiPrim` holds its own."""
+    primitive = hi_primitive(eqn)
+    return eqn.params if primitive is None else primitive.params
+
+
+def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
+    """Returns an equation with some of these parameters replaced."""
+    primitive = hi_primitive(eqn)
+    if primitive is not None:
+        params = {"_prim": type(primitive)(**(primitive.params | params))}
+    return eqn.replace(params=eqn.params | params)
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
@@ -98,18 +177,80 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def parent_of(tracer: Any) -> Any:
-    """Returns the equation that computed a tracer; None for an array, or for a tracer that does not know.
+    """Returns the equation that computed a tracer; None for an argument, or for a tracer that does not know.
 
-    The equation has `source_info`, `params` and `in_tracers`. Nothing public connects tracers to equations.
+    The equation has `source_info`, `params`, `outvars`, and tracers as `in_tracers` and as `invars`. Nothing public
+    connects tracers to equations.
     """
     return getattr(tracer, "parent", None)
 
 
-def is_same_value(x: Any, y: Any) -> bool:
-    """Whether two tracers stand for one variable of a program."""
-    return x is y or (getattr(x, "val", None) is not None and x.val is getattr(y, "val", None))
+def source_of(tracer: Any) -> Any:
+    """Returns the value of an outer function that a tracer stands for, if the traced function closes over one."""
+    return tracer.get_referent() if hasattr(tracer, "parent") else tracer
+
+
+def is_constant(x: Any) -> bool:
+    """Whether `x` is an array or a number, or a tracer of a number."""
+    return not isinstance(x, jax.core.Tracer) or isinstance(getattr(x, "val", None), Literal)
+
+
+def operands_of(eqn: Any) -> list[Any]:
+    """Returns the variables and literals that an equation reads, while it is traced or afterwards."""
+    sources = map(source_of, eqn.invars)
+    return [getattr(x, "val", x) if isinstance(x, jax.core.Tracer) else x for x in sources]
 
 
 def zero_cotangent(aval: Any) -> Any:
     """Returns a cotangent for the pullback of `jax.vjp` that is known to be zero."""
     return ad.Zero(aval.to_tangent_aval())
+
+
+class CustomRule(NamedTuple):
+    """How an equation uses the derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
+
+    Attributes:
+        symbolic_zeros: whether the rule gets symbolic zeros.
+        n_closed_over: how many of the first operands the function closes over; the rule does not get them.
+        n_fixed: how many of the first operands have no derivative.
+    """
+
+    symbolic_zeros: bool
+    n_closed_over: int
+    n_fixed: int
+
+
+def custom_rule(eqn: JaxprEqn) -> CustomRule:
+    """Returns how an equation uses its derivative rule."""
+    primitive, params = hi_primitive(eqn), params_of(eqn)
+    if primitive is None:
+        return CustomRule(params["symbolic_zeros"], params["num_consts"], params["num_consts"])
+    while hasattr(primitive, "prim"):  # `VmapOf`, up to JAX 0.11
+        primitive = primitive.prim
+    # Of `jax.custom_jvp` and `jax.custom_vjp`, what the function closes over is the first argument since JAX 0.11.
+    # Since 0.12, a second argument is for rules that JAX makes.
+    is_first = {"with_logs", "jvp_rule"} & primitive.params.keys()
+    n = 2 if hasattr(primitive, "drop_fwd_consts") else 1 if is_first else 0
+    n_fixed = len(jax.tree.leaves(primitive.in_avals[:n]))
+    # A primitive of the user always learns which operands are differentiated.
+    return CustomRule(primitive.params.get("symbolic_zeros", "traced" not in primitive.params), 0, n_fixed)
+
+
+def closed_over_error() -> type[Exception]:
+    """The error of JAX where a value that a `custom_vjp` closes over would be differentiated."""
+    from jax._src.interpreters.ad import CustomVJPException
+
+    return CustomVJPException
+
+
+def define_vjp(function: Any, forward: Callable, backward: Callable, symbolic_zeros: bool) -> None:
+    """Gives a `jax.custom_vjp` its rules; `backward` returns cotangents and logs, of which JAX 0.10 has none."""
+    if hasattr(function, "defvjp_with_logs"):
+        function.defvjp_with_logs(forward, backward, symbolic_zeros=symbolic_zeros)
+    else:
+        function.defvjp(forward, lambda *args: backward(*args)[0], symbolic_zeros=symbolic_zeros)
+
+
+def pull_with_logs(pullback: Any, cotangents: Any) -> tuple[Sequence[Any], Any]:
+    """Applies a pullback of `jax.vjp`; returns the cotangents, and what the backward pass logs."""
+    return pullback.with_logs(cotangents) if hasattr(pullback, "with_logs") else (pullback(cotangents), None)

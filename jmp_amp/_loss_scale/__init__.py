@@ -1,6 +1,6 @@
 """Loss scaling: the rule, scaled gradients, the optax transformations, and functions of their state."""
 
-from jmp_amp._loss_scale._arguments import to_number
+from jmp_amp._loss_scale._arguments import check_inner, to_number
 from jmp_amp._loss_scale._dynamic_loss_scale import DynamicLossScaleState, dynamic_loss_scale
 from jmp_amp._loss_scale._grad import LOSS_SCALE, grad, value_and_grad
 from jmp_amp._loss_scale._health import LossScaleError, check_health
@@ -21,6 +21,7 @@ __all__ = [
     "LossScaleState",
     "UnscaleAndCheckState",
     "check_health",
+    "check_inner",
     "describe_nonfinite",
     "dynamic_loss_scale",
     "get_loss_scale",

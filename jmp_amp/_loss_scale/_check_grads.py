@@ -45,12 +45,12 @@ def check_grads(
         by_leaf: whether to check each leaf separately and return `nonfinite_leaves`.
 
     Raises:
-        ValueError: gradients vary along an axis of `shard_map` that `axis_name` does not contain.
+        ValueError: `axis_name` is no mapped axis, or gradients vary along an axis of `shard_map` that it lacks.
     """
     from pallas_kernels import check_finite
 
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    is_typed = any(varying_axes(lax.axis_index(name)) for name in names)
+    is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)
     _check_axes(leaves, factor, names)
     flags: dict[int, jax.Array] = {}
@@ -69,6 +69,17 @@ def check_grads(
         # Outside this block, `jax.debug_nans` would raise on a NaN. Here, the replacement fuses into the sum.
         total = jnp.where(jnp.isnan(total), -jnp.inf, total)
         return GradStats(total >= 0, total, nonfinite_leaves)
+
+
+def _is_typed(name: Any) -> bool:
+    """Returns whether the types of arrays contain the mapped axes along which they vary."""
+    try:
+        return bool(varying_axes(lax.axis_index(name)))
+    except NameError:  # JAX's error for an unbound axis
+        raise ValueError(
+            f"`axis_name` must name axes of `shard_map`, `pmap` or `vmap` around `update`, got {name!r}, which is none "
+            "here; leave out `axis_name` under plain `jit`, which sees whole arrays, with or without sharding"
+        ) from None
 
 
 def _check_axes(leaves: Sequence[Any], factor: jax.Array, names: tuple[Any, ...]) -> None:

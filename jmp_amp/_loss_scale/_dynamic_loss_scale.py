@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, to_flag, to_number, to_scale
+from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, check_inner, to_flag, to_number, to_scale
 from jmp_amp._loss_scale._check_grads import check_grads
 from jmp_amp._loss_scale._check_scaled import check_scaled
 from jmp_amp._loss_scale._leaves import check_same_leaves, check_updates
@@ -157,8 +157,7 @@ def dynamic_loss_scale(
 
 
 def _check_arguments(inner: Any, loss_scale: Any, skip: Any) -> None:
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
+    check_inner(inner, "dynamic_loss_scale")
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "

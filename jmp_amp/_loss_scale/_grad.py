@@ -7,15 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_amp._calls import describe, transformation
 from jmp_amp._jaxpr import marked
 from jmp_amp._loss_scale._accumulate import REDUCTIONS, accumulate
-from jmp_amp._loss_scale._arguments import to_scale
+from jmp_amp._loss_scale._arguments import (
+    argnums_as_tuple,
+    check_differentiable,
+    check_grad_arguments,
+    to_scale,
+)
 from jmp_amp._loss_scale._find_state import find_state
 from jmp_amp._policy import wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
 
 
+@transformation
 def value_and_grad(
     fun: Callable,
     argnums: int | Sequence[int] = 0,
@@ -64,7 +71,9 @@ def value_and_grad(
 
     Raises:
         TypeError: the loss is not a real floating-point scalar (raised when the returned function is called),
-            `loss_scale` is not a scalar number, `loss_scale` and `opt_state` are both given, or `argnums` is a float.
+            `loss_scale` is not a scalar number, `loss_scale` and `opt_state` are both given, `argnums` holds anything
+            but integers, `has_aux` is not a bool, the result of `fun` is not a pair with `has_aux`, or a module whose
+            leaves are not all floating arrays is differentiated without the `transform` of its library.
         ValueError: `opt_state` does not hold exactly one `LossScaleState`; `accumulate_steps` is not positive or does
             not divide a first axis (the message names it); or `reduction` is neither `"mean"` nor `"sum"`.
 
@@ -89,11 +98,7 @@ def value_and_grad(
         The order of cast and scale is that of apex's `scale_loss`. `reduction="sum"` is DeepSpeed's
         `scale_wrt_gas=False`.
     """
-    if isinstance(argnums, float | jax.Array):
-        raise TypeError(
-            f"`argnums` must be an integer or a sequence of integers, got {argnums!r}; pass the scale as "
-            "`loss_scale=...`"
-        )
+    check_grad_arguments(argnums, has_aux)
     scale = _scale_of(opt_state, loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
@@ -101,20 +106,24 @@ def value_and_grad(
         raise ValueError(f'`reduction` must be "mean" or "sum", got {reduction!r}')
     if argnums != 0:  # some transforms, such as Equinox's, have no `argnums`
         kwargs = {"argnums": argnums, **kwargs}
+    takes_floats_only = transform is jax.value_and_grad and not kwargs.get("allow_int")
     evaluate_batch = _scaled_value_and_grad(fun, has_aux, scale, functools.partial(transform, **kwargs))
 
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if takes_floats_only:
+            check_differentiable(args, argnums)
         evaluate = evaluate_batch
         if accumulate_steps > 1:
-            to_split = None if batch_argnums is None else _as_tuple(batch_argnums)
-            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, _as_tuple(argnums), to_split)
+            to_split = None if batch_argnums is None else argnums_as_tuple(batch_argnums)
+            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, argnums_as_tuple(argnums), to_split)
         value, grads = evaluate(*args, **kwargs)
         return (value if has_aux else value[0]), grads
 
     return value_and_scaled_grad
 
 
+@transformation
 def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any) -> Callable:
     """Returns a function that computes the gradients of the loss times the loss scale.
 
@@ -127,7 +136,7 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False,
         >>> print(amp.grad(jnp.square, loss_scale=8.0)(jnp.float32(3)))
         48.0
     """
-    value_and_scaled_grad = value_and_grad(fun, argnums, has_aux, **kwargs)
+    value_and_scaled_grad = value_and_grad(fun, argnums=argnums, has_aux=has_aux, **kwargs)
 
     @functools.wraps(fun, updated=())
     def scaled_grad(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +152,7 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
     @functools.wraps(fun, updated=())
     def scaled_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         out = fun(*args, **kwargs)
-        loss, aux = out if has_aux else (out, None)
+        loss, aux = _loss_and_aux(out) if has_aux else (out, None)
         wide_loss = _to_wide(loss)
         loss_factor, grad_factor = _split_scale(scale.astype(wide_loss.dtype), jnp.result_type(loss))
         with marked(LOSS_SCALE):  # for the tools that debug
@@ -172,10 +181,15 @@ def _scale_of(opt_state: Any, loss_scale: jax.typing.ArrayLike | None) -> jax.Ar
     return to_scale(find_state(opt_state).loss_scale)
 
 
-def _as_tuple(argnums: Any) -> tuple[int, ...]:
-    """Returns `argnums` as a tuple of integers; one of Flax NNX may be an `nnx.DiffState`, which holds it."""
-    argnums = argnums if isinstance(argnums, Sequence) else (argnums,)
-    return tuple(getattr(argnum, "argnum", argnum) for argnum in argnums)
+def _loss_and_aux(out: Any) -> tuple[Any, Any]:
+    try:
+        loss, aux = out
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"with `has_aux=True` the function must return `(loss, aux)`, got {describe(out)}; write "
+            "`return loss, aux` in it, or leave out `has_aux`"
+        ) from None
+    return loss, aux
 
 
 def _split_scale(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

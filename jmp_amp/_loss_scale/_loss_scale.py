@@ -168,12 +168,12 @@ class LossScale:
     @classmethod
     def torch(cls, **overrides: Any) -> Self:
         """The rule of `torch.amp.GradScaler`."""
-        return cls(**{"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE} | overrides)
+        return cls._preset({"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}, overrides)
 
     @classmethod
     def apex(cls, **overrides: Any) -> Self:
         """The rule of apex's `amp.LossScaler`: torch's rule, clamped to at most 2^24."""
-        return cls(**{"min_scale": SMALLEST_SCALE, "clamp_growth": True} | overrides)
+        return cls._preset({"min_scale": SMALLEST_SCALE, "clamp_growth": True}, overrides)
 
     @classmethod
     def deepspeed(cls, **overrides: Any) -> Self:
@@ -183,7 +183,7 @@ class LossScale:
         than later growths.
         """
         preset = {"growth_interval": 1000, "max_scale": LARGEST_SCALE, "hysteresis": 2, "overflow_delay": 1}
-        return cls(**preset | overrides)
+        return cls._preset(preset, overrides)
 
     @classmethod
     def deepspeed_consecutive(cls, **overrides: Any) -> Self:
@@ -220,7 +220,7 @@ class LossScale:
     def megatron(cls, **overrides: Any) -> Self:
         """The rule of Megatron-LM's `DynamicGradScaler`."""
         preset = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE, "hysteresis": 2}
-        return cls(**preset | overrides)
+        return cls._preset(preset, overrides)
 
     @classmethod
     def keras(cls, **overrides: Any) -> Self:
@@ -235,11 +235,34 @@ class LossScale:
     @classmethod
     def jmp(cls, **overrides: Any) -> Self:
         """The rule of jmp's `DynamicLossScale`, with an initial scale of 2^15; jmp has no default."""
-        return cls(**{"init_scale": 2.0**15, "max_scale": LARGEST_SCALE} | overrides)
+        return cls._preset({"init_scale": 2.0**15, "max_scale": LARGEST_SCALE}, overrides)
+
+    @classmethod
+    def _preset(cls, preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Self:
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name, value in overrides.items():
+            if name not in names:
+                cure = f"; write `{_NAMES_ELSEWHERE[name]}={value!r}`" if name in _NAMES_ELSEWHERE else ""
+                raise TypeError(
+                    f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got `{name}={value!r}`{cure}"
+                )
+        return cls(**{**preset, **overrides})
 
 
 _FLAGS = {
     "consecutive_hysteresis": "pass the number of overflows as `hysteresis`",
     "clamp_growth": "pass the upper bound as `max_scale`",
+}
+_NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
+    "scale": "init_scale",
+    "loss_scale": "init_scale",
+    "initial_scale": "init_scale",
+    "minimum_scale": "min_scale",
+    "min_loss_scale": "min_scale",
+    "max_loss_scale": "max_scale",
+    "scale_window": "growth_interval",
+    "dynamic_growth_steps": "growth_interval",
+    "period": "growth_interval",
+    "delayed_shift": "hysteresis",
 }
 _COUNTS = {"growth_interval": 1, "hysteresis": 1, "overflow_delay": 0, "growth_delay": 0}

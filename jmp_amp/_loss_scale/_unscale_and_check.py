@@ -37,11 +37,11 @@ def unscale_and_check(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscales gradients, and replaces them by zeros on overflow.
 
-    Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale, by
-    default 1. Transformations before this one receive the scaled gradients, and those after it the unscaled float32
-    gradients. On overflow, later transformations receive **zeros**, which they treat as ordinary gradients: Adam's
-    moments decay by one step, and its count and schedules advance. Wrap the chain in `dynamic_loss_scale` instead to
-    skip the whole step.
+    Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale,
+    1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, and those after
+    it the unscaled float32 gradients. On overflow, later transformations receive **zeros**, which they treat as
+    ordinary gradients: Adam's moments decay by one step, and its count and schedules advance. Wrap the chain in
+    `dynamic_loss_scale` instead to skip the whole step.
 
     Inside `dynamic_loss_scale`, this transformation does nothing: the wrapper unscales the gradients, checks them and
     skips the step on overflow, so all the transformations that it wraps receive unscaled gradients.
@@ -55,8 +55,8 @@ def unscale_and_check(
     Returns:
         An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
         complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
-        ValueError if it receives only a part of the gradients, as inside `optax.masked`, or if the traced program shows
-        that the gradients were already unscaled.
+        TypeError without `loss_scale=`, and ValueError if it receives only a part of the gradients, as inside
+        `optax.masked`, or if the traced program shows that the gradients were already unscaled.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -79,12 +79,18 @@ def unscale_and_check(
         state: UnscaleAndCheckState,
         params: optax.Params | None = None,
         *,
-        loss_scale: jax.typing.ArrayLike = 1.0,
+        loss_scale: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
         del params, extra_args
         if state.last_finite is None:
             return updates, state
+        if loss_scale is None:
+            raise TypeError(
+                "`unscale_and_check` divides the gradients by the `loss_scale` that `update` gets, got None; write "
+                "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
+                "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
+            )
         _check_unmasked(updates)
         check_scaled(updates)
         factor = 1 / to_scale(loss_scale)

@@ -50,12 +50,13 @@ def initialize(
         loss_scale: overrides the loss scale of the level.
         keep: `keep(path, leaf)` is True for parameters that stay float32 at `"O2"` and `"O3"`. The default is `is_norm`
             at `"O2"`, and no parameter at `"O3"`.
-        **options: passed to `autocast`.
+        **options: passed to `autocast`, except `policy`, which the level determines.
 
     Returns:
         `(loss_fn, params, tx)`, for any train step: `tx.init(params)`, `value_and_grad(loss_fn, opt_state=opt_state)`.
 
     Raises:
+        TypeError: `policy` is given.
         ValueError: `opt_level` or `dtype` is unknown.
 
     Examples:
@@ -75,6 +76,12 @@ def initialize(
     """
     if opt_level not in _LEVELS:
         raise ValueError(f"`opt_level` must be one of {', '.join(map(repr, _LEVELS))}, got {opt_level!r}")
+    if "policy" in options:
+        raise TypeError(
+            f"`initialize` takes no `policy`, because `opt_level` and `dtype` determine it, got {options['policy']!r}; "
+            'write `opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and '
+            "`dynamic_loss_scale` yourself"
+        )
     level, form = _LEVELS[opt_level], parse_format(dtype)
     if not form.is_low:
         raise ValueError(f'`dtype` must have less than 32 bits, got {form.name}; for float32 use opt_level="O0"')

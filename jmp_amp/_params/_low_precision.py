@@ -4,17 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jmp_amp._loss_scale import is_hole
 from jmp_amp._params._rounding import round_stochastically, round_to_nearest
 from jmp_amp._policy import is_inexact, wide_dtype
-
-
-def check_inner(inner: Any) -> None:
-    """Raises a `TypeError` if `inner` is not an optax transformation."""
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"`inner` must be an optax transformation, got {type(inner).__name__}")
 
 
 def check_params(name: str, params: Any) -> None:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jmp_amp._loss_scale import check_inner
 from jmp_amp._params._low_precision import (
-    check_inner,
     check_params,
     deltas,
     is_low_precision,
@@ -86,7 +86,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     References:
         Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), 2018, section 3.1; apex's O2.
     """
-    check_inner(inner)
+    check_inner(inner, "master_weights")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> MasterWeightsState:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_amp._params._low_precision import check_inner, check_params, deltas, round_to_params, upcast, where_frozen
+from jmp_amp._loss_scale import check_inner
+from jmp_amp._params._low_precision import check_params, deltas, round_to_params, upcast, where_frozen
 
 
 class RoundedWeightsState(NamedTuple):
@@ -78,7 +79,7 @@ def rounded_weights(
         Gupta et al., [Deep Learning with Limited Numerical Precision](https://arxiv.org/abs/1502.02551), 2015. apex's
         O3 has no masters either.
     """
-    check_inner(inner)
+    check_inner(inner, "rounded_weights")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f'`rounding` must be "nearest" or "stochastic", got {rounding!r}')
     inner = optax.with_extra_args_support(inner)

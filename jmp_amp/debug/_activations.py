@@ -16,12 +16,11 @@ from jmp_amp._jaxpr import (
     Loop,
     apply_as_traced,
     evaluate,
-    flat_call,
     frames_of,
     is_floating,
     scope_path,
     structure_of,
-    trace,
+    trace_call,
 )
 from jmp_amp.debug._relative_error import flat_on_host
 
@@ -39,13 +38,13 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> d
     Returns:
         A float64[size] NumPy array for each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
-    flat, arrays = flat_call(fun, args, kwargs)
+    program, arrays, _ = trace_call(fun, args, kwargs)
     names: list[str] = []
 
     @jax.jit
     def run(*arrays: Any) -> list[Any]:
         results: dict[str, Any] = {}
-        _evaluate(trace(flat, arrays), arrays, results, "", "")
+        _evaluate(program, arrays, results, "", "")
         names[:] = results  # `jit` would return a dict with sorted keys
         return list(results.values())
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 
-from jmp_amp._jaxpr import flat_call, trace
+from jmp_amp._calls import transformation
+from jmp_amp._jaxpr import trace_call
 from jmp_amp._loss_scale import LossScaleState
 from jmp_amp.debug._unit_checker import UnitChecker
 
 
+@transformation
 def check_loss_scaling(step: Callable) -> Callable[..., None]:
     """Returns a function that raises if a train step does not scale and unscale its gradients consistently.
 
@@ -61,14 +63,14 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
-        flat, arrays = flat_call(step, args, kwargs, jax.ShapeDtypeStruct)
+        program, arrays, _ = trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
         scales = _loss_scale_indices((args, kwargs), arrays)
         if not scales:
             raise ValueError(
                 "the arguments contain no loss scale; pass the state of `dynamic_loss_scale`, or a `LossScaleState`"
             )
 
-        errors = UnitChecker(scales).errors(trace(flat, arrays))
+        errors = UnitChecker(scales).errors(program)
         if errors:
             lines = "\n".join(f"- {error}" for error in errors[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")

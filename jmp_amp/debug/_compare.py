@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jmp_amp._autocast import FORMATS, autocast
+from jmp_amp._calls import transformation
 from jmp_amp._policy import Policy
 from jmp_amp.debug._activations import activations
 from jmp_amp.debug._arguments import check_concrete, check_without_autocast
@@ -15,6 +16,7 @@ from jmp_amp.debug._measure import Measurement, cast_to_float64, floating_value_
 from jmp_amp.debug._relative_error import norm, relative_error
 
 
+@transformation
 def compare(
     fun: Callable,
     policies: Sequence[Any] | Mapping[str, Any] = ("float16", "bfloat16"),

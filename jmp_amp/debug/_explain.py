@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jmp_amp._autocast import explain_call, parse_settings
+from jmp_amp._calls import transformation
 from jmp_amp._jaxpr import api_boundary
 from jmp_amp.debug._arguments import check_callable
 from jmp_amp.debug._precision_report import PrecisionReport
 
 
-def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[..., PrecisionReport]:
+@transformation
+def explain(fun: Callable, dtype: Any = None, **options: Any) -> Callable[..., PrecisionReport]:
     """Returns a function that reports, for each op of `fun`, the dtypes that `autocast` chooses, and why.
 
     The returned function takes the arguments of `fun`. It traces the forward and the backward pass (of all floating
@@ -27,7 +29,8 @@ def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[.
         A function that returns a `PrecisionReport`. Its array arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:
-        TypeError: `fun` is not callable, or is already under `autocast` and options are given.
+        TypeError: `fun` is not callable, or is already under `autocast` and options are given; `dtype` and `policy` are
+            both given; or `explain` got the arguments of `fun`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -45,7 +48,7 @@ def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[.
         {'float16': 1.0}
     """
     if hasattr(fun, "autocast_of"):
-        if options or dtype != "float16":
+        if options or dtype is not None:
             raise TypeError(
                 "`fun` is already under `autocast`, which fixes its options; "
                 "call `explain(fun)` without options, or pass the function without `autocast`"
@@ -58,7 +61,7 @@ def explain(fun: Callable, dtype: Any = "float16", **options: Any) -> Callable[.
     @api_boundary
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
-        def explain_again(dtype: Any = "float16", **options: Any) -> PrecisionReport:
+        def explain_again(dtype: Any = None, **options: Any) -> PrecisionReport:
             return explain(fun, dtype, **options)(*args, **kwargs)
 
         sites, casts, kept = explain_call(fun, settings, args, kwargs)

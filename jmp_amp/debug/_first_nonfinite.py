@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmp_amp._calls import transformation
 from jmp_amp._float8 import emulated
-from jmp_amp._jaxpr import flat_call, open_jaxpr, split_arrays, trace
+from jmp_amp._jaxpr import open_jaxpr, split_arrays, trace_call
 from jmp_amp.debug._arguments import check_callable, check_concrete
 from jmp_amp.debug._cell import Cell, cell_of
 from jmp_amp.debug._cures import cure_of
@@ -25,6 +26,7 @@ from jmp_amp.debug._program_in_float32 import has_low_precision, program_in_floa
 from jmp_amp.debug._values import inexact_arrays, nonfinite_array, values_of
 
 
+@transformation
 def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
     """Returns a function that evaluates `fun` op by op and reports the op that made its results non-finite.
 
@@ -75,9 +77,8 @@ def first_nonfinite(fun: Callable) -> Callable[..., NonFinite | None]:
 
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
-        flat, arrays = flat_call(fun, args, kwargs)
         with emulated():
-            program = trace(flat, arrays)
+            program, arrays, _ = trace_call(fun, args, kwargs)
         _, consts = open_jaxpr(program)
         check_concrete(
             [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"

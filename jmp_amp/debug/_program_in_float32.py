@@ -9,10 +9,12 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
+    Body,
     Branches,
     Call,
     Loop,
     Structure,
+    aval_with,
     bind,
     context_of,
     dtype_of,
@@ -45,29 +47,26 @@ def program_in_float32(program: Any, arrays: Sequence[Any]) -> Any:
     An op that does not run in float32, such as a kernel, keeps its dtypes. Constants keep the values that they were
     rounded to as the program was traced.
     """
-    return trace(lambda *arrays: _InFloat32(program)(*arrays), arrays)
+    return trace(_in_float32(program), arrays)
 
 
-class _InFloat32:
-    """A jaxpr as a function of float32 arrays."""
+def _in_float32(jaxpr: Any) -> Body:
+    """Returns a jaxpr as a function of float32 arrays."""
 
-    def __init__(self, jaxpr: Any) -> None:
-        self._jaxpr = jaxpr
+    def run(*args: Any) -> list[Any]:
+        return evaluate(jaxpr, [_widened(x) for x in args], _apply, _widened, _literal)
 
-    def __call__(self, *args: Any) -> list[Any]:
-        return evaluate(self._jaxpr, [_widened(x) for x in args], _apply, _widened, _literal)
-
-    def trace(self, args: Sequence[Any]) -> Any:
-        return trace(lambda *args: self(*args), args)
+    dtypes = [(var.aval, dtype_of(var)) for var in open_jaxpr(jaxpr)[0].invars]
+    return Body(run, [aval_with(aval, np.float32) if is_below_float32(dtype) else aval for aval, dtype in dtypes])
 
 
 def _apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     entry, structure = HIGHER_ORDER.get(eqn.primitive.name), structure_of(eqn)
     with context_of(eqn):
         if entry is not None and structure is not None and entry.run is not None:
-            return entry.run(eqn, [_InFloat32(jaxpr) for jaxpr in _jaxprs_of(structure)], operands)
+            return entry.run(eqn, [_in_float32(jaxpr) for jaxpr in _jaxprs_of(structure)], operands)
         if isinstance(structure, Call):
-            return _InFloat32(structure.jaxpr)(*(operands[i] for i in structure.operands))
+            return _in_float32(structure.jaxpr)(*(operands[i] for i in structure.operands))
         keeps_dtypes = eqn.primitive.name in _KEEP_DTYPES or holds_jaxprs(eqn)
         outs = None if keeps_dtypes else evaluate_in_float32(eqn, operands)
         return _apply_as_traced(eqn, operands) if outs is None else outs

@@ -9,7 +9,8 @@ from typing import Any
 
 from jax.extend.core import Primitive, primitives
 
-from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_format, parse_rules
+from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
+from jmp_amp._calls import transformation
 from jmp_amp.debug._arguments import check_concrete, check_without_autocast
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._measure import floating_value_and_grad, measure, measure_reference
@@ -17,9 +18,10 @@ from jmp_amp.debug._relative_error import relative_error
 from jmp_amp.debug._suggestion import SuggestedRule, Suggestion, SuggestionReport
 
 
+@transformation
 def suggest_rules(
     fun: Callable,
-    dtype: Any = "float16",
+    dtype: Any = None,
     *,
     loss_scale: float | None = None,
     argnums: int | Sequence[int] = 0,
@@ -42,7 +44,8 @@ def suggest_rules(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
-        **options: other options of `autocast`: `save`, `weight_grad_dtype`, `residual_stream`.
+        **options: other options of `autocast`: `policy`, instead of `dtype`, `save`, `weight_grad_dtype`,
+            `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`.
@@ -75,6 +78,7 @@ def suggest_rules(
             "`suggest_rules` takes no `rules`, which it returns; to keep other code in float32, use "
             "`amp.full_precision` in `fun`"
         )
+    settings = parse_settings(dtype, **options)
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
@@ -90,7 +94,7 @@ def suggest_rules(
             measured = measure(low, args, kwargs, loss_scale, **grad_options)
             return relative_error(measured.all_grads, exact) if measured.is_finite else math.inf
 
-        form, value = parse_format(dtype), "full"
+        form, value = settings.format, "full"
         error_before, error_floor = error(frozenset(), value), math.nan
         keys: list[Any] = []
         sites: list[OpSite] = []

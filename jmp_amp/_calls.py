@@ -1,0 +1,59 @@
+"""Errors for calls such as `explain(fun, params, x)`, which must be `explain(fun)(params, x)`."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def transformation(transform: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a transformation of functions, so that a call with the arguments of the function raises TypeError.
+
+    It refuses more positional arguments than `transform` has, and options that are or hold arrays. Options may be
+    integer scalars (`argnums`), and functions (`policies`), which may be modules and are not searched.
+    """
+    parameters = inspect.signature(transform).parameters.values()
+    names = inspect.Signature([inspect.Parameter(p.name, p.kind) for p in parameters])
+    n_positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+    @functools.wraps(transform)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if args and callable(args[0]) and (len(args) > n_positional or any(map(_holds_arrays, args[1:]))):
+            name, fun = transform.__name__, getattr(args[0], "__name__", "fun")
+            raise TypeError(
+                f"`{name}{names}` got {', '.join(map(describe, args[1:]))} after the function; pass the arguments of "
+                f"the function to what `{name}` returns: `{name}({fun if fun.isidentifier() else 'fun'})(...)`"
+            )
+        return transform(*args, **kwargs)
+
+    return checked
+
+
+def describe(value: Any) -> str:
+    """Returns the dtype and shape of an array, a short value itself, the name of a function, or else the type."""
+    if _is_array(value):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if inspect.isfunction(value):
+        return f"the function `{value.__name__}`"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def _holds_arrays(option: Any) -> bool:
+    try:
+        arrays = filter(_is_array, jax.tree.leaves(option, is_leaf=callable))
+        return any(x.ndim or not jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
+    except (TypeError, ValueError):  # a dict of rules may have keys that JAX cannot sort
+        return False

@@ -1,0 +1,219 @@
+"""Calls that cannot mean what they say raise, and the message has the value, what is allowed and the call to write."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jmp_amp as amp
+
+P, X = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
+OPT = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def of_module(module, x):
+    return jnp.mean(jax.vmap(module)(x) ** 2)
+
+
+def dropout_net():
+    return nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+
+
+def mlp():
+    return eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+
+
+def update(tx, jit=jax.jit, **extra_args):
+    return jit(lambda grads, state: tx.update(grads, state, P, **extra_args))(P, tx.init(P))
+
+
+TOO_MANY = r"`{0}\((fun|step)\b.*\)` got a dict, float32\[4,3\] after the function; .*`{0}\(loss_fn\)\(\.\.\.\)`"
+ONE_TOO_MANY = r"`{0}\((fun|step)\b.*\)` got a dict after the function; .*`{0}\(loss_fn\)\(\.\.\.\)`"
+TRANSFORMATIONS = {
+    "autocast": amp.autocast,
+    "explain": amp.explain,
+    "suggest_rules": amp.suggest_rules,
+    "value_and_grad": amp.value_and_grad,
+    "grad": amp.grad,
+    "first_nonfinite": amp.debug.first_nonfinite,
+    "compare": amp.debug.compare,
+    "check_loss_scaling": amp.debug.check_loss_scaling,
+}
+
+WITH_POLICY = (
+    r"either `dtype` or `policy`, got dtype='bfloat16' and policy='mixed_float16'; .*"
+    r"`autocast\(fun, policy='mixed_float16'\)`, or `autocast\(fun, 'bfloat16'\)`"
+)
+ARGNUMS = (
+    r"`argnums` must be an integer, a sequence of integers or an `nnx.DiffState`, got {}; pass the scale as "
+    r"`loss_scale=\.\.\.`, and .*`value_and_grad\(fun\)\(params, x\)`"
+)
+PAIR = (
+    r"`has_aux=True` the function must return `\(loss, aux\)`, got {}; write `return loss, aux`.* leave out `has_aux`"
+)
+UNMAPPED = r"`axis_name` must name axes of .*`shard_map`.*, got '{}', .*; leave out `axis_name` under plain `jit`"
+NO_SCALE = r"got None; write `tx.update\(.*, loss_scale=scale\)`, with `loss_scale=1.0` for .*`amp.dynamic_loss_scale"
+SCOPES = (
+    r"the scopes `head` must be \"full\" or a dtype .*\(float16, bfloat16, .*\), got {}; "
+    r"write `rules={{'head': \"full\"}}`.*`rules={{lax.tanh_p: \"lower\"}}`"
+)
+REGION = (
+    r"`full_precision` takes a function or no argument, got {}; write `with amp.full_precision\(\):`.*amp.precision\("
+)
+MODULE = r"respect to floating arrays, got {} at `args\[0\]{}`; write `amp.value_and_grad\(fun, transform={}\)`"
+INNER = r"`inner` must be an optax transformation, got {}; write `{}`"
+
+CALLS = {
+    "a dtype and a policy": (lambda: amp.autocast(loss_fn, "bfloat16", policy="mixed_float16"), WITH_POLICY),
+    "a dtype that the policy has too": (
+        lambda: amp.autocast(loss_fn, "float16", policy="mixed_float16"),
+        r"got dtype='float16' and policy='mixed_float16'; .*`autocast\(fun, policy='mixed_float16'\)`",
+    ),
+    "a decorator with both": (lambda: amp.autocast(dtype="bfloat16", policy="mixed_float16")(loss_fn), WITH_POLICY),
+    "explain with both": (lambda: amp.explain(loss_fn, "bfloat16", policy="mixed_float16"), WITH_POLICY),
+    "diff with both": (
+        lambda: amp.explain(loss_fn)(P, X).diff(dtype="bfloat16", policy="mixed_float16"),
+        WITH_POLICY,
+    ),
+    "suggest_rules with both": (lambda: amp.suggest_rules(loss_fn, "bfloat16", policy="mixed_float16"), WITH_POLICY),
+    "compare with both": (
+        lambda: amp.debug.compare(loss_fn, {"a": {"dtype": "bfloat16", "policy": "mixed_float16"}}),
+        WITH_POLICY,
+    ),
+    "initialize with a policy": (
+        lambda: amp.initialize(loss_fn, P, optax.sgd(0.1), policy="O2"),
+        r"takes no `policy`, .*, got 'O2'; write `opt_level=\"O2\", dtype=\"bfloat16\"`, or .*`autocast\(loss_fn, pol",
+    ),
+    "a policy as the dtype": (
+        lambda: amp.autocast(loss_fn, amp.get_policy("O1")),
+        r"`dtype` must be a dtype that autocast computes in, got Policy\(.*\); write `policy=policy`",
+    ),
+    "a rule of scopes that is a class": (
+        lambda: amp.autocast(loss_fn, rules={"head": "lower"}),
+        SCOPES.format("'lower'"),
+    ),
+    "a rule of scopes that is a bool": (lambda: amp.autocast(loss_fn, rules={"head": True}), SCOPES.format("True")),
+    "a region with a dtype": (lambda: amp.full_precision("float32"), REGION.format("'float32'")),
+    "a region with a scalar type": (lambda: amp.full_precision(jnp.float32), REGION.format("<class .*float32'>")),
+    "a region with an array": (lambda: amp.full_precision(1.0), REGION.format("1.0")),
+    "argnums that is a name": (lambda: amp.value_and_grad(loss_fn, "params"), ARGNUMS.format("'params'")),
+    "argnums that are names": (lambda: amp.grad(loss_fn, ["params"]), ARGNUMS.format("a list of 1")),
+    "argnums that is a model": (lambda: amp.grad(loss_fn, mlp()), ARGNUMS.format("a MLP")),
+    "a scale as argnums": (lambda: amp.value_and_grad(loss_fn, 2.0**16), ARGNUMS.format("65536.0")),
+    "an array as argnums": (lambda: amp.grad(loss_fn, argnums=jnp.float32(8)), ARGNUMS.format(r"float32\[\]")),
+    "arguments as has_aux": (
+        lambda: amp.value_and_grad(loss_fn, 0, [2.0]),
+        r"`has_aux` must be a bool, got a list of 1; .*`value_and_grad\(fun\)\(params, x\)`",
+    ),
+    "a scalar with has_aux": (lambda: amp.grad(loss_fn, has_aux=True)(P, X), PAIR.format(r"float32\[\]")),
+    "three results with has_aux": (
+        lambda: amp.value_and_grad(lambda p, x: (loss_fn(p, x), 1, 2), has_aux=True)(P, X),
+        PAIR.format("a tuple of 3"),
+    ),
+    "an NNX module with random streams": (
+        lambda: amp.value_and_grad(of_module)(dropout_net(), X),
+        MODULE.format(r"uint32\[\]", ".*count.*", "nnx.value_and_grad"),
+    ),
+    "one that is no pytree": (
+        lambda: amp.value_and_grad(of_module)(type("Net", (nnx.Module,), {}, pytree=False)(), X),
+        MODULE.format("a Net", "", "nnx.value_and_grad"),
+    ),
+    "an Equinox module with a function": (
+        lambda: jax.jit(lambda x: amp.grad(of_module)(mlp(), x))(X),
+        MODULE.format("a custom_jvp", r"\.activation", "eqx.filter_value_and_grad"),
+    ),
+    "micro-batches of an Equinox module": (
+        lambda: amp.value_and_grad(of_module, accumulate_steps=2)(mlp(), X),
+        MODULE.format("a custom_jvp", r"\.activation", "eqx.filter_value_and_grad"),
+    ),
+    "an optimizer that was not called": (
+        lambda: amp.dynamic_loss_scale(optax.adam),
+        INNER.format("the function `adam`", r"dynamic_loss_scale\(adam\(\.\.\.\)\)"),
+    ),
+    "masters of one": (
+        lambda: amp.master_weights(optax.adam),
+        INNER.format("the function `adam`", r"master_weights\(adam\(\.\.\.\)\)"),
+    ),
+    "the rule in place of the optimizer": (
+        lambda: amp.dynamic_loss_scale(amp.LossScale(), optax.sgd(0.1)),
+        INNER.format("a LossScale", r"dynamic_loss_scale\(optax.adam\(1e-3\)\)"),
+    ),
+    "flax's name of the scale": (
+        lambda: amp.LossScale.flax(scale=8),
+        r"a preset takes the arguments of `LossScale` \(init_scale, .*\), got `scale=8`; write `init_scale=8`",
+    ),
+    "apex's name of the window": (
+        lambda: amp.LossScale.apex(scale_window=8),
+        r"\(init_scale, .*\), got `scale_window=8`; write `growth_interval=8`",
+    ),
+    "a name of no library": (
+        lambda: amp.LossScale.torch(speed=8),
+        r"\(init_scale, growth_factor, .*, clamp_growth\), got `speed=8`$",
+    ),
+    "no loss scale": (lambda: update(amp.unscale_and_check()), NO_SCALE),
+    "no loss scale in a chain": (
+        lambda: update(optax.chain(optax.clip(1.0), amp.unscale_and_check(), optax.adam(1e-3)), jit=lambda f: f),
+        NO_SCALE,
+    ),
+}
+VALUE_ERRORS = {"a rule of scopes that is a class", "a rule of scopes that is a bool"}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(("args", "message"), [((P, X), TOO_MANY), ((P,), ONE_TOO_MANY)], ids=["all", "one"])
+def test_arguments_of_the_function_belong_in_the_second_call(name, args, message):
+    with pytest.raises(TypeError, match=message.format(name)):
+        TRANSFORMATIONS[name](loss_fn, *args)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_message_has_the_value_what_is_allowed_and_the_call_to_write(name):
+    call, message = CALLS[name]
+    with pytest.raises(ValueError if name in VALUE_ERRORS else TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun, lambda fun: jax.vmap(fun, axis_name="batch", axis_size=2)])
+@pytest.mark.parametrize("axis_name", ["data", ("batch", "data")])
+def test_an_axis_that_is_not_mapped_is_named(jit, axis_name):
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name=axis_name)
+    with pytest.raises(ValueError, match=UNMAPPED.format("(data|batch)")):
+        jit(lambda: tx.update(P, tx.init(P)))()
+
+
+def test_a_lone_check_takes_gradients_that_are_not_scaled():
+    updates, _ = update(amp.unscale_and_check(), loss_scale=1.0)
+    assert (updates["w"] == P["w"]).all()
+
+
+def test_modules_of_floating_arrays_need_no_transform():
+    linear, dense = eqx.nn.Linear(3, 2, key=jax.random.key(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    assert amp.grad(of_module)(linear, X).weight.any()
+    assert amp.grad(of_module)(dense, X).kernel[...].any()
+
+
+def test_integers_have_a_gradient_where_jax_is_asked_for_one():
+    module = eqx.tree_at(lambda m: m.bias, eqx.nn.Linear(3, 2, key=jax.random.key(0)), jnp.arange(2))
+    with jax.numpy_dtype_promotion("standard"):
+        grads = amp.grad(of_module, allow_int=True)(module, X)
+    assert grads.bias.dtype == jax.dtypes.float0
+
+
+def test_functions_that_hold_arrays_are_policies():
+    by_hand = jax.tree_util.Partial(loss_fn, P)
+    report = amp.debug.compare(lambda x: loss_fn(P, x), {"by hand": by_hand, "rule": {"rules": {lax.tanh_p: "full"}}})(
+        X
+    )
+    assert set(report.gradient) == {"by hand", "rule"}
+
+
+def test_a_policy_of_suggest_rules_names_the_dtype():
+    _, report = amp.suggest_rules(loss_fn, policy="mixed_bfloat16")(P, X, tol=1.0)
+    assert report.dtype == "bfloat16"
