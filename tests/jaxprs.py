@@ -2,6 +2,8 @@
 
 import jax
 
+from jmp_amp._jaxpr import inner_jaxprs
+
 
 def equations(fun, *args):
     """Yields the equations of `fun` and of all jaxprs that they hold, a loop's body once."""
@@ -16,19 +18,16 @@ def scoped_equations(fun, *args):
 
 def inner_equations(eqn):
     """Yields the equations of the jaxprs that an equation holds."""
-    for param in eqn.params.values():
-        if hasattr(param, "eqns"):
-            yield from (inner for _, inner in _equations(param, ""))
+    for inner, _ in inner_jaxprs(eqn):
+        yield from (each for _, each in _equations(inner, ""))
 
 
 def _equations(jaxpr, outer):
     for eqn in jaxpr.eqns:
         scope = f"{outer}/{eqn.source_info.name_stack}"
         yield scope, eqn
-        for param in eqn.params.values():
-            for sub in param if isinstance(param, tuple | list) else [param]:
-                if hasattr(sub, "eqns"):
-                    yield from _equations(sub, scope)
+        for inner, _ in inner_jaxprs(eqn):
+            yield from _equations(inner, scope)
 
 
 def dtypes(fun, *args, primitive):

@@ -6,7 +6,7 @@ planned and run like any other, as the derivative of a new function with a custo
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from jmp_amp._jaxpr import (
     is_inexact,
     open_jaxpr,
     pull_with_logs,
-    shape_of,
     trace,
     with_dtype,
     zero_cotangent,
@@ -37,11 +36,10 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    symbolic_zeros, n_closed_over, _ = custom_rule(eqn)
+    symbolic_zeros, n_closed_over = custom_rule(eqn)
     inexact_outs = list(map(is_inexact, eqn.outvars))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        primals, tangents = _with_closed_over(eqn, primals), [*[None] * n_closed_over, *tangents]
         differentiable = _differentiable(eqn)
         perturbed = [d and not isinstance(t, SymbolicZero) for d, t in zip(differentiable, tangents, strict=True)]
 
@@ -58,60 +56,62 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         rule = planner.plan(program, inputs, (Reads.ANY,) * len(outs), plan.region)
         results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
-        return results, _combine(inexact_outs, result_tangents, map(_no_tangent, results))
+        given = iter(result_tangents)
+        return results, [next(given) if m else _no_tangent(x) for m, x in zip(inexact_outs, results, strict=True)]
 
     def run(args: Sequence[Any]) -> Sequence[Any]:
-        function = jax.custom_jvp(_function(plan, eqn, args[:n_closed_over]))
+        function = jax.custom_jvp(_named(plan, eqn))
         function.defjvp(jvp, symbolic_zeros=symbolic_zeros)
-        return function(*args[n_closed_over:])
+        return function(*map(_closed_over, args[:n_closed_over]), *args[n_closed_over:])
 
     return run
 
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`. Its residuals may be low precision."""
-    symbolic_zeros, n_closed_over, _ = custom_rule(eqn)
+    symbolic_zeros, n_closed_over = custom_rule(eqn)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         perturbed = _differentiable(eqn)
         if symbolic_zeros:
-            given = [*[False] * n_closed_over, *[arg.perturbed for arg in args]]
-            perturbed = [a and b for a, b in zip(perturbed, given, strict=True)]
+            perturbed = [d and arg.perturbed for d, arg in zip(perturbed, args, strict=True)]
             args = tuple(arg.value for arg in args)
-        return _forward(planner, eqn, plan, perturbed, _with_closed_over(eqn, args))
+        return _forward(planner, eqn, plan, perturbed, args)
 
     def backward(pull: Callable, cotangents: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-        grads, logs = pull(cotangents)
-        return tuple(grads[n_closed_over:]), logs
+        return pull(cotangents)
 
     def run(args: Sequence[Any]) -> Sequence[Any]:
-        function = jax.custom_vjp(_function(plan, eqn, args[:n_closed_over]))
+        function = jax.custom_vjp(_named(plan, eqn))
         define_vjp(function, forward, backward, symbolic_zeros)
-        return function(*args[n_closed_over:])
+        return function(*map(_closed_over, args[:n_closed_over]), *args[n_closed_over:])
 
     return run
 
 
-def _function(plan: Plan, eqn: JaxprEqn, closed_over: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Returns the planned function of the other operands. So JAX refuses to differentiate it by those closed over."""
+@jax.custom_jvp
+def _closed_over(x: Any) -> Any:
+    """Returns a value that a function with a custom rule closes over, which JAX refuses to differentiate."""
+    return x
 
+
+@_closed_over.defjvp
+def _(primals: Any, tangents: Any) -> NoReturn:  # is not called for a tangent that is known to be zero
+    raise closed_over_error()
+
+
+def _named(plan: Plan, eqn: JaxprEqn) -> Callable[..., list[Any]]:
     def call(*args: Any) -> list[Any]:
-        return plan(*closed_over, *args)
+        return plan(*args)
 
     call.__name__ = eqn.params.get("name", eqn.primitive.name)
     return call
 
 
-def _with_closed_over(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Returns all operands, given those that are arguments. The rule does not read the others, so they are zeros."""
-    closed_over = eqn.invars[: custom_rule(eqn).n_closed_over]
-    return [*[jnp.zeros(shape_of(var) or (), dtype_of(var)) for var in closed_over], *args]
-
-
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
     """Returns whether each operand may be differentiated."""
-    n_fixed = custom_rule(eqn).n_fixed
-    return [i >= n_fixed and is_inexact(var) for i, var in enumerate(eqn.invars)]
+    n_closed_over = custom_rule(eqn).n_closed_over
+    return [i >= n_closed_over and is_inexact(var) for i, var in enumerate(eqn.invars)]
 
 
 def _forward(

@@ -124,7 +124,7 @@ def hi_kind(primitive: Any) -> str | None:
 
     Returns:
         `"remat"`, `"name"` for `checkpoint_name`, `"custom_jvp_call"` or `"custom_vjp_call"` for the derivative rule
-        that it has; None if it has rules for both modes, which no public function takes.
+        that it has; None if it has rules that no public function takes: of its transpose, or for both modes.
     """
     names = [cls.__name__ for cls in type(primitive).__mro__]
     known = next((_HI_KINDS[name] for name in names if name in _HI_KINDS), None)
@@ -137,10 +137,12 @@ def hi_kind(primitive: Any) -> str | None:
     def has(rule: str) -> bool:
         return getattr(type(primitive), rule, None) is not getattr(base, rule, None)
 
+    if has("transpose"):  # it is linear, which a function in its place would not be
+        return None
     is_derived = type(primitive).vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
     if has("jvp"):
         return "custom_jvp_call" if is_derived else None
-    return None if has("lin") or has("transpose") else "custom_vjp_call"
+    return None if has("lin") else "custom_vjp_call"
 
 
 # The names of JAX's own classes, which say what a class is across versions.
@@ -211,29 +213,27 @@ class CustomRule(NamedTuple):
 
     Attributes:
         symbolic_zeros: whether the rule gets symbolic zeros.
-        n_closed_over: how many of the first operands the function closes over; the rule does not get them.
-        n_fixed: how many of the first operands have no derivative.
+        n_closed_over: how many of the first operands are values that the function closes over.
     """
 
     symbolic_zeros: bool
     n_closed_over: int
-    n_fixed: int
 
 
 def custom_rule(eqn: JaxprEqn) -> CustomRule:
     """Returns how an equation uses its derivative rule."""
     primitive, params = hi_primitive(eqn), params_of(eqn)
     if primitive is None:
-        return CustomRule(params["symbolic_zeros"], params["num_consts"], params["num_consts"])
+        return CustomRule(params["symbolic_zeros"], params["num_consts"])
     while hasattr(primitive, "prim"):  # `VmapOf`, up to JAX 0.11
         primitive = primitive.prim
     # Of `jax.custom_jvp` and `jax.custom_vjp`, what the function closes over is the first argument since JAX 0.11.
     # Since 0.12, a second argument is for rules that JAX makes.
     is_first = {"with_logs", "jvp_rule"} & primitive.params.keys()
     n = 2 if hasattr(primitive, "drop_fwd_consts") else 1 if is_first else 0
-    n_fixed = len(jax.tree.leaves(primitive.in_avals[:n]))
+    n_closed_over = len(jax.tree.leaves(primitive.in_avals[:n]))
     # A primitive of the user always learns which operands are differentiated.
-    return CustomRule(primitive.params.get("symbolic_zeros", "traced" not in primitive.params), 0, n_fixed)
+    return CustomRule(primitive.params.get("symbolic_zeros", "traced" not in primitive.params), n_closed_over)
 
 
 def closed_over_error() -> type[Exception]:

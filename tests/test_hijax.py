@@ -1,0 +1,179 @@
+"""Primitives and types that users write with `jax.experimental.hijax`, and those that JAX is moving to."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import hijax
+from jaxprs import dtypes
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+HiPrim = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive  # the name up to JAX 0.11
+X = jnp.eye(4) * 0.6 + 0.15
+FLAGS = [flag for flag in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3") if hasattr(jax.config, flag)]
+LOW = {"float16 float16 -> float16"}
+
+
+class Product(HiPrim):
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {"aval": aval}
+        super().__init__()
+
+    def expand(self, x):
+        return jnp.tanh(x @ x)
+
+
+class WithCotangent(Product):
+    def vjp_fwd(self, nonzeros, x):
+        return self(x), x
+
+    def vjp_bwd_retval(self, x, cotangent):
+        return (2 * cotangent @ x.T,)  # not the derivative, so that a lost rule is seen
+
+
+class WithTangent(Product):
+    def jvp(self, primals, tangents):
+        return self(*primals), 2 * tangents[0] @ primals[0]
+
+
+class WithBoth(WithCotangent, WithTangent):
+    pass
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return jnp.tanh(x @ x)
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return jnp.tanh(x @ x)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 2 * tangents[0] @ primals[0]))
+with_vjp.defvjp(lambda x: (with_vjp(x), x), lambda x, cotangent: (2 * cotangent @ x.T,))
+
+
+def named(x):
+    return jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ x, "product"))
+
+
+PROGRAMS = {
+    "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x @ x))(x),
+    "checkpoint that saves by name": jax.checkpoint(
+        named, policy=jax.checkpoint_policies.save_only_these_names("product")
+    ),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+    "all in a scan": lambda x: lax.scan(
+        lambda x, _: (jax.checkpoint(lambda x: with_vjp(with_jvp(x) @ x))(x), None), x, None, length=2
+    )[0],
+    "a primitive of the user": lambda x: Product(jax.typeof(x))(x),
+    "one with a cotangent rule": lambda x: WithCotangent(jax.typeof(x))(x @ x),
+    "one with a tangent rule": lambda x: WithTangent(jax.typeof(x))(x @ x),
+}
+
+
+@pytest.fixture(params=[[], *([flag] for flag in FLAGS), FLAGS], ids=["no flag", *FLAGS, "all flags"])
+def _flags(request):
+    for flag in request.param:
+        jax.config.update(flag, True)
+    yield
+    for flag in request.param:
+        jax.config.update(flag, False)
+
+
+@pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_products_are_low_precision_and_derivatives_those_of_the_program(name):
+    fun = PROGRAMS[name]
+
+    def loss(x):
+        return jnp.sum(fun(x))
+
+    assert set(dtypes(amp.autocast(fun), X, primitive="dot_general")) == LOW
+    np.testing.assert_allclose(amp.autocast(fun)(X), fun(X), rtol=1e-2)
+    try:
+        derivative = jax.grad(loss)(X)
+        jax.vmap(jax.grad(loss))(X[None])
+    except NotImplementedError:  # the primitive has no such rule
+        return
+    ways = [
+        jax.grad(amp.autocast(loss))(X),
+        jax.jit(amp.autocast(jax.grad(loss)))(X),
+        jax.vmap(jax.grad(amp.autocast(loss)))(X[None])[0],
+    ]
+    for got in ways:
+        np.testing.assert_allclose(got, derivative, rtol=3e-2, atol=1e-2)
+
+
+def test_a_primitive_whose_products_stay_float32_is_named():
+    def fun(x):
+        return WithBoth(jax.typeof(x))(x)
+
+    with pytest.warns(UserWarning, match="no rule for `call_hi_primitive`, so the products in it stay"):
+        value = amp.autocast(fun)(X)
+    np.testing.assert_allclose(value, fun(X), rtol=1e-6)
+    with pytest.warns(UserWarning, match="call_hi_primitive"):
+        report = amp.explain(fun)(X)
+    assert "the products in it stay as they were traced" in str(report)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairType(hijax.HiType):
+    of: jax.core.ShapedArray
+
+    def lo_ty(self):
+        return [self.of, self.of]
+
+    def lower_val(self, pair):
+        return [pair.left, pair.right]
+
+    def raise_val(self, left, right):
+        return Pair(left, right)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    left: jax.Array
+    right: jax.Array
+
+
+hijax.register_hitype(Pair, lambda pair: PairType(jax.typeof(pair.left)))
+
+
+class MakePair(HiPrim):
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval, aval), PairType(aval), {"aval": aval}
+        super().__init__()
+
+    def expand(self, left, right):
+        return Pair(left, right)
+
+
+class Left(HiPrim):
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (PairType(aval),), aval, {"aval": aval}
+        super().__init__()
+
+    def expand(self, pair):
+        return pair.left
+
+
+def test_values_of_types_of_the_user_pass():
+    def fun(x):
+        aval = jax.typeof(x)
+        pair = MakePair(aval)(x @ x, x)
+        return Left(aval)(pair) @ x
+
+    got = jax.jit(amp.autocast(fun))(X)
+    np.testing.assert_allclose(got, X @ X @ X, rtol=1e-2)
+    assert set(dtypes(amp.autocast(fun), X, primitive="dot_general")) == LOW
+    inner = jax.jit(lambda pair, x: Left(jax.typeof(x))(pair) @ x)
+    np.testing.assert_allclose(amp.autocast(inner)(Pair(X, X), X), X @ X, rtol=1e-2)
