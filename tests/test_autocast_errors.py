@@ -147,3 +147,29 @@ def test_where_jax_has_no_derivative_explain_tells_of_the_forward_pass(name):
     report = amp.explain(fun)(X)
     assert {row.direction for row in report.rows} == {"forward"}
     assert "JAX cannot differentiate it" in str(report)
+
+
+def undecided(weights, inputs):
+    if inputs["x"][0, 0] > 0:
+        return jnp.sum(weights)
+    return weights["w"]
+
+
+CALLS = {
+    "autocast": lambda: amp.autocast(undecided)({"w": W}, {"x": X, "name": "not an array"}),
+    "jit": lambda: jax.jit(amp.autocast(undecided))({"w": W}, {"x": X}),
+    "explain": lambda: amp.explain(undecided)({"w": W}, {"x": X}),
+    "first_nonfinite": lambda: amp.debug.first_nonfinite(undecided)({"w": W}, {"x": X}),
+    "keyword": lambda: amp.autocast(undecided)({"w": W}, inputs={"x": X}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_of_tracing_names_the_users_function_and_argument(name):
+    line = undecided.__code__.co_firstlineno
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        CALLS[name]()
+    message = str(caught.value)
+    assert f"the function undecided at {__file__}:{line}" in message
+    assert "inputs['x']" in message
+    assert PACKAGE not in message

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 
 from jmp_amp._autocast._draft import Draft
 from jmp_amp._autocast._facts import Facts
@@ -109,13 +109,20 @@ class Planner:
         return any(each.rule.op_class is OpClass.LOWER or self.hides_products(each) for each in inside)
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
-        """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop.
+        """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
+        return params.get("name") == SAVED or self._is_costly(primitive, params, avals)
 
-        An op that has no rule and reads floating values, such as a kernel, may be costly.
+    def _is_costly(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
+        """Whether an op is costly: by its rule, by what is in it, or because it may be a kernel.
+
+        A kernel has no rule and reads floating values.
         """
-        if primitive.name not in self._rules and primitive.name not in HIGHER_ORDER:
+        if primitive.name in HIGHER_ORDER:
+            inside = [eqn for inner in jaxprs_in_params(params) for eqn in open_jaxpr(inner)[0].eqns]
+            return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
+        if primitive.name not in self._rules:
             return any(jnp.issubdtype(dtype, jnp.floating) for dtype in filter(None, map(dtype_of_aval, avals)))
-        return params.get("name") == SAVED or self.rule(primitive, params, avals).costly
+        return self.rule(primitive, params, avals).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""

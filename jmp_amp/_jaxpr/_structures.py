@@ -99,7 +99,7 @@ def hi_jaxpr(eqn: JaxprEqn) -> Any:
     primitive = hi_primitive(eqn)
     if "jaxpr" in primitive.params:
         return primitive.params["jaxpr"]
-    avals = [atom.aval for atom in eqn.invars]
+    avals: list[Any] = [atom.aval for atom in eqn.invars]
     try:
         arrays = [aval.lo_ty() if is_hi_type(aval) else [aval] for aval in avals]  # of types of the user
     except NotImplementedError:
