@@ -1,5 +1,6 @@
 """Errors in the user's code: they are raised as they are, and show the user's lines and none of this package."""
 
+import functools
 import os
 import traceback
 
@@ -160,6 +161,7 @@ CALLS = {
     "jit": lambda: jax.jit(amp.autocast(undecided))({"w": W}, {"x": X}),
     "explain": lambda: amp.explain(undecided)({"w": W}, {"x": X}),
     "first_nonfinite": lambda: amp.debug.first_nonfinite(undecided)({"w": W}, {"x": X}),
+    "partial": lambda: amp.autocast(functools.partial(undecided, {"w": W}))({"x": X}),
     "keyword": lambda: amp.autocast(undecided)({"w": W}, inputs={"x": X}),
 }
 
@@ -173,3 +175,15 @@ def test_an_error_of_tracing_names_the_users_function_and_argument(name):
     assert f"the function undecided at {__file__}:{line}" in message
     assert "inputs['x']" in message
     assert PACKAGE not in message
+
+
+class Undecided:
+    def __call__(self, inputs):
+        return undecided({"w": W}, inputs)
+
+
+def test_an_error_of_tracing_names_the_call_of_an_object():
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        amp.autocast(Undecided())({"x": X})
+    assert f"the function __call__ at {__file__}:{Undecided.__call__.__code__.co_firstlineno}" in str(caught.value)
+    assert "inputs['x']" in str(caught.value)

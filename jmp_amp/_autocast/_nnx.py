@@ -1,6 +1,7 @@
 """Keeps the state of Flax NNX modules that are arguments of a function, or the function itself."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,25 +34,30 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
     @api_boundary
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        inputs = owner if is_module(owner) else None, args, kwargs
+        inputs = args, kwargs, owner if is_module(owner) else None
         if not holds_modules(inputs):
             return plain(*args, **kwargs)
         state, merge = split_modules(inputs)
 
-        def pure(state: Any) -> tuple[Any, Any]:
-            before = arrays_by_path(state)
-            copies = module, args, kwargs = merge(state)
+        @functools.wraps(type(fun).__call__ if is_module(fun) else fun, updated=())  # JAX's errors name it
+        def pure(arguments: Any) -> tuple[Any, Any]:
+            before = arrays_by_path(arguments)
+            copies = args, kwargs, module = merge(arguments)
             if module is None:
                 results = fun(*args, **kwargs)
             else:
                 results = method(module, *args, **kwargs) if method else module(*args, **kwargs)
             return results, changed_state(before, state_of_modules(copies))
 
+        pure.__signature__ = _OF_ARGUMENTS  # type: ignore[attr-defined]
         results, changed = transform(pure)(state)
         update_modules(inputs, changed)
         return results
 
     return call
+
+
+_OF_ARGUMENTS = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.POSITIONAL_ONLY)])
 
 
 def unbound(fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:

@@ -1,7 +1,9 @@
 """Traces functions of pytrees to jaxprs, and applies the primitives of equations."""
 
 import collections
+import contextlib
 import functools
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,8 +92,11 @@ def trace_call(
         cast: is applied to the arrays before they are traced.
     """
     rebuild: Callable[..., Any]
+    named: Any = fun
+    while isinstance(named, functools.partial):
+        named = named.func
 
-    @functools.wraps(fun, updated=())
+    @functools.wraps(named if hasattr(named, "__code__") else type(named).__call__, updated=())
     def call(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal rebuild
         args, kwargs = jax.tree.map(
@@ -100,6 +105,8 @@ def trace_call(
         results, rebuild = split_arrays(fun(*args, **kwargs), jax.core.Tracer)
         return results
 
+    with contextlib.suppress(TypeError, ValueError):  # a builtin has none
+        call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
     tree = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else _Static(x), (args, kwargs))
     traced = jax.make_jaxpr(call)(*tree[0], **tree[1])
     return TracedCall(traced, split_arrays((args, kwargs), *also)[0], rebuild)
