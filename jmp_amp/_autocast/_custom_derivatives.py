@@ -78,12 +78,9 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             args = tuple(arg.value for arg in args)
         return _forward(planner, eqn, plan, perturbed, args)
 
-    def backward(pull: Callable, cotangents: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-        return pull(cotangents)
-
     def run(args: Sequence[Any]) -> Sequence[Any]:
         function = jax.custom_vjp(_named(plan, eqn))
-        define_vjp(function, forward, backward, symbolic_zeros)
+        define_vjp(function, forward, lambda pull, cotangents: pull(cotangents), symbolic_zeros)
         return function(*map(_closed_over, args[:n_closed_over]), *args[n_closed_over:])
 
     return run
