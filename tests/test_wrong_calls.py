@@ -1,17 +1,23 @@
 """Calls that cannot mean what they say raise, and the message has the value, what is allowed and the call to write."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import jmp_amp as amp
 
 P, X = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
 OPT = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
+
+
+def flax_nnx():
+    return pytest.importorskip("flax.nnx", reason="needs Flax")
+
+
+def equinox():
+    return pytest.importorskip("equinox", reason="needs Equinox")
 
 
 def loss_fn(params, x):
@@ -23,11 +29,13 @@ def of_module(module, x):
 
 
 def dropout_net():
-    return nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    return flax_nnx().Sequential(
+        flax_nnx().Linear(3, 2, rngs=flax_nnx().Rngs(0)), flax_nnx().Dropout(0.5, rngs=flax_nnx().Rngs(1))
+    )
 
 
 def mlp():
-    return eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    return equinox().nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 
 
 def update(tx, jit=jax.jit, **extra_args):
@@ -122,7 +130,7 @@ CALLS = {
         MODULE.format(r"uint32\[\]", ".*count.*", "nnx.value_and_grad"),
     ),
     "one that is no pytree": (
-        lambda: amp.value_and_grad(of_module)(type("Net", (nnx.Module,), {}, pytree=False)(), X),
+        lambda: amp.value_and_grad(of_module)(type("Net", (flax_nnx().Module,), {}, pytree=False)(), X),
         MODULE.format("a Net", "", "nnx.value_and_grad"),
     ),
     "an Equinox module with a function": (
@@ -194,13 +202,13 @@ def test_a_lone_check_takes_gradients_that_are_not_scaled():
 
 
 def test_modules_of_floating_arrays_need_no_transform():
-    linear, dense = eqx.nn.Linear(3, 2, key=jax.random.key(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    linear, dense = equinox().nn.Linear(3, 2, key=jax.random.key(0)), flax_nnx().Linear(3, 2, rngs=flax_nnx().Rngs(0))
     assert amp.grad(of_module)(linear, X).weight.any()
     assert amp.grad(of_module)(dense, X).kernel[...].any()
 
 
 def test_integers_have_a_gradient_where_jax_is_asked_for_one():
-    module = eqx.tree_at(lambda m: m.bias, eqx.nn.Linear(3, 2, key=jax.random.key(0)), jnp.arange(2))
+    module = equinox().tree_at(lambda m: m.bias, equinox().nn.Linear(3, 2, key=jax.random.key(0)), jnp.arange(2))
     with jax.numpy_dtype_promotion("standard"):
         grads = amp.grad(of_module, allow_int=True)(module, X)
     assert grads.bias.dtype == jax.dtypes.float0
