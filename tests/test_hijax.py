@@ -11,6 +11,7 @@ from jax.experimental import hijax
 from jaxprs import dtypes
 
 import jmp_amp as amp
+from jmp_amp._autocast._api import parse_settings, planner_of
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -123,6 +124,27 @@ def test_a_primitive_whose_products_stay_float32_is_named():
     with pytest.warns(UserWarning, match="call_hi_primitive"):
         report = amp.explain(fun)(X)
     assert "the products in it stay as they were traced" in str(report)
+
+
+@pytest.mark.parametrize("cls", [Product, WithCotangent, WithTangent, WithBoth])
+def test_a_primitive_of_the_user_is_saved_and_not_computed_again(cls):
+    assert is_saved(lambda x: cls(jax.typeof(x))(x))
+
+
+@pytest.mark.usefixtures("_flags")
+def test_a_function_with_a_rule_is_saved_if_it_holds_a_product():
+    assert is_saved(with_jvp)
+    assert is_saved(with_vjp)
+    assert not is_saved(jax.nn.relu)
+
+
+def is_saved(fun):
+    """Whether the bodies of scans save the result of the last equation of a function."""
+    planner = planner_of(parse_settings().options)
+    *_, eqn = jax.make_jaxpr(fun)(X).eqns
+    while eqn.primitive.name == "jit":
+        *_, eqn = eqn.params["jaxpr"].eqns
+    return planner.is_saved(eqn.primitive, *[atom.aval for atom in eqn.invars], **eqn.params)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast._draft import Draft
 from jmp_amp._autocast._facts import Facts
@@ -28,6 +28,7 @@ from jmp_amp._jaxpr import (
     dtype_of,
     dtype_of_aval,
     inner_jaxprs,
+    jaxprs_in,
     open_jaxpr,
     scope_path,
     structure_of,
@@ -117,8 +118,9 @@ class Planner:
 
         A kernel has no rule and reads floating values.
         """
-        if primitive.name in HIGHER_ORDER:
-            inside = [eqn for inner in jaxprs_in_params(params) for eqn in open_jaxpr(inner)[0].eqns]
+        jaxprs = jaxprs_in(params) if primitive.name in HIGHER_ORDER else None
+        if jaxprs is not None:
+            inside = [eqn for inner in jaxprs for eqn in open_jaxpr(inner)[0].eqns]
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
         if primitive.name not in self._rules:
             return any(jnp.issubdtype(dtype, jnp.floating) for dtype in filter(None, map(dtype_of_aval, avals)))

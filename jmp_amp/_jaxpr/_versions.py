@@ -6,13 +6,13 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
 from jax.interpreters import ad
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -159,6 +159,15 @@ def params_of(eqn: JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an equation; a `HiPrim` holds its own."""
     primitive = hi_primitive(eqn)
     return eqn.params if primitive is None else primitive.params
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the jaxprs in the parameters of an equation; None for a `HiPrim` of which only `expand` knows."""
+    primitive = params.get("_prim")
+    if primitive is None:
+        return list(jaxprs_in_params(params))
+    held = [primitive.params.get("jaxpr"), getattr(primitive.params.get("traced"), "jaxpr", None)]
+    return [jaxpr for jaxpr in held if jaxpr is not None] if type(primitive).__name__ in _HI_KINDS else None
 
 
 def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
