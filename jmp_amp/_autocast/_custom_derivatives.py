@@ -86,13 +86,17 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     return run
 
 
-@jax.custom_jvp
 def _closed_over(x: Any) -> Any:
     """Returns a value that a function with a custom rule closes over, which JAX refuses to differentiate."""
+    return _refuses_tangents(x) if isinstance(x, jax.core.Tracer) else x
+
+
+@jax.custom_jvp
+def _refuses_tangents(x: Any) -> Any:
     return x
 
 
-@_closed_over.defjvp
+@_refuses_tangents.defjvp
 def _(primals: Any, tangents: Any) -> NoReturn:  # is not called for a tangent that is known to be zero
     raise closed_over_error()
 
