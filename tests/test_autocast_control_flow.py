@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import dtypes, equations
+from jaxprs import dtypes, equations, read_low
 
 import jmp_amp as amp
 
@@ -114,13 +114,25 @@ def test_gradient_is_that_of_float32_and_its_products_low_precision(name, way):
     assert set(dtypes(got, X, primitive="dot_general")) == {LOW}
 
 
+def derivative_leaks(fun):
+    try:
+        with jax.checking_leaks():
+            jax.make_jaxpr(jax.grad(lambda x: jnp.sum(fun(x))))(X)
+    except Exception as error:
+        if "Leaked" not in str(error):
+            raise
+        return True
+    return False
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_tracer_leaks(name):
     fun = amp.autocast(PROGRAMS[name])
     with jax.checking_leaks():
         jax.make_jaxpr(fun)(X)
-        if name in BACKWARD and name != "shard_map":  # whose derivative leaks without autocast too
-            jax.make_jaxpr(jax.grad(lambda x: jnp.sum(fun(x))))(X)
+    if name in BACKWARD:
+        # With some versions and flags, JAX leaks tracers of `shard_map` and `checkpoint` by itself.
+        assert derivative_leaks(PROGRAMS[name]) or not derivative_leaks(fun)
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -223,7 +235,7 @@ class TestCalls:
             return x
 
         ws = [W] * 6
-        text = jax.jit(amp.autocast(model)).lower(X, ws).as_text()
+        text = jax.jit(amp.autocast(read_low(model))).lower(X, ws).as_text()
         # The first layer reads the float32 input, the others each other's float16 result.
         assert text.count("func.func private @layer") == 2
         assert text.count("call @layer") == 6
