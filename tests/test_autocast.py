@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jaxprs import dtypes, equations
+from jaxprs import dtypes, equations, read_low
 
 import jmp_amp as amp
 
@@ -19,17 +19,11 @@ F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
 def out_dtype(fun, *args, dtype="float16"):
-    """The dtype of what `fun` computes under autocast, before it is cast back for the caller."""
-    seen = []
+    """The dtype of what `fun` computes under autocast, as an op reads it, before it is cast back for the caller.
 
-    def spy(*args):
-        out = fun(*args)
-        # An unregistered primitive would cast back, and a shape op does not: what is seen is what was computed.
-        seen.append(out)
-        return lax.reshape(out, out.shape)
-
-    jaxpr = jax.make_jaxpr(amp.autocast(spy, dtype=dtype))(*args)
-    last = jaxpr.eqns[-1]
+    An unregistered primitive would cast back, and a sort does not: what it returns is what was computed.
+    """
+    last = jax.make_jaxpr(amp.autocast(read_low(fun), dtype=dtype))(*args).eqns[-1]
     return last.invars[0].aval.dtype if last.primitive.name == "convert_element_type" else last.outvars[0].aval.dtype
 
 

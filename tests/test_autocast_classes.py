@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, PartitionSpec
-from jaxprs import equations, row
+from jaxprs import equations, read_low, row
 
 import jmp_amp as amp
 from jmp_amp._autocast import RULES, OpClass, Rule
@@ -177,7 +177,8 @@ def test_what_holds_a_program_has_no_class(name):
 
 
 def operands(fun, name, **options):
-    return {row(eqn) for eqn in equations(amp.autocast(fun, **options), X) if eqn.primitive.name == name}
+    found = equations(amp.autocast(read_low(fun), **options), X)
+    return {row(eqn) for eqn in found if eqn.primitive.name == name}
 
 
 @pytest.mark.parametrize(

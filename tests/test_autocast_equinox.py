@@ -71,7 +71,7 @@ class Repeated(eqx.Module):
 
 MODELS = {
     "mlp": lambda: (
-        Layers([eqx.nn.MLP(8, 3, 16, 2, activation=jax.nn.gelu, key=KEYS[1])], (2,), "tanh"),
+        Layers([eqx.nn.MLP(8, 8, 16, 2, activation=jax.nn.gelu, key=KEYS[1]), linear(2)], (2, 2), "tanh"),
         X,
         {"add": LOW},
     ),
@@ -215,5 +215,5 @@ def test_composes_with_filtered_transformations_either_way_round():
     for fun in (transform(amp.autocast(loss)), amp.autocast(transform(loss))):
         assert_close(fun(model, x), want)
         products = dtypes(lambda p, x, f=fun: f(eqx.combine(p, static), x), params, x, primitive="dot_general")
-        assert len(products) == 8
+        assert len(products) == 11
         assert set(products) == {LOW}

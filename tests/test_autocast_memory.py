@@ -118,7 +118,7 @@ class TestWeightGradDtype:
             (lambda w, x: jnp.einsum("bi,kio->bko", x, w), (5, 8, 3)),
             (lambda w, x: lax.conv(x.reshape(1, 1, -1, 8), w, (1, 1), "SAME"), (2, 1, 3, 3)),
             (lambda w, x: lax.ragged_dot(x, w, jnp.array([1, 3])), (2, 8, 3)),
-            (lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w)[0], (3, 8, 8)),
+            (lambda w, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], (3, 8, 8)),
             (lambda w, x: (x @ w) @ w.T, (8, 3)),
         ],
         ids=["matmul", "einsum", "conv", "ragged", "scan", "reused"],

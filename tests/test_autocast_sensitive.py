@@ -1,4 +1,4 @@
-"""Products whose rounding errors grow are float32: terms of squared distances, and what is decomposed or solved."""
+"""Products whose rounding errors grow are float32: terms of squared distances, and those before and after a solver."""
 
 import jax
 import jax.numpy as jnp
@@ -124,8 +124,17 @@ def whitening(matmul, x, y):
     return jnp.sum(vectors * values**-0.5, 1) ** 2
 
 
+def solved(x):
+    return jnp.linalg.solve(jnp.eye(8) + jnp.diag(jnp.ones(7), 1), x.T).T
+
+
+def a_layer_after_a_solver(matmul, x, y):
+    return matmul(solved(x), W)
+
+
 DECOMPOSITIONS = {
-    f.__name__: f for f in (ridge_regression, by_cholesky, a_polynomial_kernel, a_radial_kernel, whitening)
+    f.__name__: f
+    for f in (ridge_regression, by_cholesky, a_polynomial_kernel, a_radial_kernel, whitening, a_layer_after_a_solver)
 }
 
 
@@ -195,8 +204,13 @@ def a_residual_sum_of_a_norm(x):
     return h + h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
 
 
-def a_layer_after_a_solver(x):
-    return jnp.linalg.solve(jnp.eye(8) + jnp.diag(jnp.ones(7), 1), x.T).T @ W
+def a_layer_after_a_bounded_solution(x):
+    return jnp.tanh(solved(x)) @ W
+
+
+def a_layer_after_a_normalized_solution(x):
+    h = solved(x)
+    return h / jnp.linalg.norm(h, axis=-1, keepdims=True) @ W
 
 
 ORDINARY = (
@@ -208,7 +222,8 @@ ORDINARY = (
     features_beside_a_norm,
     cosine_similarity,
     a_residual_sum_of_a_norm,
-    a_layer_after_a_solver,
+    a_layer_after_a_bounded_solution,
+    a_layer_after_a_normalized_solution,
 )
 
 
@@ -234,5 +249,6 @@ def test_explain_says_why_and_the_user_has_the_last_word():
 
     assert ("distance", "float32") in products(fun, X, Y)
     assert ("decomposition", "float32") in products(solve, X)
+    assert ("solution", "float32") in products(lambda x: solved(x) @ W, X)
     assert ("rule", "float16") in products(solve, X, rules={lax.linalg.cholesky_p: "original"})
     assert ("rule", "float16") in products(low, X, Y)

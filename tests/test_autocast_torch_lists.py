@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jaxprs import read_low
 
 import jmp_amp as amp
 
@@ -50,7 +51,7 @@ BANNED = "binary_cross_entropy"
 
 
 class Dtypes(NamedTuple):
-    """The dtype of a result, before it is cast back for the caller."""
+    """The dtype of a result, as an op reads it, before it is cast back for the caller."""
 
     float32: np.dtype  # of float32 inputs
     low: np.dtype  # of what low-precision products computed
@@ -356,8 +357,8 @@ COUNTERPARTS = counterparts(
 
 
 def result_dtype(fun, *inputs):
-    """The dtype of what `fun` computes under autocast, before it is cast back for the caller."""
-    last = jax.make_jaxpr(amp.autocast(fun))(*inputs).eqns[-1]
+    """The dtype of what `fun` computes under autocast, as an op reads it, before it is cast back for the caller."""
+    last = jax.make_jaxpr(amp.autocast(read_low(fun)))(*inputs).eqns[-1]
     return (last.invars if last.primitive.name == "convert_element_type" else last.outvars)[0].aval.dtype
 
 

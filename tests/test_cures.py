@@ -409,12 +409,14 @@ def rms_norm(x, root):
 
 
 def mixture(x, w):
-    probabilities = jax.nn.softmax(x) @ w
+    with amp.precision("float16"):
+        probabilities = jax.nn.softmax(x) @ w
     return -jnp.mean(jnp.log(probabilities))
 
 
 def mixture_with_eps(x, w):
-    probabilities = jax.nn.softmax(x) @ w
+    with amp.precision("float16"):
+        probabilities = jax.nn.softmax(x) @ w
     return -jnp.mean(jnp.log(probabilities + 1e-4))
 
 

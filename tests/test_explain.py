@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jaxprs import read_low
 from models import gpt_case
 
 import jmp_amp as amp
@@ -44,13 +45,14 @@ F16, F32 = "float16", "float32"
 KNOWN = {
     "rule": (lambda x: x @ W, "dot_general", ("lower", "rule", (F32, F32), F16, F16)),
     "a reduction": (lambda x: jnp.sum(x @ W), "reduce_sum", ("full", "rule", (F16,), F32, F32)),
-    "a bias": (lambda x: x @ W + B, "add", ("promote", "bias", (F16, F32), F16, F16)),
+    "a bias": (read_low(lambda x: x @ W + B), "add", ("promote", "bias", (F16, F32), F16, F16)),
     "a mask": (
         lambda x: jnp.where(x > 0, x @ W, -1e9),
         "select_n",
         ("promote", "constant", (F32, F32), F32, F32),  # cast in front of the call of `jnp.where`
     ),
     "readers": (lambda x: jnp.exp(x @ W + B), "add", ("promote", "readers", (F16, F32), F32, F32)),
+    "the caller": (lambda x: x @ W + B, "add", ("promote", "readers", (F16, F32), F32, F32)),
     "precision": (
         lambda x: jnp.dot(x, W, precision="highest"),
         "dot_general",
@@ -257,7 +259,7 @@ def test_twelve_layers_take_little_more_than_their_tracing():
 
 
 def test_a_diff_shows_what_another_policy_changes():
-    report = amp.explain(lambda x: jnp.tanh(jnp.tanh(x @ W) @ W))(X)
+    report = amp.explain(lambda x: jnp.tanh(jnp.tanh(x @ W) @ W) @ W)(X)
     diff = report.diff(rules={lax.tanh_p: "full"})
     assert [(a.primitive, a.compute, b.compute, b.why) for a, b in diff.changes] == [("tanh", F16, F32, "override")] * 2
     assert "tanh  f16 -> f32  override  2      -" in str(diff)

@@ -66,21 +66,22 @@ def eps_below_float16(scale, x):
 
 
 def log_of_probability(w, x):
-    probabilities = jax.nn.softmax(x) @ w  # planted: underflow
+    with amp.precision("float16"):
+        probabilities = jax.nn.softmax(x) @ w  # planted: underflow
     return -jnp.mean(jnp.log(probabilities))  # planted: log_of_probability
 
 
 def scan_over_layers(layers, x):
     def layer(x, w):
         with jax.named_scope("layer"):
-            return x @ w, jnp.sum(x)  # planted: scan_over_layers
+            return jnp.abs(x @ w), jnp.sum(x)  # planted: scan_over_layers
 
     return jnp.mean(lax.scan(layer, x, layers)[0])
 
 
 def reverse_scan(layers, x):
     def layer(x, w):
-        x = x @ w  # planted: reverse_scan
+        x = jnp.abs(x @ w)  # planted: reverse_scan
         return x, x
 
     return jnp.mean(lax.scan(layer, x, layers, reverse=True)[1])
@@ -88,7 +89,7 @@ def reverse_scan(layers, x):
 
 def fori_loop(w, x):
     def step(_, x):
-        return x @ w  # planted: fori_loop
+        return jnp.abs(x @ w)  # planted: fori_loop
 
     return jnp.mean(lax.fori_loop(0, 5, step, x))
 
@@ -96,7 +97,7 @@ def fori_loop(w, x):
 def while_in_scan(w, x):
     def inner(state):
         n, x = state
-        return n + 1, x @ w  # planted: while_in_scan
+        return n + 1, jnp.abs(x @ w)  # planted: while_in_scan
 
     def outer(x, _):
         return lax.while_loop(lambda state: state[0] < 2, inner, (0, x))[1], None

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxprs import dtypes
+from jaxprs import dtypes, read_low
 
 import jmp_amp as amp
 
@@ -360,7 +360,7 @@ def test_functions_and_primitives_get_a_precision():
     assert products(amp.autocast(amp.precision("float16")(product), "bfloat16"), *args) == {LOW}
     assert products(amp.autocast(amp.full_precision(product)), *args) == {FULL}
     for name, dtype in (("full", "float32"), ("promote", "float16"), ("lower", "float16")):
-        low = amp.autocast(product, rules={lax.tanh_p: name})
+        low = amp.autocast(read_low(product), rules={lax.tanh_p: name})
         assert dtypes(low, *args, primitive="tanh") == [f"{dtype} -> {dtype}"]
 
 

@@ -14,8 +14,9 @@ from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Options, Planner
+from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._rules import RULES
-from jmp_amp._autocast._values import Reads, unknown
+from jmp_amp._autocast._values import Stream, Wish, unknown
 from jmp_amp._calls import transformation
 from jmp_amp._jaxpr import HIGHER_ORDER, as_type, open_jaxpr, trace_call
 from jmp_amp._policy import Policy, cast_floating, get_policy
@@ -213,9 +214,10 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
         closed, arrays, rebuild = trace_call(fun, args, kwargs, cast=in_full)
         jaxpr, _ = open_jaxpr(closed)
-        reads = Reads.RETURNED if options.has_low_stream else Reads.ANY
+        reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
+        wish = Wish(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
-        plan = planner_of(options).plan(closed, values, (reads,) * len(jaxpr.outvars), Region(form))
+        plan = planner_of(options).plan(closed, values, (wish,) * len(jaxpr.outvars), Region(form))
         planned(plan)
         _warn(plan, options)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)

@@ -1,27 +1,31 @@
 """A plan in the making: decides the equations of one jaxpr until no decision changes."""
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._autocast._deciding import depends_on, runs_as_whole
 from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._format import FORMATS
+from jmp_amp._autocast._known import Whole
 from jmp_amp._autocast._operands import OpContext
-from jmp_amp._autocast._plan import Plan, Region, Step
+from jmp_amp._autocast._plan import Inside, Plan, Region, Step
+from jmp_amp._autocast._readers import why
+from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._rule import OpClass, Rule
-from jmp_amp._autocast._values import Origin, Reads, Value, constant
-from jmp_amp._jaxpr import Structure
+from jmp_amp._autocast._values import Origin, Stream, Value, Wish, constant
+from jmp_amp._jaxpr import Branches, Call, dtype_of
 
 if TYPE_CHECKING:
     from jmp_amp._autocast._planner import Planner
 
-# The reasons to run a product as it was traced, as `explain` names them.
-_SENSITIVE = {Reads.ANGLE: "angle", Reads.DISTANCE: "distance", Reads.MATRIX: "decomposition"}
+
+_SMALL = 2.0**15  # every low dtype holds it
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,9 +39,9 @@ class _Variable:
         full_readers: the indices of those that read it in float32.
         low_reads: how many equations and results of the jaxpr may read it in low precision.
         is_read: whether there is a reader, or it is a result of the jaxpr.
-        reads: how a sensitive reader, a norm or the caller of the program reads it; `ANY` if there is none.
+        reads: how its readers read it.
+        stream: how it is read as a residual stream.
         stored: whether an op reads it from memory, as products do.
-        decays: whether an accumulator is multiplied by it in every iteration.
     """
 
     value: Value | None = None
@@ -46,14 +50,14 @@ class _Variable:
     full_readers: set[int] = dataclasses.field(default_factory=set)
     low_reads: int = 0
     is_read: bool = False
-    reads: Reads = Reads.ANY
+    reads: int = Reads.NOBODY
+    stream: Stream = Stream.NONE
     stored: bool = False
-    decays: bool = False
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is to be float32: all readers read float32, or it is a decay."""
-        return (self.is_read and not self.low_reads) or self.decays
+        """Whether it is to be float32: all readers read float32, or it is a gate."""
+        return (self.is_read and not self.low_reads) or bool(self.reads & Reads.GATE)
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,11 +66,12 @@ class _Equation:
 
     Attributes:
         index: its index in the jaxpr.
+        facts: the facts of the equation.
         eqn: the equation.
         rule: the rule of its op.
         region: its format, and the scopes around it.
         operands: the variables that it reads, each once.
-        structure: how it holds jaxprs; None if it holds none.
+        inside: for each of its jaxprs, what is known of the inputs, and how the results are read.
         uses_copies: whether a float32 copy of an operand would change the decision.
         as_traced: why it runs as it was traced, see `Step`.
         step: the decision; None until there is one.
@@ -74,12 +79,13 @@ class _Equation:
     """
 
     index: int
+    facts: Facts
     eqn: JaxprEqn
     rule: Rule
     region: Region
     operands: tuple[Var, ...]
-    structure: Structure | None
     uses_copies: bool
+    inside: Sequence[Inside] = ()
     as_traced: str | None = None
     step: Step | None = None
     reason: Any = None
@@ -99,7 +105,7 @@ class Draft:
         jaxpr: Jaxpr,
         consts: Sequence[Any],
         values: tuple[Value, ...],
-        wanted: tuple[Reads, ...],
+        wanted: tuple[Wish, ...],
         region: Region,
     ) -> None:
         """Takes a planner and the arguments of `Planner.plan`."""
@@ -110,21 +116,30 @@ class Draft:
         self._literals = {id(literal): constant(literal.val) for literal in literals}
         self._facts = planner.facts_of(jaxpr)
         self._equations = list(map(self._equation, itertools.count(), self._facts))
-        for reads, atom in zip(wanted, jaxpr.outvars, strict=True):
+        for wish, atom in zip(wanted, jaxpr.outvars, strict=True):
             if isinstance(atom, Var):
                 self._variables[atom].is_read = True
-                self._variables[atom].low_reads += reads < Reads.FULL
-        self._find_sensitive(values, wanted)
+                self._variables[atom].low_reads += not wish.is_full
+        facts = [value.known for value in values]
+        self._known = planner.knowledge.find(jaxpr, facts, consts)
+        self._large = {var: known.size for var, known in self._known.items() if known.size > _SMALL}
+        for var, reads in planner.readers.find(jaxpr, facts, [wish.reads for wish in wanted], consts).items():
+            self._variables[var].reads = reads
+        for equation in self._equations:
+            equation.as_traced = self._read_facts(equation)
+            if equation.as_traced:
+                equation.region = equation.region._replace(format=FORMATS["float32"])
         if planner.options.has_low_stream:
             are_computed = tuple([value.origin > Origin.INPUT for value in values])
-            for var, reads in planner.streams.find(jaxpr, are_computed, wanted).items():
-                self._variables[var].reads = max(reads, self._variables[var].reads)
+            streams = planner.streams.find(jaxpr, are_computed, [wish.stream for wish in wanted])
+            for var, stream in streams.items():
+                self._variables[var].stream = stream
 
     def _equation(self, index: int, facts: Facts) -> _Equation:
-        eqn, rule, structure, operands = facts
+        eqn, rule, operands = facts.eqn, facts.rule, facts.operands
         region = self._planner.enter(self._region, eqn)
-        uses_copies = structure is not None or (rule.moves and not rule.fuses)
-        equation = _Equation(index, eqn, rule, region, operands, structure, uses_copies)
+        uses_copies = facts.structure is not None or (rule.moves and not rule.fuses)
+        equation = _Equation(index, facts, eqn, rule, region, operands, uses_copies)
         for var in operands:
             variable = self._variables[var]
             variable.readers.append(equation)
@@ -135,27 +150,32 @@ class Draft:
             self._variables[var] = _Variable(producer=equation)
         return equation
 
-    def _find_sensitive(self, values: tuple[Value, ...], wanted: tuple[Reads, ...]) -> None:
-        """Finds the values that decide when a loop ends, and those whose rounding errors grow."""
-        squares = tuple([value.squares for value in values])
-        self._squares = self._planner.sensitivity.squares.find(self._jaxpr, squares)
-        found = dict(self._planner.sensitivity.sensitive(self._jaxpr, squares, wanted))
-        deciding, _ = depends_on(self._jaxpr, [reads is Reads.TRACED for reads in wanted])
-        found |= dict.fromkeys(deciding, Reads.TRACED)
-        for var, reads in found.items():
-            variable = self._variables[var]
-            equation = variable.producer
-            # A region in the code takes precedence.
-            if equation is None or format_in(equation.eqn.source_info.name_stack) is not None:
-                continue
-            variable.reads = reads
-            if reads is Reads.TRACED and runs_as_whole(equation.eqn):
-                equation.as_traced = "loop"
-            elif reads is not Reads.TRACED and equation.rule.op_class is OpClass.LOWER:
-                equation.as_traced = equation.as_traced or _SENSITIVE[reads]
-        for equation in self._equations:
-            if equation.as_traced:
-                equation.region = equation.region._replace(format=FORMATS["float32"])
+    def _read_facts(self, equation: _Equation) -> str | None:
+        """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not."""
+        eqn, facts = equation.eqn, equation.facts
+        outs = [self._variables[var].reads for var in eqn.outvars]
+        reads = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, Reads.NOBODY)
+        if facts.structure is None and equation.rule.op_class is not OpClass.LOWER and not reads & Reads.DECIDES:
+            return None
+        operands = self._planner.knowledge.of(self._known, eqn.invars)
+        is_marked = format_in(eqn.source_info.name_stack) is not None
+        if facts.enters is not None:
+            given = [Reads.OTHERWISE] * len(outs) if is_marked else outs
+            equation.inside = self._planner.readers.inside(facts, operands, given)
+        if is_marked:  # a region in the code takes precedence
+            return None
+        if reads & Reads.DECIDES and not isinstance(equation.facts.structure, Call | Branches):
+            return "loop"
+        if equation.rule.op_class is not OpClass.LOWER:
+            return None
+        if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
+            return "recurrence"
+        if any(known.is_solution for known in operands):
+            return "solution"
+        counts = [known.whole for known in operands]
+        if min(counts) > Whole.NO and max(counts) is Whole.COUNT:
+            return "count"
+        return why(reads, not equation.region.format.needs_loss_scale)
 
     def plan(self) -> Plan:
         """Decides all equations."""
@@ -169,7 +189,7 @@ class Draft:
         outs = tuple(map(self._read, self._jaxpr.outvars))
         inner = [plan for step in steps for plan, _ in step.inner]
         scopes = {equation.region.path for equation in self._equations}.union(*[plan.scopes for plan in inner])
-        opaque = {facts.eqn.primitive.name for facts in self._facts if self._planner.hides_products(facts)}
+        opaque = {facts.eqn.primitive.name for facts in self._facts if self._planner.hides_products(facts.eqn)}
         opaque.update(*[plan.opaque for plan in inner])
         frame = self._jaxpr.replace(eqns=[])
         return Plan(
@@ -184,28 +204,30 @@ class Draft:
         """Decides an equation, and returns those to decide again because of it."""
         eqn, rule, old = equation.eqn, equation.rule, equation.step
         outs = [self._variables[var] for var in eqn.outvars]
-        wanted = tuple([out.reads or (Reads.FULL if out.is_wanted else Reads.ANY) for out in outs])
+        wanted = tuple([Wish(out.reads or Reads.OTHERWISE, out.stream, out.is_wanted) for out in outs])
         values = tuple([self._read(atom) for atom in eqn.invars])
         has_copy = False
         if equation.uses_copies:
             pairs = zip(eqn.invars, values, strict=True)
             values = tuple([self._with_copy(atom, value, equation.index) for atom, value in pairs])
             has_copy = any(value.has_float32_copy for value in values)
-        stream = outs[0].reads if rule.adds and outs[0].reads in (Reads.RESNET, Reads.NORM) else Reads.ANY
+        stream = outs[0].stream if rule.adds and outs[0].stream > Stream.RETURNED else Stream.NONE
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
-        reason = values, wanted if equation.structure is not None else reads_full
+        reason = values, wanted if equation.facts.structure is not None else reads_full
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)
         has_streams = self._planner.options.has_low_stream
-        op = OpContext(eqn, rule, values, equation.region.format, reads_full, shares_norm, has_streams, stream)
-        step = self._planner.decide(op, equation.structure, wanted, equation.region)
+        form = equation.region.format
+        overflows = bool(self._large) and any(self._large.get(var, 0) > form.largest for var in eqn.outvars)
+        op = OpContext(eqn, rule, values, form, reads_full, overflows, shares_norm, has_streams, stream)
+        step = self._planner.decide(op, equation.facts, wanted, equation.region, equation.inside)
         equation.step, equation.reason = step, reason
         if equation.as_traced:
             equation.step = step._replace(as_traced=equation.as_traced)
         for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
-            squares = self._squares.get(var)
-            variable.value = out if out.squares is squares else out._replace(squares=squares)
+            known = self._known.get(var)
+            variable.value = out if known is None else out._replace(known=known)
         affected = list(self._affected(equation, step))
         if old is not None and old.outs != step.outs:
             affected += [reader for out in outs for reader in out.readers]
@@ -213,18 +235,13 @@ class Draft:
 
     def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
         """Returns what is known of an operand, and whether another equation reads it in float32."""
-        if not isinstance(atom, Var) or not self._variables[atom].full_readers - {reader}:
+        if value.as_native().dtype == dtype_of(atom) or not self._variables[atom].full_readers - {reader}:
             return value
         return value._replace(has_float32_copy=True)
 
     def _affected(self, equation: _Equation, step: Step) -> Iterator[_Equation]:
         """Records the operands that an equation reads in float32, and yields the equations to decide again."""
         operands = [self._variables[var] for var in equation.operands]
-        if equation.rule.scales and any(operand.value.adds_up for operand in operands if operand.value):
-            for operand in operands:
-                operand.decays = True
-                if operand.producer is not None:
-                    yield operand.producer
         pairs = zip(step.eqn.invars, step.reads_full, strict=True)
         low = {atom for atom, is_full in pairs if not is_full and isinstance(atom, Var)}
         for var, operand in zip(equation.operands, operands, strict=True):

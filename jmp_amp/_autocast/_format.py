@@ -66,6 +66,11 @@ class Format:
         return bool(jnp.finfo(self.dtype).maxexp < jnp.finfo(FLOAT32).maxexp)
 
     @functools.cached_property
+    def largest(self) -> float:
+        """The largest number of its dtype."""
+        return float(jnp.finfo(self.dtype).max)
+
+    @functools.cached_property
     def at_any_size(self) -> "Format":
         """The format of a region or a rule that asks for float8: it holds for products of every size."""
         if self.float8 is None:

@@ -1,15 +1,14 @@
 """The op sites of the forward pass, read from a plan."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jmp_amp._autocast._format import AS_TRACED, FLOAT32, FORMATS, Format
+from jmp_amp._autocast._format import AS_TRACED, FORMATS, Format
 from jmp_amp._autocast._op import Op
 from jmp_amp._autocast._op_site import OpSite, flops_of, widest_of
-from jmp_amp._autocast._operands import weighed
 from jmp_amp._autocast._plan import Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._provenance import Provenance
@@ -69,15 +68,13 @@ def _forward_site(
         forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
     if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
         compute = step.run.rewrite.float8.operands
-    read = weighed(rule, eqn, values)
-    traced = [read[i] for i in floating if dtype_of(eqn.invars[i]) == FLOAT32]
     return OpSite(
         "forward",
         provenance.module,
         provenance.source,
         eqn.primitive.name,
         rule.op_class.value,
-        forced or _why(planner, eqn, rule.op_class, traced, compute, form),
+        forced or _of_rules(planner, eqn) or step.why,
         tuple(str(values[i].dtype) for i in floating),
         str(compute),
         str(widest_of(outputs)) if outputs else str(dtype_of(eqn.outvars[0])) if eqn.outvars else "",
@@ -91,30 +88,11 @@ def _results(eqn: JaxprEqn, step: Step) -> Iterator[tuple[Any, Value]]:
     return ((v, o) for v, o in zip(eqn.outvars, step.outs, strict=True) if hasattr(o.dtype, "itemsize"))
 
 
-def _why(
-    planner: Planner, eqn: JaxprEqn, op_class: OpClass, traced: Sequence[Value], compute: Any, form: Format
-) -> str:
-    """Returns why an op outside of regions computes in a dtype; `traced` are its operands traced in float32."""
+def _of_rules(planner: Planner, eqn: JaxprEqn) -> str | None:
+    """Returns what explains an op whose class is not that of the table; None if it is."""
     name = eqn.primitive.name
     if name in planner.options.overrides.primitives:
         return "override"
-    if name not in RULES:
-        return "opaque" if planner.hides_products(planner.facts_of_equation(eqn)) else "unknown"
-    if not traced and not any(dtype_of(var) == FLOAT32 for var in eqn.outvars):
-        return "traced"
-    if op_class is OpClass.ORIGINAL:
-        return "precision" if name in ("dot_general", "conv_general_dilated", "ragged_dot_general") else "rule"
-    if op_class is OpClass.FULL or not traced:
-        return "rule"
-    if op_class is OpClass.LOWER and compute not in form.operands:
-        return "constant" if any(value.keep_float32 or value.is_lost(form.dtype) for value in traced) else "traced"
-    arrays = [value for value in traced if value.origin is not Origin.SCALAR]
-    if compute != FLOAT32:
-        widened = [value for value in traced if op_class is OpClass.PROMOTE and value.dtype == FLOAT32]
-        if planner.options.has_low_stream and any(value.origin is not Origin.SCALAR for value in widened):
-            return "stream"
-        return "bias" if widened else "rule"
-    is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
-    if any(value.exceeds(form.dtype) or (is_low and not value.fits(form.dtype)) for value in traced):
-        return "constant"
-    return "readers" if is_low else "rule"
+    if name in RULES:
+        return None
+    return "opaque" if planner.hides_products(eqn) else "unknown"

@@ -6,15 +6,15 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_amp._autocast._accumulators import accumulators
 from jmp_amp._autocast._axes import sliced
 from jmp_amp._autocast._carries import Values, plan_carries
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
-from jmp_amp._autocast._deciding import deciding_carries
 from jmp_amp._autocast._format import AS_TRACED, FLOAT32
-from jmp_amp._autocast._plan import Plan, Region, Step
+from jmp_amp._autocast._known import Known
+from jmp_amp._autocast._plan import Inside, Plan, Region, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._values import Origin, Reads, Value, join
+from jmp_amp._autocast._reads import Reads
+from jmp_amp._autocast._values import Origin, Stream, Value, Wish, join
 from jmp_amp._float8 import as_products
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
@@ -31,26 +31,40 @@ from jmp_amp._jaxpr import (
     with_params,
 )
 
-Wanted = tuple[Reads, ...]
+Wanted = tuple[Wish, ...]
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def plan_higher_order(
-    planner: Planner, eqn: JaxprEqn, structure: Structure, values: Values, wanted: Wanted, region: Region
+    planner: Planner,
+    eqn: JaxprEqn,
+    structure: Structure,
+    values: Values,
+    wanted: Wanted,
+    region: Region,
+    inside: Sequence[Inside],
 ) -> Step:
     """Decides an equation that holds jaxprs."""
     match structure:
         case Call() as call:
-            return _call(planner, eqn, call, values, wanted, region)
+            return _call(planner, eqn, call, values, wanted, region, inside)
         case Branches() as branches:
-            return _branches(planner, eqn, branches, values, wanted, region)
+            return _branches(planner, eqn, branches, values, wanted, region, inside)
         case Loop(cond=None) as loop:
-            return _scan(planner, eqn, loop, values, wanted, region)
+            return _scan(planner, eqn, loop, values, wanted, region, inside)
         case Loop() as loop:
-            return _while(planner, eqn, loop, values, region)
+            return _while(planner, eqn, loop, values, region, inside)
 
 
-def _call(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, wanted: Wanted, region: Region) -> Step:
+def _call(
+    planner: Planner,
+    eqn: JaxprEqn,
+    call: Call,
+    values: Values,
+    wanted: Wanted,
+    region: Region,
+    inside: Sequence[Inside],
+) -> Step:
     """Casts inputs that the body reads only in float32 before the call, so that other readers share the cast.
 
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
@@ -62,13 +76,15 @@ def _call(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, wanted: W
     has_references = call.rule is not None and any(map(is_reference, eqn.invars))
     if entry.run is None or has_references:
         return _as_traced(planner, eqn, call, values, region)
-    plan = planner.plan(call.jaxpr, values, wanted, region)
+    ((jaxpr, known, reads),) = inside
+    values, wanted = _known_as(values, known), _read_by(wanted, reads)
+    plan = planner.plan(jaxpr, values, wanted, region)
     reads_full = (False,) * len(values) if entry.keeps_inputs else plan.reads_full
     full = tuple(
         value.in_full() if is_full and dtype_of(atom) == FLOAT32 else value
         for value, is_full, atom in zip(values, reads_full, eqn.invars, strict=True)
     )
-    plan = planner.plan(call.jaxpr, full, wanted, region)
+    plan = planner.plan(jaxpr, full, wanted, region)
     if call.rule is not None and plan.changed:
         run: Run | None = _DERIVATIVES[call.rule](planner, eqn, plan)
     else:
@@ -80,8 +96,8 @@ def _as_traced(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, regi
     """Runs an equation as it was traced; its jaxpr is planned only for `explain`."""
     pairs = zip(values, eqn.invars, strict=True)
     full = tuple(value.in_full() if dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
-    reads = (Reads.ANY,) * len(eqn.outvars)
-    plan = planner.plan(call.jaxpr, tuple(full[i] for i in call.operands), reads, Region(AS_TRACED, region.path))
+    inputs, reads = tuple(full[i] for i in call.operands), (Wish(),) * len(eqn.outvars)
+    plan = planner.plan(call.jaxpr, inputs, reads, Region(AS_TRACED, region.path))
     outs = tuple(Value(dtype_of(var)) for var in eqn.outvars)
     return _step(eqn, _casts(values, full), outs, functools.partial(bind, eqn), [(plan, 1)])._replace(
         reads_full=(True,) * len(values)
@@ -89,42 +105,59 @@ def _as_traced(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, regi
 
 
 def _branches(
-    planner: Planner, eqn: JaxprEqn, branches: Branches, values: Values, wanted: Wanted, region: Region
+    planner: Planner,
+    eqn: JaxprEqn,
+    branches: Branches,
+    values: Values,
+    wanted: Wanted,
+    region: Region,
+    inside: Sequence[Inside],
 ) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
-    # The results of a branch are stored, so float32 would cost memory, even if all readers read float32.
-    stored = tuple(Reads.ANY if reads is Reads.FULL else reads for reads in wanted)
     inputs = tuple(values[i] for i in branches.operands)
-    plans = [planner.plan(branch, inputs, stored, region) for branch in branches.jaxprs]
+    plans = [
+        planner.plan(branch, _known_as(inputs, known), _stored(wanted, reads), region)
+        for branch, known, reads in inside
+    ]
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
     run = _run_with(eqn, [plan.body(outs) for plan in plans], plans)
     return _step(eqn, (None,) * len(values), outs, run, [(plan, 1) for plan in plans])
 
 
-def _scan(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, wanted: Wanted, region: Region) -> Step:
+def _scan(
+    planner: Planner,
+    eqn: JaxprEqn,
+    loop: Loop,
+    values: Values,
+    wanted: Wanted,
+    region: Region,
+    inside: Sequence[Inside],
+) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
+    ((body, known, reads),) = inside
     saves_products = planner.options.save == "matmuls"
     consts = tuple(value._replace(save_cast=saves_products) for value in values[loop.consts])
-    xs = tuple(map(_sliced, values[loop.xs]))
-    adds_up = accumulators(loop, planner.facts_of)
+    inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
+    first, last = loop.n_consts, loop.n_consts + loop.n_carry
     streams = _streams(planner, loop, values, wanted, region)
-    reads = [Reads.NORM if each else Reads.ANY for each in streams]
-    reads += [Reads.ANY] * (len(eqn.outvars) - len(streams))
-    reads = [Reads.RETURNED if w is Reads.RETURNED else r for w, r in zip(wanted, reads, strict=True)]
+    wishes = [
+        Wish(of, Stream.RETURNED if wish.stream is Stream.RETURNED else Stream.NORM if is_stream else Stream.NONE)
+        for of, wish, is_stream in zip(reads, wanted, streams + [False] * len(wanted[loop.n_carry :]), strict=True)
+    ]
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(loop.body, (*consts, *carry, *xs), tuple(reads), region)
+        return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), tuple(wishes), region)
 
     carry, plan = plan_carries(
-        plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up, streams=streams, low=region.format.dtype
+        plan_body, inputs[first:last], eqn.invars[loop.carry], streams=streams, low=region.format.dtype
     )
     # A stacked result that is also carried has the dtype of the carry.
     results = plan.frame.outvars
     stored = {var: value for var, value in zip(results, carry, strict=False) if isinstance(var, Var)}
     slices = zip(results[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
     stacked = [stored.get(var, out) if isinstance(var, Var) else out for var, out in slices]
-    outs = carry + tuple(Value(out.dtype, keep_float32=out.keep_float32) for out in stacked)
+    outs = carry + tuple(Value(out.dtype) for out in stacked)
     recomputes = saves_products and not plan.frame.effects and not is_checkified()
     policy = planner.is_saved if recomputes else None
     casts = _casts(values, (*consts, *carry, *values[loop.xs]))
@@ -136,21 +169,25 @@ def _streams(planner: Planner, loop: Loop, values: Values, wanted: Wanted, regio
     if not planner.options.has_low_stream or not region.format.is_low:
         return [False] * loop.n_carry
     are_weights = [value.origin <= Origin.INPUT for value in values[loop.xs]]
-    return planner.streams.carries(loop, are_weights, wanted)
+    return planner.streams.carries(loop, are_weights, [wish.stream for wish in wanted])
 
 
-def _while(planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: Region) -> Step:
+def _while(
+    planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: Region, inside: Sequence[Inside]
+) -> Step:
     """Plans `while_loop` and `fori_loop`; carries are as in `scan`."""
+    (_, known_of_cond, _), (_, known, reads) = inside
     # A value that decides when the loop ends is not rounded: the loop might never end.
-    decides = deciding_carries(loop)
-    reads = tuple(Reads.TRACED if d else Reads.ANY for d in decides)
+    decides = [bool(each & Reads.DECIDES) for each in reads]
+    wishes, first = tuple(map(Wish, reads)), loop.n_consts
+    inputs = _known_as((*values[loop.consts], *values[loop.carry]), known)
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(loop.body, (*values[loop.consts], *carry), reads, region)
+        return planner.plan(loop.body, (*inputs[:first], *carry), wishes, region)
 
-    adds_up = accumulators(loop, planner.facts_of)
-    carry, body = plan_carries(plan_body, values[loop.carry], eqn.invars[loop.carry], adds_up, decides)
-    cond = planner.plan(loop.cond, (*values[loop.cond_consts], *carry), (Reads.TRACED,), region)
+    carry, body = plan_carries(plan_body, inputs[first:], eqn.invars[loop.carry], decides)
+    of_cond = _known_as((*values[loop.cond_consts], *carry), known_of_cond)
+    cond = planner.plan(loop.cond, of_cond, (Wish(Reads.DECIDES),), region)
     casts = _casts(values, (*values[loop.cond_consts], *values[loop.consts], *carry))
     run = _run_with(eqn, [cond.body(), body.body(carry)], [cond, body])
     return _step(eqn, casts, carry, run, [(cond, 1), (body, 1)])
@@ -171,7 +208,9 @@ def _step(
     Its operands are stored, so float32 would cost memory. So `reads_full` is false, even if the body reads float32.
     """
     changed = any(plan.changed for plan, _ in inner)
-    return Step(eqn, casts, outs, run or functools.partial(bind, eqn), changed, (False,) * len(casts), tuple(inner))
+    return Step(
+        eqn, casts, outs, run or functools.partial(bind, eqn), changed, (False,) * len(casts), inner=tuple(inner)
+    )
 
 
 def _sliced(value: Value) -> Value:
@@ -179,6 +218,20 @@ def _sliced(value: Value) -> Value:
     value = value._replace(save_cast=False, axes=sliced(value.axes))
     is_scalar = value.origin is Origin.INPUT and value.axes == (frozenset(),)
     return value._replace(origin=Origin.SCALAR) if is_scalar else value
+
+
+def _known_as(values: Values, known: Sequence[Known]) -> Values:
+    return tuple(value._replace(known=each) for value, each in zip(values, known, strict=True))
+
+
+def _read_by(wanted: Wanted, reads: Sequence[int]) -> Wanted:
+    wishes = [wish._replace(reads=each) for wish, each in zip(wanted, reads, strict=True)]
+    return tuple(wish._replace(full=wish.is_full) for wish in wishes)
+
+
+def _stored(wanted: Wanted, reads: Sequence[int]) -> Wanted:
+    """Returns how results that are stored are read: float32 would cost memory, even if all readers read float32."""
+    return tuple(wish._replace(full=False) for wish in _read_by(wanted, reads))
 
 
 def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:

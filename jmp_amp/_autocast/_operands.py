@@ -11,7 +11,7 @@ from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32, Format
 from jmp_amp._autocast._rule import Makes, OpClass, Rule
 from jmp_amp._autocast._rules import operand_dtypes
-from jmp_amp._autocast._values import Origin, Reads, Value, common_dtype, widest
+from jmp_amp._autocast._values import Origin, Stream, Value, common_dtype, widest
 from jmp_amp._jaxpr import dtype_of, retyped, shape_of
 
 
@@ -24,9 +24,10 @@ class OpContext(NamedTuple):
         values: what is known of its operands.
         format: the format of its region.
         reads_full: whether all readers of its results read float32, so that it is evaluated in float32.
+        overflows: whether its results may be too large for the low dtype, because of a constant.
         shares_norm: whether it reads a norm of low-precision data that a product reads too.
         has_streams: whether residual streams are stored in low precision.
-        stream: how the residual stream that it adds to is read; `ANY` if there is none.
+        stream: how the residual stream that it adds to is read; `NONE` if there is none.
     """
 
     eqn: JaxprEqn
@@ -34,9 +35,10 @@ class OpContext(NamedTuple):
     values: tuple[Value, ...]
     format: Format
     reads_full: bool = False
+    overflows: bool = False
     shares_norm: bool = False
     has_streams: bool = False
-    stream: Reads = Reads.ANY
+    stream: Stream = Stream.NONE
 
     @property
     def is_float32(self) -> list[bool]:
@@ -48,25 +50,51 @@ class OpContext(NamedTuple):
         return self.format.dtype if value.origin is Origin.INPUT else value.lean or value.dtype
 
 
-def operand_dtype(op: OpContext) -> Any:
-    """Returns the dtype that the float32 operands of an op are cast to; None leaves them as they are."""
-    op_class, eqn = op.rule.op_class, op.eqn
+def decide(op: OpContext) -> tuple[Any, str]:
+    """Returns the dtype that the float32 operands of an op are cast to, and why, as a key of `REASONS`.
+
+    None leaves the operands as they are.
+    """
+    rule, low = op.rule, op.format.dtype
+    atoms = (*op.eqn.invars, *op.eqn.outvars)
+    is_traced = not any(dtype_of(atom) == FLOAT32 for atom in atoms)
+    if rule.op_class is OpClass.ORIGINAL:
+        return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
+    values = list(compress(weighed(rule, op.eqn, op.values), op.is_float32))
     if _joins_stream(op):
-        return op.format.dtype
-    if op_class in (OpClass.FULL, OpClass.ORIGINAL) or (op.reads_full and not _is_exact(op)):
-        return FLOAT32
-    eligible = list(compress(weighed(op.rule, eqn, op.values), op.is_float32))
-    if op.shares_norm:
-        eligible = [value.as_native() for value in eligible]
-    if op_class is OpClass.FOLLOW:
-        return widest(value.as_native().dtype for value in eligible) if op.rule.stores and eligible else None
-    if op_class is OpClass.LOWER:
-        is_kept = any(value.keep_float32 or value.is_lost(op.format.dtype) for value in eligible)
-        takes = op.format.takes({dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)})
-        allowed = operand_dtypes(eqn.params.get("precision"))
-        is_low = takes and not is_kept and (allowed is None or op.format.dtype in allowed)
-        return op.format.dtype if is_low else FLOAT32
-    return common_dtype(eligible)
+        return low, "stream"
+    if rule.op_class is OpClass.FULL:
+        return FLOAT32, "traced" if is_traced else "rule"
+    if rule.op_class is OpClass.LOWER:
+        allowed = operand_dtypes(op.eqn.params.get("precision"))
+        if any(value.overflows(low) or value.is_lost(low) for value in values):
+            return FLOAT32, "constant"
+        if not op.format.takes(set(map(dtype_of, atoms))) or not (allowed is None or low in allowed):
+            return FLOAT32, "traced"
+        return (FLOAT32, "constant") if op.overflows else (low, "traced" if is_traced else "rule")
+    if is_traced or not values:
+        return None, "traced" if is_traced else "rule"
+    if op.overflows or (op.reads_full and not _is_exact(op)):
+        return FLOAT32, _why_float32(op, values)
+    stored = [value.as_native() for value in values] if op.shares_norm or rule.stores else values
+    dtype = common_dtype(stored) if rule.op_class is OpClass.PROMOTE else widest(value.dtype for value in stored)
+    if dtype == FLOAT32:
+        why = _why_float32(op, values)
+    else:
+        widened = [value for value in values if rule.op_class is OpClass.PROMOTE and value.dtype == FLOAT32]
+        is_stream = op.has_streams and any(value.origin is not Origin.SCALAR for value in widened)
+        why = "stream" if is_stream else "bias" if widened else "rule"
+    return dtype if rule.op_class is OpClass.PROMOTE or rule.stores else None, why
+
+
+def _why_float32(op: OpContext, values: Sequence[Value]) -> str:
+    """Returns why an op that follows its operands reads float32; `values` are those traced in float32."""
+    arrays = [value for value in values if value.origin is not Origin.SCALAR]
+    is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
+    low = op.format.dtype
+    if op.overflows or any(value.exceeds(low) or (is_low and not value.fits(low)) for value in values):
+        return "constant"
+    return "readers" if is_low else "rule"
 
 
 def _is_exact(op: OpContext) -> bool:
@@ -85,12 +113,12 @@ def _is_exact(op: OpContext) -> bool:
 
 def _joins_stream(op: OpContext) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
-    if op.stream is Reads.ANY:
+    if op.stream is Stream.NONE:
         return False
     terms = [value for value in weighed(op.rule, op.eqn, op.values) if value.origin is not Origin.SCALAR]
-    dtypes = [op.lean(value) if op.stream is Reads.NORM else value.as_native().dtype for value in terms]
+    dtypes = [op.lean(value) if op.stream is Stream.NORM else value.as_native().dtype for value in terms]
     is_low = all(dtype == op.format.dtype for dtype in dtypes)
-    fits = not any(value.keep_float32 or value.exceeds(op.format.dtype) for value in op.values)
+    fits = not any(value.overflows(op.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from jax.extend.core import Primitive
 
 from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
+from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._rule import Makes, OpClass, Rule, RuleOf, Rules
 from jmp_amp._autocast._rules import RULES
-from jmp_amp._autocast._values import Reads
 
 # The variants of a primitive under `shard_map` with types; JAX exports only the primitive.
 _VARIANTS = {"psum": ("psum_invariant",), "all_gather": ("all_gather_invariant",)}
@@ -99,7 +99,7 @@ def _of_program(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
 
 
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    rule = rule._replace(reads=Reads.ANY)  # the class is all that the user asks for
+    rule = rule._replace(reads=Reads.NOBODY)  # the class is all that the user asks for
     if op_class is OpClass.LOWER:  # rounds the result, even if its readers read float32
         return rule._replace(op_class=op_class, makes=Makes.OTHER if rule.moves else rule.makes, fuses=False)
     several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1

@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._autocast._blocks import Block, cast, grouped
 from jmp_amp._autocast._format import Format
+from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._values import Value
 from jmp_amp._jaxpr import Body, aval_with, context_of, dtype_of, evaluate_steps, is_differentiated, with_last_reads
 
@@ -30,6 +31,7 @@ class Step(NamedTuple):
         run: evaluates the equation on its cast operands.
         changed: whether a dtype in it differs from the traced one.
         reads_full: whether each operand is read only in float32, so that its producer may be evaluated in float32.
+        why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
         inner: the plans of its jaxprs, and how often each runs; 1 if that is not known.
         as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
     """
@@ -40,6 +42,7 @@ class Step(NamedTuple):
     run: Callable[[Sequence[Any]], Sequence[Any]]
     changed: bool
     reads_full: tuple[bool, ...]
+    why: str = ""
     inner: "tuple[tuple[Plan, Any], ...]" = ()
     as_traced: str | None = None
 
@@ -56,6 +59,10 @@ class Region(NamedTuple):
     path: str = ""
 
 
+# A jaxpr of an equation, what is known of its inputs, and how its results are read.
+Inside = tuple[Any, tuple[Known, ...], tuple[int, ...]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """The steps of one jaxpr, for one set of input dtypes.
@@ -70,6 +77,7 @@ class Plan:
         region: the surroundings of the jaxpr.
         scopes: the paths of its equations; empty if no rule has a pattern.
         opaque: the primitives that hold products and have no rule, so that these stay as they were traced.
+        bodies: its functions in place of the jaxpr; plans of one jaxpr with the same decisions share them.
     """
 
     frame: Jaxpr
@@ -81,6 +89,7 @@ class Plan:
     region: Region
     scopes: frozenset[str]
     opaque: frozenset[str]
+    bodies: dict[Any, Body] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
@@ -136,17 +145,30 @@ class Plan:
             policy: says what `jax.checkpoint` saves of it; None for no `jax.checkpoint`.
         """
         key = tuple(out.dtype for out in outs or self.outs), policy
-        if key not in self._bodies:
+        if key not in self.bodies:
             fun: Callable[..., list[Any]] = with_results(self, outs) if outs else self
             if policy is not None:
                 fun = jax.checkpoint(fun, policy=policy, prevent_cse=False)
             pairs = zip(self.frame.invars, self.inputs, strict=True)
-            self._bodies[key] = Body(fun, [aval_with(var.aval, value.dtype) for var, value in pairs])
-        return self._bodies[key]
+            self.bodies[key] = Body(fun, [aval_with(var.aval, value.dtype) for var, value in pairs])
+        return self.bodies[key]
 
-    @functools.cached_property
-    def _bodies(self) -> dict[Any, Body]:
-        return {}
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """All that it does; plans of one jaxpr that are equal in this are the same function."""
+        dtypes = tuple([value.dtype for value in (*self.inputs, *self.outs)])
+        return dtypes, *[(step.casts, _identity(step.run)) for step in self.steps]
+
+
+def _identity(run: Any) -> Any:
+    """Returns a value that is equal for functions that do the same."""
+    if isinstance(run, functools.partial):  # of an equation and its bodies
+        return run.func, *[tuple(map(id, arg)) if isinstance(arg, list) else id(arg) for arg in run.args]
+    try:
+        hash(run)
+    except TypeError:
+        return id(run)
+    return run
 
 
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:

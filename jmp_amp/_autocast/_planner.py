@@ -1,5 +1,7 @@
 """Plans jaxprs: decides the dtype that each op computes in, by the rule of its primitive (`_rules.py`)."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,17 +12,18 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jmp_amp._autocast._draft import Draft
 from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._format import AS_TRACED, FLOAT32
+from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._op import SAVED, Op
-from jmp_amp._autocast._operands import OpContext, operand_dtype, params_for
+from jmp_amp._autocast._operands import OpContext, decide, params_for
 from jmp_amp._autocast._overrides import Overrides
-from jmp_amp._autocast._plan import Plan, Region, Step, differs
+from jmp_amp._autocast._plan import Inside, Plan, Region, Step, differs
+from jmp_amp._autocast._readers import Readers
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._results import results
 from jmp_amp._autocast._rewrites import Decided, rewrite_of
 from jmp_amp._autocast._rule import ORIGINAL, OpClass, Rule, Rules
-from jmp_amp._autocast._sensitive import Sensitivity
 from jmp_amp._autocast._streams import Streams
-from jmp_amp._autocast._values import Origin, Reads, Value, constant
+from jmp_amp._autocast._values import Origin, Value, Wish, constant
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
     Kept,
@@ -49,7 +52,9 @@ class Options(NamedTuple):
         return self.residual_stream == "low"
 
 
-PlanHigherOrder = Callable[["Planner", JaxprEqn, Structure, tuple[Value, ...], tuple[Reads, ...], Region], Step]
+PlanHigherOrder = Callable[
+    ["Planner", JaxprEqn, Structure, tuple[Value, ...], tuple[Wish, ...], Region, Sequence[Inside]], Step
+]
 _KEPT_STEPS = 2**14
 
 
@@ -61,12 +66,14 @@ class Planner:
         self._rules: Mapping[str, Any] = {**rules, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.sensitivity = Sensitivity(self.facts_of)
+        self.knowledge = Knowledge(self.facts_of)
+        self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
-        self._plans, self._facts, self._constants = Kept(), Kept(), Kept()
+        self._plans, self._bodies, self._facts, self._constants = Kept(), Kept(), Kept(), Kept()
         self._steps: dict[Any, Step] = {}
+        self._numbers, self._counter = dict[Any, int](), itertools.count()
 
-    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Reads, ...], region: Region) -> Plan:
+    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Wish, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
 
         Args:
@@ -77,7 +84,12 @@ class Planner:
         """
         opened, consts = open_jaxpr(jaxpr)
         key = tuple(map(id, consts)), values, wanted, region  # the plan keeps the constants alive
-        return self._plans(opened, key, lambda: Draft(self, opened, consts, values, wanted, region).plan())
+        return self._plans(opened, key, lambda: self._plan(opened, consts, values, wanted, region))
+
+    def _plan(self, jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> Plan:
+        plan = Draft(self, jaxpr, consts, *args).plan()
+        bodies = self._bodies(jaxpr, (tuple(map(id, consts)), plan.decisions), dict)
+        return dataclasses.replace(plan, bodies=bodies)
 
     def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
         """Describes the constants of an open jaxpr, and reads them only once."""
@@ -94,20 +106,38 @@ class Planner:
 
     def facts_of(self, jaxpr: Jaxpr) -> list[Facts]:
         """Returns the facts of each equation of an open jaxpr."""
-        return self._facts(jaxpr, (), lambda: list(map(self.facts_of_equation, jaxpr.eqns)))
+        return self._facts(jaxpr, (), lambda: self._read_facts(jaxpr))
 
-    def facts_of_equation(self, eqn: JaxprEqn) -> Facts:
-        """Returns the facts of an equation."""
-        operands = dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)])
-        return Facts(eqn, self.rule_of(eqn), structure_of(eqn), tuple(operands))
+    def _read_facts(self, jaxpr: Jaxpr) -> list[Facts]:
+        facts, moved = [], dict[Any, Var]()
+        for eqn in jaxpr.eqns:
+            rule, atoms = self.rule_of(eqn), eqn.invars
+            operands = dict.fromkeys([atom for atom in atoms if isinstance(atom, Var)])
+            sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in atoms])
+            if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
+                moved[eqn.outvars[0]] = sources[0]
+            facts.append(Facts(eqn, rule, structure_of(eqn), tuple(operands), sources, self._number_of(eqn, sources)))
+        return facts
 
-    def hides_products(self, facts: Facts) -> bool:
+    def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int:
+        avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
+        literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
+        moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
+        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, len(set(map(id, eqn.invars)))
+        if len(self._numbers) >= _KEPT_STEPS:
+            self._numbers.clear()
+        number = next(self._counter)
+        try:
+            return self._numbers.setdefault(key, number)
+        except TypeError:  # a parameter that cannot be hashed
+            return number
+
+    def hides_products(self, eqn: JaxprEqn) -> bool:
         """Whether an equation without a rule holds products, which stay as they were traced."""
-        eqn = facts.eqn
-        if facts.structure is not None or eqn.primitive.name in self._rules:
+        if eqn.primitive.name in self._rules or structure_of(eqn) is not None:
             return False
-        inside = [each for inner, _ in inner_jaxprs(eqn) for each in self.facts_of(open_jaxpr(inner)[0])]
-        return any(each.rule.op_class is OpClass.LOWER or self.hides_products(each) for each in inside)
+        inside = [each for inner, _ in inner_jaxprs(eqn) for each in open_jaxpr(inner)[0].eqns]
+        return any(self.rule_of(each).op_class is OpClass.LOWER or self.hides_products(each) for each in inside)
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
@@ -138,28 +168,31 @@ class Planner:
                 form = self.options.overrides.scopes[pattern]
         return Region(format_in(name_stack) or form, path)
 
-    def decide(self, op: OpContext, structure: Structure | None, wanted: tuple[Reads, ...], region: Region) -> Step:
+    def decide(
+        self,
+        op: OpContext,
+        facts: Facts,
+        wanted: tuple[Wish, ...],
+        region: Region,
+        inside: Sequence[Inside] = (),
+    ) -> Step:
         """Decides an equation.
 
         Args:
             op: the op.
-            structure: how it holds jaxprs; None if it holds none.
+            facts: the facts of its equation.
             wanted: how each of its results is read.
             region: the format and the scopes around it.
+            inside: for each of its jaxprs, what is known of the inputs, and how the results are read.
         """
-        if structure is not None:
-            return self._plan_higher_order(self, op.eqn, structure, op.values, wanted, region)
+        if facts.structure is not None:
+            return self._plan_higher_order(self, op.eqn, facts.structure, op.values, wanted, region, inside)
         if not op.format.is_low:
             op = op._replace(rule=ORIGINAL)
         # The same op of another layer gets the same decision.
         eqn = op.eqn
-        avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
-        literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
-        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, op[1:]
-        try:
-            known = self._steps.get(key)
-        except TypeError:  # a parameter that cannot be hashed
-            return self._first_order(op)
+        key = facts.op, op[2:]
+        known = self._steps.get(key)
         if known is None:
             if len(self._steps) >= _KEPT_STEPS:
                 self._steps.clear()
@@ -168,7 +201,7 @@ class Planner:
 
     def _first_order(self, op: OpContext) -> Step:
         eqn, is_float32 = op.eqn, op.is_float32
-        dtype = operand_dtype(op)
+        dtype, why = decide(op)
         casts = tuple(
             dtype if eligible and value.dtype != dtype else None
             for value, eligible in zip(op.values, is_float32, strict=True)
@@ -191,4 +224,4 @@ class Planner:
         # The dtype of the operands does not show in the result of a comparison.
         shows = any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
         reads_full = tuple(d == FLOAT32 or not shows for d in dtypes)
-        return Step(eqn, shared, outs, run, changed, reads_full)
+        return Step(eqn, shared, outs, run, changed, reads_full, why)

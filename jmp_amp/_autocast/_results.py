@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp._autocast._axes import Axes, moved, varying
 from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._operands import OpContext, weighed
-from jmp_amp._autocast._rule import Makes, OpClass, Rule
+from jmp_amp._autocast._rule import OpClass, Rule
 from jmp_amp._autocast._rules import FOLDS
 from jmp_amp._autocast._sizes import is_smaller
 from jmp_amp._autocast._values import Origin, Value, folded, merged_magnitudes, widest
@@ -35,15 +35,12 @@ def results(op: OpContext, operands: Sequence[Any]) -> tuple[Value, ...]:
         out = _moved(eqn, values, var) if rule.moves else _computed(rule, eqn, values, var)
         if scalars and shape_of(var) == () and not rule.moves:
             out = Value(None, Origin.SCALAR)
-        is_array = any(n != 1 for n in shape_of(var) or ())
         is_float32 = dtype_of(var) == FLOAT32
         out = out._replace(
             dtype=_result_dtype(op, i, operands, eligible),
             native=_native(op, var, lambda value: value.as_native().dtype) if is_float32 and eligible else None,
             lean=_native(op, var, op.lean) if op.has_streams and is_float32 and eligible else None,
-            keep_float32=is_float32 and is_array and _keeps_float32(op),
             save_cast=rule.moves and all(value.save_cast for value in values),
-            adds_up=rule.moves and any(value.adds_up for value in values),
         )
         outs.append(_fold(eqn, values, out) if scalars and is_float32 and shape_of(var) == () else out)
     return tuple(outs)
@@ -142,10 +139,3 @@ def _is_broadcast(value: Value, shape: tuple[Any, ...]) -> bool:
     if value.origin is Origin.INPUT and value.axes:
         return value.axes[0] != varying(shape)
     return value.origin is Origin.SCALAR
-
-
-def _keeps_float32(op: OpContext) -> bool:
-    """Whether a float32 result must not be rounded: a logarithm, or one made of operands that must not."""
-    if not op.rule.keeps_magnitude:
-        return op.rule.makes is Makes.LOGARITHM
-    return any(value.exceeds(op.format.dtype) or value.keep_float32 for value in op.values)

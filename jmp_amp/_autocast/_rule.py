@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_amp._autocast._axes import Axes
-from jmp_amp._autocast._values import Reads
+from jmp_amp._autocast._reads import Reads
 
 
 class OpClass(enum.StrEnum):
@@ -28,6 +28,8 @@ class Makes(enum.StrEnum):
     PRODUCT = "product"
     QUOTIENT = "quotient"
     OUTER_PRODUCT = "outer product"  # a matrix product that sums nothing
+    MATRIX_PRODUCT = "matrix product"
+    TOTAL = "total"  # sums along axes
     LOGARITHM = "logarithm"
     OTHER = "other"
 
@@ -38,7 +40,7 @@ class Rule(NamedTuple):
     Attributes:
         op_class: the dtype in which the op reads its operands.
         makes: how the elements of the result come from the elements of the operands.
-        reads: `ANGLE` or `MATRIX` if rounding errors of the operands grow, as in `sin` or `cholesky`; else `ANY`.
+        reads: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NOBODY` if they do not.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         rows: for a product, the axes of the result that come from the other operand, if the first or the second operand
@@ -51,7 +53,7 @@ class Rule(NamedTuple):
 
     op_class: OpClass
     makes: Makes = Makes.OTHER
-    reads: Reads = Reads.ANY
+    reads: int = Reads.NOBODY
     fuses: bool = False
     rows: tuple[Axes | None, Axes | None] = (None, None)
     costly: bool = False
@@ -87,11 +89,28 @@ class Rule(NamedTuple):
     @property
     def passes_on(self) -> bool:
         """Whether the result holds the elements of the operands, or their sums, products or quotients."""
-        return self.makes not in (Makes.LOGARITHM, Makes.OTHER)
+        return self.makes in _PASSES_ON
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the op multiplies matrices or convolves, in any dtype."""
+        return self.makes is Makes.MATRIX_PRODUCT
+
+    @property
+    def sums(self) -> bool:
+        """Whether the op sums along axes."""
+        return self.makes is Makes.TOTAL
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op moves, adds and multiplies, so that it passes on errors as they are."""
+        return self.moves or self.arithmetic or self.is_product or self.sums
 
 
 _ARITHMETIC = {Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.QUOTIENT, Makes.OUTER_PRODUCT}
 _KEEPS_MAGNITUDE = {Makes.MOVED, Makes.CHOSEN, Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.OUTER_PRODUCT}
+
+_PASSES_ON = {Makes.MOVED, Makes.CHOSEN, *_ARITHMETIC}
 
 # The rule of a primitive, or a function of the parameters of the op and the types of its operands.
 RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]

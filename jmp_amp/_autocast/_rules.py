@@ -11,14 +11,17 @@ import numpy as np
 from jax import lax
 
 from jmp_amp._autocast._axes import Axes
+from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._rule import ORIGINAL, Makes, OpClass, Rule, Rules
 from jmp_amp._autocast._sizes import is_smaller
-from jmp_amp._autocast._values import Reads
 
-_LOWER = Rule(OpClass.LOWER, costly=True, stores=True, dtype_params=("preferred_element_type",))
+_LOWER = Rule(OpClass.LOWER, Makes.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
-_VECTORS = Rule(OpClass.FULL, dtype_params=("preferred_element_type",))
-_LOGARITHM = Rule(OpClass.FULL, Makes.LOGARITHM)
+_VECTORS = Rule(OpClass.FULL, Makes.MATRIX_PRODUCT, dtype_params=("preferred_element_type",))
+_LOGARITHM = Rule(OpClass.FULL, Makes.LOGARITHM, Reads.RANGE)
+_LOGARITHM_OF_MORE = Rule(OpClass.FULL, reads=Reads.RANGE)
+_EDGE = Rule(OpClass.FULL, reads=Reads.EDGE)
+_TOTAL = Rule(OpClass.FULL, Makes.TOTAL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
 _UPDATE = Rule(OpClass.PROMOTE, Makes.CHOSEN)
@@ -39,6 +42,8 @@ _MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
 _CAST = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True, dtype_params=("new_dtype",))
 _JOIN = Rule(OpClass.PROMOTE, Makes.MOVED)
+_ROOT = Rule(OpClass.FOLLOW, reads=Reads.ROOT, fuses=True)
+_PRODUCT_AS_TRACED = Rule(OpClass.ORIGINAL, Makes.MATRIX_PRODUCT, costly=True)
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
 
@@ -54,7 +59,7 @@ def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes |
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
     if lax.Precision.HIGHEST in asked or operand_dtypes(precision) == {np.dtype(np.float32)}:
-        return _COSTLY
+        return _PRODUCT_AS_TRACED
     return _OUTER_PRODUCT if all(n == 1 for n in terms) else _LOWER._replace(rows=rows)
 
 
@@ -127,13 +132,16 @@ RULES: Rules = _table(
         "conv_general_dilated": _convolution,
         "ragged_dot_general": _ragged_dot,
         # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
-        "exp exp2 expm1 log1p pow polynomial rsqrt": _FULL,
+        "exp exp2 expm1 pow polynomial rsqrt": _FULL,
         "log log2": _LOGARITHM,
-        "acos acosh asin asinh atan atanh cosh sinh tan erf_inv": _FULL,
+        "log1p": _LOGARITHM_OF_MORE,
+        "acos acosh asin atanh erf_inv": _EDGE,
+        "asinh atan cosh sinh tan": _FULL,
         "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
         "regularized_incomplete_beta zeta": _FULL,
         # Sums over many terms.
-        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum": _FULL,
+        "reduce_sum cumsum reduce_window_sum": _TOTAL,
+        "reduce_prod cumprod cumlogsumexp": _FULL,
         "scatter-add scatter-sub scatter-mul": _SCATTER_SUM,
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
@@ -151,7 +159,8 @@ RULES: Rules = _table(
         "neg abs reduce_max reduce_min": _CHOOSE,
         "sign square one_minus_square is_finite": _ELEMENTWISE,
         "sin cos": _ANGLE,
-        "floor ceil round sqrt cbrt tanh logistic erf erfc": _ELEMENTWISE,
+        "sqrt": _ROOT,
+        "floor ceil round cbrt tanh logistic erf erfc": _ELEMENTWISE,
         "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
         "reduce_window_max reduce_window_min": _WINDOW,
         "psum psum_invariant pmax pmin reduce_scatter all_to_all": _FOLLOW,

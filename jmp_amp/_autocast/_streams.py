@@ -9,7 +9,7 @@ of it add up over many steps.
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -17,9 +17,8 @@ from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._rule import OpClass, Rule
 from jmp_amp._autocast._sizes import is_smaller
-from jmp_amp._autocast._squares import entered
-from jmp_amp._autocast._values import Reads
-from jmp_amp._jaxpr import Branches, Call, Kept, Loop, dtype_of, evaluate, open_jaxpr, shape_of
+from jmp_amp._autocast._values import Stream
+from jmp_amp._jaxpr import Branches, Call, Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
 
 _FactsOf = Callable[[Jaxpr], Sequence[Facts]]
 
@@ -64,12 +63,12 @@ class _Norms(NamedTuple):
     """
 
     outs: tuple[_Part | None, ...]
-    streams: dict[_Root, Reads]
+    streams: dict[_Root, Stream]
     layers: set[_Root]
     terms: dict[_Root, set[_Root]]
     order: dict[_Root, int]
 
-    def add(self, root: _Root, reads: Reads) -> None:
+    def add(self, root: _Root, reads: Stream) -> None:
         """Notes a residual stream."""
         self.streams[root] = max(reads, self.streams.get(root, reads))
 
@@ -90,9 +89,9 @@ class Streams:
     def __init__(self, facts_of: _FactsOf) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
-        self._norms = Kept()
+        self._norms, self._layers = Kept(), _Layers(facts_of)
 
-    def find(self, jaxpr: Jaxpr, are_computed: Sequence[bool], wanted: Sequence[Reads]) -> dict[Var, Reads]:
+    def find(self, jaxpr: Jaxpr, are_computed: Sequence[bool], wanted: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
 
         Args:
@@ -104,14 +103,14 @@ class Streams:
         outs = [(part, reads) for part, reads in zip(norms.outs, wanted, strict=True) if part and not part.is_normal]
         norms = norms._replace(streams=dict(norms.streams))
         for part, reads in outs:
-            if reads in (Reads.RESNET, Reads.NORM):
+            if reads in (Stream.RESNET, Stream.NORM):
                 norms.add(part.root, reads)
-        returned = norms.reached(part.root for part, reads in outs if reads is Reads.RETURNED)
+        returned = norms.reached(part.root for part, reads in outs if reads is Stream.RETURNED)
         found = {root: reads for root, reads in norms.streams.items() if root in norms.layers}
-        found |= dict.fromkeys(returned, Reads.RETURNED)
+        found |= dict.fromkeys(returned, Stream.RETURNED)
         return {root: reads for root, reads in found.items() if isinstance(root, Var)}
 
-    def carries(self, loop: Loop, are_weights: Sequence[bool], wanted: Sequence[Reads]) -> list[bool]:
+    def carries(self, loop: Loop, are_weights: Sequence[bool], wanted: Sequence[Stream]) -> list[bool]:
         """Returns whether each carry of a `scan` over layers is a residual stream, or the result of a norm.
 
         A scan over layers slices the weights that its products read. One over time has the same weights in each
@@ -123,11 +122,13 @@ class Streams:
             wanted: how its results are read.
         """
         body, _ = open_jaxpr(loop.body)
-        if not _reads_layers(loop, are_weights, self._facts_of):
+        slices = [_From.SLICES if is_weight else _From.CONSTANTS for is_weight in are_weights]
+        inputs = [*[_From.CONSTANTS] * loop.n_consts, *[_From.CARRIES] * loop.n_carry, *slices]
+        if _From.LAYERS not in self._layers.outs(loop.body, inputs):
             return [False] * loop.n_carry
         norms = self._of(body, _inputs([False] * len(body.invars)))
         returned = norms.reached(
-            out.root for out, reads in zip(norms.outs, wanted, strict=True) if out and reads is Reads.RETURNED
+            out.root for out, reads in zip(norms.outs, wanted, strict=True) if out and reads is Stream.RETURNED
         )
         return [
             out is not None
@@ -148,8 +149,8 @@ class Streams:
             match facts.structure:
                 case Loop() as loop:
                     outs: Sequence[_Part | None] = self._enter_loop(eqn, loop, operands, norms)
-                case Call() | Branches():
-                    outs = self._enter(facts, parts, norms)
+                case Call() | Branches() as structure:
+                    outs = self._enter(facts, structure, parts, norms)
                 case _:
                     is_one = len(eqn.outvars) == 1
                     outs = [_first_order(eqn, facts.rule, operands, norms)] if is_one else [*map(_Part, eqn.outvars)]
@@ -162,16 +163,19 @@ class Streams:
         outs = [parts.get(atom) if isinstance(atom, Var) else None for atom in jaxpr.outvars]
         return norms._replace(outs=tuple(outs))
 
-    def _enter(self, facts: Facts, parts: Mapping[Var, _Part | None], norms: _Norms) -> list[_Part | None]:
+    def _enter(
+        self, facts: Facts, structure: Call | Branches, parts: Mapping[Var, _Part | None], norms: _Norms
+    ) -> list[_Part | None]:
         """Notes the residual streams that a call or branches read, and returns what the results hold."""
-        inner, atoms = entered(facts)
+        inner = [structure.jaxpr] if isinstance(structure, Call) else structure.jaxprs
+        atoms = [facts.eqn.invars[i] for i in structure.operands]
         given = [parts.get(atom) if isinstance(atom, Var) else None for atom in atoms]
         # Equal calls have equal keys: inside, roots are numbered.
         roots = list(dict.fromkeys(part.root for part in given if part))
         inputs = tuple([part and part._replace(root=roots.index(part.root)) for part in given])
         results: list[list[_Part | None]] = []
         for jaxpr in inner:
-            found = self._of(jaxpr, inputs)
+            found = self._of(open_jaxpr(jaxpr)[0], inputs)
             for root, reads in found.streams.items():
                 if isinstance(root, int):
                     norms.add(roots[root], reads)
@@ -201,7 +205,7 @@ class Streams:
             if part and not part.is_normal:
                 norms.terms[var] = {part.root}
             if part and part.adds_norm and out and out.adds_norm:
-                norms.add(part.root, Reads.RESNET)
+                norms.add(part.root, Stream.RESNET)
         return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
 
 
@@ -232,12 +236,12 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
     if rule.op_class is OpClass.LOWER:
         for part in known:
             if part.adds_norm:
-                norms.add(part.root, Reads.RESNET)
+                norms.add(part.root, Stream.RESNET)
     if not (rule.passes_on or name in _SQUARES):
         return _Part(result)
     if rule.scales and any(each.holds is _Holds.DEVIATION and each.root in roots for each in statistics):
         root = next(each.root for each in statistics if each.holds is _Holds.DEVIATION and each.root in roots)
-        norms.add(root, Reads.NORM)
+        norms.add(root, Stream.NORM)
         return _Part(root, is_normal=True)
     if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
@@ -262,35 +266,17 @@ class _From(enum.IntEnum):
     CONSTANTS = 0
     SLICES = 1
     CARRIES = 2
+    LAYERS = 3  # a product of a carry, or what is made of one, with a slice of a weight
 
 
-def _reads_layers(loop: Loop, are_weights: Sequence[bool], facts_of: _FactsOf) -> bool:
-    """Whether a product of the body of a scan multiplies a carry, or what is made of one, with a slice of a weight."""
-    is_found = False
+class _Layers(Forward[Facts, _From]):
+    """The analysis that finds the layers in the body of a scan."""
 
-    def sources(jaxpr: Any, inputs: Sequence[_From]) -> list[_From]:
-        facts = iter(facts_of(open_jaxpr(jaxpr)[0]))
-        return evaluate(jaxpr, list(inputs), lambda eqn, operands: apply(next(facts), operands), _constant, _constant)
+    bottom = _From.CONSTANTS
 
-    def apply(facts: Facts, operands: Sequence[_From]) -> list[_From]:
-        nonlocal is_found
-        widest = max(operands, default=_From.CONSTANTS)
-        match facts.structure:
-            case Call(jaxpr, places):
-                return sources(jaxpr, [operands[i] for i in places])
-            case Branches(jaxprs, places):
-                for branch in jaxprs:
-                    sources(branch, [operands[i] for i in places])
-            case Loop(body=body, consts=consts, carry=carry, xs=xs):
-                sources(body, [*operands[consts], *[widest] * len(operands[carry]), *operands[xs]])
-            case None if facts.rule.op_class is OpClass.LOWER:
-                is_found |= {_From.SLICES, _From.CARRIES}.issubset(operands)
-        return [widest] * len(facts.eqn.outvars)
+    def join(self, a: _From, b: _From) -> _From:
+        return max(a, b)
 
-    slices = [_From.SLICES if is_weight else _From.CONSTANTS for is_weight in are_weights]
-    sources(loop.body, [_From.CONSTANTS] * loop.n_consts + [_From.CARRIES] * loop.n_carry + slices)
-    return is_found
-
-
-def _constant(_: Any) -> _From:
-    return _From.CONSTANTS
+    def transfer(self, facts: Facts, operands: Sequence[_From]) -> Sequence[_From]:
+        is_layer = facts.rule.op_class is OpClass.LOWER and {_From.SLICES, _From.CARRIES}.issubset(operands)
+        return [_From.LAYERS if is_layer else max(operands, default=self.bottom)] * len(facts.eqn.outvars)

@@ -1,6 +1,7 @@
 """Describes the values of a program before it runs: the facts that the rules decide by."""
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,9 @@ import numpy as np
 
 from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32
+from jmp_amp._autocast._known import NOTHING, Known, is_number, known_constant, magnitudes, readable
+from jmp_amp._autocast._reads import Reads
 from jmp_amp._jaxpr import dtype_of_aval
-
-# Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
-_READABLE = 2**24
 
 
 class Origin(enum.IntEnum):
@@ -30,27 +30,32 @@ class Origin(enum.IntEnum):
         return self in (Origin.PRODUCT, Origin.SUM)
 
 
-class Reads(enum.IntEnum):
-    """How the readers of a value read it."""
+class Stream(enum.IntEnum):
+    """How a residual stream is read; of several readers, the largest counts."""
 
-    ANY = 0
+    NONE = 0  # it is no stream
     RETURNED = 1  # by the caller of the program, so that a sum is not stored in low precision
     RESNET = 2  # by a product, as the stream of a ResNet, so that a sum of low-precision data is
     NORM = 3  # by a norm, so that a sum of layer outputs is, inputs of the program included
-    FULL = 4  # in float32
-    ANGLE = 5  # as an angle: in float32, and so is the product that it comes from, as in the next two
-    DISTANCE = 6  # as a term of a squared distance
-    MATRIX = 7  # as a matrix to decompose, or as an operand of a solver
-    TRACED = 8  # to decide when a loop ends: all that it depends on runs as it was traced
 
 
-class Squares(enum.StrEnum):
-    """How a value is made of squares."""
+class Wish(NamedTuple):
+    """How a result of a jaxpr is read.
 
-    SQUARE = enum.auto()  # each element is a square
-    SUM = enum.auto()  # each element is a sum of squares
-    NORM = enum.auto()  # each element is the square root of a sum of squares
-    GRAM = enum.auto()  # the product of a matrix with itself, whose diagonal holds sums of squares
+    Attributes:
+        reads: by whom.
+        stream: as which residual stream.
+        full: whether all readers read float32.
+    """
+
+    reads: int = Reads.OTHERWISE
+    stream: Stream = Stream.NONE
+    full: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all readers read float32, or float32 is for one of them."""
+        return self.full or self.reads == Reads.RETURNED or bool(self.reads & Reads.SENSITIVE)
 
 
 class Value(NamedTuple):
@@ -71,11 +76,8 @@ class Value(NamedTuple):
         magnitudes: the smallest nonzero and the largest finite magnitude of a constant (infinity and 0 if there is no
             such element); None for other values.
         scalar: the value of a constant scalar; None if it is not known.
-        keep_float32: it has elements that the low dtype cannot hold (-1e9 in a mask), or is a logarithm. A product of
-            it is a loss, not a layer, and stays float32.
         has_float32_copy: another equation reads it in float32.
-        adds_up: it is an accumulator of a loop, as it enters the body, moved or not.
-        squares: how it is made of squares; None if it is not.
+        known: the facts that do not depend on dtypes.
         save_cast: it is the same in all iterations of a loop, so `jax.checkpoint` saves its cast.
     """
 
@@ -85,13 +87,11 @@ class Value(NamedTuple):
     native: Any = None
     lean: Any = None
     scalar: float | None = None
-    keep_float32: bool = False
     has_float32_copy: bool = False
     save_cast: bool = False
-    adds_up: bool = False
     axes: tuple[Axes, ...] = ()
     filled: bool = False
-    squares: Squares | None = None
+    known: Known = NOTHING
 
     def as_native(self) -> "Value":
         """Returns the value as it would be in its native dtype."""
@@ -99,7 +99,7 @@ class Value(NamedTuple):
 
     def in_full(self) -> "Value":
         """Returns the value cast to float32."""
-        return self._replace(dtype=FLOAT32, native=self.native or self.dtype)
+        return self if self.dtype == FLOAT32 else self._replace(dtype=FLOAT32, native=self.native or self.dtype)
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
@@ -108,6 +108,13 @@ class Value(NamedTuple):
         if self.exceeds(dtype) or self.magnitudes[0] < float(jax.numpy.finfo(dtype).tiny):
             return False
         return self.scalar is None or abs(self.scalar) == 1 or abs(float(np.float32(self.scalar).astype(dtype))) != 1
+
+    def overflows(self, dtype: np.dtype) -> bool:
+        """Whether it may have elements that are too large for `dtype` (-1e9 in a mask), or is a logarithm.
+
+        A product of it is a loss, not a layer, and stays float32.
+        """
+        return self.known.is_log or self.known.size > float(jax.numpy.finfo(dtype).max)
 
     def exceeds(self, dtype: np.dtype) -> bool:
         """Whether this constant has a finite element that is too large for `dtype`."""
@@ -128,26 +135,25 @@ def unknown(aval: Any) -> Value:
 
 def constant(x: Any) -> Value:
     """Describes a constant of the program. A traced one counts as an input."""
-    aval = jax.typeof(x)
-    value = unknown(aval)
-    if not _is_known(x) or aval.size > _READABLE:
+    return _number(float(x)) if is_number(x) else _constant(x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _number(x: float) -> Value:
+    return _constant(np.float32(x))
+
+
+def _constant(x: Any) -> Value:
+    value, read = unknown(jax.typeof(x)), readable(x)
+    if read is None:
         return value
-    if aval.dtype != FLOAT32:
-        is_number = aval.shape == () and jax.numpy.issubdtype(aval.dtype, np.number)
-        return value._replace(scalar=np.asarray(x).item() if is_number else None)
-    known = np.asarray(x)
-    return value._replace(magnitudes=_magnitudes(known), scalar=known.item() if known.shape == () else None)
+    value = value._replace(scalar=read.item() if read.shape == () else None)
+    return value._replace(magnitudes=magnitudes(read), known=known_constant(read)) if read.dtype == FLOAT32 else value
 
 
 def folded(value: Value, scalar: Any) -> Value:
     """Returns the value as a known scalar."""
-    return value._replace(magnitudes=_magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
-
-
-def _magnitudes(x: np.ndarray) -> tuple[float, float]:
-    size = np.abs(x)
-    size = size[np.isfinite(size) & (size > 0)]
-    return float(size.min(initial=np.inf)), float(size.max(initial=0))
+    return value._replace(magnitudes=magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
 
 
 def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
@@ -156,13 +162,6 @@ def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
     if not known or len(known) < len(values):
         return None
     return min(small for small, _ in known), max(large for _, large in known)
-
-
-def _is_known(x: Any) -> bool:
-    """Whether the elements can be read: not of a tracer, a mutable reference, or an array of several processes."""
-    if isinstance(x, jax.Array):
-        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    return isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
 
 
 def widest(dtypes: Iterable[Any]) -> np.dtype:
@@ -183,10 +182,11 @@ def join(a: Value, b: Value) -> Value:
     origin = max(a.origin, b.origin)
     if origin is Origin.SCALAR:
         filled = a.filled or b.filled
-        return a if a == b else Value(widest((a.dtype, b.dtype)), origin, merged_magnitudes((a, b)), filled=filled)
+        merged = Value(widest((a.dtype, b.dtype)), origin, merged_magnitudes((a, b)), filled=filled)
+        return a if a._replace(known=b.known) == b else merged
     axes: tuple[Axes, ...] = ()
     if origin is Origin.INPUT:
         axes = (frozenset[int]().union(*a.axes, *b.axes),)
     elif origin.takes_bias:
         origin, axes = (origin, a.axes) if a.axes == b.axes else (Origin.COMPUTED, ())
-    return Value(common_dtype((a, b)), origin, keep_float32=a.keep_float32 or b.keep_float32, axes=axes)
+    return Value(common_dtype((a, b)), origin, axes=axes)

@@ -1,6 +1,7 @@
 """Reads and runs jaxprs; nothing here knows of precision."""
 
 from jmp_amp._jaxpr._atoms import dtype_of, dtype_of_aval, is_floating, is_inexact, is_reference, shape_of
+from jmp_amp._jaxpr._dataflow import Backward, Forward
 from jmp_amp._jaxpr._evaluate import apply_as_traced, evaluate, evaluate_steps, with_last_reads
 from jmp_amp._jaxpr._frames import Frame, frames_of
 from jmp_amp._jaxpr._higher_order import HIGHER_ORDER, holds_jaxprs, inner_jaxprs, structure_of
@@ -45,9 +46,11 @@ from jmp_amp._jaxpr._versions import (
 __all__ = [
     "HIGHER_ORDER",
     "INLINE",
+    "Backward",
     "Body",
     "Branches",
     "Call",
+    "Forward",
     "Frame",
     "Kept",
     "Loop",

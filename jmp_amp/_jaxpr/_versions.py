@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.xla_metadata_lib import current_xla_metadata  # no public function says what is set
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
@@ -71,16 +72,16 @@ def context_of(eqn: JaxprEqn) -> Iterator[None]:
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
-        set_xla_metadata(**dict.fromkeys(_metadata_around(eqn))),
     ):
-        yield
+        around = _metadata_around(eqn)
+        with set_xla_metadata(**dict.fromkeys(around)) if around else contextlib.nullcontext():
+            yield
 
 
 def _metadata_around(eqn: JaxprEqn) -> set[str]:
     """Returns the names of XLA metadata that is set here, but not for `eqn`: its context does not take them back."""
-    from jax._src.xla_metadata_lib import current_xla_metadata
-
-    return (current_xla_metadata() or {}).keys() - (eqn.ctx.xla_metadata or {}).keys()
+    around = current_xla_metadata()
+    return around.keys() - (eqn.ctx.xla_metadata or {}).keys() if around else set()
 
 
 # The value of `jax.jit(inline=...)` for a call that no jaxpr shows; from JAX 0.12 on, True means another one.

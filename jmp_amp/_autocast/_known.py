@@ -1,0 +1,305 @@
+"""What is known of a value that does not depend on dtypes, from its inputs on: why a product of it is float32."""
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from jmp_amp._autocast._axes import varying
+from jmp_amp._autocast._facts import Facts
+from jmp_amp._autocast._paths import Paths
+from jmp_amp._autocast._reads import Reads
+from jmp_amp._autocast._rule import Makes, OpClass
+from jmp_amp._jaxpr import Forward, Loop, dtype_of, shape_of
+
+# Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
+_READABLE = 2**24
+
+
+class Squares(enum.IntEnum):
+    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
+
+    NO = 0
+    SQUARE = 1  # each element is a square
+    SUM = 2  # each element is a sum of squares
+    NORM = 3  # each element is the square root of a sum of squares
+    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
+
+
+class Moment(enum.IntEnum):
+    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
+
+    NO = 0
+    PAIR = 1  # a multiplication of two arrays
+    PRODUCT = 2  # a product of matrices, or a convolution
+    SECOND = 3  # such a product of a multiplication, as a mean of squares
+    SQUARED = 4  # a multiplication of two such products, as the square of a mean
+
+
+class Whole(enum.IntEnum):
+    """Whether a value holds whole numbers."""
+
+    NO = 0
+    CONSTANT = 1  # a constant of whole numbers
+    COUNT = 2  # sums and products of comparisons and integers
+
+
+class Known(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        size: an estimate of its largest magnitude, in which inputs of the program count as 1. Only constants make it
+            larger, such as the -1e9 of a mask.
+        is_log: whether it is a logarithm.
+        squares: how it is made of squares.
+        moment: how it is made of products.
+        whole: whether it holds whole numbers.
+        is_solution: whether it was made of what a decomposition or a solver returns, without a norm or another function
+            that bounds it. Rounding errors of it grow (Higham, Accuracy and Stability of Numerical Algorithms, ch. 7).
+        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
+        recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
+        multiplied: how often slices of an array were multiplied with each other, as an associative scan does; at most
+            2.
+    """
+
+    size: float = 1.0
+    is_log: bool = False
+    squares: Squares = Squares.NO
+    moment: Moment = Moment.NO
+    whole: Whole = Whole.NO
+    is_solution: bool = False
+    adds_up: bool = False
+    recurs: bool = False
+    multiplied: int = 0
+
+
+NOTHING = Known()
+
+
+class Knowledge(Forward[Facts, Known]):
+    """The analysis that finds what is known of values."""
+
+    bottom = NOTHING
+
+    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
+        """Takes a function that returns the facts of each equation of an open jaxpr."""
+        super().__init__(facts_of)
+        self.paths = Paths(facts_of)
+
+    def constant(self, x: Any) -> Known:
+        """Returns what is known of a constant."""
+        return known_number(float(x)) if is_number(x) else known_constant(readable(x))
+
+    def join(self, a: Known, b: Known) -> Known:
+        """Returns what is known of a value that is either of two."""
+        return a if a == b else Known._make(map(max, a, b))._replace(whole=min(a.whole, b.whole))
+
+    def widen(self, old: Known, new: Known) -> Known:
+        """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
+        return new._replace(size=old.size)
+
+    def carried(self, loop: Loop, carry: Sequence[Known]) -> Sequence[Known]:
+        """Marks the accumulators and the recurrences of a loop."""
+        facts = zip(carry, self.paths.accumulators(loop), self.paths.recurrences(loop), strict=True)
+        return [known._replace(adds_up=adds_up, recurs=recurs) for known, adds_up, recurs in facts]
+
+    def left(self, loop: Loop, outs: Sequence[Known]) -> Sequence[Known]:
+        """Returns what is known of the results of a loop; outside, they are no accumulators."""
+        return [known._replace(adds_up=False, recurs=False) for known in outs]
+
+    def transfer(self, facts: Facts, operands: Sequence[Known]) -> Sequence[Known]:
+        """Returns what is known of the results of an op."""
+        eqn, rule = facts.eqn, facts.rule
+        if all(known is NOTHING for known in operands) and not _is_source(facts):
+            return [NOTHING] * len(eqn.outvars)
+        if rule.moves and len(operands) == 1 and dtype_of(eqn.invars[0]) in _FLOATING:
+            return [_of(var, operands[0]) for var in eqn.outvars]
+        read = [known for known, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) in _FLOATING]
+        joined = read[0] if len(read) == 1 else Known._make(map(max, *read)) if read else NOTHING
+        passes_on = rule.passes_on or rule.is_linear
+        known = Known(
+            1.0 if all(each.size == 1 for each in read) else _rounded(_size(facts, operands, read)),
+            rule.makes is Makes.LOGARITHM or (joined.is_log and rule.keeps_magnitude),
+            _squares(facts, operands) if joined.squares or eqn.primitive.name in _SQUARING else Squares.NO,
+            _moment(facts, operands) if passes_on or facts.is_square else Moment.NO,
+            _whole(facts, read),
+            rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not _is_norm(facts, read)),
+            joined.adds_up and rule.moves,
+            joined.recurs and rule.is_linear,
+            joined.multiplied if rule.moves else min(joined.multiplied + 1, 2) if facts.multiplies_slices else 0,
+        )
+        return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
+
+
+def _is_source(facts: Facts) -> bool:
+    """Whether something is known of the results of an op of whose operands nothing is known."""
+    rule = facts.rule
+    if rule.makes in _SOURCES or rule.reads == Reads.MATRIX:
+        return True
+    return facts.is_square or (rule.moves and facts.eqn.primitive.name == "convert_element_type")
+
+
+def _is_norm(facts: Facts, read: Sequence[Known]) -> bool:
+    return facts.rule.scales and any(known.squares is Squares.NORM for known in read)
+
+
+def _of(var: Any, known: Known) -> Known:
+    """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
+    if dtype_of(var) not in _FLOATING:
+        return NOTHING
+    if varying(shape_of(var)):
+        return known
+    return known._replace(squares=Squares.NO, is_log=False, is_solution=False)
+
+
+_FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
+_SOURCES = {Makes.LOGARITHM, Makes.PRODUCT, Makes.MATRIX_PRODUCT}
+_SQUARING = {"square", "mul", "integer_pow", "dot_general"}
+
+
+def readable(x: Any) -> np.ndarray | None:
+    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or too large.
+
+    The elements of a tracer, a mutable reference, or an array of several processes are not known.
+    """
+    if isinstance(x, jax.Array):
+        is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    else:
+        is_known = isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
+    aval = jax.typeof(x) if is_known else None
+    if aval is None or not (aval.dtype == np.float32 or (aval.shape == () and jnp.issubdtype(aval.dtype, np.number))):
+        return None
+    return np.asarray(x, aval.dtype) if aval.size <= _READABLE else None
+
+
+def known_constant(x: np.ndarray | None) -> Known:
+    """Returns what is known of a constant from its elements; None if these are not known."""
+    if x is None or x.dtype != np.float32:
+        return NOTHING
+    with np.errstate(all="ignore"):
+        is_whole = bool(np.all(x == np.rint(x)))
+    return Known(size=magnitudes(x)[1], whole=Whole.CONSTANT if is_whole else Whole.NO)
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a float32 number, as most literals are."""
+    return isinstance(x, np.ndarray | np.generic) and x.ndim == 0 and x.dtype == np.float32
+
+
+@functools.lru_cache(maxsize=1024)
+def known_number(x: float) -> Known:
+    """Returns what is known of a float32 number."""
+    return known_constant(np.asarray(x, np.float32))
+
+
+def magnitudes(x: np.ndarray) -> tuple[float, float]:
+    """Returns the smallest nonzero and the largest finite magnitude; infinity and 0 if there is no such element."""
+    size = np.abs(x)
+    size = size[np.isfinite(size) & (size > 0)]
+    return float(size.min(initial=np.inf)), float(size.max(initial=0))
+
+
+def _size(facts: Facts, operands: Sequence[Known], read: Sequence[Known]) -> float:
+    """Estimates the largest magnitude of a result. Means count as large as their terms, whatever their number."""
+    eqn, rule = facts.eqn, facts.rule
+    power = _POWERS.get(eqn.primitive.name, lambda _: None)(eqn.params)
+    if power is not None:
+        return _power(read[0].size, power)
+    if rule.makes is Makes.QUOTIENT:
+        return _scaled(eqn, operands, _power(operands[1].size, -1))
+    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT) or rule.is_product:
+        return _scaled(eqn, operands, operands[1].size)
+    if rule.keeps_magnitude or rule.sums:
+        return max(known.size for known in read)
+    return 1.0
+
+
+def _rounded(size: float) -> float:
+    """Rounds a size to a power of 4, so that factors near 1, such as those of dropout, do not add up over layers."""
+    return 4.0 ** int(math.log2(size) / 2) if 0 < size < math.inf else size
+
+
+def _scaled(eqn: JaxprEqn, operands: Sequence[Known], factor: float) -> float:
+    """Returns the size of a value times a factor. A constant does not make it smaller: data may be as large anyway."""
+    size = operands[0].size
+    if isinstance(eqn.invars[1], Literal):
+        return max(min(1.0, size), size * factor)
+    if isinstance(eqn.invars[0], Literal):
+        return max(min(1.0, factor), size * factor)
+    return size * factor
+
+
+def _power(size: float, power: float) -> float:
+    if size == 0:
+        return 1.0 if power < 0 else 0.0
+    log = power * math.log2(size) if math.isfinite(size) else power * 128
+    return 2.0 ** min(max(log, -126), 128)
+
+
+# The powers that ops raise their first operand to, given the parameters of the equation.
+_POWERS: Mapping[str, Callable[[Mapping[str, Any]], float | None]] = {
+    "sqrt": lambda _: 0.5,
+    "rsqrt": lambda _: -0.5,
+    "square": lambda _: 2,
+    "integer_pow": lambda params: params["y"],
+}
+
+
+def _moment(facts: Facts, operands: Sequence[Known]) -> Moment:
+    eqn, rule = facts.eqn, facts.rule
+    moments = [known.moment for known in operands]
+    if rule.op_class is OpClass.LOWER:
+        is_second = any(known.moment is Moment.PAIR or known.squares is Squares.SQUARE for known in operands)
+        return Moment.SECOND if is_second else Moment.PRODUCT
+    if facts.is_square or rule.makes is Makes.PRODUCT:
+        arrays = [moment for moment, atom in zip(moments, eqn.invars, strict=True) if varying(shape_of(atom))]
+        if len(arrays) < 2 and not facts.is_square:
+            return max(arrays, default=Moment.NO)
+        if all(moment in (Moment.PRODUCT, Moment.SECOND) for moment in arrays):
+            return Moment.SQUARED
+        # A norm and its scale are no arrays of the same size.
+        sizes = {math.prod(shape_of(atom) or ()) for atom in (*facts.sources, *eqn.outvars) if atom is not None}
+        return Moment.PAIR if len(sizes) == 1 else Moment.NO
+    different = set(moments) - {Moment.NO}
+    return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
+
+
+def _whole(facts: Facts, read: Sequence[Known]) -> Whole:
+    eqn, rule = facts.eqn, facts.rule
+    if not read:
+        return Whole.COUNT if eqn.primitive.name == "convert_element_type" else Whole.NO
+    counts = [known.whole for known in read]
+    if Whole.NO in counts or not (rule.is_linear or rule.passes_on) or rule.makes is Makes.QUOTIENT:
+        return Whole.NO
+    is_chosen = eqn.primitive.name == "select_n"  # by a comparison
+    return Whole.COUNT if is_chosen else max(counts)
+
+
+def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
+    """Returns how the result of an op is made of squares."""
+    rule, name = facts.rule, facts.eqn.primitive.name
+    squares = [known.squares for known in operands]
+    first = squares[0] if squares else Squares.NO
+    if facts.is_square:
+        return Squares.SUM if first is Squares.NORM else Squares.SQUARE
+    if name == "dot_general" and facts.is_with_itself:
+        return Squares.GRAM if rule.op_class is OpClass.LOWER else Squares.SUM
+    if name == "reduce_sum":
+        return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
+    if name == "sqrt":
+        return Squares.NORM if first is Squares.SUM else Squares.NO
+    if rule.arithmetic and not rule.scales:
+        both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
+        return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO
+    if Squares.GRAM in squares and rule.passes_on:
+        return Squares.SUM if name == "gather" else Squares.GRAM  # the diagonal, or the matrix times a mask
+    others = [source for source, each in zip(facts.sources, squares, strict=True) if not each]
+    # A multiplication with another array makes another quantity.
+    alone = not any(varying(shape_of(atom)) for atom in others if atom is not None and dtype_of(atom) == np.float32)
+    return next(filter(None, squares), Squares.NO) if rule.passes_on and alone else Squares.NO

@@ -1,0 +1,127 @@
+"""The analysis that finds how the readers of each value read it."""
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+from jax import numpy as jnp
+from jax.extend.core import Literal
+
+from jmp_amp._autocast._facts import Facts
+from jmp_amp._autocast._known import Known, Moment, Squares
+from jmp_amp._autocast._reads import Reads
+from jmp_amp._autocast._rule import Makes, OpClass
+from jmp_amp._jaxpr import Backward, Loop, dtype_of, is_floating
+
+
+class Readers(Backward[Facts, Known, int]):
+    """The analysis that finds how the readers of each value read it."""
+
+    bottom = Reads.NOBODY
+    condition = Reads.DECIDES
+
+    def join(self, a: int, b: int) -> int:
+        """Returns how two readers read a value."""
+        return a | b
+
+    def control(self, outs: Sequence[int]) -> int:
+        """Returns how branches read their index."""
+        return (_all(outs) & Reads.DECIDES) or Reads.OTHERWISE
+
+    def carried(self, loop: Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
+        """Marks the next values of the recurrences of a loop."""
+        carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
+        return [reads | Reads.RECURRENCE if known.recurs else reads for reads, known in zip(outs, carry, strict=True)]
+
+    def left(self, loop: Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
+        """Returns how a loop reads its operands. What decides when it ends may be rounded before it starts."""
+        decides = _all(outs) & Reads.DECIDES
+        return [(reads & ~(Reads.DECIDES | Reads.RECURRENCE)) | decides for reads in said]
+
+    def transfer(self, facts: Facts, operands: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
+        """Returns how an op reads its operands."""
+        rule, reads = facts.rule, outs[0] if len(outs) == 1 else _all(outs)
+        of_all = rule.reads
+        if rule.moves or reads & ~Reads.OTHERS:
+            of_all |= _passed_on(facts, reads)
+        if rule.makes in (Makes.SUM, Makes.DIFFERENCE):
+            of_all |= _cancels(operands)
+        each = [of_all or Reads.OTHERWISE] * len(operands)
+        if (rule.scales or reads & Reads.GATE) and _is_gate(facts, operands, reads):
+            each = [of if known.adds_up else of | Reads.GATE for of, known in zip(each, operands, strict=True)]
+        if reads & Reads.RECURRENCE:
+            each = [of | Reads.RECURRENCE if known.recurs else of for of, known in zip(each, operands, strict=True)]
+        if reads & Reads.DECIDES:
+            # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
+            deciding = [var for var, of in zip(facts.eqn.outvars, outs, strict=True) if of & Reads.DECIDES]
+            rounds = all(jnp.issubdtype(dtype_of(var), np.integer) for var in deciding)
+            pairs = zip(each, facts.eqn.invars, strict=True)
+            each = [of if rounds and is_floating(atom) else of | Reads.DECIDES for of, atom in pairs]
+        return each
+
+
+def why(reads: int, has_float32_range: bool) -> str | None:
+    """Returns why a product is float32 for its readers, as `explain` names it; None if it is not.
+
+    Only what all readers read as an angle is one; in the other ways, one reader suffices.
+    """
+    if reads & Reads.OTHERS:
+        reads &= ~Reads.ANGLE
+    if has_float32_range:
+        reads &= ~Reads.RANGE
+    return next((reason for way, reason in _REASONS.items() if reads & way), None)
+
+
+_REASONS = {
+    Reads.MATRIX: "decomposition",
+    Reads.DISTANCE: "distance",
+    Reads.ANGLE: "angle",
+    Reads.EDGE: "edge",
+    Reads.RANGE: "logarithm",
+}
+
+
+def _all(several: Sequence[int]) -> int:
+    return functools.reduce(operator.or_, several, Reads.NOBODY)
+
+
+def _passed_on(facts: Facts, reads: int) -> int:
+    """Returns how an op whose results are read in this way reads its operands for that."""
+    rule = facts.rule
+    if rule.op_class is OpClass.LOWER:
+        return Reads.NOBODY
+    if rule.passes_on:
+        ways = Reads.LINEAR if rule.arithmetic else Reads.LINEAR | Reads.ROOT
+        if rule.moves:
+            ways |= Reads.OTHERS
+        if reads & Reads.OTHERS:
+            ways &= ~Reads.ANGLE
+        # sqrt(1 - x)
+        takes_from_a_number = rule.makes is Makes.DIFFERENCE and isinstance(facts.eqn.invars[0], Literal)
+        edge = Reads.EDGE if takes_from_a_number and reads & Reads.ROOT else Reads.NOBODY
+        return (reads & ways) | edge
+    if facts.is_square:
+        return reads & (Reads.MATRIX | Reads.DISTANCE | Reads.EDGE)
+    return reads & (Reads.MATRIX | Reads.RANGE if rule.sums else Reads.MATRIX)
+
+
+def _cancels(operands: Sequence[Known]) -> int:
+    """Says that a sum or a difference reads its operands as terms that may cancel, if it does.
+
+    The terms are sums of squares, or a mean of products beside the product of means. PyTorch has `cdist` on its fp32
+    list.
+    """
+    is_distance = any(known.squares is Squares.SUM for known in operands)
+    is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
+    return Reads.DISTANCE if is_distance or is_variance else Reads.NOBODY
+
+
+def _is_gate(facts: Facts, operands: Sequence[Known], reads: int) -> bool:
+    """Whether the operands of an op multiply an accumulator, or each other as an associative scan does."""
+    rule = facts.rule
+    if rule.scales and any(known.adds_up for known in operands):
+        return True
+    if facts.multiplies_slices and any(known.multiplied for known in operands):
+        return True
+    return bool(reads & Reads.GATE) and (rule.moves or facts.multiplies_slices)

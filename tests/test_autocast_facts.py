@@ -1,0 +1,288 @@
+"""The same map gets the same dtypes for its products, however it is written: facts pass loops, branches and calls."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import dtypes
+from rounding import EPSILON, error
+
+import jmp_amp as amp
+
+pytestmark = pytest.mark.usefixtures("users_code")
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, scale=1.0):
+    return jnp.asarray(scale * RNG.normal(size=shape), jnp.float32)
+
+
+X, W, Y = normal(4, 6, 8), normal(8, 8, scale=0.3), normal(6, 8)
+SPD = W @ W.T + jnp.eye(8)
+NEAR_ONE = jnp.eye(8) + normal(8, 8, scale=1e-3)
+WINDOW = jnp.ones((4, 6), jnp.float32) / 6
+LARGE = np.random.default_rng(1).uniform(2e5, 1e6, size=(8, 8)).astype(np.float32)
+
+
+def gates(x):
+    return jax.nn.sigmoid(x @ W + 4), jnp.tanh(x @ W)
+
+
+def gated_once(h, gate_and_value):
+    gate, value = gate_and_value
+    return gate * h + (1 - gate) * value
+
+
+def gated(gate, value):
+    return lax.scan(lambda h, each: (gated_once(h, each),) * 2, jnp.zeros(8), (gate, value))[1]
+
+
+def associative(gate, value):
+    def combine(a, b):
+        return a[0] * b[0], a[1] * b[0] + b[1]
+
+    return lax.associative_scan(combine, (gate, (1 - gate) * value))[1] @ W
+
+
+def halved(x):
+    return lax.while_loop(lambda x: jnp.sum(x**2) > 1, lambda x: jnp.tanh(x @ W) / 2, x)
+
+
+# A map of one example in two parts, the second of which reads what the first returns, and whether its products are
+# float32 in float16 and in bfloat16; None where some are. Every kind of fact is in one of them.
+BODIES = {
+    "angles": (lambda x: 9 * x @ W, jnp.sin, (True, True)),
+    "distances": (
+        lambda x: (x @ Y.T, x),
+        lambda p, x: jnp.sum(x**2, 1)[:, None] + jnp.sum(Y**2, 1) - 2 * p,
+        (True, True),
+    ),
+    "variances": (
+        lambda x: (WINDOW @ (x * x), WINDOW @ x),
+        lambda second, mean: second - mean**2,
+        (True, True),
+    ),
+    "a matrix": (lambda x: x.T @ x / 6 + 1e-3 * jnp.eye(8), jnp.linalg.cholesky, (True, True)),
+    "an operand of a solver": (lambda x: x @ W, lambda b: jnp.linalg.solve(SPD, b.T), (True, True)),
+    "a solution": (lambda x: jnp.linalg.solve(SPD, x.T), lambda x: W @ x, (True, True)),
+    "a logarithm": (lambda x: x**2 @ W**2, lambda p: jnp.log(p + 1e-12), (True, False)),
+    "the edge of a domain": (
+        lambda x: (x / jnp.linalg.norm(x, axis=1, keepdims=True)) @ (Y / jnp.linalg.norm(Y, axis=1, keepdims=True)).T,
+        lambda c: jnp.arccos(jnp.clip(c, -1, 1)),
+        (True, True),
+    ),
+    "counts": (lambda x: (x > 0).astype(jnp.float32), lambda mask: mask.T @ mask, (True, True)),
+    "a large constant": (lambda x: x + LARGE[:6], lambda h: h @ W, (True, False)),
+    "scalars in a row": (lambda x: x * 1e3, lambda h: (h * 1e4) @ W, (True, False)),
+    "a chain of products": (lambda x: x @ LARGE, lambda h: h @ W, (True, False)),
+    "a recurrence": (
+        lambda x: x.T,
+        lambda h: lax.scan(lambda h, _: (NEAR_ONE @ h, None), h, length=5)[0],
+        (True, True),
+    ),
+    "a loop that decides": (lambda x: 9 * x, halved, (True, True)),
+    "gates": (gates, gated, (False, False)),
+    "gates of an associative scan": (gates, associative, (False, False)),
+    "a sum in a loop": (
+        lambda x: x,
+        lambda x: lax.scan(lambda c, row: (c + jnp.tanh(row[None] @ W), None), jnp.zeros((1, 8)), x)[0],
+        (False, False),
+    ),
+    "a layer": (lambda x: jax.nn.gelu(x @ W), lambda h: jnp.tanh(h @ W), (False, False)),
+    "attention": (lambda x: (x @ W, x), lambda q, x: jax.nn.softmax(q @ x.T) @ x, (False, False)),
+    "a range": (lambda x: x @ W, lambda h: h * 4e4 + 1e3, (False, False)),
+}
+
+
+def of_one(first, second):
+    def fun(x):
+        mid = first(x)
+        return second(*mid) if isinstance(mid, tuple) else second(mid)
+
+    return fun
+
+
+def in_a_fori_loop(fun, xs):
+    out = jnp.zeros((len(xs), *jax.eval_shape(fun, xs[0]).shape))
+    return lax.fori_loop(0, len(xs), lambda i, out: out.at[i].set(fun(xs[i])), out)
+
+
+def cut(fun, xs, half=2):
+    return jnp.concatenate([lax.map(fun, xs[:half]), lax.map(fun, xs[half:])])
+
+
+WAYS = {
+    "unrolled": lambda fun, xs: jnp.stack([fun(x) for x in xs]),
+    "vmap": lambda fun, xs: jax.vmap(fun)(xs),
+    "map": lax.map,
+    "map over batches": lambda fun, xs: lax.map(fun, xs, batch_size=2),
+    "scan": lambda fun, xs: lax.scan(lambda _, x: (None, fun(x)), None, xs)[1],
+    "fori_loop": in_a_fori_loop,
+    "cond": lambda fun, xs: lax.cond(xs[0, 0, 0] > 9, jax.vmap(lambda x: fun(x)), jax.vmap(lambda x: fun(x)), xs),
+    "jit": lambda fun, xs: jax.vmap(jax.jit(fun))(xs),
+    "checkpoint": lambda fun, xs: jax.vmap(jax.checkpoint(fun))(xs),
+    "map of jit of checkpoint": lambda fun, xs: lax.map(jax.jit(jax.checkpoint(fun)), xs),
+    "two loops": cut,
+}
+
+
+@pytest.mark.parametrize("low", EPSILON)
+@pytest.mark.parametrize("body", BODIES)
+def test_products_have_the_same_dtypes_however_a_map_is_written(body, low):
+    first, second, full = BODIES[body]
+    want = dtypes(amp.autocast(of_one(first, second), low), X[0], primitive="dot_general")
+    is_full = full[list(EPSILON).index(low)]
+    assert {row == "float32 float32 -> float32" for row in want} == {is_full}
+
+    def one_loop_after_another(_, xs):
+        mid = lax.map(first, xs)
+        return lax.map(lambda mid: second(*mid), mid) if isinstance(mid, tuple) else lax.map(second, mid)
+
+    for name, way in {**WAYS, "one loop after another": one_loop_after_another}.items():
+        fun = functools.partial(way, of_one(first, second))
+        got = dtypes(amp.autocast(fun, low), X, primitive="dot_general")
+        assert set(got) == set(want), name
+        assert len(got) % len(want) == 0, name
+
+
+SEQUENCE, TOKENS = normal(256, 4, 8), jnp.asarray(RNG.integers(0, 4, 200_000))
+POINTS = 2 * normal(40, 1)
+ROTATION = jnp.asarray([[np.cos(1e-3), -np.sin(1e-3)], [np.sin(1e-3), np.cos(1e-3)]], jnp.float32)
+IMAGE = jnp.asarray(RNG.uniform(0.4, 0.6, (1, 16, 16, 1)), jnp.float32)
+
+
+def kernel(a, b):
+    return jnp.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1))
+
+
+def blurred(x):
+    return lax.conv_general_dilated(
+        x, jnp.ones((7, 7, 1, 1)) / 49, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def kalman_filter(observed):
+    transition, seen = 0.99 * jnp.eye(3), jnp.asarray([[1.0, 0.2, 0.0], [0.0, 1.0, 0.3]])
+
+    def step(state, y):
+        mean, cov = transition @ state[0], transition @ state[1] @ transition.T + 1e-3 * jnp.eye(3)
+        innovation = seen @ cov @ seen.T + 0.1 * jnp.eye(2)
+        gain = jnp.linalg.solve(innovation, seen @ cov).T
+        return (mean + gain @ (y - seen @ mean), cov - gain @ innovation @ gain.T), mean
+
+    return lax.scan(step, (jnp.zeros((3, 1)), jnp.eye(3)), observed)[1]
+
+
+def unrolled(x):
+    (gate, value), h = gates(x), jnp.zeros((4, 8))
+    for i in range(16):
+        h = gated_once(h, (gate[i], value[i]))
+    return h
+
+
+def counted(tokens):
+    one_hot = jax.nn.one_hot(tokens, 4)
+    return one_hot.T @ one_hot, one_hot.T @ jnp.ones((len(tokens), 1))
+
+
+def batched(*parts):
+    return lambda xs: [lax.map(of_one(*parts), xs), parts[1](lax.map(parts[0], xs))]
+
+
+# Programs that were off, or infinite, before facts crossed borders.
+PROGRAMS = {
+    "cholesky in a map": (lambda x: lax.map(jnp.linalg.cholesky, x @ x.mT + 1e-3 * jnp.eye(6)), X),
+    "determinants in a map": (lambda x: lax.map(lambda k: jnp.linalg.slogdet(k)[1], x.mT @ x + 1e-3 * jnp.eye(8)), X),
+    "gradient of sines in a map": (jax.grad(lambda x: lax.map(jnp.sin, 30 * x @ W).sum()), Y),
+    "sines behind a map": (lambda x: jnp.sin(lax.map(lambda row: 30 * row @ W, x)), X),
+    "gates in a body": (
+        lambda x: lax.scan(lambda h, x: (gated_once(h, gates(x)),) * 2, jnp.zeros((4, 8)), x),
+        SEQUENCE,
+    ),
+    "gates in front of a scan": (
+        lambda x: lax.scan(lambda h, g: (gated_once(h, g),) * 2, jnp.zeros((4, 8)), gates(x)),
+        SEQUENCE,
+    ),
+    "gates of an associative scan": (lambda x: associative(*gates(x)), SEQUENCE),
+    "gates of an unrolled recurrence": (unrolled, SEQUENCE[:16]),
+    "a linear recurrence": (lambda a: lax.scan(lambda x, _: (a @ x, None), jnp.ones(8), length=200)[0], NEAR_ONE),
+    "a linear recurrence in a fori_loop": (
+        lambda a: lax.fori_loop(0, 200, lambda _, x: a @ x, jnp.ones((8, 4))),
+        NEAR_ONE,
+    ),
+    "a thousand rotations": (lambda a: lax.scan(lambda x, _: (a @ x, None), jnp.eye(2), length=1000)[0], ROTATION),
+    "a Kalman filter": (kalman_filter, normal(50, 2, 1)),
+    "a Gaussian process": (
+        lambda x: kernel(x[:5] + 0.1, x) @ jnp.linalg.solve(kernel(x, x) + 1e-4 * jnp.eye(40), jnp.sin(x[:, 0])),
+        POINTS,
+    ),
+    "a large inverse": (lambda x: x @ jnp.linalg.inv(1e-5 * jnp.eye(8)) @ x.T, Y),
+    "a product with a large matrix and another": (lambda x: x @ LARGE @ x.T, 0.1 * Y),
+    "a large first carry": (lambda q: lax.scan(lambda c, _: (0.9 * c, c @ q), LARGE, length=3)[1], 0.1 * W),
+    "a large branch": (lambda q: lax.cond(q[0, 0] > 9, lambda: q, lambda: LARGE + q) @ q, 0.1 * W),
+    "a small divisor": (lambda q: (q / 1e-6) @ q, W),
+    "scalars in a row": (lambda q: (q * 1e3 * 1e4) @ q, W),
+    "large cumulative sums": (lambda q: jnp.cumsum(LARGE + q, 0) @ q, W),
+    "large sums": (lambda q: jnp.sum(LARGE * q, 0, keepdims=True) @ q, W),
+    "a large square": (lambda q: jnp.sqrt(LARGE + q) ** 2 @ q, W),
+    "the logarithm of a small product": (lambda p: jnp.log(1e-9 * p**2 @ p.T**2 + 1e-12), Y),
+    "the logarithm of a large product": (lambda p: jnp.log(1e3 * p**2 @ (1e2 * p.T**2) + 1e-6), Y),
+    "counts of 200,000": (counted, TOKENS),
+    "a returned value of 130,000": (lambda x: 4e4 * (x @ W) + 1e3, Y),
+    "a variance of a window": (lambda x: blurred(x * x) - blurred(x) ** 2, IMAGE),
+    "a covariance of windows": (lambda x: blurred(x * x**2) - blurred(x) * blurred(x**2), IMAGE),
+    "angles between vectors": (batched(*BODIES["the edge of a domain"][:2]), X),
+    "sines of angles between vectors": (batched(BODIES["the edge of a domain"][0], lambda c: jnp.sqrt(1 - c * c)), X),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_is_that_of_float32(name):
+    fun, arg = PROGRAMS[name]
+    want, *both = jax.jit(lambda x: [fun(x), *[amp.autocast(fun, low)(x) for low in EPSILON]])(arg)
+    for low, got in zip(EPSILON, both, strict=True):
+        assert error(got, want) < 2 * EPSILON[low], low
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "gates" in name])
+def test_gates_are_float32_wherever_they_are_computed(name):
+    fun, arg = PROGRAMS[name]
+    assert set(dtypes(amp.autocast(fun), arg, primitive="logistic")) == {"float32 -> float32"}
+
+
+def delta_net(q, k, v):
+    """Chunks of a delta rule, whose state is itself plus a product (Yang et al., 2024)."""
+
+    def chunk(state, each):
+        q, k, v = each
+        new = v - k @ state
+        return state + k.T @ new, q @ state + jnp.tril(q @ k.T) @ new
+
+    return lax.scan(chunk, jnp.zeros((8, 8)), (q, k, v))[1]
+
+
+LOW_LOOPS = {
+    "a recurrent network": lambda x: lax.scan(lambda h, x: (jnp.tanh(x @ W + h @ W), None), jnp.zeros((6, 8)), x)[0],
+    "layers with rectifiers": lambda x: lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x[0], jnp.stack([W] * 3))[0],
+    "a power iteration": lambda x: lax.fori_loop(
+        0, 9, lambda _, v: (lambda u: u / jnp.linalg.norm(u))(W @ v), jnp.ones((8, 1))
+    ),
+    "residual layers": lambda x: lax.scan(lambda h, w: (h + jax.nn.gelu(h @ w), None), x[0], jnp.stack([W] * 3))[0],
+    "a delta network": lambda x: delta_net(x @ W, x @ W, x @ W),
+}
+
+
+@pytest.mark.parametrize("name", LOW_LOOPS)
+def test_products_of_loops_that_forget_are_low_and_so_are_those_of_their_derivatives(name):
+    fun = LOW_LOOPS[name]
+
+    def loss(x):
+        return jnp.sum(fun(x) ** 2)
+
+    for program in (fun, jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
+        assert set(dtypes(amp.autocast(program), X, primitive="dot_general")) == {"float16 float16 -> float16"}

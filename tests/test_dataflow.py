@@ -1,0 +1,186 @@
+"""The engine that passes facts through jaxprs: each body is read once for the same facts, and lattices are lattices."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jaxprs import dtypes
+
+import jmp_amp as amp
+from jmp_amp._autocast._draft import Draft
+from jmp_amp._autocast._facts import Facts
+from jmp_amp._autocast._known import NOTHING, Knowledge, Known, Moment, Squares, Whole
+from jmp_amp._autocast._paths import Paths
+from jmp_amp._autocast._readers import Readers
+from jmp_amp._autocast._rule import ORIGINAL
+from jmp_amp._autocast._rules import RULES
+from jmp_amp._jaxpr import Forward, structure_of
+
+X = jnp.ones((4, 4))
+W = jnp.eye(4) / 2
+
+KNOWN = st.builds(
+    Known,
+    st.sampled_from([1.0, 4.0, 2.0**20]),
+    st.booleans(),
+    st.sampled_from(Squares),
+    st.sampled_from(Moment),
+    st.sampled_from(Whole),
+    *[st.booleans()] * 3,
+    st.integers(0, 2),
+)
+PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 15)), max_size=4)
+LATTICES = {
+    "known": (Knowledge.join, KNOWN, NOTHING),
+    "paths": (Paths.join, PATHS, Paths.bottom),
+    "reads": (Readers.join, st.integers(0, 2**11 - 1), Readers.bottom),
+}
+
+
+@pytest.mark.parametrize("name", LATTICES)
+@given(data=st.data())
+def test_a_join_is_that_of_a_lattice(name, data):
+    join, values, bottom = LATTICES[name]
+    a, b, c = (data.draw(values) for _ in range(3))
+    assert join(None, a, b) == join(None, b, a)
+    assert join(None, a, join(None, b, c)) == join(None, join(None, a, b), c)
+    assert join(None, a, a) == a
+    assert name == "known" or join(None, a, bottom) == a  # data are no whole numbers
+
+
+def facts_of(jaxpr):
+    """The facts of equations, each an op of its own."""
+    rules = [RULES.get(eqn.primitive.name, ORIGINAL) for eqn in jaxpr.eqns]
+    pairs = zip(jaxpr.eqns, rules, strict=True)
+    found = [r if not callable(r) else r(e.params, [a.aval for a in e.invars]) for e, r in pairs]
+    return [Facts(e, r, structure_of(e), (), tuple(e.invars), id(e)) for e, r in zip(jaxpr.eqns, found, strict=True)]
+
+
+class Depth(Forward):
+    """How many sines a value went through, at most three; counts the equations that it reads."""
+
+    bottom = 0
+
+    def __init__(self):
+        super().__init__(facts_of)
+        self.read = collections.Counter()
+
+    def join(self, a, b):
+        return max(a, b)
+
+    def transfer(self, equation, operands):
+        self.read[equation.eqn.primitive.name] += 1
+        depth = max(operands, default=0) + (equation.eqn.primitive.name == "sin")
+        return [min(depth, 3)] * len(equation.eqn.outvars)
+
+
+def twice(fun):
+    return jax.jit(lambda x: fun(fun(x)))
+
+
+def nested_calls(depth):
+    fun = jnp.sin
+    for _ in range(depth):
+        fun = twice(fun)
+    return fun
+
+
+def nested_loops(depth, loop):
+    """Loops in one another, each of which permutes its carries."""
+
+    def fun(carry):
+        a, b, c = carry
+        return jnp.tanh(b @ W), c + jnp.tanh(a @ W), jnp.tanh(c @ W)
+
+    def around(inner):
+        def body(carry):
+            a, b, c = inner(carry)
+            return b, c, a
+
+        return {
+            "scan": lambda carry: lax.scan(lambda carry, _: (body(carry), None), carry, length=2)[0],
+            "fori_loop": lambda carry: lax.fori_loop(0, 2, lambda _, carry: body(carry), carry),
+            "while_loop": lambda carry: lax.while_loop(lambda carry: jnp.sum(carry[0]) < 1, body, carry),
+        }[loop]
+
+    for _ in range(depth):
+        fun = around(fun)
+    return fun
+
+
+def test_calls_in_calls_are_read_once_for_the_same_facts():
+    analysis, jaxpr = Depth(), jax.make_jaxpr(nested_calls(14))(X)
+    assert analysis.outs(jaxpr, [0]) == (3,)
+    assert analysis.read["sin"] <= 8  # two, at each depth at which the innermost function is entered
+
+
+@pytest.mark.parametrize("fun", [lambda c: jnp.sin(c), lambda c: c + 1, lambda c: jnp.sin(jnp.sin(c))])
+def test_what_is_found_in_a_loop_is_found_in_its_iterations_one_after_the_other(fun):
+    def loop(c):
+        return lax.scan(lambda c, _: (fun(c), c), c, length=9)
+
+    def unrolled(c):
+        return fun(fun(fun(c)))
+
+    found = Depth().outs(jax.make_jaxpr(loop)(X), [0])
+    assert found[0] == Depth().outs(jax.make_jaxpr(unrolled)(X), [0])[0]
+
+
+def test_a_while_loop_may_run_not_at_all():
+    def loop(x):
+        return lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: jnp.zeros_like(x), jnp.sin(x))
+
+    assert Depth().outs(jax.make_jaxpr(loop)(X), [0]) == (1,)
+
+
+def planned(fun, *args):
+    """How often each jaxpr is planned, and each equation decided."""
+    plans, decisions = collections.Counter(), collections.Counter()
+    plan, decide = Draft.plan, Draft._decide
+
+    def counted_plan(self):
+        plans[id(self._jaxpr)] += 1
+        return plan(self)
+
+    def counted_decide(self, equation):
+        decisions[id(equation.eqn)] += 1
+        return decide(self, equation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "plan", counted_plan)
+        patch.setattr(Draft, "_decide", counted_decide)
+        jaxpr = jax.make_jaxpr(amp.autocast(lambda *args: fun(*args)))(*args)
+    assert jaxpr is not None
+    return max(plans.values()), max(decisions.values())
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori_loop", "while_loop"])
+def test_an_equation_is_decided_a_bounded_number_of_times_whatever_the_nesting(loop):
+    jax.clear_caches()
+    shallow, deep = (planned(nested_loops(depth, loop), (X, X, X)) for depth in (2, 7))
+    assert deep <= (4, 12)
+    assert deep[0] <= shallow[0] + 2
+
+
+def test_calls_in_calls_are_planned_a_bounded_number_of_times():
+    def fun(x):
+        return lax.while_loop(lambda x: jnp.sum(x) < 1, nested_calls(14), x)
+
+    assert planned(fun, X) <= (4, 12)
+
+
+def test_loops_that_share_a_body_have_conditions_of_their_own():
+    def body(carry):
+        a, b = carry
+        return jnp.tanh(a @ W), jnp.tanh(b @ W)
+
+    def fun(x):
+        first = lax.while_loop(lambda c: jnp.sum(c[0]) > 1, body, (x, x))
+        return lax.while_loop(lambda c: jnp.sum(c[1]) > 1, body, first)
+
+    rows = dtypes(amp.autocast(fun), X, primitive="dot_general")
+    assert [row.split()[0] for row in rows] == ["float32", "float16", "float16", "float32"]
