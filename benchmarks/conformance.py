@@ -509,9 +509,10 @@ Each program is written for float32, and each library is applied as its own page
 `jmp_amp.autocast(fun)`; a `jmp` policy that casts arguments and results; `mpx.cast_function`; `jaxamp.amp`;
 `grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. Questions are asked of the jaxpr and of
 the results, where they arise: a program without a product is not asked about products, nor are the three in which
-only logarithms and decompositions read or make them, nor one that raises about anything else. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums. Gradients are those
-of a weighted mean of the results, scaled by 2^10, or by less where that overflows. A loop that has not ended after
-60 seconds counts as one that does not.
+only logarithms and decompositions read or make them, nor one that raises about anything else. "Sensitive" are
+exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums. Gradients are those of a weighted mean of the
+results, scaled by 2^10, or by less where that overflows. A loop that has not ended after 60 seconds counts as one
+that does not.
 
 A library that casts whole arguments (`jmp`, `mpx`) leaves it to the model to cast back around its norms and sums, which
 these programs do not do: autocast takes that work off. `grampax` casts the operands of products only. torch cannot run

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import dtypes
+from jaxprs import dtypes, equations
 from rounding import EPSILON, error
 
 import jmp_amp as amp
@@ -286,3 +286,12 @@ def test_products_of_loops_that_forget_are_low_and_so_are_those_of_their_derivat
 
     for program in (fun, jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
         assert set(dtypes(amp.autocast(program), X, primitive="dot_general")) == {"float16 float16 -> float16"}
+
+
+def test_a_factor_of_a_cotangent_is_stored_low():
+    def loss(ws, x):
+        return jnp.sum(lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, ws)[0] ** 2)
+
+    forward, _ = (e for e in equations(amp.autocast(jax.grad(loss)), W[None], Y) if e.primitive.name == "scan")
+    stacked = sorted(var.aval.dtype.name for var in forward.outvars if var.aval.ndim == 3)
+    assert stacked == ["float16", "float16", "float32"]  # the cotangent is a sum, but `1 - tanh(x)**2` is no gate of it

@@ -213,6 +213,11 @@ def a_layer_after_a_normalized_solution(x):
     return h / jnp.linalg.norm(h, axis=-1, keepdims=True) @ W
 
 
+def a_layer_after_the_layer_norm_of_a_solution(x):
+    h = solved(x)
+    return jax.nn.standardize(h) @ W
+
+
 ORDINARY = (
     normalization_by_hand,
     a_loss_with_weight_decay,
@@ -224,6 +229,7 @@ ORDINARY = (
     a_residual_sum_of_a_norm,
     a_layer_after_a_bounded_solution,
     a_layer_after_a_normalized_solution,
+    a_layer_after_the_layer_norm_of_a_solution,
 )
 
 

@@ -57,7 +57,7 @@ class _Variable:
     @property
     def is_wanted(self) -> bool:
         """Whether it is to be float32: all readers read float32, or it is a gate."""
-        return (self.is_read and not self.low_reads) or bool(self.reads & Reads.GATE)
+        return (self.is_read and not self.low_reads) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
 
 
 @dataclasses.dataclass(slots=True)
@@ -204,7 +204,9 @@ class Draft:
         """Decides an equation, and returns those to decide again because of it."""
         eqn, rule, old = equation.eqn, equation.rule, equation.step
         outs = [self._variables[var] for var in eqn.outvars]
-        wanted = tuple([Wish(out.reads or Reads.OTHERWISE, out.stream, out.is_wanted) for out in outs])
+        wanted: tuple[Wish, ...] = ()
+        if equation.facts.structure is not None:
+            wanted = tuple([Wish(out.reads or Reads.OTHERWISE, out.stream, out.is_wanted) for out in outs])
         values = tuple([self._read(atom) for atom in eqn.invars])
         has_copy = False
         if equation.uses_copies:
@@ -213,7 +215,7 @@ class Draft:
             has_copy = any(value.has_float32_copy for value in values)
         stream = outs[0].stream if rule.adds and outs[0].stream > Stream.RETURNED else Stream.NONE
         reads_full = (rule.fuses or (rule.moves and has_copy)) and _are_wanted(outs)
-        reason = values, wanted if equation.facts.structure is not None else reads_full
+        reason = values, wanted, reads_full
         if old is not None and reason == equation.reason:
             return []
         shares_norm = self._shares_norm(equation, values)

@@ -30,6 +30,7 @@ class Squares(enum.IntEnum):
     SUM = 2  # each element is a sum of squares
     NORM = 3  # each element is the square root of a sum of squares
     GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
+    INVERSE = 5  # each element is the reciprocal of a norm
 
 
 class Moment(enum.IntEnum):
@@ -146,7 +147,7 @@ def _is_source(facts: Facts) -> bool:
 
 
 def _is_norm(facts: Facts, read: Sequence[Known]) -> bool:
-    return facts.rule.scales and any(known.squares is Squares.NORM for known in read)
+    return facts.rule.scales and any(known.squares in (Squares.NORM, Squares.INVERSE) for known in read)
 
 
 def _of(var: Any, known: Known) -> Known:
@@ -285,6 +286,8 @@ def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
     """Returns how the result of an op is made of squares."""
     rule, name = facts.rule, facts.eqn.primitive.name
     squares = [known.squares for known in operands]
+    if not rule.moves:
+        squares = [Squares.NO if each is Squares.INVERSE else each for each in squares]
     first = squares[0] if squares else Squares.NO
     if facts.is_square:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
@@ -294,6 +297,8 @@ def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
     if name == "sqrt":
         return Squares.NORM if first is Squares.SUM else Squares.NO
+    if name == "rsqrt":
+        return Squares.INVERSE if first is Squares.SUM else Squares.NO
     if rule.arithmetic and not rule.scales:
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO

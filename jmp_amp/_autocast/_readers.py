@@ -30,14 +30,15 @@ class Readers(Backward[Facts, Known, int]):
         return (_all(outs) & Reads.DECIDES) or Reads.OTHERWISE
 
     def carried(self, loop: Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
-        """Marks the next values of the recurrences of a loop."""
+        """Marks the next values of the accumulators and the recurrences of a loop."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-        return [reads | Reads.RECURRENCE if known.recurs else reads for reads, known in zip(outs, carry, strict=True)]
+        marks = [Reads.TERM * known.adds_up | Reads.RECURRENCE * known.recurs for known in carry]
+        return [reads | mark for reads, mark in zip(outs, marks, strict=True)]
 
     def left(self, loop: Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
         """Returns how a loop reads its operands. What decides when it ends may be rounded before it starts."""
         decides = _all(outs) & Reads.DECIDES
-        return [(reads & ~(Reads.DECIDES | Reads.RECURRENCE)) | decides for reads in said]
+        return [(reads & ~_OF_A_BODY) | decides for reads in said]
 
     def transfer(self, facts: Facts, operands: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Returns how an op reads its operands."""
@@ -48,8 +49,8 @@ class Readers(Backward[Facts, Known, int]):
         if rule.makes in (Makes.SUM, Makes.DIFFERENCE):
             of_all |= _cancels(operands)
         each = [of_all or Reads.OTHERWISE] * len(operands)
-        if (rule.scales or reads & Reads.GATE) and _is_gate(facts, operands, reads):
-            each = [of if known.adds_up else of | Reads.GATE for of, known in zip(each, operands, strict=True)]
+        if gate := _gate(facts, operands, reads):
+            each = [of if known.adds_up else of | gate for of, known in zip(each, operands, strict=True)]
         if reads & Reads.RECURRENCE:
             each = [of | Reads.RECURRENCE if known.recurs else of for of, known in zip(each, operands, strict=True)]
         if reads & Reads.DECIDES:
@@ -73,6 +74,9 @@ def why(reads: int, has_float32_range: bool) -> str | None:
     return next((reason for way, reason in _REASONS.items() if reads & way), None)
 
 
+# What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
+_OF_A_BODY = Reads.DECIDES | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR
+
 _REASONS = {
     Reads.MATRIX: "decomposition",
     Reads.DISTANCE: "distance",
@@ -92,7 +96,7 @@ def _passed_on(facts: Facts, reads: int) -> int:
     if rule.op_class is OpClass.LOWER:
         return Reads.NOBODY
     if rule.passes_on:
-        ways = Reads.LINEAR if rule.arithmetic else Reads.LINEAR | Reads.ROOT
+        ways = Reads.LINEAR | Reads.TERM if rule.arithmetic else Reads.LINEAR | Reads.TERM | Reads.ROOT
         if rule.moves:
             ways |= Reads.OTHERS
         if reads & Reads.OTHERS:
@@ -117,11 +121,11 @@ def _cancels(operands: Sequence[Known]) -> int:
     return Reads.DISTANCE if is_distance or is_variance else Reads.NOBODY
 
 
-def _is_gate(facts: Facts, operands: Sequence[Known], reads: int) -> bool:
-    """Whether the operands of an op multiply an accumulator, or each other as an associative scan does."""
+def _gate(facts: Facts, operands: Sequence[Known], reads: int) -> int:
+    """Says that the operands of an op multiply an accumulator, or each other as in an associative scan, if they do."""
     rule = facts.rule
     if rule.scales and any(known.adds_up for known in operands):
-        return True
+        return Reads.GATE if reads & Reads.TERM else Reads.FACTOR
     if facts.multiplies_slices and any(known.multiplied for known in operands):
-        return True
-    return bool(reads & Reads.GATE) and (rule.moves or facts.multiplies_slices)
+        return Reads.GATE
+    return reads & Reads.GATE if rule.moves or facts.multiplies_slices else Reads.NOBODY

@@ -13,9 +13,11 @@ class Reads:
     RANGE = 1 << 5  # as the operand of a logarithm, which small and large values reach
     EDGE = 1 << 6  # near the edge of the domain of a function, whose slope is infinite there
     ROOT = 1 << 7  # as the operand of a square root
-    GATE = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
-    RECURRENCE = 1 << 9  # as the next value of a recurrence by products
-    DECIDES = 1 << 10  # to decide when a loop ends
+    FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
+    GATE = 1 << 9  # as such a factor, where the result is a term of the next value of an accumulator
+    TERM = 1 << 10  # as a term of the next value of an accumulator
+    RECURRENCE = 1 << 11  # as the next value of a recurrence by products
+    DECIDES = 1 << 12  # to decide when a loop ends
 
     OTHERS = OTHERWISE | RETURNED
     LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
