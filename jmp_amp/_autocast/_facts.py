@@ -18,7 +18,7 @@ class Facts(NamedTuple):
         operands: the variables that it reads, each once.
         sources: what each operand was before it was only moved; None for a literal.
         op: a number for the primitive, its parameters and the types of its operands and results: the same op of another
-            layer has the same.
+            layer has the same. None if it holds jaxprs or what cannot be hashed.
     """
 
     eqn: JaxprEqn
@@ -26,7 +26,7 @@ class Facts(NamedTuple):
     structure: Structure | None
     operands: tuple[Var, ...]
     sources: tuple[Var | None, ...]
-    op: int
+    op: int | None
 
     @property
     def enters(self) -> Structure | None:

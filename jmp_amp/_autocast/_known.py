@@ -55,18 +55,15 @@ class Known(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        size: an estimate of its largest magnitude, in which inputs of the program count as 1. Only constants make it
-            larger, such as the -1e9 of a mask.
+        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are.
         is_log: whether it is a logarithm.
         squares: how it is made of squares.
         moment: how it is made of products.
         whole: whether it holds whole numbers.
-        is_solution: whether it was made of what a decomposition or a solver returns, without a norm or another function
-            that bounds it. Rounding errors of it grow (Higham, Accuracy and Stability of Numerical Algorithms, ch. 7).
+        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
         adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
         recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
-        multiplied: how often slices of an array were multiplied with each other, as an associative scan does; at most
-            2.
+        multiplied: how often slices of it were multiplied with each other, as by an associative scan; at most 2.
     """
 
     size: float = 1.0
@@ -124,13 +121,14 @@ class Knowledge(Forward[Facts, Known]):
         read = [known for known, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) in _FLOATING]
         joined = read[0] if len(read) == 1 else Known._make(map(max, *read)) if read else NOTHING
         passes_on = rule.passes_on or rule.is_linear
+        is_norm = rule.scales and any(each.squares in (Squares.NORM, Squares.INVERSE) for each in read)
         known = Known(
             1.0 if all(each.size == 1 for each in read) else _rounded(_size(facts, operands, read)),
             rule.makes is Makes.LOGARITHM or (joined.is_log and rule.keeps_magnitude),
             _squares(facts, operands) if joined.squares or eqn.primitive.name in _SQUARING else Squares.NO,
             _moment(facts, operands) if passes_on or facts.is_square else Moment.NO,
             _whole(facts, read),
-            rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not _is_norm(facts, read)),
+            rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not is_norm),
             joined.adds_up and rule.moves,
             joined.recurs and rule.is_linear,
             joined.multiplied if rule.moves else min(joined.multiplied + 1, 2) if facts.multiplies_slices else 0,
@@ -144,10 +142,6 @@ def _is_source(facts: Facts) -> bool:
     if rule.makes in _SOURCES or rule.reads == Reads.MATRIX:
         return True
     return facts.is_square or (rule.moves and facts.eqn.primitive.name == "convert_element_type")
-
-
-def _is_norm(facts: Facts, read: Sequence[Known]) -> bool:
-    return facts.rule.scales and any(known.squares in (Squares.NORM, Squares.INVERSE) for known in read)
 
 
 def _of(var: Any, known: Known) -> Known:
@@ -165,11 +159,8 @@ _SQUARING = {"square", "mul", "integer_pow", "dot_general"}
 
 
 def readable(x: Any) -> np.ndarray | None:
-    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or too large.
-
-    The elements of a tracer, a mutable reference, or an array of several processes are not known.
-    """
-    if isinstance(x, jax.Array):
+    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or too large."""
+    if isinstance(x, jax.Array):  # those of a tracer, or of an array of several processes, are not known
         is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     else:
         is_known = isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
@@ -209,9 +200,8 @@ def magnitudes(x: np.ndarray) -> tuple[float, float]:
 def _size(facts: Facts, operands: Sequence[Known], read: Sequence[Known]) -> float:
     """Estimates the largest magnitude of a result. Means count as large as their terms, whatever their number."""
     eqn, rule = facts.eqn, facts.rule
-    power = _POWERS.get(eqn.primitive.name, lambda _: None)(eqn.params)
-    if power is not None:
-        return _power(read[0].size, power)
+    if eqn.primitive.name in _POWERS:
+        return _power(read[0].size, _POWERS[eqn.primitive.name](eqn.params))
     if rule.makes is Makes.QUOTIENT:
         return _scaled(eqn, operands, _power(operands[1].size, -1))
     if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT) or rule.is_product:
@@ -244,7 +234,7 @@ def _power(size: float, power: float) -> float:
 
 
 # The powers that ops raise their first operand to, given the parameters of the equation.
-_POWERS: Mapping[str, Callable[[Mapping[str, Any]], float | None]] = {
+_POWERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "sqrt": lambda _: 0.5,
     "rsqrt": lambda _: -0.5,
     "square": lambda _: 2,
@@ -278,8 +268,7 @@ def _whole(facts: Facts, read: Sequence[Known]) -> Whole:
     counts = [known.whole for known in read]
     if Whole.NO in counts or not (rule.is_linear or rule.passes_on) or rule.makes is Makes.QUOTIENT:
         return Whole.NO
-    is_chosen = eqn.primitive.name == "select_n"  # by a comparison
-    return Whole.COUNT if is_chosen else max(counts)
+    return Whole.COUNT if eqn.primitive.name == "select_n" else max(counts)  # chosen by a comparison
 
 
 def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:

@@ -119,18 +119,19 @@ class Planner:
             facts.append(Facts(eqn, rule, structure_of(eqn), tuple(operands), sources, self._number_of(eqn, sources)))
         return facts
 
-    def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int:
+    def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int | None:
+        if eqn.primitive.name not in self._rules:  # it may hold jaxprs, which these numbers would keep alive
+            return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
         key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, len(set(map(id, eqn.invars)))
         if len(self._numbers) >= _KEPT_STEPS:
             self._numbers.clear()
-        number = next(self._counter)
         try:
-            return self._numbers.setdefault(key, number)
+            return self._numbers.setdefault(key, next(self._counter))
         except TypeError:  # a parameter that cannot be hashed
-            return number
+            return None
 
     def hides_products(self, eqn: JaxprEqn) -> bool:
         """Whether an equation without a rule holds products, which stay as they were traced."""
@@ -189,15 +190,16 @@ class Planner:
             return self._plan_higher_order(self, op.eqn, facts.structure, op.values, wanted, region, inside)
         if not op.format.is_low:
             op = op._replace(rule=ORIGINAL)
+        if facts.op is None:
+            return self._first_order(op)
         # The same op of another layer gets the same decision.
-        eqn = op.eqn
         key = facts.op, op[2:]
         known = self._steps.get(key)
         if known is None:
             if len(self._steps) >= _KEPT_STEPS:
                 self._steps.clear()
             known = self._steps[key] = self._first_order(op)
-        return known._replace(eqn=eqn)
+        return known._replace(eqn=op.eqn)
 
     def _first_order(self, op: OpContext) -> Step:
         eqn, is_float32 = op.eqn, op.is_float32

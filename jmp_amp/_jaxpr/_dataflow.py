@@ -26,7 +26,7 @@ class Equation(Protocol):
     Attributes:
         eqn: the equation.
         enters: how analyses enter its jaxprs; None for an op.
-        op: a number that is the same for equal ops of equal types, so that facts pass through each only once.
+        op: a number that is the same for equal ops of equal types, so that facts pass through each only once; or None.
     """
 
     @property
@@ -34,18 +34,21 @@ class Equation(Protocol):
     @property
     def enters(self) -> Structure | None: ...
     @property
-    def op(self) -> int: ...
+    def op(self) -> int | None: ...
 
 
 class _Memo(dict[Any, Any]):
-    """Results of a function by key, at most 2^14."""
+    """Results of a function of an equation and of facts, at most 2^14."""
 
-    def __call__(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, fun: Callable[..., Any], equation: Equation, *facts: Any) -> Any:
+        if equation.op is None:
+            return fun(equation, *facts)
+        key = equation.op, facts
         found = self.get(key)
         if found is None:
             if len(self) >= 2**14:
                 self.clear()
-            found = self[key] = fun(*args)
+            found = self[key] = fun(equation, *facts)
         return found
 
 
@@ -112,7 +115,7 @@ class Forward(Generic[E, T]):
         for equation in self._equations_of(jaxpr):
             operands = self.of(known, equation.eqn.invars)
             if equation.enters is None:
-                outs = self._ops((equation.op, operands), self.transfer, equation, operands)
+                outs = self._ops(self.transfer, equation, operands)
             else:
                 outs = self._through(equation, operands)
             for var, fact in zip(equation.eqn.outvars, outs, strict=True):
@@ -240,9 +243,7 @@ class Backward(Generic[E, S, T]):
             operands = self.known.of(known, equation.eqn.invars)
             of_results = tuple([said.get(var, self.bottom) for var in equation.eqn.outvars])
             if equation.enters is None:
-                of_operands = self._ops(
-                    (equation.op, operands, of_results), self.transfer, equation, operands, of_results
-                )
+                of_operands = self._ops(self.transfer, equation, operands, of_results)
             else:
                 of_operands = self._through(equation, operands, of_results)
             say(equation.eqn.invars, of_operands)
