@@ -249,6 +249,23 @@ def test_is_that_of_float32(name):
         assert error(got, want) < 2 * EPSILON[low], low
 
 
+GATES = {
+    "as it is": lambda z: z,
+    "of the rest": lambda z: 1 - z,
+    "of an exponential": lambda z: jnp.exp(-2.0 * z),
+    "moved": lambda z: z[::-1],
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_what_a_gate_is_made_of_is_float32_in_front_of_a_loop(name):
+    def fun(x):
+        z = jax.nn.sigmoid(x @ W - 4)
+        return lax.scan(lambda h, z: (GATES[name](z) * h + z,) * 2, jnp.zeros(8), z)[1]
+
+    assert dtypes(amp.autocast(fun), Y, primitive="logistic") == ["float32 -> float32"]
+
+
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "gates" in name])
 def test_gates_are_float32_wherever_they_are_computed(name):
     fun, arg = PROGRAMS[name]

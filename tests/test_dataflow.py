@@ -37,7 +37,7 @@ PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 15)), max_size
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "reads": (Readers.join, st.integers(0, 2**13 - 1), Readers.bottom),
+    "reads": (Readers.join, st.integers(0, 2**14 - 1), Readers.bottom),
 }
 
 

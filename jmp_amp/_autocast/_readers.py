@@ -38,7 +38,8 @@ class Readers(Backward[Facts, Known, int]):
     def left(self, loop: Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
         """Returns how a loop reads its operands. What decides when it ends may be rounded before it starts."""
         decides = _all(outs) & Reads.DECIDES
-        return [(reads & ~_OF_A_BODY) | decides for reads in said]
+        gates = [Reads.GATE if reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) else Reads.NOBODY for reads in said]
+        return [(reads & ~_OF_A_BODY) | gate | decides for reads, gate in zip(said, gates, strict=True)]
 
     def transfer(self, facts: Facts, operands: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Returns how an op reads its operands."""
@@ -75,7 +76,7 @@ def why(reads: int, has_float32_range: bool) -> str | None:
 
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
-_OF_A_BODY = Reads.DECIDES | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR
+_OF_A_BODY = Reads.DECIDES | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.GATE_IS_MADE_OF_IT
 
 _REASONS = {
     Reads.MATRIX: "decomposition",
@@ -128,4 +129,8 @@ def _gate(facts: Facts, operands: Sequence[Known], reads: int) -> int:
         return Reads.GATE if reads & Reads.TERM else Reads.FACTOR
     if facts.multiplies_slices and any(known.multiplied for known in operands):
         return Reads.GATE
-    return reads & Reads.GATE if rule.moves or facts.multiplies_slices else Reads.NOBODY
+    if rule.moves or facts.multiplies_slices:
+        return reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT)
+    of_a_gate = reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) and len(facts.operands) == 1
+    is_simple = rule.arithmetic or facts.eqn.primitive.name in ("neg", "exp")
+    return Reads.GATE_IS_MADE_OF_IT if of_a_gate and is_simple else Reads.NOBODY

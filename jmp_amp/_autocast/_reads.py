@@ -15,9 +15,10 @@ class Reads:
     ROOT = 1 << 7  # as the operand of a square root
     FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
     GATE = 1 << 9  # as such a factor, where the result is a term of the next value of an accumulator
-    TERM = 1 << 10  # as a term of the next value of an accumulator
-    RECURRENCE = 1 << 11  # as the next value of a recurrence by products
-    DECIDES = 1 << 12  # to decide when a loop ends
+    GATE_IS_MADE_OF_IT = 1 << 10  # as `z` in a gate `1 - z` or `exp(-z)`
+    TERM = 1 << 11  # as a term of the next value of an accumulator
+    RECURRENCE = 1 << 12  # as the next value of a recurrence by products
+    DECIDES = 1 << 13  # to decide when a loop ends
 
     OTHERS = OTHERWISE | RETURNED
     LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
