@@ -147,7 +147,7 @@ def planned(fun, *args):
         return plan(self)
 
     def counted_decide(self, equation):
-        decisions[id(equation.eqn)] += 1
+        decisions[id(equation.facts.eqn)] += 1
         return decide(self, equation)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._format import FORMATS
@@ -17,7 +17,7 @@ from jmp_amp._autocast._plan import Inside, Plan, Region, Step
 from jmp_amp._autocast._readers import why
 from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._regions import format_in
-from jmp_amp._autocast._rule import OpClass, Rule
+from jmp_amp._autocast._rule import OpClass
 from jmp_amp._autocast._values import Origin, Stream, Value, Wish, constant
 from jmp_amp._jaxpr import Branches, Call, dtype_of
 
@@ -67,12 +67,9 @@ class _Equation:
     Attributes:
         index: its index in the jaxpr.
         facts: the facts of the equation.
-        eqn: the equation.
-        rule: the rule of its op.
         region: its format, and the scopes around it.
-        operands: the variables that it reads, each once.
-        inside: for each of its jaxprs, what is known of the inputs, and how the results are read.
         uses_copies: whether a float32 copy of an operand would change the decision.
+        inside: for each of its jaxprs, what is known of the inputs, and how the results are read.
         as_traced: why it runs as it was traced, see `Step`.
         step: the decision; None until there is one.
         reason: the facts that it was decided by; it is decided again when they change.
@@ -80,10 +77,7 @@ class _Equation:
 
     index: int
     facts: Facts
-    eqn: JaxprEqn
-    rule: Rule
     region: Region
-    operands: tuple[Var, ...]
     uses_copies: bool
     inside: Sequence[Inside] = ()
     as_traced: str | None = None
@@ -136,11 +130,11 @@ class Draft:
                 self._variables[var].stream = stream
 
     def _equation(self, index: int, facts: Facts) -> _Equation:
-        eqn, rule, operands = facts.eqn, facts.rule, facts.operands
+        eqn, rule = facts.eqn, facts.rule
         region = self._planner.enter(self._region, eqn)
         uses_copies = facts.structure is not None or (rule.moves and not rule.fuses)
-        equation = _Equation(index, facts, eqn, rule, region, operands, uses_copies)
-        for var in operands:
+        equation = _Equation(index, facts, region, uses_copies)
+        for var in facts.operands:
             variable = self._variables[var]
             variable.readers.append(equation)
             variable.low_reads += 1
@@ -152,10 +146,10 @@ class Draft:
 
     def _read_facts(self, equation: _Equation) -> str | None:
         """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not."""
-        eqn, facts = equation.eqn, equation.facts
+        eqn, facts = equation.facts.eqn, equation.facts
         outs = [self._variables[var].reads for var in eqn.outvars]
         reads = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, Reads.NOBODY)
-        if facts.structure is None and equation.rule.op_class is not OpClass.LOWER and not reads & Reads.DECIDES:
+        if facts.structure is None and facts.rule.op_class is not OpClass.LOWER and not reads & Reads.DECIDES:
             return None
         operands = self._planner.knowledge.of(self._known, eqn.invars)
         is_marked = format_in(eqn.source_info.name_stack) is not None
@@ -164,9 +158,9 @@ class Draft:
             equation.inside = self._planner.readers.inside(facts, operands, given)
         if is_marked:  # a region in the code takes precedence
             return None
-        if reads & Reads.DECIDES and not isinstance(equation.facts.structure, Call | Branches):
+        if reads & Reads.DECIDES and not isinstance(facts.structure, Call | Branches):
             return "loop"
-        if equation.rule.op_class is not OpClass.LOWER:
+        if facts.rule.op_class is not OpClass.LOWER:
             return None
         if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
             return "recurrence"
@@ -202,7 +196,7 @@ class Draft:
 
     def _decide(self, equation: _Equation) -> list[_Equation]:
         """Decides an equation, and returns those to decide again because of it."""
-        eqn, rule, old = equation.eqn, equation.rule, equation.step
+        (eqn, rule), old = equation.facts[:2], equation.step
         outs = [self._variables[var] for var in eqn.outvars]
         wanted: tuple[Wish, ...] = ()
         if equation.facts.structure is not None:
@@ -243,10 +237,10 @@ class Draft:
 
     def _affected(self, equation: _Equation, step: Step) -> Iterator[_Equation]:
         """Records the operands that an equation reads in float32, and yields the equations to decide again."""
-        operands = [self._variables[var] for var in equation.operands]
+        operands = [self._variables[var] for var in equation.facts.operands]
         pairs = zip(step.eqn.invars, step.reads_full, strict=True)
         low = {atom for atom, is_full in pairs if not is_full and isinstance(atom, Var)}
-        for var, operand in zip(equation.operands, operands, strict=True):
+        for var, operand in zip(equation.facts.operands, operands, strict=True):
             if var not in low and equation.index not in operand.full_readers:
                 operand.full_readers.add(equation.index)
                 operand.low_reads -= 1
@@ -260,11 +254,11 @@ class Draft:
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
         be stored twice.
         """
-        if not any(self._variables[var].stored for var in equation.operands):
+        if not any(self._variables[var].stored for var in equation.facts.operands):
             return False
         return any(
             isinstance(atom, Var) and self._variables[atom].stored and value.as_native().dtype != value.dtype
-            for atom, value in zip(equation.eqn.invars, values, strict=True)
+            for atom, value in zip(equation.facts.eqn.invars, values, strict=True)
         )
 
 
