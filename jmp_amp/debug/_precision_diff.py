@@ -24,7 +24,7 @@ class PrecisionDiff:
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
-        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w) @ w.T)(jnp.ones((3, 2)), jnp.ones((4, 3)))
         >>> diff = report.diff(rules={jax.lax.tanh_p: "full"})
         >>> [(before.compute, after.compute) for before, after in diff.changes]
         [('float16', 'float32')]
