@@ -11,7 +11,7 @@ from jmp_amp._autocast._carries import Values, plan_carries
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._known import Known
-from jmp_amp._autocast._plan import Inside, Plan, Region, Step
+from jmp_amp._autocast._plan import Plan, Region, Step, Use
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._values import Origin, Stream, Value, Wish, join
@@ -35,47 +35,32 @@ Wanted = tuple[Wish, ...]
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def plan_higher_order(
-    planner: Planner,
-    eqn: JaxprEqn,
-    structure: Structure,
-    values: Values,
-    wanted: Wanted,
-    region: Region,
-    inside: Sequence[Inside],
-) -> Step:
+def plan_higher_order(planner: Planner, structure: Structure, use: Use) -> Step:
     """Decides an equation that holds jaxprs."""
     match structure:
         case Call() as call:
-            return _call(planner, eqn, call, values, wanted, region, inside)
+            return _call(planner, call, use)
         case Branches() as branches:
-            return _branches(planner, eqn, branches, values, wanted, region, inside)
+            return _branches(planner, branches, use)
         case Loop(cond=None) as loop:
-            return _scan(planner, eqn, loop, values, wanted, region, inside)
+            return _scan(planner, loop, use)
         case Loop() as loop:
-            return _while(planner, eqn, loop, values, region, inside)
+            return _while(planner, loop, use)
 
 
-def _call(
-    planner: Planner,
-    eqn: JaxprEqn,
-    call: Call,
-    values: Values,
-    wanted: Wanted,
-    region: Region,
-    inside: Sequence[Inside],
-) -> Step:
+def _call(planner: Planner, call: Call, use: Use) -> Step:
     """Casts inputs that the body reads only in float32 before the call, so that other readers share the cast.
 
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
     """
+    eqn, values, wanted, region, inside = use
     entry = HIGHER_ORDER[eqn.primitive.name]
     if params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
         eqn = with_params(eqn, policy=as_products(params_of(eqn)["policy"]))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     has_references = call.rule is not None and any(map(is_reference, eqn.invars))
     if entry.run is None or has_references:
-        return _as_traced(planner, eqn, call, values, region)
+        return _as_traced(planner, call, use._replace(eqn=eqn))
     ((jaxpr, known, reads),) = inside
     values, wanted = _known_as(values, known), _read_by(wanted, reads)
     plan = planner.plan(jaxpr, values, wanted, region)
@@ -92,8 +77,9 @@ def _call(
     return _step(eqn, _casts(values, full), plan.outs, run, [(plan, 1)])._replace(reads_full=reads_full)
 
 
-def _as_traced(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, region: Region) -> Step:
+def _as_traced(planner: Planner, call: Call, use: Use) -> Step:
     """Runs an equation as it was traced; its jaxpr is planned only for `explain`."""
+    eqn, values, _, region, _ = use
     pairs = zip(values, eqn.invars, strict=True)
     full = tuple(value.in_full() if dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
     inputs, reads = tuple(full[i] for i in call.operands), (Wish(),) * len(eqn.outvars)
@@ -104,16 +90,9 @@ def _as_traced(planner: Planner, eqn: JaxprEqn, call: Call, values: Values, regi
     )
 
 
-def _branches(
-    planner: Planner,
-    eqn: JaxprEqn,
-    branches: Branches,
-    values: Values,
-    wanted: Wanted,
-    region: Region,
-    inside: Sequence[Inside],
-) -> Step:
+def _branches(planner: Planner, branches: Branches, use: Use) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
+    eqn, values, wanted, region, inside = use
     inputs = tuple(values[i] for i in branches.operands)
     plans = [
         planner.plan(branch, _known_as(inputs, known), _stored(wanted, reads), region)
@@ -125,16 +104,9 @@ def _branches(
     return _step(eqn, (None,) * len(values), outs, run, [(plan, 1) for plan in plans])
 
 
-def _scan(
-    planner: Planner,
-    eqn: JaxprEqn,
-    loop: Loop,
-    values: Values,
-    wanted: Wanted,
-    region: Region,
-    inside: Sequence[Inside],
-) -> Step:
+def _scan(planner: Planner, loop: Loop, use: Use) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
+    eqn, values, wanted, region, inside = use
     ((body, known, reads),) = inside
     saves_products = planner.options.save == "matmuls"
     consts = tuple(value._replace(save_cast=saves_products) for value in values[loop.consts])
@@ -172,10 +144,9 @@ def _streams(planner: Planner, loop: Loop, values: Values, wanted: Wanted, regio
     return planner.streams.carries(loop, are_weights, [wish.stream for wish in wanted])
 
 
-def _while(
-    planner: Planner, eqn: JaxprEqn, loop: Loop, values: Values, region: Region, inside: Sequence[Inside]
-) -> Step:
+def _while(planner: Planner, loop: Loop, use: Use) -> Step:
     """Plans `while_loop` and `fori_loop`; carries are as in `scan`."""
+    eqn, values, _, region, inside = use
     (_, known_of_cond, _), (_, known, reads) = inside
     # A value that decides when the loop ends is not rounded: the loop might never end.
     decides = [bool(each & Reads.DECIDES) for each in reads]

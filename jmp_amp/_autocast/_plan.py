@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmp_amp._autocast._blocks import Block, cast, grouped
 from jmp_amp._autocast._format import Format
 from jmp_amp._autocast._known import Known
-from jmp_amp._autocast._values import Value
+from jmp_amp._autocast._values import Value, Wish
 from jmp_amp._jaxpr import Body, aval_with, context_of, dtype_of, evaluate_steps, is_differentiated, with_last_reads
 
 
@@ -61,6 +61,24 @@ class Region(NamedTuple):
 
 # A jaxpr of an equation, what is known of its inputs, and how its results are read.
 Inside = tuple[Any, tuple[Known, ...], tuple[int, ...]]
+
+
+class Use(NamedTuple):
+    """An equation that holds jaxprs, and its surroundings.
+
+    Attributes:
+        eqn: the equation.
+        values: what is known of its operands.
+        wanted: how each of its results is read.
+        region: the format and the scopes around it.
+        inside: its jaxprs, with facts; none if it runs as it was traced.
+    """
+
+    eqn: JaxprEqn
+    values: tuple[Value, ...]
+    wanted: tuple[Wish, ...]
+    region: Region
+    inside: Sequence[Inside]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

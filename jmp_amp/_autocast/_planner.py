@@ -16,7 +16,7 @@ from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._op import SAVED, Op
 from jmp_amp._autocast._operands import OpContext, decide, params_for
 from jmp_amp._autocast._overrides import Overrides
-from jmp_amp._autocast._plan import Inside, Plan, Region, Step, differs
+from jmp_amp._autocast._plan import Inside, Plan, Region, Step, Use, differs
 from jmp_amp._autocast._readers import Readers
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._results import results
@@ -52,9 +52,7 @@ class Options(NamedTuple):
         return self.residual_stream == "low"
 
 
-PlanHigherOrder = Callable[
-    ["Planner", JaxprEqn, Structure, tuple[Value, ...], tuple[Wish, ...], Region, Sequence[Inside]], Step
-]
+PlanHigherOrder = Callable[["Planner", Structure, Use], Step]
 _KEPT_STEPS = 2**14
 
 
@@ -187,7 +185,7 @@ class Planner:
             inside: for each of its jaxprs, what is known of the inputs, and how the results are read.
         """
         if facts.structure is not None:
-            return self._plan_higher_order(self, op.eqn, facts.structure, op.values, wanted, region, inside)
+            return self._plan_higher_order(self, facts.structure, Use(op.eqn, op.values, wanted, region, inside))
         if not op.format.is_low:
             op = op._replace(rule=ORIGINAL)
         if facts.op is None:
