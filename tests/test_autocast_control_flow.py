@@ -114,25 +114,14 @@ def test_gradient_is_that_of_float32_and_its_products_low_precision(name, way):
     assert set(dtypes(got, X, primitive="dot_general")) == {LOW}
 
 
-def derivative_leaks(fun):
-    try:
-        with jax.checking_leaks():
-            jax.make_jaxpr(jax.grad(lambda x: jnp.sum(fun(x))))(X)
-    except Exception as error:
-        if "Leaked" not in str(error):
-            raise
-        return True
-    return False
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_tracer_leaks(name):
     fun = amp.autocast(PROGRAMS[name])
     with jax.checking_leaks():
         jax.make_jaxpr(fun)(X)
-    if name in BACKWARD:
-        # With some versions and flags, JAX leaks tracers of `shard_map` and `checkpoint` by itself.
-        assert derivative_leaks(PROGRAMS[name]) or not derivative_leaks(fun)
+        # Derivatives of `shard_map`, and with `jax_remat3` those of a `checkpoint`, leak without autocast too.
+        if name in BACKWARD and name != "shard_map" and not getattr(jax.config, "jax_remat3", False):
+            jax.make_jaxpr(jax.grad(lambda x: jnp.sum(fun(x))))(X)
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
