@@ -104,8 +104,8 @@ class Knowledge(Forward[Facts, Known]):
 
     def carried(self, loop: Loop, carry: Sequence[Known]) -> Sequence[Known]:
         """Marks the accumulators and the recurrences of a loop."""
-        facts = zip(carry, self.paths.accumulators(loop), self.paths.recurrences(loop), strict=True)
-        return [known._replace(adds_up=adds_up, recurs=recurs) for known, adds_up, recurs in facts]
+        facts = zip(carry, self.paths.carries(loop), strict=True)
+        return [known._replace(adds_up=adds_up, recurs=recurs) for known, (adds_up, recurs) in facts]
 
     def left(self, loop: Loop, outs: Sequence[Known]) -> Sequence[Known]:
         """Returns what is known of the results of a loop; outside, they are no accumulators."""

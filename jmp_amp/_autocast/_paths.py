@@ -42,23 +42,24 @@ class Paths(Forward[Facts, Sources]):
     def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         super().__init__(facts_of)
-        self._loops = Kept()
+        self._loops, self._carries_of = Kept(), Kept()
 
-    def accumulators(self, loop: Loop) -> list[bool]:
-        """Returns whether each carry of a loop is an accumulator."""
-        reached = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in self._reached(loop)]
-        adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(reached)]
-        return [adds_up[k] or any(adds_up[i] for i, _ in paths) for k, paths in enumerate(reached)]
+    def carries(self, loop: Loop) -> list[tuple[bool, bool]]:
+        """Returns for each carry of a loop whether it is an accumulator, and whether it is a recurrence by products."""
+        body, _ = open_jaxpr(loop.body)
+        return self._carries_of(body, (loop.n_consts, loop.n_carry), lambda: self._find_carries(loop))
 
-    def recurrences(self, loop: Loop) -> list[bool]:
-        """Returns whether each carry of a loop is a recurrence by products."""
-        of_itself = [[path for i, path in paths if i == k] for k, paths in enumerate(self._reached(loop))]
-        return [bool(paths) and all(path | Path.ARITHMETIC == _RECURS for path in paths) for paths in of_itself]
-
-    def _reached(self, loop: Loop) -> list[list[tuple[int, int]]]:
-        """Returns which carries reach each carry of a loop in one or more iterations."""
+    def _find_carries(self, loop: Loop) -> list[tuple[bool, bool]]:
         carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
-        return [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
+        after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
+        added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
+        adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
+        found = []
+        for k, paths in enumerate(after):
+            of_itself = [path | Path.ARITHMETIC for i, path in paths if i == k]
+            is_accumulator = adds_up[k] or any(adds_up[i] for i, _ in added[k])
+            found.append((is_accumulator, set(of_itself) == {_RECURS}))
+        return found
 
     def _carried(self, loop: Loop) -> tuple[list[Sources], list[Sources]]:
         """Returns what reaches the carries of a loop in one or more iterations, and its results."""
