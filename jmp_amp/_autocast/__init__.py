@@ -5,9 +5,8 @@ from jmp_amp._autocast._explain import explain_call
 from jmp_amp._autocast._format import FORMATS, parse_format
 from jmp_amp._autocast._op_site import REASONS, OpSite
 from jmp_amp._autocast._overrides import matches, parse_rules
-from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._regions import full_precision, precision
-from jmp_amp._autocast._rule import OpClass, Rule
+from jmp_amp._autocast._rule import OpClass, Reads, Rule
 from jmp_amp._autocast._rules import RULES
 
 __all__ = [

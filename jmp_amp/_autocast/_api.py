@@ -14,7 +14,7 @@ from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._overrides import parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Options, Planner
-from jmp_amp._autocast._reads import Reads
+from jmp_amp._autocast._rule import Reads
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Stream, Wish, unknown
 from jmp_amp._calls import transformation

@@ -15,9 +15,8 @@ from jmp_amp._autocast._known import Whole
 from jmp_amp._autocast._operands import OpContext
 from jmp_amp._autocast._plan import Inside, Plan, Region, Step
 from jmp_amp._autocast._readers import why
-from jmp_amp._autocast._reads import Reads
 from jmp_amp._autocast._regions import format_in
-from jmp_amp._autocast._rule import OpClass
+from jmp_amp._autocast._rule import OpClass, Reads
 from jmp_amp._autocast._values import Origin, Stream, Value, Wish, constant
 from jmp_amp._jaxpr import Branches, Call, dtype_of
 

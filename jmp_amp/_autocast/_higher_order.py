@@ -13,7 +13,7 @@ from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._plan import Plan, Region, Step, Use
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._reads import Reads
+from jmp_amp._autocast._rule import Reads
 from jmp_amp._autocast._values import Origin, Stream, Value, Wish, join
 from jmp_amp._float8 import as_products
 from jmp_amp._jaxpr import (
@@ -94,10 +94,11 @@ def _branches(planner: Planner, branches: Branches, use: Use) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
     eqn, values, wanted, region, inside = use
     inputs = tuple(values[i] for i in branches.operands)
-    plans = [
-        planner.plan(branch, _known_as(inputs, known), _stored(wanted, reads), region)
-        for branch, known, reads in inside
-    ]
+    plans = []
+    for branch, known, reads in inside:
+        # The results are stored, so float32 would cost memory, even if all readers read float32.
+        stored = tuple(wish._replace(reads=each, full=False) for wish, each in zip(wanted, reads, strict=True))
+        plans.append(planner.plan(branch, _known_as(inputs, known), stored, region))
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
     run = _run_with(eqn, [plan.body(outs) for plan in plans], plans)
@@ -198,11 +199,6 @@ def _known_as(values: Values, known: Sequence[Known]) -> Values:
 def _read_by(wanted: Wanted, reads: Sequence[int]) -> Wanted:
     wishes = [wish._replace(reads=each) for wish, each in zip(wanted, reads, strict=True)]
     return tuple(wish._replace(full=wish.is_full) for wish in wishes)
-
-
-def _stored(wanted: Wanted, reads: Sequence[int]) -> Wanted:
-    """Returns how results that are stored are read: float32 would cost memory, even if all readers read float32."""
-    return tuple(wish._replace(full=False) for wish in _read_by(wanted, reads))
 
 
 def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:

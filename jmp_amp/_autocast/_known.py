@@ -14,8 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp_amp._autocast._axes import varying
 from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._paths import Paths
-from jmp_amp._autocast._reads import Reads
-from jmp_amp._autocast._rule import Makes, OpClass
+from jmp_amp._autocast._rule import Makes, OpClass, Reads
 from jmp_amp._jaxpr import Forward, Loop, dtype_of, shape_of
 
 # Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
@@ -85,13 +84,17 @@ class Knowledge(Forward[Facts, Known]):
 
     bottom = NOTHING
 
-    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
-        """Takes a function that returns the facts of each equation of an open jaxpr."""
+    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]], constants_of: Callable[..., Any]) -> None:
+        """Takes functions that return the facts of each equation of an open jaxpr, and the values of its constants."""
         super().__init__(facts_of)
-        self.paths = Paths(facts_of)
+        self.paths, self._constants_of = Paths(facts_of), constants_of
+
+    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[Known]:
+        """Returns what is known of constants; the planner reads each once."""
+        return [value.known for value in self._constants_of(jaxpr, consts)]
 
     def constant(self, x: Any) -> Known:
-        """Returns what is known of a constant."""
+        """Returns what is known of a literal."""
         return known_number(float(x)) if is_number(x) else known_constant(readable(x))
 
     def join(self, a: Known, b: Known) -> Known:
@@ -138,19 +141,16 @@ class Knowledge(Forward[Facts, Known]):
 
 def _is_source(facts: Facts) -> bool:
     """Whether something is known of the results of an op of whose operands nothing is known."""
-    rule = facts.rule
-    if rule.makes in _SOURCES or rule.reads == Reads.MATRIX:
-        return True
-    return facts.is_square or (rule.moves and facts.eqn.primitive.name == "convert_element_type")
+    rule, is_cast = facts.rule, facts.eqn.primitive.name == "convert_element_type"
+    return rule.makes in _SOURCES or rule.reads == Reads.MATRIX or facts.is_square or (rule.moves and is_cast)
 
 
 def _of(var: Any, known: Known) -> Known:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if dtype_of(var) not in _FLOATING:
         return NOTHING
-    if varying(shape_of(var)):
-        return known
-    return known._replace(squares=Squares.NO, is_log=False, is_solution=False)
+    scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
+    return known if varying(shape_of(var)) else scalar
 
 
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}

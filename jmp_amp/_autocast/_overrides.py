@@ -8,8 +8,7 @@ from typing import Any
 from jax.extend.core import Primitive
 
 from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
-from jmp_amp._autocast._reads import Reads
-from jmp_amp._autocast._rule import Makes, OpClass, Rule, RuleOf, Rules
+from jmp_amp._autocast._rule import Makes, OpClass, Reads, Rule, RuleOf, Rules
 from jmp_amp._autocast._rules import RULES
 
 # The variants of a primitive under `shard_map` with types; JAX exports only the primitive.

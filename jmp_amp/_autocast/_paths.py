@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 
 from jmp_amp._autocast._axes import varying
 from jmp_amp._autocast._facts import Facts
-from jmp_amp._autocast._reads import Reads
+from jmp_amp._autocast._rule import Reads
 from jmp_amp._jaxpr import Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
 
 

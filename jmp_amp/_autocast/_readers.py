@@ -10,8 +10,7 @@ from jax.extend.core import Literal
 
 from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._known import Known, Moment, Squares
-from jmp_amp._autocast._reads import Reads
-from jmp_amp._autocast._rule import Makes, OpClass
+from jmp_amp._autocast._rule import Makes, OpClass, Reads
 from jmp_amp._jaxpr import Backward, Loop, dtype_of, is_floating
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 
 from jmp_amp._autocast._axes import Axes
-from jmp_amp._autocast._reads import Reads
-from jmp_amp._autocast._rule import ORIGINAL, Makes, OpClass, Rule, Rules
+from jmp_amp._autocast._rule import ORIGINAL, Makes, OpClass, Reads, Rule, Rules
 from jmp_amp._autocast._sizes import is_smaller
 
 _LOWER = Rule(OpClass.LOWER, Makes.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",))

@@ -68,7 +68,7 @@ class Forward(Generic[E, T]):
     def __init__(self, equations_of: EquationsOf[E]) -> None:
         """Takes a function that returns the equations of an open jaxpr."""
         self._equations_of = equations_of
-        self._found, self._consts, self._carries, self._ops = Kept(), Kept(), Kept(), _Memo()
+        self._found, self._carries, self._ops = Kept(), Kept(), _Memo()
 
     def join(self, a: T, b: T) -> T:
         """Returns what is known of a value that is either of two."""
@@ -79,8 +79,12 @@ class Forward(Generic[E, T]):
         raise NotImplementedError
 
     def constant(self, x: Any) -> T:
-        """Returns what is known of a constant or a literal."""
+        """Returns what is known of a literal."""
         return self.bottom
+
+    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[T]:
+        """Returns what is known of the constants of an open jaxpr."""
+        return [self.bottom] * len(consts)
 
     def carried(self, loop: Loop, carry: Sequence[T]) -> Sequence[T]:
         """Returns what is known of carries as they enter the body of a loop."""
@@ -104,8 +108,7 @@ class Forward(Generic[E, T]):
         """
         opened, closed_over = open_jaxpr(jaxpr)
         consts = closed_over if consts is None else consts
-        known = self._consts(opened, tuple(map(id, consts)), lambda: (consts, tuple(map(self.constant, consts))))[1]
-        given = (*known, *inputs)
+        given = (*self.constants(opened, consts), *inputs)
         return self._found(opened, given, lambda: self._find(opened, given))
 
     def _find(self, jaxpr: Jaxpr, given: Sequence[T]) -> Mapping[Var, T]:
