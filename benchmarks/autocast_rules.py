@@ -16,8 +16,7 @@ from autocast_cost import autocast, measure
 from report import report
 
 from jmp_amp._autocast import RULES, Rule, _api, _rewrites
-from jmp_amp._autocast._rewrites import _broadcast_bias, _take_label_logit
-from jmp_amp._autocast._rule import Makes
+from jmp_amp._autocast._primitives import Makes
 
 CASES = {
     "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),
@@ -42,7 +41,7 @@ def without_biases(rule):
 
 
 def without_label_logit():
-    rewrites = tuple(rewrite for rewrite in _rewrites._REWRITES if rewrite is not _take_label_logit)
+    rewrites = tuple(rewrite for rewrite in _rewrites._REWRITES if rewrite is not _rewrites._label_logit)
     return mock.patch.object(_rewrites, "_REWRITES", rewrites)
 
 
@@ -50,7 +49,7 @@ def broadcast_first():
     def run(self, op, args):
         return op.apply(op.cast(list(map(self._broadcast, args, op.casts))))
 
-    return mock.patch.object(_broadcast_bias._BroadcastFirst, "__call__", run)
+    return mock.patch.object(_rewrites._BroadcastFirst, "__call__", run)
 
 
 WITHOUT = {

@@ -8,7 +8,7 @@ from jax import lax
 from jaxprs import equations
 
 import jmp_amp as amp
-from jmp_amp._autocast._rewrites._take_label_logit import is_label_logit
+from jmp_amp._autocast._rewrites import is_label_logit
 
 W = jnp.eye(300)
 X = jax.random.normal(jax.random.key(0), (4, 300))

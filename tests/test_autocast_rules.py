@@ -11,7 +11,7 @@ from jaxprs import dtypes, row, scoped_equations
 
 import jmp_amp as amp
 from jmp_amp._autocast import RULES, OpClass, Rule
-from jmp_amp._autocast._rules import _table
+from jmp_amp._autocast._primitives import _table
 from jmp_amp._jaxpr import HIGHER_ORDER
 
 pytestmark = pytest.mark.usefixtures("users_code")

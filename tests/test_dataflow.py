@@ -11,13 +11,10 @@ from jax import lax
 from jaxprs import dtypes
 
 import jmp_amp as amp
-from jmp_amp._autocast._draft import Draft
-from jmp_amp._autocast._facts import Facts
-from jmp_amp._autocast._known import NOTHING, Knowledge, Known, Moment, Squares, Whole
-from jmp_amp._autocast._paths import Paths
+from jmp_amp._autocast._known import NOTHING, Knowledge, Known, Moment, Paths, Squares, Whole
+from jmp_amp._autocast._planner import _Draft
+from jmp_amp._autocast._primitives import ORIGINAL, RULES, Facts
 from jmp_amp._autocast._readers import Readers
-from jmp_amp._autocast._rule import ORIGINAL
-from jmp_amp._autocast._rules import RULES
 from jmp_amp._jaxpr import Forward, structure_of
 
 X = jnp.ones((4, 4))
@@ -140,19 +137,19 @@ def test_a_while_loop_may_run_not_at_all():
 def planned(fun, *args):
     """How often each jaxpr is planned, and each equation decided."""
     plans, decisions = collections.Counter(), collections.Counter()
-    plan, decide = Draft.plan, Draft._decide
+    plan, decide = _Draft.plan, _Draft._decide
 
     def counted_plan(self):
         plans[id(self._jaxpr)] += 1
         return plan(self)
 
-    def counted_decide(self, equation):
-        decisions[id(equation.facts.eqn)] += 1
-        return decide(self, equation)
+    def counted_decide(self, i):
+        decisions[id(self._contexts[i].eqn)] += 1
+        return decide(self, i)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draft, "plan", counted_plan)
-        patch.setattr(Draft, "_decide", counted_decide)
+        patch.setattr(_Draft, "plan", counted_plan)
+        patch.setattr(_Draft, "_decide", counted_decide)
         jaxpr = jax.make_jaxpr(amp.autocast(lambda *args: fun(*args)))(*args)
     assert jaxpr is not None
     return max(plans.values()), max(decisions.values())

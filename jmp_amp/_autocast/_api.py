@@ -3,26 +3,93 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._autocast._higher_order import plan_higher_order
-from jmp_amp._autocast._misuse import Decorator, check_dtype_or_policy, check_function
 from jmp_amp._autocast._nnx import with_modules
-from jmp_amp._autocast._overrides import parse_rules
+from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
-from jmp_amp._autocast._planner import Options, Planner
-from jmp_amp._autocast._rule import Reads
-from jmp_amp._autocast._rules import RULES
-from jmp_amp._autocast._values import Stream, Wish, unknown
+from jmp_amp._autocast._planner import Planner
+from jmp_amp._autocast._primitives import RULES, Reads
+from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import transformation
-from jmp_amp._jaxpr import HIGHER_ORDER, as_type, open_jaxpr, trace_call
-from jmp_amp._policy import Policy, cast_floating, get_policy
+from jmp_amp._jaxpr import HIGHER_ORDER, as_type, marked, open_jaxpr, trace_call
+from jmp_amp._policy import NAMED_POLICIES, Policy, cast_floating, get_policy
+
+
+class Decorator(functools.partial):
+    """The decorator that `autocast()` returns; entering it as a context manager raises TypeError."""
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "`autocast` transforms a function, so it has no `with` block; write `fun = amp.autocast(fun, ...)`, or put "
+            "`@amp.autocast(...)` over the function. Inside that function, `with amp.full_precision():` and "
+            "`with amp.precision(dtype):` are regions of another precision"
+        )
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
+def check_function(fun: Any) -> None:
+    """Raises TypeError unless `fun` is a function; scalar types such as `jnp.float16` are callable, but dtypes."""
+    option = _option(fun)
+    if option:
+        raise TypeError(
+            f"`autocast` takes a function, got {fun!r}; write `amp.autocast(fun, {option})`, or "
+            f"`@amp.autocast({option})` over the function (it transforms a function, so it has no `with` block)"
+        )
+    if not callable(fun):
+        raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
+
+
+def check_region_function(fun: Any) -> None:
+    """Raises TypeError unless `full_precision` can decorate `fun`."""
+    if _is_dtype(fun) or not callable(fun):
+        raise TypeError(
+            f"`full_precision` takes a function or no argument, got {fun!r}; write `with amp.full_precision():`, or "
+            '`@amp.full_precision` over a function; a region of another dtype is `with amp.precision("bfloat16"):`'
+        )
+
+
+def check_dtype_or_policy(dtype: Any, policy: Any) -> None:
+    """Raises TypeError if both are given, or if a policy is given as `dtype`."""
+    if isinstance(dtype, Policy):
+        raise TypeError(f"`dtype` must be a dtype that autocast computes in, got {dtype!r}; write `policy=policy`")
+    if dtype is not None and policy is not None:
+        named = repr(policy) if isinstance(policy, str) else "policy"
+        raise TypeError(
+            f"pass either `dtype` or `policy`, got dtype={dtype!r} and policy={policy!r}; a policy names the dtype of "
+            f"the ops itself: write `autocast(fun, policy={named})`, or `autocast(fun, {dtype!r})` without a policy"
+        )
+
+
+def _option(value: Any) -> str | None:
+    """Returns the argument of `autocast` that a dtype or a policy should have been; None if it is neither."""
+    if isinstance(value, Policy):
+        return "policy=policy"
+    if not _is_dtype(value):
+        return None
+    try:
+        return f'dtype="{parse_format(value).name}"'
+    except (TypeError, ValueError):
+        return f'policy="{value}"' if value in NAMED_POLICIES else "dtype=..."
+
+
+def _is_dtype(value: Any) -> bool:
+    """Returns whether `value` is a dtype, a scalar type (which is callable) or a string."""
+    is_scalar_type = isinstance(value, type(jnp.float16)) or (isinstance(value, type) and issubclass(value, np.generic))
+    return is_scalar_type or isinstance(value, str | np.dtype)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @overload
@@ -148,6 +215,70 @@ def autocast(
     return autocasted
 
 
+class Mark(Protocol):
+    """A context manager that is also a decorator."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: Any) -> bool | None: ...
+    def __call__(self, fun: F, /) -> F: ...
+
+
+def precision(dtype: Any) -> Mark:
+    """Makes a region inside `autocast` compute in `dtype`. It is a context manager and a decorator.
+
+    Outside `autocast` it has no effect. Regions nest, and the innermost counts, in the backward pass too.
+
+    Args:
+        dtype: as for `autocast`, or the dtype. With float32 every op of the region runs in the dtypes that it was
+            traced in. With `"float8"` products with a weight are float8 at every size.
+
+    Raises:
+        ValueError: another dtype.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> @amp.autocast
+        ... def product(x):
+        ...     with amp.precision("bfloat16"):
+        ...         return x @ x.T
+        >>> print(product(jnp.full((1, 2), 1e3)))  # float16 ends at 65504
+        [[1.998848e+06]]
+    """
+    return marked(parse_format(dtype).name)
+
+
+@overload
+def full_precision(fun: None = None) -> Mark: ...
+@overload
+def full_precision(fun: F) -> F: ...
+def full_precision(fun: F | None = None) -> F | Mark:
+    """Makes a region inside `autocast` run in the dtypes that it was traced in.
+
+    It is a context manager, `with full_precision():`, and a decorator, `@full_precision`. On a function it replaces
+    torch's `custom_fwd(cast_inputs=torch.float32)` and `custom_bwd`: inputs are cast back to the traced dtypes, and the
+    backward pass runs in the same dtypes.
+
+    Raises:
+        TypeError: `fun` is not a function, such as a dtype: `precision(dtype)` takes one.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> @amp.autocast
+        ... def gram(x):
+        ...     with amp.full_precision():
+        ...         return x @ x.T
+        >>> print(gram(jnp.full((1, 2), 300.0)))
+        [[180000.]]
+    """
+    region = precision("float32")
+    if fun is None:
+        return region
+    check_region_function(fun)
+    return region(fun)
+
+
 class Settings(NamedTuple):
     """The arguments of `autocast`, parsed."""
 
@@ -204,7 +335,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     policy, form, options = settings
     stored = FLOAT32 if policy is None else policy.param_dtype
 
-    def in_full(x: Any) -> Any:
+    def as_float32(x: Any) -> Any:
         """Parameters of a low `param_dtype` are traced as float32; these casts are dead code."""
         is_low = stored.itemsize == 2 and getattr(x, "dtype", None) == stored
         return cast_floating(x, FLOAT32) if is_low else x
@@ -212,12 +343,12 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
-        closed, arrays, rebuild = trace_call(fun, args, kwargs, cast=in_full)
+        closed, arrays, rebuild = trace_call(fun, args, kwargs, cast=as_float32)
         jaxpr, _ = open_jaxpr(closed)
         reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
-        wish = Wish(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
+        use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
-        plan = planner_of(options).plan(closed, values, (wish,) * len(jaxpr.outvars), Region(form))
+        plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), Region(form))
         planned(plan)
         _warn(plan, options)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)

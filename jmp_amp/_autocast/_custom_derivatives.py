@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast._plan import Plan, with_results
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._values import Value, Wish
+from jmp_amp._autocast._values import Use, Value
 from jmp_amp._jaxpr import (
     bind,
     closed_over_error,
@@ -53,7 +53,7 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         program = trace(as_traced, [*types, *compress(types, perturbed)])
         outs = (*plan.outs, *_tangents(compress(plan.outs, inexact_outs)))
         inputs = (*plan.inputs, *_tangents(compress(plan.inputs, perturbed)))
-        rule = planner.plan(program, inputs, (Wish(),) * len(outs), plan.region)
+        rule = planner.plan(program, inputs, (Use(),) * len(outs), plan.region)
         results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
         given = iter(result_tangents)
@@ -137,7 +137,7 @@ def _forward(
         first = list(perturbed).index(True)
         return _forward(planner, eqn, plan, [p and i > first for i, p in enumerate(perturbed)], args)
     outvars = open_jaxpr(traced)[0].outvars
-    rule = planner.plan(traced, plan.inputs, (Wish(),) * len(outvars), plan.region)
+    rule = planner.plan(traced, plan.inputs, (Use(),) * len(outvars), plan.region)
     outs = (*plan.outs, *rule.outs[n_outs:])
     results = with_results(rule, outs)(*args)
     types = _types(results[n_outs:], outvars[n_outs:])
@@ -159,7 +159,7 @@ def _forward(
         traced = trace(as_traced, [*types, *_types(cotangents, list(compress(eqn.outvars, given)))])
         outvars = open_jaxpr(traced)[0].outvars
         inputs = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
-        rule = planner.plan(traced, inputs, (Wish(),) * len(outvars), plan.region)
+        rule = planner.plan(traced, inputs, (Use(),) * len(outvars), plan.region)
         # A rule may return float32 for a bfloat16 operand; JAX keeps it.
         of_grads = [
             Value(value.dtype if dtype_of(var) == dtype_of(primal) else dtype_of(var))

@@ -1,20 +1,20 @@
 """Plans equations that hold jaxprs: calls, branches and loops."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_amp._autocast._axes import sliced
-from jmp_amp._autocast._carries import Values, plan_carries
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
+from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._known import Known
-from jmp_amp._autocast._plan import Plan, Region, Step, Use
+from jmp_amp._autocast._plan import Plan, Region, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._rule import Reads
-from jmp_amp._autocast._values import Origin, Stream, Value, Wish, join
+from jmp_amp._autocast._primitives import Reads
+from jmp_amp._autocast._shapes import sliced
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, join
 from jmp_amp._float8 import as_products
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
@@ -22,109 +22,188 @@ from jmp_amp._jaxpr import (
     Branches,
     Call,
     Loop,
-    Structure,
     bind,
     dtype_of,
     is_checkified,
     is_reference,
     params_of,
+    shape_of,
     with_params,
 )
 
-Wanted = tuple[Wish, ...]
+Values = tuple[Value, ...]
+
+
+def _plan_carries(
+    plan_body: Callable[[Values], Plan],
+    init: Values,
+    atoms: Sequence[Any],
+    ends_loop: Sequence[bool],
+    streams: Sequence[bool],
+    low: Any,
+) -> tuple[Values, Plan]:
+    """Plans the body of a loop again and again until its carries have the dtypes that it returns.
+
+    This ends because `join` only widens. An array that the caller passes in is state, not a bias, and keeps its dtype.
+    A constant, such as zeros, takes the dtype of the values that replace it. Accumulators, recurrences, and carries
+    that decide when the loop ends keep the dtypes that they were traced in.
+
+    Args:
+        plan_body: plans the body for the carries that enter it.
+        init: the first carries, with what is known of them in every iteration.
+        atoms: their variables and literals.
+        ends_loop: whether each carry decides when the loop ends.
+        streams: whether each carry is a residual stream, which has the dtype `low` if it is made of such data.
+        low: the compute dtype.
+
+    Returns:
+        The carries, and the plan of the body.
+    """
+    adds_up = [value.known.adds_up or value.known.recurs for value in init]
+    fixed = [(a and not s) or d for a, d, s in zip(adds_up, ends_loop, streams, strict=True)]
+
+    def settled(carry: Values, fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
+        def kept(values: Iterable[Value]) -> Values:
+            return tuple(map(keep, values, init, atoms, fixed))
+
+        def keep(value: Value, first: Value, atom: Any, is_fixed: bool) -> Value:
+            known = first.known._replace(adds_up=is_fixed, recurs=is_fixed and first.known.recurs)
+            value = value._replace(known=known)
+            return value._replace(dtype=dtype_of(atom), data_dtype=None) if is_fixed else value
+
+        carry = kept(carry)
+        while True:
+            plan = plan_body(carry)
+            joined = kept(
+                old if is_rounded and not new.overflows(old.dtype) else join(old, new)
+                for old, new, is_rounded in zip(carry, plan.outs, rounded, strict=False)
+            )
+            if joined == carry:
+                return carry, plan
+            carry = joined
+
+    none, start = [False] * len(init), tuple(map(_first_carry, init, atoms))
+    if any(streams):
+        start = tuple([v._replace(dtype=low) if s else v for v, s in zip(start, streams, strict=True)])
+        carry, plan = settled(start, fixed, streams)
+        kept_streams = [s and out.as_data().dtype == low for s, out in zip(streams, plan.outs, strict=False)]
+        if kept_streams == list(streams):
+            return carry, plan
+        return _plan_carries(plan_body, init, atoms, ends_loop, kept_streams, low)
+    if all(is_fixed or _is_settled(value, atom) for is_fixed, value, atom in zip(fixed, start, atoms, strict=True)):
+        return settled(start, fixed, none)
+    carry, plan = settled(start, ends_loop, none)
+    if fixed == list(ends_loop):
+        return carry, plan
+    # A carry computed from an accumulator is stored in the dtype that it would have if the accumulator were rounded.
+    rounded = [value.dtype != dtype_of(atom) for value, atom in zip(carry, atoms, strict=True)]
+    return settled(carry, fixed, rounded)
+
+
+def _is_settled(value: Value, atom: Any) -> bool:
+    """Whether a carry has the dtype that it was traced in, whatever replaces it."""
+    return dtype_of(atom) != FLOAT32 or (value.dtype == FLOAT32 and value.origin is not Origin.SCALAR)
+
+
+def _first_carry(value: Value, atom: Any) -> Value:
+    """Describes a carry before the first iteration; low-precision values may replace a constant."""
+    if dtype_of(atom) != FLOAT32:
+        return value._replace(scalar=None)  # a counter
+    if not shape_of(atom):
+        return value
+    if value.magnitudes is not None and (value.origin is Origin.SCALAR or value.magnitudes[1] == 0):
+        return value._replace(origin=Origin.SCALAR, axes=(), filled=False)
+    return Value(value.dtype)
+
+
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def plan_higher_order(planner: Planner, structure: Structure, use: Use) -> Step:
+def plan_higher_order(planner: Planner, op: Context) -> Step:
     """Decides an equation that holds jaxprs."""
-    match structure:
+    match op.facts.structure:
         case Call() as call:
-            return _call(planner, call, use)
+            return _call(planner, call, op)
         case Branches() as branches:
-            return _branches(planner, branches, use)
+            return _branches(planner, branches, op)
         case Loop(cond=None) as loop:
-            return _scan(planner, loop, use)
+            return _scan(planner, loop, op)
         case Loop() as loop:
-            return _while(planner, loop, use)
+            return _while(planner, loop, op)
+    raise TypeError(op.facts.structure)
 
 
-def _call(planner: Planner, call: Call, use: Use) -> Step:
+def _call(planner: Planner, call: Call, op: Context) -> Step:
     """Casts inputs that the body reads only in float32 before the call, so that other readers share the cast.
 
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
     """
-    eqn, values, wanted, region, inside = use
+    eqn, values, uses = op.eqn, op.values, op.uses
     entry = HIGHER_ORDER[eqn.primitive.name]
     if params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
         eqn = with_params(eqn, policy=as_products(params_of(eqn)["policy"]))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     has_references = call.rule is not None and any(map(is_reference, eqn.invars))
     if entry.run is None or has_references:
-        return _as_traced(planner, call, use._replace(eqn=eqn))
-    ((jaxpr, known, reads),) = inside
-    values, wanted = _known_as(values, known), _read_by(wanted, reads)
-    plan = planner.plan(jaxpr, values, wanted, region)
-    reads_full = (False,) * len(values) if entry.keeps_inputs else plan.reads_full
-    full = tuple(
-        value.in_full() if is_full and dtype_of(atom) == FLOAT32 else value
-        for value, is_full, atom in zip(values, reads_full, eqn.invars, strict=True)
+        return _as_traced(planner, call, op, eqn)
+    ((jaxpr, known, reads),) = op.inside
+    values, uses = _known_as(values, known), _read_by(uses, reads)
+    plan = planner.plan(jaxpr, values, uses, op.region)
+    reads_float32 = (False,) * len(values) if entry.keeps_inputs else plan.reads_float32
+    cast = tuple(
+        value.as_float32() if in_float32 and dtype_of(atom) == FLOAT32 else value
+        for value, in_float32, atom in zip(values, reads_float32, eqn.invars, strict=True)
     )
-    plan = planner.plan(jaxpr, full, wanted, region)
+    plan = planner.plan(jaxpr, cast, uses, op.region)
     if call.rule is not None and plan.changed:
         run: Run | None = _DERIVATIVES[call.rule](planner, eqn, plan)
     else:
         run = _run_with(eqn, [plan.body()], [plan])
-    return _step(eqn, _casts(values, full), plan.outs, run, [(plan, 1)])._replace(reads_full=reads_full)
+    return _step(eqn, _casts(values, cast), plan.outs, run, [(plan, 1)])._replace(reads_float32=reads_float32)
 
 
-def _as_traced(planner: Planner, call: Call, use: Use) -> Step:
+def _as_traced(planner: Planner, call: Call, op: Context, eqn: JaxprEqn) -> Step:
     """Runs an equation as it was traced; its jaxpr is planned only for `explain`."""
-    eqn, values, _, region, _ = use
-    pairs = zip(values, eqn.invars, strict=True)
-    full = tuple(value.in_full() if dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
-    inputs, reads = tuple(full[i] for i in call.operands), (Wish(),) * len(eqn.outvars)
-    plan = planner.plan(call.jaxpr, inputs, reads, Region(AS_TRACED, region.path))
+    pairs = zip(op.values, eqn.invars, strict=True)
+    cast = tuple(value.as_float32() if dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
+    inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(eqn.outvars)
+    plan = planner.plan(call.jaxpr, inputs, uses, Region(AS_TRACED, op.region.path))
     outs = tuple(Value(dtype_of(var)) for var in eqn.outvars)
-    return _step(eqn, _casts(values, full), outs, functools.partial(bind, eqn), [(plan, 1)])._replace(
-        reads_full=(True,) * len(values)
-    )
+    step = _step(eqn, _casts(op.values, cast), outs, functools.partial(bind, eqn), [(plan, 1)])
+    return step._replace(reads_float32=(True,) * len(cast))
 
 
-def _branches(planner: Planner, branches: Branches, use: Use) -> Step:
+def _branches(planner: Planner, branches: Branches, op: Context) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
-    eqn, values, wanted, region, inside = use
-    inputs = tuple(values[i] for i in branches.operands)
-    plans = []
-    for branch, known, reads in inside:
+    inputs, plans = tuple(op.values[i] for i in branches.operands), []
+    for branch, known, reads in op.inside:
         # The results are stored, so float32 would cost memory, even if all readers read float32.
-        stored = tuple(wish._replace(reads=each, full=False) for wish, each in zip(wanted, reads, strict=True))
-        plans.append(planner.plan(branch, _known_as(inputs, known), stored, region))
+        stored = tuple(use._replace(reads=each, in_float32=False) for use, each in zip(op.uses, reads, strict=True))
+        plans.append(planner.plan(branch, _known_as(inputs, known), stored, op.region))
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
-    run = _run_with(eqn, [plan.body(outs) for plan in plans], plans)
-    return _step(eqn, (None,) * len(values), outs, run, [(plan, 1) for plan in plans])
+    run = _run_with(op.eqn, [plan.body(outs) for plan in plans], plans)
+    return _step(op.eqn, (None,) * len(op.values), outs, run, [(plan, 1) for plan in plans])
 
 
-def _scan(planner: Planner, loop: Loop, use: Use) -> Step:
+def _scan(planner: Planner, loop: Loop, op: Context) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
-    eqn, values, wanted, region, inside = use
-    ((body, known, reads),) = inside
+    eqn, values, uses = op.eqn, op.values, op.uses
+    ((body, known, reads),) = op.inside
     saves_products = planner.options.save == "matmuls"
     consts = tuple(value._replace(save_cast=saves_products) for value in values[loop.consts])
     inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
     first, last = loop.n_consts, loop.n_consts + loop.n_carry
-    streams = _streams(planner, loop, values, wanted, region)
-    wishes = [
-        Wish(of, Stream.RETURNED if wish.stream is Stream.RETURNED else Stream.NORM if is_stream else Stream.NONE)
-        for of, wish, is_stream in zip(reads, wanted, streams + [False] * len(wanted[loop.n_carry :]), strict=True)
-    ]
+    streams = _streams(planner, loop, op)
+    read_as = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
+    read_as = [use.stream if use.stream is Stream.RETURNED else each for use, each in zip(uses, read_as, strict=False)]
+    of_body = tuple(map(Use, reads, read_as))
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), tuple(wishes), region)
+        return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)
 
-    carry, plan = plan_carries(
-        plan_body, inputs[first:last], eqn.invars[loop.carry], streams=streams, low=region.format.dtype
-    )
+    ends_loop, atoms = [False] * loop.n_carry, eqn.invars[loop.carry]
+    carry, plan = _plan_carries(plan_body, inputs[first:last], atoms, ends_loop, streams, op.format.dtype)
     # A stacked result that is also carried has the dtype of the carry.
     results = plan.frame.outvars
     stored = {var: value for var, value in zip(results, carry, strict=False) if isinstance(var, Var)}
@@ -137,29 +216,28 @@ def _scan(planner: Planner, loop: Loop, use: Use) -> Step:
     return _step(eqn, casts, outs, _run_with(eqn, [plan.body(outs, policy)], [plan]), [(plan, loop.length)])
 
 
-def _streams(planner: Planner, loop: Loop, values: Values, wanted: Wanted, region: Region) -> list[bool]:
+def _streams(planner: Planner, loop: Loop, op: Context) -> list[bool]:
     """Returns whether each carry of a `scan` is a residual stream that is stored in low precision."""
-    if not planner.options.has_low_stream or not region.format.is_low:
+    if not planner.options.has_low_stream or not op.format.is_low:
         return [False] * loop.n_carry
-    are_weights = [value.origin <= Origin.INPUT for value in values[loop.xs]]
-    return planner.streams.carries(loop, are_weights, [wish.stream for wish in wanted])
+    return planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in op.uses])
 
 
-def _while(planner: Planner, loop: Loop, use: Use) -> Step:
+def _while(planner: Planner, loop: Loop, op: Context) -> Step:
     """Plans `while_loop` and `fori_loop`; carries are as in `scan`."""
-    eqn, values, _, region, inside = use
-    (_, known_of_cond, _), (_, known, reads) = inside
+    eqn, values = op.eqn, op.values
+    (_, known_of_cond, _), (_, known, reads) = op.inside
     # A value that decides when the loop ends is not rounded: the loop might never end.
-    decides = [bool(each & Reads.DECIDES) for each in reads]
-    wishes, first = tuple(map(Wish, reads)), loop.n_consts
+    ends_loop, streams = [bool(each & Reads.ENDS_LOOP) for each in reads], [False] * loop.n_carry
+    uses, first = tuple(map(Use, reads)), loop.n_consts
     inputs = _known_as((*values[loop.consts], *values[loop.carry]), known)
 
     def plan_body(carry: Values) -> Plan:
-        return planner.plan(loop.body, (*inputs[:first], *carry), wishes, region)
+        return planner.plan(loop.body, (*inputs[:first], *carry), uses, op.region)
 
-    carry, body = plan_carries(plan_body, inputs[first:], eqn.invars[loop.carry], decides)
+    carry, body = _plan_carries(plan_body, inputs[first:], eqn.invars[loop.carry], ends_loop, streams, op.format.dtype)
     of_cond = _known_as((*values[loop.cond_consts], *carry), known_of_cond)
-    cond = planner.plan(loop.cond, of_cond, (Wish(Reads.DECIDES),), region)
+    cond = planner.plan(loop.cond, of_cond, (Use(Reads.ENDS_LOOP),), op.region)
     casts = _casts(values, (*values[loop.cond_consts], *values[loop.consts], *carry))
     run = _run_with(eqn, [cond.body(), body.body(carry)], [cond, body])
     return _step(eqn, casts, carry, run, [(cond, 1), (body, 1)])
@@ -177,7 +255,7 @@ def _step(
 ) -> Step:
     """Returns the decision for an equation.
 
-    Its operands are stored, so float32 would cost memory. So `reads_full` is false, even if the body reads float32.
+    Its operands are stored, so float32 would cost memory. So `reads_float32` is false, even if the body reads float32.
     """
     changed = any(plan.changed for plan, _ in inner)
     return Step(
@@ -196,13 +274,13 @@ def _known_as(values: Values, known: Sequence[Known]) -> Values:
     return tuple(value._replace(known=each) for value, each in zip(values, known, strict=True))
 
 
-def _read_by(wanted: Wanted, reads: Sequence[int]) -> Wanted:
-    wishes = [wish._replace(reads=each) for wish, each in zip(wanted, reads, strict=True)]
-    return tuple(wish._replace(full=wish.is_full) for wish in wishes)
+def _read_by(uses: tuple[Use, ...], reads: Sequence[int]) -> tuple[Use, ...]:
+    read = [use._replace(reads=each) for use, each in zip(uses, reads, strict=True)]
+    return tuple(use._replace(in_float32=use.needs_float32) for use in read)
 
 
-def _casts(values: Values, wanted: Values) -> tuple[Any, ...]:
-    return tuple(w.dtype if w.dtype != v.dtype else None for v, w in zip(values, wanted, strict=True))
+def _casts(values: Values, cast: Values) -> tuple[Any, ...]:
+    return tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(values, cast, strict=True))
 
 
 _DERIVATIVES: Mapping[str, Callable[[Planner, JaxprEqn, Plan], Run]] = {

@@ -3,7 +3,7 @@
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jmp_amp._autocast._axes import varying
-from jmp_amp._autocast._facts import Facts
-from jmp_amp._autocast._paths import Paths
-from jmp_amp._autocast._rule import Makes, OpClass, Reads
-from jmp_amp._jaxpr import Forward, Loop, dtype_of, shape_of
+from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
+from jmp_amp._autocast._shapes import varying
+from jmp_amp._jaxpr import Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
 
 # Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
 _READABLE = 2**24
@@ -128,7 +126,7 @@ class Knowledge(Forward[Facts, Known]):
         known = Known(
             1.0 if all(each.size == 1 for each in read) else _rounded(_size(facts, operands, read)),
             rule.makes is Makes.LOGARITHM or (joined.is_log and rule.keeps_magnitude),
-            _squares(facts, operands) if joined.squares or eqn.primitive.name in _SQUARING else Squares.NO,
+            _squares(facts, operands) if joined.squares or facts.is_square or facts.is_with_itself else Squares.NO,
             _moment(facts, operands) if passes_on or facts.is_square else Moment.NO,
             _whole(facts, read),
             rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not is_norm),
@@ -141,8 +139,9 @@ class Knowledge(Forward[Facts, Known]):
 
 def _is_source(facts: Facts) -> bool:
     """Whether something is known of the results of an op of whose operands nothing is known."""
-    rule, is_cast = facts.rule, facts.eqn.primitive.name == "convert_element_type"
-    return rule.makes in _SOURCES or rule.reads == Reads.MATRIX or facts.is_square or (rule.moves and is_cast)
+    rule = facts.rule
+    is_conversion = rule.moves and rule.is_cast
+    return rule.makes in _SOURCES or rule.reads == Reads.MATRIX or facts.is_square or is_conversion
 
 
 def _of(var: Any, known: Known) -> Known:
@@ -155,7 +154,6 @@ def _of(var: Any, known: Known) -> Known:
 
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
 _SOURCES = {Makes.LOGARITHM, Makes.PRODUCT, Makes.MATRIX_PRODUCT}
-_SQUARING = {"square", "mul", "integer_pow", "dot_general"}
 
 
 def readable(x: Any) -> np.ndarray | None:
@@ -200,8 +198,8 @@ def magnitudes(x: np.ndarray) -> tuple[float, float]:
 def _size(facts: Facts, operands: Sequence[Known], read: Sequence[Known]) -> float:
     """Estimates the largest magnitude of a result. Means count as large as their terms, whatever their number."""
     eqn, rule = facts.eqn, facts.rule
-    if eqn.primitive.name in _POWERS:
-        return _power(read[0].size, _POWERS[eqn.primitive.name](eqn.params))
+    if rule.power is not None:
+        return _power(read[0].size, rule.power)
     if rule.makes is Makes.QUOTIENT:
         return _scaled(eqn, operands, _power(operands[1].size, -1))
     if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT) or rule.is_product:
@@ -233,15 +231,6 @@ def _power(size: float, power: float) -> float:
     return 2.0 ** min(max(log, -126), 128)
 
 
-# The powers that ops raise their first operand to, given the parameters of the equation.
-_POWERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-    "sqrt": lambda _: 0.5,
-    "rsqrt": lambda _: -0.5,
-    "square": lambda _: 2,
-    "integer_pow": lambda params: params["y"],
-}
-
-
 def _moment(facts: Facts, operands: Sequence[Known]) -> Moment:
     eqn, rule = facts.eqn, facts.rule
     moments = [known.moment for known in operands]
@@ -262,38 +251,139 @@ def _moment(facts: Facts, operands: Sequence[Known]) -> Moment:
 
 
 def _whole(facts: Facts, read: Sequence[Known]) -> Whole:
-    eqn, rule = facts.eqn, facts.rule
+    rule = facts.rule
     if not read:
-        return Whole.COUNT if eqn.primitive.name == "convert_element_type" else Whole.NO
+        return Whole.COUNT if rule.is_cast else Whole.NO
     counts = [known.whole for known in read]
     if Whole.NO in counts or not (rule.is_linear or rule.passes_on) or rule.makes is Makes.QUOTIENT:
         return Whole.NO
-    return Whole.COUNT if eqn.primitive.name == "select_n" else max(counts)  # chosen by a comparison
+    return Whole.COUNT if rule.makes is Makes.SELECTED else max(counts)
 
 
 def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
     """Returns how the result of an op is made of squares."""
-    rule, name = facts.rule, facts.eqn.primitive.name
+    rule = facts.rule
     squares = [known.squares for known in operands]
     if not rule.moves:
         squares = [Squares.NO if each is Squares.INVERSE else each for each in squares]
     first = squares[0] if squares else Squares.NO
     if facts.is_square:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
-    if name == "dot_general" and facts.is_with_itself:
+    if rule.makes in (Makes.MATRIX_PRODUCT, Makes.OUTER_PRODUCT) and facts.is_with_itself:
         return Squares.GRAM if rule.op_class is OpClass.LOWER else Squares.SUM
-    if name == "reduce_sum":
+    if rule.sums:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
-    if name == "sqrt":
-        return Squares.NORM if first is Squares.SUM else Squares.NO
-    if name == "rsqrt":
-        return Squares.INVERSE if first is Squares.SUM else Squares.NO
+    if rule.power in (0.5, -0.5):
+        norm = Squares.NORM if rule.power > 0 else Squares.INVERSE
+        return norm if first is Squares.SUM else Squares.NO
     if rule.arithmetic and not rule.scales:
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO
     if Squares.GRAM in squares and rule.passes_on:
-        return Squares.SUM if name == "gather" else Squares.GRAM  # the diagonal, or the matrix times a mask
+        return Squares.SUM if rule.takes else Squares.GRAM  # the diagonal, or the matrix times a mask
     others = [source for source, each in zip(facts.sources, squares, strict=True) if not each]
     # A multiplication with another array makes another quantity.
     alone = not any(varying(shape_of(atom)) for atom in others if atom is not None and dtype_of(atom) == np.float32)
     return next(filter(None, squares), Squares.NO) if rule.passes_on and alone else Squares.NO
+
+
+class Path:
+    """What is on the way from an input of a body to a value, as a set of bits; nothing but moves at first."""
+
+    CHOICE = 1 << 0  # an op that selects elements, or multiplies them by an array of this iteration, as a gate does
+    ARITHMETIC = 1 << 1
+    PRODUCT = 1 << 2
+    OTHER = 1 << 3
+    VARIES = 1 << 4  # the input is another one in each iteration; no constant of the loop
+
+
+_ADDS = Path.CHOICE | Path.ARITHMETIC | Path.VARIES  # what may be on the way from an accumulator to itself
+_RECURS = Path.PRODUCT | Path.ARITHMETIC | Path.VARIES  # and from a recurrence
+
+# Each input of a body that reaches a value, by index, with what is on the way.
+Sources = frozenset[tuple[int, int]]
+
+
+class Paths(Forward[Facts, Sources]):
+    """The analysis that follows the inputs of the body of a loop. Paths compose, so it enters each body once."""
+
+    bottom: Sources = frozenset()
+
+    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
+        """Takes a function that returns the facts of each equation of an open jaxpr."""
+        super().__init__(facts_of)
+        self._loops, self._carries_of = Kept(), Kept()
+
+    def carries(self, loop: Loop) -> list[tuple[bool, bool]]:
+        """Returns for each carry of a loop whether it is an accumulator, and whether it is a recurrence by products."""
+        body, _ = open_jaxpr(loop.body)
+        return self._carries_of(body, (loop.n_consts, loop.n_carry), lambda: self._find_carries(loop))
+
+    def _find_carries(self, loop: Loop) -> list[tuple[bool, bool]]:
+        carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
+        after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
+        added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
+        adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
+        found = []
+        for k, paths in enumerate(after):
+            of_itself = [path | Path.ARITHMETIC for i, path in paths if i == k]
+            is_accumulator = adds_up[k] or any(adds_up[i] for i, _ in added[k])
+            found.append((is_accumulator, set(of_itself) == {_RECURS}))
+        return found
+
+    def _carried(self, loop: Loop) -> tuple[list[Sources], list[Sources]]:
+        """Returns what reaches the carries of a loop in one or more iterations, and its results."""
+        body, _ = open_jaxpr(loop.body)
+        return self._loops(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
+
+    def _find_carried(self, loop: Loop) -> tuple[list[Sources], list[Sources]]:
+        n, first = len(open_jaxpr(loop.body)[0].invars), loop.n_consts
+        inputs = [frozenset({(i, Path.VARIES if i >= first else 0)}) for i in range(n)]
+        outs = self.outs(loop.body, inputs)
+        entering, before = inputs, None
+        while entering != before:
+            before = entering
+            after = [_composed(before, paths) for paths in outs]
+            carry = [a | b for a, b in zip(inputs[first : first + loop.n_carry], after, strict=False)]
+            entering = [*inputs[:first], *carry, *inputs[first + loop.n_carry :]]
+        return after[: loop.n_carry], [*carry, *after[loop.n_carry :]]
+
+    def _through(self, equation: Facts, operands: Sequence[Sources]) -> Sequence[Sources]:
+        if not isinstance(loop := equation.enters, Loop):
+            return super()._through(equation, operands)
+        inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
+        return [_composed(inputs, paths) for paths in self._carried(loop)[1]]
+
+    def join(self, a: Sources, b: Sources) -> Sources:
+        """Returns what reaches either of two values."""
+        return a | b
+
+    def transfer(self, facts: Facts, operands: Sequence[Sources]) -> Sequence[Sources]:
+        """Returns what reaches the results of an op."""
+        rule, path = facts.rule, Path.OTHER
+        if rule.is_product or rule.sums or rule.reads == Reads.MATRIX:
+            path = Path.PRODUCT
+        elif rule.arithmetic:
+            path = Path.ARITHMETIC
+        elif rule.passes_on:
+            path = 0 if rule.moves else Path.CHOICE
+        if rule.scales:
+            gated = [_is_gated(facts, k, operands) for k in range(len(operands))]
+            operands = [_after(of, Path.CHOICE) if gate else of for of, gate in zip(operands, gated, strict=True)]
+        reached = _after(self.bottom.union(*operands), path)
+        return [reached if dtype_of(var) == np.float32 else self.bottom for var in facts.eqn.outvars]
+
+
+def _after(sources: Sources, path: int) -> Sources:
+    return frozenset([(i, before | path) for i, before in sources])
+
+
+def _is_gated(facts: Facts, k: int, operands: Sequence[Sources]) -> bool:
+    """Whether operand `k` of a multiplication is multiplied by an array that is another one in each iteration."""
+    others = zip(facts.eqn.invars[:k] + facts.eqn.invars[k + 1 :], (*operands[:k], *operands[k + 1 :]), strict=True)
+    return any(varying(shape_of(atom)) and any(path & Path.VARIES for _, path in of) for atom, of in others)
+
+
+def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> Sources:
+    """Returns what reaches a value through the inputs that reach it."""
+    return frozenset([(i, before | path) for k, path in paths for i, before in inputs[k]])

@@ -6,19 +6,76 @@ dtypes that a loop carries are found by planning its body until they no longer c
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from jmp_amp._autocast._blocks import Block, cast, grouped
 from jmp_amp._autocast._format import Format
 from jmp_amp._autocast._known import Known
-from jmp_amp._autocast._values import Value, Wish
-from jmp_amp._jaxpr import Body, aval_with, context_of, dtype_of, evaluate_steps, is_differentiated, with_last_reads
+from jmp_amp._autocast._values import Value
+from jmp_amp._jaxpr import (
+    INLINE,
+    Body,
+    apply,
+    aval_with,
+    context_of,
+    dtype_of,
+    evaluate_steps,
+    is_differentiated,
+    with_last_reads,
+)
+
+SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A primitive, and the casts of the operands that each use casts for itself.
+
+    Attributes:
+        primitive: the primitive.
+        params: its parameters, by name.
+        casts: the dtype that each operand is cast to; None leaves it.
+        saved: the operands whose casts a loop saves for the backward pass.
+        rewrite: evaluates the op in another way, which changes its derivative; None for most.
+    """
+
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
+    casts: tuple[Any, ...]
+    saved: tuple[int, ...] = ()
+    rewrite: "Rewrite | None" = None
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Evaluates the op on operands that are not cast yet."""
+        return self.apply(self.cast(args)) if self.rewrite is None else self.rewrite(self, args)
+
+    def apply(self, args: Sequence[Any]) -> list[Any]:
+        """Applies the primitive to operands that are cast."""
+        return apply(self.primitive, dict(self.params), args)
+
+    def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:
+        """Casts the operands; those to be saved get a name for `jax.checkpoint`."""
+        cast = [
+            x if dtype is None else lax.convert_element_type(x, dtype)
+            for x, dtype in zip(args, self.casts, strict=True)
+        ]
+        return [self.save(x) if save and i in self.saved else x for i, x in enumerate(cast)]
+
+    @staticmethod
+    def save(x: Any) -> Any:
+        """Names a value that `jax.checkpoint` is to save."""
+        return checkpoint_name(x, SAVED)
+
+
+# From an op and its operands, which are not cast yet, to its results. Equal rewrites must compare as equal.
+Rewrite = Callable[[Op, Sequence[Any]], list[Any]]
 
 
 class Step(NamedTuple):
@@ -26,11 +83,11 @@ class Step(NamedTuple):
 
     Attributes:
         eqn: the equation as it was traced.
-        casts: the dtype that each operand is cast to; None leaves it.
+        casts: the dtype that each operand is cast to, in a cast that all steps share; None leaves it.
         outs: what is known of the results.
         run: evaluates the equation on its cast operands.
         changed: whether a dtype in it differs from the traced one.
-        reads_full: whether each operand is read only in float32, so that its producer may be evaluated in float32.
+        reads_float32: whether it reads each operand only in float32, so that the operand may be computed in float32.
         why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
         inner: the plans of its jaxprs, and how often each runs; 1 if that is not known.
         as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
@@ -41,10 +98,20 @@ class Step(NamedTuple):
     outs: tuple[Value, ...]
     run: Callable[[Sequence[Any]], Sequence[Any]]
     changed: bool
-    reads_full: tuple[bool, ...]
+    reads_float32: tuple[bool, ...]
     why: str = ""
     inner: "tuple[tuple[Plan, Any], ...]" = ()
     as_traced: str | None = None
+
+    @property
+    def invars(self) -> Sequence[Any]:
+        """The variables and literals that it reads."""
+        return self.eqn.invars
+
+    @property
+    def outvars(self) -> Sequence[Var]:
+        """The variables that it defines."""
+        return self.eqn.outvars
 
 
 class Region(NamedTuple):
@@ -63,24 +130,6 @@ class Region(NamedTuple):
 Inside = tuple[Any, tuple[Known, ...], tuple[int, ...]]
 
 
-class Use(NamedTuple):
-    """An equation that holds jaxprs, and its surroundings.
-
-    Attributes:
-        eqn: the equation.
-        values: what is known of its operands.
-        wanted: how each of its results is read.
-        region: the format and the scopes around it.
-        inside: its jaxprs, with facts; none if it runs as it was traced.
-    """
-
-    eqn: JaxprEqn
-    values: tuple[Value, ...]
-    wanted: tuple[Wish, ...]
-    region: Region
-    inside: Sequence[Inside]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """The steps of one jaxpr, for one set of input dtypes.
@@ -91,7 +140,7 @@ class Plan:
         values: what is known of each variable.
         steps: the decision for each equation.
         outs: what is known of the results.
-        reads_full: whether each input is read in float32 only.
+        reads_float32: whether each input is read in float32 only.
         region: the surroundings of the jaxpr.
         scopes: the paths of its equations; empty if no rule has a pattern.
         opaque: the primitives that hold products and have no rule, so that these stay as they were traced.
@@ -103,7 +152,7 @@ class Plan:
     values: Mapping[Var, Value]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
-    reads_full: tuple[bool, ...]
+    reads_float32: tuple[bool, ...]
     region: Region
     scopes: frozenset[str]
     opaque: frozenset[str]
@@ -113,7 +162,8 @@ class Plan:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
         env = dict(zip(self.frame.constvars, self.consts, strict=True))
         env |= dict(zip(self.frame.invars, args, strict=True))
-        blocks, convert = (self._grouped, cast) if is_differentiated() else (self._single, lax.convert_element_type)
+        is_traced = is_differentiated()
+        steps, convert = (self._groups, _shared_cast) if is_traced else (self._single, lax.convert_element_type)
         shared: dict[tuple[Var, Any], Any] = {}
 
         def cast_once(atom: Any, x: Any, dtype: Any) -> Any:
@@ -127,23 +177,20 @@ class Plan:
                 shared[atom, dtype] = convert(x, dtype)
             return shared[atom, dtype]
 
-        def apply(block: Block, operands: list[Any]) -> Sequence[Any]:
-            with context_of(block.eqn):
-                return block.run(list(map(cast_once, block.invars, operands, block.casts)))
+        def apply(step: Step, operands: list[Any]) -> Sequence[Any]:
+            with context_of(step.eqn):
+                return step.run(list(map(cast_once, step.invars, operands, step.casts)))
 
-        return evaluate_steps(blocks, self.frame.outvars, env, apply)
-
-    @functools.cached_property
-    def _single(self) -> list[tuple[Block, list[Var]]]:
-        return with_last_reads(self._blocks(), self.frame.outvars)
+        return evaluate_steps(steps, self.frame.outvars, env, apply)
 
     @functools.cached_property
-    def _grouped(self) -> list[tuple[Block, list[Var]]]:
+    def _single(self) -> list[tuple[Step, list[Var]]]:
+        return with_last_reads(self.steps, self.frame.outvars)
+
+    @functools.cached_property
+    def _groups(self) -> list[tuple[Step, list[Var]]]:
         results = {atom for atom in self.frame.outvars if isinstance(atom, Var)}
-        return with_last_reads(grouped(self._blocks(), results), self.frame.outvars)
-
-    def _blocks(self) -> list[Block]:
-        return [Block(step.eqn, step.eqn.invars, step.casts, step.eqn.outvars, step.run) for step in self.steps]
+        return with_last_reads(_grouped(self.steps, results), self.frame.outvars)
 
     @functools.cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -182,11 +229,7 @@ def _identity(run: Any) -> Any:
     """Returns a value that is equal for functions that do the same."""
     if isinstance(run, functools.partial):  # of an equation and its bodies
         return run.func, *[tuple(map(id, arg)) if isinstance(arg, list) else id(arg) for arg in run.args]
-    try:
-        hash(run)
-    except TypeError:
-        return id(run)
-    return run
+    return run if _is_hashable(run) else id(run)
 
 
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:
@@ -204,3 +247,95 @@ def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
         ]
 
     return cast
+
+
+# Under differentiation, the ops that come from one call in the user's code run as one `jit`, which JAX inlines. JAX
+# caches the derivative of a `jit`, but not that of a primitive. A model of equal layers then takes little longer to
+# trace than one layer, and each op keeps its source line and its scope.
+
+
+def _grouped(steps: Sequence[Step], results: Collection[Any]) -> list[Step]:
+    """Joins the steps of ops that come from one call in the user's code.
+
+    Args:
+        steps: the steps, in order.
+        results: the variables that the caller reads.
+    """
+    groups = [list(group) for _, group in itertools.groupby(steps, lambda step: _call(step) or id(step))]
+    read_later, joined = set(results), []
+    for group in reversed(groups):
+        joined.append(group[0] if _call(group[0]) is None else _join(group, read_later))
+        read_later.update([atom for step in group for atom in step.invars if isinstance(atom, Var)])
+    return joined[::-1]
+
+
+def _call(step: Step) -> tuple[Any, ...] | None:
+    """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
+    if not isinstance(step.run, Op) or step.eqn.effects or not _is_hashable(step.run):
+        return None
+    source = step.eqn.source_info
+    return source.traceback, source.name_stack, step.eqn.ctx
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:  # a parameter of an equation that cannot be hashed
+        return False
+    return True
+
+
+class _Cast(NamedTuple):
+    """A cast that several ops share."""
+
+    dtype: Any
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        return [lax.convert_element_type(args[0], self.dtype)]
+
+
+class _Group(NamedTuple):
+    """A sequence of ops, as a value. Each reads by index from the inputs and all results so far."""
+
+    ops: tuple[Op | _Cast, ...]
+    reads: tuple[tuple[int, ...], ...]
+    results: tuple[int, ...]
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=INLINE)
+def _run(group: _Group, *args: Any) -> list[Any]:
+    values = list(args)
+    for op, places in zip(group.ops, group.reads, strict=True):
+        values += op([values[place] for place in places])
+    return [values[place] for place in group.results]
+
+
+def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
+    # Atoms are identified by id, since literals cannot be hashed.
+    read = [[((id(a), cast), a) for a, cast in zip(s.invars, s.casts, strict=True)] for s in steps]
+    defined = {id(var) for step in steps for var in step.outvars}
+    inputs = {key: atom for each in read for key, atom in each if key[0] not in defined}
+    places = {key: i for i, key in enumerate(inputs)}
+    ops: list[Any] = []
+    reads: list[tuple[int, ...]] = []
+    for step, each in zip(steps, read, strict=True):
+        for (atom, cast), _ in each:
+            if (atom, cast) not in places:  # computed in this group
+                ops.append(_Cast(cast))
+                reads.append((places[atom, None],))
+                places[atom, cast] = len(places)
+        ops.append(step.run)
+        reads.append(tuple([places[key] for key, _ in each]))
+        for var in step.outvars:
+            places[id(var), None] = len(places)
+    outvars = [var for step in steps for var in step.outvars if var in read_later]
+    group = _Group(tuple(ops), tuple(reads), tuple([places[id(var), None] for var in outvars]))
+    eqn = steps[0].eqn.replace(invars=[*inputs.values()], outvars=outvars)
+    casts = tuple([cast for _, cast in inputs])
+    return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(group, *args))
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=INLINE)
+def _shared_cast(x: Any, dtype: Any) -> Any:
+    """Casts an array. JAX differentiates all casts of the same types once."""
+    return lax.convert_element_type(x, dtype)

@@ -1,33 +1,31 @@
-"""Plans jaxprs: decides the dtype that each op computes in, by the rule of its primitive (`_rules.py`)."""
+"""Plans jaxprs: decides the dtype that each op computes in, by the rule of its primitive."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from jmp_amp._autocast._draft import Draft
-from jmp_amp._autocast._facts import Facts
-from jmp_amp._autocast._format import AS_TRACED, FLOAT32
-from jmp_amp._autocast._known import Knowledge
-from jmp_amp._autocast._op import SAVED, Op
-from jmp_amp._autocast._operands import OpContext, decide, params_for
-from jmp_amp._autocast._overrides import Overrides
-from jmp_amp._autocast._plan import Inside, Plan, Region, Step, Use, differs
-from jmp_amp._autocast._readers import Readers
-from jmp_amp._autocast._regions import format_in
-from jmp_amp._autocast._results import results
-from jmp_amp._autocast._rewrites import Decided, rewrite_of
-from jmp_amp._autocast._rule import ORIGINAL, OpClass, Rule, Rules
+from jmp_amp._autocast._decide import Context, decide, params_for, results
+from jmp_amp._autocast._format import AS_TRACED, FLOAT32, FORMATS
+from jmp_amp._autocast._known import Knowledge, Whole
+from jmp_amp._autocast._options import Options, format_in
+from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
+from jmp_amp._autocast._primitives import ORIGINAL, Facts, OpClass, Reads, Rule, Rules
+from jmp_amp._autocast._readers import Readers, why
+from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
-from jmp_amp._autocast._values import Origin, Value, Wish, constant
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
+    Branches,
+    Call,
     Kept,
-    Structure,
+    Memo,
     dtype_of,
     dtype_of_aval,
     inner_jaxprs,
@@ -37,23 +35,7 @@ from jmp_amp._jaxpr import (
     structure_of,
 )
 
-
-class Options(NamedTuple):
-    """The arguments of `autocast` that hold for a whole function; see there."""
-
-    overrides: Overrides
-    save: str = "matmuls"
-    weight_grad_dtype: np.dtype | None = None
-    residual_stream: str = "float32"
-
-    @property
-    def has_low_stream(self) -> bool:
-        """Whether residual streams are stored in the compute dtype."""
-        return self.residual_stream == "low"
-
-
-PlanHigherOrder = Callable[["Planner", Structure, Use], Step]
-_KEPT_STEPS = 2**14
+PlanHigherOrder = Callable[["Planner", Context], Step]
 
 
 class Planner:
@@ -68,24 +50,23 @@ class Planner:
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
         self._plans, self._bodies, self._facts, self._constants = Kept(), Kept(), Kept(), Kept()
-        self._steps: dict[Any, Step] = {}
-        self._numbers, self._counter = dict[Any, int](), itertools.count()
+        self._steps, self._numbers, self._counter = Memo(), Memo(), itertools.count()
 
-    def plan(self, jaxpr: Any, values: tuple[Value, ...], wanted: tuple[Wish, ...], region: Region) -> Plan:
+    def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
 
         Args:
             jaxpr: closed or open.
             values: what is known of its inputs.
-            wanted: how each of its results is read.
+            uses: how each of its results is used.
             region: the format and the scopes around it.
         """
         opened, consts = open_jaxpr(jaxpr)
-        key = tuple(map(id, consts)), values, wanted, region  # the plan keeps the constants alive
-        return self._plans(opened, key, lambda: self._plan(opened, consts, values, wanted, region))
+        key = tuple(map(id, consts)), values, uses, region  # the plan keeps the constants alive
+        return self._plans(opened, key, lambda: self._plan(opened, consts, values, uses, region))
 
     def _plan(self, jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> Plan:
-        plan = Draft(self, jaxpr, consts, *args).plan()
+        plan = _Draft(self, jaxpr, consts, *args).plan()
         bodies = self._bodies(jaxpr, (tuple(map(id, consts)), plan.decisions), dict)
         return dataclasses.replace(plan, bodies=bodies)
 
@@ -124,10 +105,8 @@ class Planner:
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
         key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, len(set(map(id, eqn.invars)))
-        if len(self._numbers) >= _KEPT_STEPS:
-            self._numbers.clear()
         try:
-            return self._numbers.setdefault(key, next(self._counter))
+            return self._numbers(key, lambda: next(self._counter))
         except TypeError:  # a parameter that cannot be hashed
             return None
 
@@ -158,48 +137,26 @@ class Planner:
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""
         form, path = region
-        name_stack = eqn.source_info.name_stack
-        if form is AS_TRACED or not (name_stack.stack or self.options.overrides.scopes):
+        name_stack, overrides = eqn.source_info.name_stack, self.options.overrides
+        if form is AS_TRACED or not (name_stack.stack or overrides.scopes):
             return region
-        if self.options.overrides.scopes:
+        if overrides.scopes:
             path = scope_path(path, name_stack)
-            for pattern in self.options.overrides.matching(path):
-                form = self.options.overrides.scopes[pattern]
+            for pattern in overrides.matching(path):
+                form = overrides.scopes[pattern]
         return Region(format_in(name_stack) or form, path)
 
-    def decide(
-        self,
-        op: OpContext,
-        facts: Facts,
-        wanted: tuple[Wish, ...],
-        region: Region,
-        inside: Sequence[Inside] = (),
-    ) -> Step:
-        """Decides an equation.
-
-        Args:
-            op: the op.
-            facts: the facts of its equation.
-            wanted: how each of its results is read.
-            region: the format and the scopes around it.
-            inside: for each of its jaxprs, what is known of the inputs, and how the results are read.
-        """
-        if facts.structure is not None:
-            return self._plan_higher_order(self, facts.structure, Use(op.eqn, op.values, wanted, region, inside))
-        if not op.format.is_low:
-            op = op._replace(rule=ORIGINAL)
-        if facts.op is None:
+    def decide(self, op: Context) -> Step:
+        """Decides an equation."""
+        if op.facts.structure is not None:
+            return self._plan_higher_order(self, op)
+        if op.facts.op is None:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
-        key = facts.op, op[2:]
-        known = self._steps.get(key)
-        if known is None:
-            if len(self._steps) >= _KEPT_STEPS:
-                self._steps.clear()
-            known = self._steps[key] = self._first_order(op)
-        return known._replace(eqn=op.eqn)
+        step = self._steps((op.facts.op, *op.decision_key), lambda: self._first_order(op))
+        return step._replace(eqn=op.eqn)
 
-    def _first_order(self, op: OpContext) -> Step:
+    def _first_order(self, op: Context) -> Step:
         eqn, is_float32 = op.eqn, op.is_float32
         dtype, why = decide(op)
         casts = tuple(
@@ -209,19 +166,241 @@ class Planner:
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
         params, outs = params_for(op, dtypes), results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
-        are_inputs = tuple([value.origin <= Origin.INPUT for value in op.values])
-        casts_itself = [
-            isinstance(atom, Var) and is_input for atom, is_input in zip(eqn.invars, are_inputs, strict=True)
-        ]
-        each = tuple(cast if own else None for cast, own in zip(casts, casts_itself, strict=True))
-        shared = tuple(None if own else cast for cast, own in zip(casts, casts_itself, strict=True))
-        saved = tuple(i for i, value in enumerate(op.values) if each[i] is not None and value.save_cast)
-        rewrite = rewrite_of(
-            Decided(eqn, op.rule, op.format, op.reads_full, dtypes, each, are_inputs, self.options.weight_grad_dtype)
-        )
+        own = [isinstance(atom, Var) and is_input for atom, is_input in zip(eqn.invars, op.is_input, strict=True)]
+        own_casts = tuple(cast if is_own else None for cast, is_own in zip(casts, own, strict=True))
+        shared = tuple(None if is_own else cast for cast, is_own in zip(casts, own, strict=True))
+        saved = tuple(i for i, value in enumerate(op.values) if own_casts[i] is not None and value.save_cast)
+        rewrite = rewrite_of(op, dtypes, own_casts)
         changed = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True)) or rewrite is not None
-        run = Op(eqn.primitive, tuple((eqn.params | params).items()), each, saved, rewrite)
+        run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
         # The dtype of the operands does not show in the result of a comparison.
         shows = any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
-        reads_full = tuple(d == FLOAT32 or not shows for d in dtypes)
-        return Step(eqn, shared, outs, run, changed, reads_full, why)
+        reads_float32 = tuple(d == FLOAT32 or not shows for d in dtypes)
+        return Step(eqn, shared, outs, run, changed, reads_float32, why)
+
+
+@dataclasses.dataclass(slots=True)
+class _Variable:
+    """A variable, and how the equations that are decided so far read it. Equations are named by their indices.
+
+    Attributes:
+        value: what is known of it; None until its equation is decided.
+        producer: the equation that computes it; None for an input.
+        readers: the equations that read it.
+        float32_readers: those that read it in float32.
+        low_reads: how many equations and results of the jaxpr may read it in low precision.
+        is_read: whether there is a reader, or it is a result of the jaxpr.
+        reads: how its readers read it.
+        stream: how it is read as a residual stream.
+        is_stored: whether an op reads it from memory, as products do.
+    """
+
+    value: Value | None = None
+    producer: int | None = None
+    readers: list[int] = dataclasses.field(default_factory=list)
+    float32_readers: set[int] = dataclasses.field(default_factory=set)
+    low_reads: int = 0
+    is_read: bool = False
+    reads: int = Reads.NOBODY
+    stream: Stream = Stream.NONE
+    is_stored: bool = False
+
+    @property
+    def needs_float32(self) -> bool:
+        """Whether all its readers read float32, or it is a gate."""
+        return (self.is_read and not self.low_reads) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
+
+
+class _Draft:
+    """A plan in the making.
+
+    Equations are decided in order, so the readers of a result are decided after it. Once all readers of a cheap op turn
+    out to read float32, the op is decided again: in float32 it fuses with them, which costs no memory and rounds less.
+    An op that moves values is decided again once there is a float32 copy of them.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        values: tuple[Value, ...],
+        uses: tuple[Use, ...],
+        region: Region,
+    ) -> None:
+        """Takes a planner and the arguments of `Planner.plan`."""
+        self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
+        given = zip((*jaxpr.constvars, *jaxpr.invars), (*planner.constants(jaxpr, consts), *values), strict=True)
+        self._variables = {var: _Variable(value) for var, value in given}
+        literals = [atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal)]
+        self._literals = {id(literal): constant(literal.val) for literal in literals}
+        facts = planner.facts_of(jaxpr)
+        for i, each in enumerate(facts):
+            self._connect(i, each)
+        for use, atom in zip(uses, jaxpr.outvars, strict=True):
+            if isinstance(atom, Var):
+                self._variables[atom].is_read = True
+                self._variables[atom].low_reads += not use.needs_float32
+        known = [value.known for value in values]
+        self._known = planner.knowledge.find(jaxpr, known, consts)
+        for var, reads in planner.readers.find(jaxpr, known, [use.reads for use in uses], consts).items():
+            self._variables[var].reads = reads
+        if planner.options.has_low_stream:
+            is_computed = tuple([value.origin > Origin.INPUT for value in values])
+            streams = planner.streams.find(jaxpr, is_computed, [use.stream for use in uses])
+            for var, stream in streams.items():
+                self._variables[var].stream = stream
+        large = {var: known.size for var, known in self._known.items() if known.size > _SMALL}
+        self._as_traced = [""] * len(facts)
+        self._contexts = [self._context(i, each, large) for i, each in enumerate(facts)]
+        self._steps: list[Step | None] = [None] * len(facts)
+
+    def _connect(self, i: int, facts: Facts) -> None:
+        """Notes which variables an equation reads and defines."""
+        for var in facts.operands:
+            variable = self._variables[var]
+            variable.readers.append(i)
+            variable.low_reads += 1
+            variable.is_read = True
+            variable.is_stored |= facts.rule.stores
+        for var in facts.eqn.outvars:
+            self._variables[var] = _Variable(producer=i)
+
+    def _context(self, i: int, facts: Facts, large: Mapping[Var, float]) -> Context:
+        """Returns what is known of an equation before its operands are decided; notes why it runs as it was traced."""
+        eqn, rule = facts.eqn, facts.rule
+        region = self._planner.enter(self._region, eqn)
+        op = Context(facts, region, self._planner.options, ())
+        outs = [self._variables[var].reads for var in eqn.outvars]
+        reads = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, Reads.NOBODY)
+        if facts.structure is not None or rule.op_class is OpClass.LOWER or reads & Reads.ENDS_LOOP:
+            operands = self._planner.knowledge.of(self._known, eqn.invars)
+            is_marked = format_in(eqn.source_info.name_stack) is not None
+            if facts.enters is not None:
+                given = [Reads.OTHERWISE] * len(outs) if is_marked else outs
+                op = op._replace(inside=self._planner.readers.inside(facts, operands, given))
+            reason = None if is_marked else _why_as_traced(facts, reads, operands, region)  # a region takes precedence
+            if reason is not None:
+                self._as_traced[i] = reason
+                op = op._replace(region=region._replace(format=FORMATS["float32"]))
+        overflows = bool(large) and any(large.get(var, 0) > op.format.largest for var in eqn.outvars)
+        stream = self._variables[eqn.outvars[0]].stream if rule.adds else Stream.NONE
+        return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
+
+    def plan(self) -> Plan:
+        """Decides all equations."""
+        for i in range(len(self._contexts)):
+            pending = [i]
+            while pending:
+                pending += self._decide(pending.pop())
+        known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
+        reads_float32 = tuple([self._variables[var].needs_float32 for var in self._jaxpr.invars])
+        pairs = zip(filter(None, self._steps), self._as_traced, strict=True)
+        steps = [step._replace(as_traced=reason) if reason else step for step, reason in pairs]
+        inner = [plan for step in steps for plan, _ in step.inner]
+        scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
+        equations = [op.eqn for op in self._contexts]
+        opaque = {eqn.primitive.name for eqn in equations if self._planner.hides_products(eqn)}
+        return Plan(
+            self._jaxpr.replace(eqns=[]),
+            self._consts,
+            known,
+            steps,
+            tuple(map(self._read, self._jaxpr.outvars)),
+            reads_float32,
+            self._region,
+            scopes,
+            frozenset(opaque.union(*[plan.opaque for plan in inner])),
+        )
+
+    def _read(self, atom: Any) -> Value:
+        value = self._variables[atom].value if isinstance(atom, Var) else self._literals.get(id(atom))
+        return constant(atom.val) if value is None else value
+
+    def _decide(self, i: int) -> list[int]:
+        """Decides an equation, and returns those to decide again because of it."""
+        old, old_step = self._contexts[i], self._steps[i]
+        facts, eqn, rule = old.facts, old.eqn, old.facts.rule
+        outs = [self._variables[var] for var in eqn.outvars]
+        uses: tuple[Use, ...] = ()
+        if facts.structure is not None:
+            uses = tuple([Use(out.reads or Reads.OTHERWISE, out.stream, out.needs_float32) for out in outs])
+        values = tuple([self._read(atom) for atom in eqn.invars])
+        has_copy = False
+        if facts.uses_copies:
+            values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
+            has_copy = any(value.has_float32_copy for value in values)
+        op = old._replace(
+            values=values,
+            in_float32=(rule.fuses or (rule.moves and has_copy)) and _need_float32(outs),
+            reads_stored_norm=self._reads_stored_norm(facts, values),
+            uses=uses,
+        )
+        if old_step is not None and op == old:
+            return []
+        step = self._planner.decide(op)
+        self._contexts[i], self._steps[i] = op, step
+        for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
+            known = self._known.get(var)
+            variable.value = out if known is None else out._replace(known=known)
+        affected = list(self._affected(i, step))
+        if old_step is not None and old_step.outs != step.outs:
+            affected += [reader for out in outs for reader in out.readers]
+        return [each for each in affected if self._steps[each] is not None]
+
+    def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
+        """Returns what is known of an operand, and whether another equation reads it in float32."""
+        if value.as_data().dtype == dtype_of(atom) or not self._variables[atom].float32_readers - {reader}:
+            return value
+        return value._replace(has_float32_copy=True)
+
+    def _affected(self, i: int, step: Step) -> Iterator[int]:
+        """Records the operands that an equation reads in float32, and yields the equations to decide again."""
+        pairs = zip(step.eqn.invars, step.reads_float32, strict=True)
+        low = {atom for atom, is_float32 in pairs if not is_float32 and isinstance(atom, Var)}
+        for var in self._contexts[i].facts.operands:
+            operand = self._variables[var]
+            if var not in low and i not in operand.float32_readers:
+                operand.float32_readers.add(i)
+                operand.low_reads -= 1
+                if operand.needs_float32 and operand.producer is not None:
+                    yield operand.producer
+                yield from [reader for reader in operand.readers if self._contexts[reader].facts.uses_copies]
+
+    def _reads_stored_norm(self, facts: Facts, values: tuple[Value, ...]) -> bool:
+        """Whether an equation reads a norm of low-precision data that a product reads too.
+
+        The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
+        be stored twice.
+        """
+        if not any(self._variables[var].is_stored for var in facts.operands):
+            return False
+        return any(
+            isinstance(atom, Var) and self._variables[atom].is_stored and value.as_data().dtype != value.dtype
+            for atom, value in zip(facts.eqn.invars, values, strict=True)
+        )
+
+
+_SMALL = 2.0**15  # every low dtype holds it
+
+
+def _why_as_traced(facts: Facts, reads: int, operands: Sequence[Any], region: Region) -> str | None:
+    """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not."""
+    if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, Call | Branches):
+        return "loop"
+    if facts.rule.op_class is not OpClass.LOWER:
+        return None
+    if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
+        return "recurrence"
+    if any(known.is_solution for known in operands):
+        return "solution"
+    counts = [known.whole for known in operands]
+    if min(counts) > Whole.NO and max(counts) is Whole.COUNT:
+        return "count"
+    return why(reads, not region.format.needs_loss_scale)
+
+
+def _need_float32(results: Sequence[_Variable]) -> bool:
+    """Whether all results of an equation that are read need float32, and at least one does."""
+    needs = [result.needs_float32 for result in results]
+    return any(needs) and all(need or not result.low_reads for need, result in zip(needs, results, strict=True))

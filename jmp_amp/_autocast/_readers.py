@@ -8,9 +8,8 @@ import numpy as np
 from jax import numpy as jnp
 from jax.extend.core import Literal
 
-from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._known import Known, Moment, Squares
-from jmp_amp._autocast._rule import Makes, OpClass, Reads
+from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
 from jmp_amp._jaxpr import Backward, Loop, dtype_of, is_floating
 
 
@@ -18,7 +17,7 @@ class Readers(Backward[Facts, Known, int]):
     """The analysis that finds how the readers of each value read it."""
 
     bottom = Reads.NOBODY
-    condition = Reads.DECIDES
+    condition = Reads.ENDS_LOOP
 
     def join(self, a: int, b: int) -> int:
         """Returns how two readers read a value."""
@@ -26,7 +25,7 @@ class Readers(Backward[Facts, Known, int]):
 
     def control(self, outs: Sequence[int]) -> int:
         """Returns how branches read their index."""
-        return (_all(outs) & Reads.DECIDES) or Reads.OTHERWISE
+        return (_all(outs) & Reads.ENDS_LOOP) or Reads.OTHERWISE
 
     def carried(self, loop: Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of the accumulators and the recurrences of a loop."""
@@ -36,9 +35,9 @@ class Readers(Backward[Facts, Known, int]):
 
     def left(self, loop: Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
         """Returns how a loop reads its operands. What decides when it ends may be rounded before it starts."""
-        decides = _all(outs) & Reads.DECIDES
+        ends_loop = _all(outs) & Reads.ENDS_LOOP
         gates = [Reads.GATE if reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) else Reads.NOBODY for reads in said]
-        return [(reads & ~_OF_A_BODY) | gate | decides for reads, gate in zip(said, gates, strict=True)]
+        return [(reads & ~_OF_A_BODY) | gate | ends_loop for reads, gate in zip(said, gates, strict=True)]
 
     def transfer(self, facts: Facts, operands: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Returns how an op reads its operands."""
@@ -53,12 +52,12 @@ class Readers(Backward[Facts, Known, int]):
             each = [of if known.adds_up else of | gate for of, known in zip(each, operands, strict=True)]
         if reads & Reads.RECURRENCE:
             each = [of | Reads.RECURRENCE if known.recurs else of for of, known in zip(each, operands, strict=True)]
-        if reads & Reads.DECIDES:
+        if reads & Reads.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
-            deciding = [var for var, of in zip(facts.eqn.outvars, outs, strict=True) if of & Reads.DECIDES]
+            deciding = [var for var, of in zip(facts.eqn.outvars, outs, strict=True) if of & Reads.ENDS_LOOP]
             rounds = all(jnp.issubdtype(dtype_of(var), np.integer) for var in deciding)
             pairs = zip(each, facts.eqn.invars, strict=True)
-            each = [of if rounds and is_floating(atom) else of | Reads.DECIDES for of, atom in pairs]
+            each = [of if rounds and is_floating(atom) else of | Reads.ENDS_LOOP for of, atom in pairs]
         return each
 
 
@@ -75,7 +74,7 @@ def why(reads: int, has_float32_range: bool) -> str | None:
 
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
-_OF_A_BODY = Reads.DECIDES | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.GATE_IS_MADE_OF_IT
+_OF_A_BODY = Reads.ENDS_LOOP | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.GATE_IS_MADE_OF_IT
 
 _REASONS = {
     Reads.MATRIX: "decomposition",
@@ -131,5 +130,5 @@ def _gate(facts: Facts, operands: Sequence[Known], reads: int) -> int:
     if rule.moves or facts.multiplies_slices:
         return reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT)
     of_a_gate = reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) and len(facts.operands) == 1
-    is_simple = rule.arithmetic or facts.eqn.primitive.name in ("neg", "exp")
+    is_simple = rule.arithmetic or rule.makes_gates
     return Reads.GATE_IS_MADE_OF_IT if of_a_gate and is_simple else Reads.NOBODY

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_amp._autocast._facts import Facts
 from jmp_amp._autocast._format import FLOAT32
-from jmp_amp._autocast._rule import OpClass, Rule
-from jmp_amp._autocast._sizes import is_smaller
+from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Rule
+from jmp_amp._autocast._shapes import is_smaller
 from jmp_amp._autocast._values import Stream
 from jmp_amp._jaxpr import Branches, Call, Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
 
@@ -91,15 +90,15 @@ class Streams:
         self._facts_of = facts_of
         self._norms, self._layers = Kept(), _Layers(facts_of)
 
-    def find(self, jaxpr: Jaxpr, are_computed: Sequence[bool], wanted: Sequence[Stream]) -> dict[Var, Stream]:
+    def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], wanted: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
 
         Args:
             jaxpr: an open jaxpr.
-            are_computed: whether the program computes each of its inputs.
+            is_computed: whether the program computes each of its inputs.
             wanted: how its results are read.
         """
-        norms = self._of(jaxpr, _inputs(are_computed))
+        norms = self._of(jaxpr, _inputs(is_computed))
         outs = [(part, reads) for part, reads in zip(norms.outs, wanted, strict=True) if part and not part.is_normal]
         norms = norms._replace(streams=dict(norms.streams))
         for part, reads in outs:
@@ -110,7 +109,7 @@ class Streams:
         found |= dict.fromkeys(returned, Stream.RETURNED)
         return {root: reads for root, reads in found.items() if isinstance(root, Var)}
 
-    def carries(self, loop: Loop, are_weights: Sequence[bool], wanted: Sequence[Stream]) -> list[bool]:
+    def carries(self, loop: Loop, is_weight: Sequence[bool], wanted: Sequence[Stream]) -> list[bool]:
         """Returns whether each carry of a `scan` over layers is a residual stream, or the result of a norm.
 
         A scan over layers slices the weights that its products read. One over time has the same weights in each
@@ -118,11 +117,11 @@ class Streams:
 
         Args:
             loop: the loop.
-            are_weights: whether each of its `xs` is an input of the program.
+            is_weight: whether each of its `xs` is an input of the program.
             wanted: how its results are read.
         """
         body, _ = open_jaxpr(loop.body)
-        slices = [_From.SLICES if is_weight else _From.CONSTANTS for is_weight in are_weights]
+        slices = [_From.SLICES if weight else _From.CONSTANTS for weight in is_weight]
         inputs = [*[_From.CONSTANTS] * loop.n_consts, *[_From.CARRIES] * loop.n_carry, *slices]
         if _From.LAYERS not in self._layers.outs(loop.body, inputs):
             return [False] * loop.n_carry
@@ -209,13 +208,13 @@ class Streams:
         return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
 
 
-def _inputs(are_layers: Sequence[bool]) -> tuple[_Part, ...]:
-    return tuple([_Part(i, is_layers=is_layers) for i, is_layers in enumerate(are_layers)])
+def _inputs(is_layers: Sequence[bool]) -> tuple[_Part, ...]:
+    return tuple([_Part(i, is_layers=each) for i, each in enumerate(is_layers)])
 
 
 def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
     """Returns what the result of an op holds, and notes sums and residual streams."""
-    name, (result,) = eqn.primitive.name, eqn.outvars
+    (result,) = eqn.outvars
     if dtype_of(result) != FLOAT32:
         return None
     known = [part for part in operands if part]
@@ -229,15 +228,15 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
         if part and part.holds is _Holds.ELEMENTS and (rule.moves or shape_of(atom) == shape_of(result))
     ]
     roots = {part.root for part in elements}
-    if name in _SUMS and len(known) == 1:
+    if rule.sums and len(known) == 1:
         return known[0]._replace(holds=_Holds.STATISTIC)
-    if name in _ROOTS and statistics:
+    if rule.is_root and statistics:
         return statistics[0]._replace(holds=_Holds.DEVIATION)
     if rule.op_class is OpClass.LOWER:
         for part in known:
             if part.adds_norm:
                 norms.add(part.root, Stream.RESNET)
-    if not (rule.passes_on or name in _SQUARES):
+    if not (rule.passes_on or (rule.makes is Makes.POWER and not rule.is_root)):
         return _Part(result)
     if rule.scales and any(each.holds is _Holds.DEVIATION and each.root in roots for each in statistics):
         root = next(each.root for each in statistics if each.holds is _Holds.DEVIATION and each.root in roots)
@@ -253,11 +252,6 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
         is_bias = len(elements) == 1
         return _Part(result, is_normal=adds_norm and is_bias, adds_norm=adds_norm and not is_bias)
     return elements[0] if len(roots) == 1 else _Part(result)
-
-
-_SUMS = ("reduce_sum", "psum", "psum_invariant")
-_ROOTS = ("rsqrt", "sqrt", "pow")
-_SQUARES = ("integer_pow", "square")
 
 
 class _From(enum.IntEnum):

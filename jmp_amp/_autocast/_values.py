@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmp_amp._autocast._axes import Axes, varying
 from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._known import NOTHING, Known, is_number, known_constant, magnitudes, readable
-from jmp_amp._autocast._rule import Reads
+from jmp_amp._autocast._primitives import Reads
+from jmp_amp._autocast._shapes import Axes, varying
 from jmp_amp._jaxpr import dtype_of_aval
 
 
@@ -39,23 +39,23 @@ class Stream(enum.IntEnum):
     NORM = 3  # by a norm, so that a sum of layer outputs is, inputs of the program included
 
 
-class Wish(NamedTuple):
-    """How a result of a jaxpr is read.
+class Use(NamedTuple):
+    """How a result of a jaxpr is used.
 
     Attributes:
-        reads: by whom.
+        reads: how its readers read it.
         stream: as which residual stream.
-        full: whether all readers read float32.
+        in_float32: whether all readers read float32.
     """
 
     reads: int = Reads.OTHERWISE
     stream: Stream = Stream.NONE
-    full: bool = False
+    in_float32: bool = False
 
     @property
-    def is_full(self) -> bool:
+    def needs_float32(self) -> bool:
         """Whether all readers read float32, or float32 is for one of them."""
-        return self.full or self.reads == Reads.RETURNED or bool(self.reads & Reads.SENSITIVE)
+        return self.in_float32 or self.reads == Reads.RETURNED or bool(self.reads & Reads.SENSITIVE)
 
 
 class Value(NamedTuple):
@@ -63,10 +63,10 @@ class Value(NamedTuple):
 
     Attributes:
         dtype: the dtype that it will have, which may be lower than the one that it was traced in.
-        native: the dtype of the data that it is made of: a norm of float16 activations is float32, but natively
+        data_dtype: the dtype of the data that it is made of: a norm of float16 activations is float32, its data are
             float16. Operands that were broadcast do not count. None if it is `dtype`.
-        lean: its native dtype if the inputs of the program, such as embeddings and positions, count as low-precision
-            data. None if it is `dtype`, or if no sum is a part of a residual stream.
+        stream_dtype: its data dtype if the inputs of the program, such as embeddings and positions, count as
+            low-precision data. None if it is `dtype`, or if no sum is a part of a residual stream.
         origin: where it comes from.
         axes: for an `INPUT`, the axes along which it varies; for a `PRODUCT` or a `SUM`, those along which it varies
             with the operand that is not the weight, one set for each operand that may be the weight. An input that
@@ -84,8 +84,8 @@ class Value(NamedTuple):
     dtype: Any
     origin: Origin = Origin.COMPUTED
     magnitudes: tuple[float, float] | None = None
-    native: Any = None
-    lean: Any = None
+    data_dtype: Any = None
+    stream_dtype: Any = None
     scalar: float | None = None
     has_float32_copy: bool = False
     save_cast: bool = False
@@ -93,13 +93,13 @@ class Value(NamedTuple):
     filled: bool = False
     known: Known = NOTHING
 
-    def as_native(self) -> "Value":
-        """Returns the value as it would be in its native dtype."""
-        return self._replace(dtype=self.native or self.dtype)
+    def as_data(self) -> "Value":
+        """Returns the value as it would be in the dtype of its data."""
+        return self._replace(dtype=self.data_dtype or self.dtype)
 
-    def in_full(self) -> "Value":
+    def as_float32(self) -> "Value":
         """Returns the value cast to float32."""
-        return self if self.dtype == FLOAT32 else self._replace(dtype=FLOAT32, native=self.native or self.dtype)
+        return self if self.dtype == FLOAT32 else self._replace(dtype=FLOAT32, data_dtype=self.data_dtype or self.dtype)
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""

@@ -1,26 +1,53 @@
 """Reads and runs jaxprs; nothing here knows of precision."""
 
-from jmp_amp._jaxpr._atoms import dtype_of, dtype_of_aval, is_floating, is_inexact, is_reference, shape_of
 from jmp_amp._jaxpr._dataflow import Backward, Forward
-from jmp_amp._jaxpr._evaluate import apply_as_traced, evaluate, evaluate_steps, with_last_reads
-from jmp_amp._jaxpr._frames import Frame, frames_of
-from jmp_amp._jaxpr._higher_order import HIGHER_ORDER, holds_jaxprs, inner_jaxprs, structure_of
-from jmp_amp._jaxpr._kept import Kept
-from jmp_amp._jaxpr._runs import Body
-from jmp_amp._jaxpr._scopes import is_backward, is_recomputed, marked, marks_in, scope_path
-from jmp_amp._jaxpr._structures import Branches, Call, Loop, Structure
-from jmp_amp._jaxpr._tracing import (
+from jmp_amp._jaxpr._source import (
+    TOP,
+    Frame,
+    Provenance,
+    equations_in,
+    frames_of,
+    is_backward,
+    is_recomputed,
+    marked,
+    marks_in,
+    scope_path,
+)
+from jmp_amp._jaxpr._structures import (
+    HIGHER_ORDER,
+    Body,
+    Branches,
+    Call,
+    Loop,
+    Structure,
+    holds_jaxprs,
+    inner_jaxprs,
+    structure_of,
+)
+from jmp_amp._jaxpr._trace import (
+    Kept,
+    Memo,
+    apply_as_traced,
     as_type,
     aval_with,
     bind,
+    dtype_of,
+    dtype_of_aval,
     equations_behind,
+    evaluate,
+    evaluate_steps,
     has_no_derivative,
+    is_floating,
+    is_inexact,
+    is_reference,
     retyped,
+    shape_of,
     split_arrays,
     trace,
     trace_call,
     tracers_behind,
     with_dtype,
+    with_last_reads,
 )
 from jmp_amp._jaxpr._versions import (
     INLINE,
@@ -42,64 +69,3 @@ from jmp_amp._jaxpr._versions import (
     with_params,
     zero_cotangent,
 )
-
-__all__ = [
-    "HIGHER_ORDER",
-    "INLINE",
-    "Backward",
-    "Body",
-    "Branches",
-    "Call",
-    "Forward",
-    "Frame",
-    "Kept",
-    "Loop",
-    "Structure",
-    "api_boundary",
-    "apply",
-    "apply_as_traced",
-    "as_type",
-    "aval_with",
-    "bind",
-    "closed_over_error",
-    "context_of",
-    "custom_rule",
-    "define_vjp",
-    "dtype_of",
-    "dtype_of_aval",
-    "equations_behind",
-    "evaluate",
-    "evaluate_steps",
-    "frames_of",
-    "has_no_derivative",
-    "holds_jaxprs",
-    "inner_jaxprs",
-    "is_backward",
-    "is_checkified",
-    "is_differentiated",
-    "is_floating",
-    "is_inexact",
-    "is_recomputed",
-    "is_reference",
-    "jaxprs_in",
-    "marked",
-    "marks_in",
-    "open_jaxpr",
-    "operands_of",
-    "params_of",
-    "parent_of",
-    "pull_with_logs",
-    "retyped",
-    "scope_path",
-    "shape_of",
-    "split_arrays",
-    "structure_of",
-    "trace",
-    "trace_call",
-    "tracers_behind",
-    "varying_axes",
-    "with_dtype",
-    "with_last_reads",
-    "with_params",
-    "zero_cotangent",
-]

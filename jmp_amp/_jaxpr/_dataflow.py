@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._kept import Kept
 from jmp_amp._jaxpr._structures import Branches, Call, Loop, Structure
+from jmp_amp._jaxpr._trace import Kept, Memo
 from jmp_amp._jaxpr._versions import open_jaxpr
 
 T = TypeVar("T")
@@ -37,19 +37,11 @@ class Equation(Protocol):
     def op(self) -> int | None: ...
 
 
-class _Memo(dict[Any, Any]):
-    """Results of a function of an equation and of facts, at most 2^14."""
-
-    def __call__(self, fun: Callable[..., Any], equation: Equation, *facts: Any) -> Any:
-        if equation.op is None:
-            return fun(equation, *facts)
-        key = equation.op, facts
-        found = self.get(key)
-        if found is None:
-            if len(self) >= 2**14:
-                self.clear()
-            found = self[key] = fun(equation, *facts)
-        return found
+def _transferred(memo: Memo, fun: Callable[..., Any], equation: Equation, *facts: Any) -> Any:
+    """Returns the result of a function of an equation and of facts, the same for equal ops."""
+    if equation.op is None:
+        return fun(equation, *facts)
+    return memo((equation.op, facts), lambda: fun(equation, *facts))
 
 
 E = TypeVar("E", bound=Equation)
@@ -68,7 +60,7 @@ class Forward(Generic[E, T]):
     def __init__(self, equations_of: EquationsOf[E]) -> None:
         """Takes a function that returns the equations of an open jaxpr."""
         self._equations_of = equations_of
-        self._found, self._carries, self._ops = Kept(), Kept(), _Memo()
+        self._found, self._carries, self._ops = Kept(), Kept(), Memo()
 
     def join(self, a: T, b: T) -> T:
         """Returns what is known of a value that is either of two."""
@@ -118,7 +110,7 @@ class Forward(Generic[E, T]):
         for equation in self._equations_of(jaxpr):
             operands = self.of(known, equation.eqn.invars)
             if equation.enters is None:
-                outs = self._ops(self.transfer, equation, operands)
+                outs = _transferred(self._ops, self.transfer, equation, operands)
             else:
                 outs = self._through(equation, operands)
             for var, fact in zip(equation.eqn.outvars, outs, strict=True):
@@ -194,7 +186,7 @@ class Backward(Generic[E, S, T]):
     def __init__(self, equations_of: EquationsOf[E], known: Forward[E, S]) -> None:
         """Takes a function that returns the equations of an open jaxpr, and the other analysis."""
         self._equations_of, self.known = equations_of, known
-        self._found, self._ops = Kept(), _Memo()
+        self._found, self._ops = Kept(), Memo()
 
     def join(self, a: T, b: T) -> T:
         """Returns what two readers say of a value."""
@@ -246,7 +238,7 @@ class Backward(Generic[E, S, T]):
             operands = self.known.of(known, equation.eqn.invars)
             of_results = tuple([said.get(var, self.bottom) for var in equation.eqn.outvars])
             if equation.enters is None:
-                of_operands = self._ops(self.transfer, equation, operands, of_results)
+                of_operands = _transferred(self._ops, self.transfer, equation, operands, of_results)
             else:
                 of_operands = self._through(equation, operands, of_results)
             say(equation.eqn.invars, of_operands)

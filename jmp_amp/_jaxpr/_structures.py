@@ -1,14 +1,14 @@
-"""How an equation holds jaxprs: the operands that each reads, and how often each runs."""
+"""How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._kept import Kept
-from jmp_amp._jaxpr._tracing import split_arrays, trace
-from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, scan_sizes
+from jmp_amp._jaxpr._trace import Kept, bind, hoist_consts, split_arrays, trace
+from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, open_jaxpr, params_of, scan_sizes, with_params
 
 
 class Call(NamedTuple):
@@ -77,21 +77,21 @@ class Loop(NamedTuple):
 Structure = Call | Branches | Loop
 
 
-def call(param: str, is_inline: bool = True, rule: str | None = None) -> Callable[[JaxprEqn], Call]:
+def _call(param: str, is_inline: bool = True, rule: str | None = None) -> Callable[[JaxprEqn], Call]:
     """Returns the structure of a call, whose jaxpr is in a parameter."""
     return lambda eqn: Call(eqn.params[param], range(len(eqn.invars)), is_inline, rule)
 
 
-def hi_call(eqn: JaxprEqn) -> Call | None:
+def _hi_call(eqn: JaxprEqn) -> Call | None:
     """Returns the structure of a `HiPrim`; None if nothing can take the place of its function."""
     kind = hi_kind(hi_primitive(eqn))
     if kind is None or not all(isinstance(atom.aval, jax.core.ShapedArray) for atom in (*eqn.invars, *eqn.outvars)):
         return None
     rule = kind if kind in ("custom_jvp_call", "custom_vjp_call") else None
-    return Call(hi_jaxpr(eqn), range(len(eqn.invars)), rule=rule)
+    return Call(_hi_jaxpr(eqn), range(len(eqn.invars)), rule=rule)
 
 
-def hi_jaxpr(eqn: JaxprEqn) -> Any:
+def _hi_jaxpr(eqn: JaxprEqn) -> Any:
     """Returns the function of a `HiPrim` as a closed jaxpr of arrays, the same object for the same primitive.
 
     None if the types of its operands do not say which arrays they consist of.
@@ -118,12 +118,12 @@ def hi_jaxpr(eqn: JaxprEqn) -> Any:
 _expanded = Kept()
 
 
-def branches(eqn: JaxprEqn) -> Branches:
+def _branches(eqn: JaxprEqn) -> Branches:
     """Returns the structure of a `cond`."""
     return Branches(eqn.params["branches"], range(1, len(eqn.invars)))
 
 
-def scan(eqn: JaxprEqn) -> Loop:
+def _scan(eqn: JaxprEqn) -> Loop:
     """Returns the structure of a `scan`."""
     n_consts, n_carry = scan_sizes(eqn)
     first, last = n_consts + n_carry, len(eqn.invars)
@@ -132,7 +132,7 @@ def scan(eqn: JaxprEqn) -> Loop:
     )
 
 
-def while_loop(eqn: JaxprEqn) -> Loop:
+def _while_loop(eqn: JaxprEqn) -> Loop:
     """Returns the structure of a `while`."""
     n_cond, n_body, last = eqn.params["cond_nconsts"], eqn.params["body_nconsts"], len(eqn.invars)
     consts, carry = slice(n_cond, n_cond + n_body), slice(n_cond + n_body, last)
@@ -140,8 +140,128 @@ def while_loop(eqn: JaxprEqn) -> Loop:
     return Loop(eqn.params["body_jaxpr"], consts, carry, slice(last, last), None, cond, slice(0, n_cond))
 
 
-def linear_solve(eqn: JaxprEqn) -> Call:
+def _linear_solve(eqn: JaxprEqn) -> Call:
     """Returns the structure of a `custom_linear_solve`: its `solve` computes the results."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     first, end = lengths.matvec + lengths.vecmat, sum(n or 0 for n in lengths)
     return Call(jaxprs.solve, [*range(first, first + lengths.solve), *range(end, len(eqn.invars))])
+
+
+class Body:
+    """A function in place of a jaxpr. It is traced once, so JAX compiles, differentiates and batches it once."""
+
+    def __init__(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> None:
+        """Takes a flat function, and the types of its arguments."""
+        self._fun, self._avals = fun, avals
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return self._fun(*args)
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The function as a closed jaxpr."""
+        return trace(self._fun, self._avals)
+
+
+Run = Callable[[JaxprEqn, Sequence[Body], Sequence[Any]], Sequence[Any]]
+
+
+def _run_inline(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+    return bodies[0](*args)
+
+
+def _run_with(*params: str) -> Run:
+    """Returns a function that binds the primitive again, with new jaxprs as these parameters.
+
+    All other parameters stay as they are, those that future versions of JAX add too.
+    """
+
+    def run(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+        return bind(eqn, args, **{param: body.jaxpr for param, body in zip(params, bodies, strict=True)})
+
+    return run
+
+
+def _run_cond(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+    return bind(eqn, args, branches=tuple(body.jaxpr for body in bodies))
+
+
+def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+    jaxpr, consts = hoist_consts(bodies[0].jaxpr)
+    new: dict[str, Any] = {"jaxpr": open_jaxpr(jaxpr)[0] if hi_primitive(eqn) is None else jaxpr}
+    prevent_cse = params_of(eqn).get("prevent_cse")
+    if isinstance(prevent_cse, tuple):  # one for each operand
+        new["prevent_cse"] = (False,) * len(consts) + prevent_cse
+    return bind(with_params(eqn, **new), [*consts, *args])
+
+
+def _run_hi_primitive(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+    primitive = hi_primitive(eqn)
+    match hi_kind(primitive):
+        case "remat":
+            return _run_remat(eqn, bodies, args)
+        case "name":
+            return [type(primitive)(primitive.name, jax.typeof(args[0]))(args[0])]
+    return bodies[0](*args)
+
+
+def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+    # Its body is traced where the mesh axes are manual.
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    axis_names = set(eqn.params["newly_manual_axes"])
+    return jax.shard_map(lambda *args: tuple(bodies[0](*args)), axis_names=axis_names, **options)(*args)
+
+
+class HigherOrder(NamedTuple):
+    """A primitive that holds jaxprs.
+
+    Attributes:
+        enter: returns the jaxprs of an equation and the operands that they read; None if they cannot be replaced.
+        run: evaluates an equation with other functions in place of its jaxprs: one for each branch; for a loop, one for
+            the condition, if there is one, and one for the body. None if the equation cannot run otherwise.
+        keeps_inputs: whether the equation keeps its operands for the backward pass.
+    """
+
+    enter: Callable[[JaxprEqn], Structure | None]
+    run: Run | None = None
+    keeps_inputs: bool = False
+
+
+def structure_of(eqn: JaxprEqn) -> Structure | None:
+    """Returns how an equation holds jaxprs; None if it holds none, or if its primitive is not registered."""
+    entry = HIGHER_ORDER.get(eqn.primitive.name)
+    structure = None if entry is None else entry.enter(eqn)
+    # A loop over a type of the user counts its operands otherwise.
+    is_opaque = isinstance(structure, Loop) and any(is_hi_type(atom.aval) for atom in eqn.invars)
+    return None if is_opaque else structure
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> Iterator[tuple[Any, Any]]:
+    """Yields all jaxprs in the parameters of an equation, and how often each runs; 1 if that is not known."""
+    structure = structure_of(eqn)
+    times = structure.length if isinstance(structure, Loop) and structure.length is not None else 1
+    inside = jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)])
+    for inner in inside:
+        yield inner, times
+
+
+def holds_jaxprs(eqn: JaxprEqn) -> bool:
+    """Whether there is a jaxpr in the parameters of an equation."""
+    return next(inner_jaxprs(eqn), None) is not None
+
+
+HIGHER_ORDER: Mapping[str, HigherOrder] = {
+    "jit": HigherOrder(_call("jaxpr"), _run_with("jaxpr")),
+    "call": HigherOrder(_call("call_jaxpr"), _run_inline),
+    "closed_call": HigherOrder(_call("call_jaxpr"), _run_inline),
+    "eval_jaxpr": HigherOrder(_call("call_jaxpr"), _run_inline),  # the name of both from JAX 0.12 on
+    "remat2": HigherOrder(_call("jaxpr"), _run_remat, keeps_inputs=True),
+    "custom_jvp_call": HigherOrder(_call("call_jaxpr", rule="custom_jvp_call"), _run_inline),
+    "custom_vjp_call": HigherOrder(_call("call_jaxpr", rule="custom_vjp_call"), _run_inline, keeps_inputs=True),
+    "call_hi_primitive": HigherOrder(_hi_call, _run_hi_primitive, keeps_inputs=True),
+    "shard_map": HigherOrder(_call("jaxpr", is_inline=False), _run_shard_map, keeps_inputs=True),
+    "cond": HigherOrder(_branches, _run_cond),
+    "scan": HigherOrder(_scan, _run_with("jaxpr")),
+    "while": HigherOrder(_while_loop, _run_with("cond_jaxpr", "body_jaxpr")),
+    "custom_linear_solve": HigherOrder(_linear_solve),
+}

@@ -1,22 +1,100 @@
-"""Traces functions of pytrees to jaxprs, and applies the primitives of equations."""
+"""Traces functions of pytrees to jaxprs, evaluates jaxprs, and keeps what is found out about them."""
 
 import collections
 import contextlib
 import functools
 import inspect
 import re
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._atoms import dtype_of, is_reference
-from jmp_amp._jaxpr._versions import apply, is_constant, is_users_file, open_jaxpr, parent_of, source_of
+from jmp_amp._jaxpr._versions import apply, context_of, is_constant, is_users_file, open_jaxpr, parent_of, source_of
+
+
+def dtype_of(atom: Any) -> Any:
+    """Returns the dtype that a variable or literal was traced in; None unless it is an array."""
+    return dtype_of_aval(atom.aval)
+
+
+def dtype_of_aval(aval: Any) -> Any:
+    """Returns the dtype of the arrays of a type; None for tokens, references and types of the user."""
+    return aval.dtype if isinstance(aval, jax.core.ShapedArray) else None
+
+
+def shape_of(atom: Any) -> tuple[int, ...] | None:
+    """Returns the shape of a variable or literal; None for tokens and the like."""
+    return getattr(atom.aval, "shape", None)
+
+
+def is_reference(atom: Any) -> bool:
+    """Whether a variable is a mutable reference to an array."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def is_floating(x: Any) -> bool:
+    """Whether a variable, a literal or an array has a real floating dtype."""
+    return _has_dtype(x, jnp.floating)
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether a variable, a literal or an array has a floating or complex dtype."""
+    return _has_dtype(x, jnp.inexact)
+
+
+def _has_dtype(x: Any, kind: Any) -> bool:
+    aval = getattr(x, "aval", x)
+    dtype = dtype_of_aval(aval) if isinstance(aval, jax.core.AbstractValue) else getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, kind)
+
+
+class Kept:
+    """Values by object and key. JAX keeps the jaxprs of inner functions, so what is found out about them is kept too.
+
+    The objects are held weakly and compared by identity. For each, at most `size` values are kept, the newest ones.
+    Several threads may use it.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        """Takes the number of values to keep for each object."""
+        self._size = size
+        self._values: dict[int, tuple[Any, dict[Hashable, Any]]] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns the value that is kept for `owner` and `key`, or makes it. It must not hold `owner`."""
+        with self._lock:
+            number = id(owner)
+            if number not in self._values:
+                self._values[number] = weakref.ref(owner, lambda _: self._values.pop(number, None)), {}
+            _, values = self._values[number]
+            if key not in values:
+                value = make()
+                while len(values) >= self._size:
+                    del values[next(iter(values))]
+                values[key] = value
+            return values[key]
+
+
+class Memo(dict[Any, Any]):
+    """Values by key, at most 2^14: when it is full, it starts anew."""
+
+    def __call__(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns the value that is kept for `key`, or makes it."""
+        found = self.get(key)
+        if found is None:
+            if len(self) >= 2**14:
+                self.clear()
+            found = self[key] = make()
+        return found
 
 
 def trace(fun: Callable, args: Sequence[Any]) -> Any:
@@ -204,3 +282,81 @@ def has_no_derivative(error: Exception) -> bool:
     if any(is_users_file(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return False
     return isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error)) is not None
+
+
+class Step(Protocol):
+    """A unit of evaluation: an equation, or a group of equations."""
+
+    @property
+    def invars(self) -> Sequence[Any]: ...
+    @property
+    def outvars(self) -> Sequence[Any]: ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+def evaluate(
+    jaxpr: Any,
+    args: Sequence[Any],
+    apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any] = lambda x: x,
+    literal: Callable[[Literal], Any] = lambda atom: atom.val,
+) -> list[Any]:
+    """Evaluates a jaxpr on arrays, or on other values that `apply` understands.
+
+    Args:
+        jaxpr: closed or open.
+        args: the values of its inputs.
+        apply: computes the results of an equation from the values of its operands.
+        constant: returns the value of a constant of the jaxpr.
+        literal: returns the value of a literal.
+    """
+    opened, consts = open_jaxpr(jaxpr)
+    env = dict(zip(opened.constvars, map(constant, consts), strict=True))
+    env |= dict(zip(opened.invars, args, strict=True))
+    return evaluate_steps(with_last_reads(opened.eqns, opened.outvars), opened.outvars, env, apply, literal)
+
+
+def evaluate_steps(
+    steps: Iterable[tuple[S, Sequence[Var]]],
+    outvars: Sequence[Any],
+    env: dict[Var, Any],
+    apply: Callable[[S, list[Any]], Sequence[Any]],
+    literal: Callable[[Literal], Any] = lambda atom: atom.val,
+) -> list[Any]:
+    """Evaluates steps one after the other; see `evaluate`.
+
+    Args:
+        steps: from `with_last_reads`.
+        outvars: the variables and literals to return.
+        env: the values of the variables that the steps do not define. It is changed.
+        apply: computes the results of a step from the values of its operands.
+        literal: returns the value of a literal.
+    """
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for step, dead in steps:
+        env.update(zip(step.outvars, apply(step, [read(atom) for atom in step.invars]), strict=True))
+        for var in dead:
+            del env[var]
+    return [read(atom) for atom in outvars]
+
+
+def with_last_reads(steps: Sequence[S], outvars: Sequence[Any]) -> list[tuple[S, list[Var]]]:
+    """Pairs each step with the variables that no later step reads, so that they can be freed outside `jit`."""
+    read_later = {atom for atom in outvars if isinstance(atom, Var)}
+    pairs = []
+    for step in reversed(steps):
+        variables = {atom for atom in (*step.invars, *step.outvars) if isinstance(atom, Var)}
+        pairs.append((step, list(variables - read_later)))
+        read_later |= variables
+    return pairs[::-1]
+
+
+def apply_as_traced(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Applies an equation with its source line, scopes and settings, and with some parameters replaced."""
+    with context_of(eqn):
+        return bind(eqn, args, **params)

@@ -1,18 +1,16 @@
-"""The user's rules: for a primitive, or for the scopes that match a pattern."""
+"""The user's choices: rules for primitives and for scopes, regions in the code, and options of `autocast`."""
 
 import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import Primitive
 
 from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
-from jmp_amp._autocast._rule import Makes, OpClass, Reads, Rule, RuleOf, Rules
-from jmp_amp._autocast._rules import RULES
-
-# The variants of a primitive under `shard_map` with types; JAX exports only the primitive.
-_VARIANTS = {"psum": ("psum_invariant",), "all_gather": ("all_gather_invariant",)}
+from jmp_amp._autocast._primitives import RULES, Makes, OpClass, Reads, Rule, RuleOf, Rules
+from jmp_amp._jaxpr import marks_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
     scopes = {}
     for key, value in rules.items():
         if isinstance(key, Primitive):
-            primitives |= {name: _override(name, value) for name in (key.name, *_VARIANTS.get(key.name, ()))}
+            primitives |= {name: _override(name, value) for name in _names(key)}
         elif isinstance(key, str):
             pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # a pattern may start at any scope
             scopes[pattern] = _format_of_scopes(key, value)
@@ -63,6 +61,11 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
                 f"got {key!r} of type {type(key).__name__}"
             )
     return Overrides(tuple(rules.items()), primitives, scopes)
+
+
+def _names(primitive: Primitive) -> list[str]:
+    """Returns the names of a primitive: JAX exports `psum`, but not its variant under `shard_map` with types."""
+    return [primitive.name, *({f"{primitive.name}_invariant"} & RULES.keys())]
 
 
 def _format_of_scopes(pattern: str, value: Any) -> Format:
@@ -114,3 +117,22 @@ def _op_class(name: str, value: Any) -> OpClass:
         raise ValueError(
             f"the class of `{name}` must be one of {', '.join(c.value for c in OpClass)}, got {value!r}"
         ) from None
+
+
+def format_in(name_stack: Any) -> Format | None:
+    """Returns the format of the innermost region in a name stack; None outside of regions."""
+    return next((FORMATS[mark].at_any_size for mark in reversed(marks_in(name_stack)) if mark in FORMATS), None)
+
+
+class Options(NamedTuple):
+    """The arguments of `autocast` that hold for a whole function; see there."""
+
+    overrides: Overrides
+    save: str = "matmuls"
+    weight_grad_dtype: np.dtype | None = None
+    residual_stream: str = "float32"
+
+    @property
+    def has_low_stream(self) -> bool:
+        """Whether residual streams are stored in the compute dtype."""
+        return self.residual_stream == "low"

@@ -1,0 +1,321 @@
+"""Decides the dtypes of the operands of a first-order op, and describes its results."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_amp._autocast._format import FLOAT32, Format
+from jmp_amp._autocast._options import Options
+from jmp_amp._autocast._plan import Inside, Region
+from jmp_amp._autocast._primitives import ORIGINAL, Facts, Makes, OpClass, Rule, operand_dtypes
+from jmp_amp._autocast._shapes import Axes, is_smaller, varying
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, folded, merged_magnitudes, widest
+from jmp_amp._jaxpr import dtype_of, retyped, shape_of
+
+
+class Context(NamedTuple):
+    """An equation, and everything that its decision depends on.
+
+    Attributes:
+        facts: the facts of the equation.
+        region: its format, and the scopes around it.
+        options: the arguments of `autocast`.
+        values: what is known of its operands.
+        in_float32: whether all readers of its results read float32, so that it is evaluated in float32.
+        overflows: whether its results may be too large for the low dtype, because of a constant.
+        reads_stored_norm: whether it reads a norm of low-precision data that a product reads too.
+        stream: how the residual stream that it adds to is read; `NONE` if there is none.
+        uses: how each of its results is used, if it holds jaxprs.
+        inside: its jaxprs, with facts, if it holds some and does not run as it was traced.
+    """
+
+    facts: Facts
+    region: Region
+    options: Options
+    values: tuple[Value, ...]
+    in_float32: bool = False
+    overflows: bool = False
+    reads_stored_norm: bool = False
+    stream: Stream = Stream.NONE
+    uses: tuple[Use, ...] = ()
+    inside: Sequence[Inside] = ()
+
+    @property
+    def eqn(self) -> JaxprEqn:
+        """The equation."""
+        return self.facts.eqn
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of its op; in a float32 region each op runs as it was traced."""
+        return self.facts.rule if self.region.format.is_low else ORIGINAL
+
+    @property
+    def format(self) -> Format:
+        """The format of its region."""
+        return self.region.format
+
+    @property
+    def decision_key(self) -> tuple[Any, ...]:
+        """All that the decision for a first-order op depends on, besides the op itself."""
+        return self.region.format, *self[3:8]
+
+    @property
+    def is_float32(self) -> list[bool]:
+        """Whether each operand was traced in float32."""
+        return [dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
+
+    @property
+    def is_input(self) -> tuple[bool, ...]:
+        """Whether each operand is an input of the program, moved or not, so that it may be a weight."""
+        return tuple([value.origin <= Origin.INPUT for value in self.values])
+
+    def stream_dtype(self, value: Value) -> Any:
+        """Returns the data dtype of an operand where inputs of the program count as low-precision data."""
+        return self.format.dtype if value.origin is Origin.INPUT else value.stream_dtype or value.dtype
+
+
+def decide(op: Context) -> tuple[Any, str]:
+    """Returns the dtype that the float32 operands of an op are cast to, and why, as a key of `REASONS`.
+
+    None leaves the operands as they are.
+    """
+    rule, low = op.rule, op.format.dtype
+    atoms = (*op.eqn.invars, *op.eqn.outvars)
+    is_traced = not any(dtype_of(atom) == FLOAT32 for atom in atoms)
+    if rule.op_class is OpClass.ORIGINAL:
+        return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
+    values = list(compress(weighed(rule, op.eqn, op.values), op.is_float32))
+    if _joins_stream(op):
+        return low, "stream"
+    if rule.op_class is OpClass.FULL:
+        return FLOAT32, "traced" if is_traced else "rule"
+    if rule.op_class is OpClass.LOWER:
+        allowed = operand_dtypes(op.eqn.params.get("precision"))
+        if any(value.overflows(low) or value.is_lost(low) for value in values):
+            return FLOAT32, "constant"
+        if not op.format.takes(set(map(dtype_of, atoms))) or not (allowed is None or low in allowed):
+            return FLOAT32, "traced"
+        return (FLOAT32, "constant") if op.overflows else (low, "traced" if is_traced else "rule")
+    if is_traced or not values:
+        return None, "traced" if is_traced else "rule"
+    if op.overflows or (op.in_float32 and not _is_exact(op)):
+        return FLOAT32, _why_float32(op, values)
+    stored = [value.as_data() for value in values] if op.reads_stored_norm or rule.stores else values
+    dtype = common_dtype(stored) if rule.op_class is OpClass.PROMOTE else widest(value.dtype for value in stored)
+    if dtype == FLOAT32:
+        why = _why_float32(op, values)
+    else:
+        widened = [value for value in values if rule.op_class is OpClass.PROMOTE and value.dtype == FLOAT32]
+        is_stream = op.options.has_low_stream and any(value.origin is not Origin.SCALAR for value in widened)
+        why = "stream" if is_stream else "bias" if widened else "rule"
+    return dtype if rule.op_class is OpClass.PROMOTE or rule.stores else None, why
+
+
+def _why_float32(op: Context, values: Sequence[Value]) -> str:
+    """Returns why an op that follows its operands reads float32; `values` are those traced in float32."""
+    arrays = [value for value in values if value.origin is not Origin.SCALAR]
+    is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
+    low = op.format.dtype
+    if op.overflows or any(value.exceeds(low) or (is_low and not value.fits(low)) for value in values):
+        return "constant"
+    return "readers" if is_low else "rule"
+
+
+def _is_exact(op: Context) -> bool:
+    """Whether an op scales a product by a power of two in a dtype with the range of float32, so that it rounds nothing.
+
+    Attention with 64 features a head divides its scores by 8. Divided in float32, they would be stored in float32 on a
+    TPU, where XLA fuses the product with the maximum of the softmax and keeps the result for the backward pass.
+    """
+    if not op.rule.scales or op.format.needs_loss_scale:
+        return False
+    array, factor = op.values
+    if op.rule.makes is Makes.PRODUCT and array.scalar is not None:
+        array, factor = factor, array
+    return array.origin is Origin.PRODUCT and factor.scalar is not None and abs(math.frexp(factor.scalar)[0]) == 0.5
+
+
+def _joins_stream(op: Context) -> bool:
+    """Whether an op adds low-precision data to a residual stream, and not only a bias."""
+    if op.stream is Stream.NONE:
+        return False
+    terms = [value for value in weighed(op.rule, op.eqn, op.values) if value.origin is not Origin.SCALAR]
+    dtypes = [op.stream_dtype(value) if op.stream is Stream.NORM else value.as_data().dtype for value in terms]
+    is_low = all(dtype == op.format.dtype for dtype in dtypes)
+    fits = not any(value.overflows(op.format.dtype) for value in op.values)
+    return is_low and fits and len(terms) == 2
+
+
+def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+    """Returns the operands of an op, with `SCALAR` as the origin of those that do not widen it, and of no others.
+
+    These are scalars beside an array, arrays that hold one number in an op that only selects values, and biases.
+    """
+    if rule.op_class is not OpClass.PROMOTE:
+        return values
+    features: list[Axes] = []
+    if rule.adds:
+        products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin.takes_bias]
+        features = [varying(shape_of(atom)) - rows for atom, value in products for rows in value.axes]
+    result = shape_of(eqn.outvars[0])
+    return [
+        value._replace(origin=Origin.SCALAR)
+        if _does_not_widen(rule, atom, value, result, features)
+        else value._replace(
+            origin=max(value.origin, Origin.INPUT), data_dtype=None if value.filled else value.data_dtype
+        )
+        for atom, value in zip(eqn.invars, values, strict=True)
+    ]
+
+
+def _does_not_widen(
+    rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | None, features: Sequence[Axes]
+) -> bool:
+    """Whether an operand of an op that promotes does not widen the others."""
+    if value.origin is Origin.SCALAR:
+        if shape_of(atom) == result == ():
+            return value.scalar is not None  # a known number; a scalar variable is as wide as the other scalar
+        return not (value.filled and rule.arithmetic and shape_of(atom) == result)
+    return value.origin is Origin.INPUT and any(map(value.axes[0].issubset, features))
+
+
+def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
+    """Returns new values for the parameters that name float32 and must name the dtype that the op computes in.
+
+    Args:
+        op: the op.
+        operands: the dtypes that its operands are cast to.
+    """
+    rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
+    dtype = widest(eligible) if eligible else FLOAT32
+    if dtype == FLOAT32:
+        return {}
+    params: dict[str, Any] = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
+    jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
+    return params | {name: retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
+
+
+def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
+    """Returns what is known of the results of an op.
+
+    Args:
+        op: the op.
+        operands: the dtypes that its operands are cast to.
+    """
+    eqn, rule, values = op.eqn, op.rule, op.values
+    scalars = all(
+        value.origin is Origin.SCALAR and shape_of(atom) == () for value, atom in zip(values, eqn.invars, strict=True)
+    )
+    eligible = list(compress(operands, op.is_float32))
+    outs = []
+    for i, var in enumerate(eqn.outvars):
+        out = _moved(op, var) if rule.moves else _computed(rule, eqn, values, var)
+        if scalars and shape_of(var) == () and not rule.moves:
+            out = Value(None, Origin.SCALAR)
+        is_float32 = dtype_of(var) == FLOAT32
+        out = out._replace(
+            dtype=_result_dtype(op, i, operands, eligible),
+            data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype) if is_float32 and eligible else None,
+            stream_dtype=_data_dtype(op, var, op.stream_dtype)
+            if op.options.has_low_stream and is_float32 and eligible
+            else None,
+            save_cast=rule.moves and all(value.save_cast for value in values),
+        )
+        outs.append(_fold(op, out) if scalars and is_float32 and shape_of(var) == () else out)
+    return tuple(outs)
+
+
+def _result_dtype(op: Context, i: int, operands: Sequence[Any], eligible: Sequence[Any]) -> Any:
+    """Returns the dtype of a result. An op on several arrays side by side leaves each in its own dtype."""
+    dtype, op_class = dtype_of(op.eqn.outvars[i]), op.rule.op_class
+    if dtype != FLOAT32 or op_class is OpClass.ORIGINAL or not eligible:
+        return dtype
+    is_pairwise = op_class is OpClass.FOLLOW and len(operands) == len(op.eqn.outvars)
+    return operands[i] if is_pairwise and dtype_of(op.eqn.invars[i]) == FLOAT32 else widest(eligible)
+
+
+def _moved(op: Context, var: Var) -> Value:
+    """Returns the origin and the magnitudes of the result of an op that moves values."""
+    eqn, values = op.eqn, op.values
+    origin, shape = max((value.origin for value in values), default=Origin.SCALAR), shape_of(var) or ()
+    floating = [i for i, atom in enumerate(eqn.invars) if dtype_of(atom) == FLOAT32]
+    magnitudes = merged_magnitudes([values[i] for i in floating])
+    if origin is Origin.SCALAR:
+        return Value(None, origin, magnitudes, filled=bool(varying(shape)))
+    axes = _moved_axes(op, floating[0], shape) if len(floating) == 1 else (None,)
+    if origin is Origin.INPUT:
+        along = varying(shape) if axes[0] is None else axes[0]
+        return Value(None, origin, magnitudes, axes=(along,)) if along else Value(None, Origin.SCALAR, magnitudes)
+    known = tuple(each for each in axes if each is not None)
+    if origin.takes_bias and known:
+        return Value(None, origin, axes=known)
+    return Value(None, Origin.COMPUTED, magnitudes)
+
+
+def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | None, ...]:
+    value, before = op.values[i], shape_of(op.eqn.invars[i]) or ()
+
+    def move(axes: Axes) -> Axes | None:
+        return op.rule.move_axes(op.eqn.params, before, after, axes)
+
+    if not value.origin.takes_bias:
+        return tuple(map(move, value.axes))
+    # The axes of the weight move. A bias varies along none of the others, nor along new ones.
+    places = [(move(varying(before)), move(rows)) for rows in value.axes]
+    return tuple(None if every is None or rows is None else varying(after) - (every - rows) for every, rows in places)
+
+
+def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
+    """Returns the origin of the result of another op: a product, or a sum of products and their biases, stays one."""
+    if rule.op_class is OpClass.LOWER and any(rows is not None for rows in rule.rows):
+        inputs = [value.origin <= Origin.INPUT for value in values[:2]]
+        weights = inputs if any(inputs) else [True, True]
+        axes = tuple(rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None)
+        return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
+    products = [value for value in values if value.origin.takes_bias]
+    others = [value for value in weighed(rule, eqn, values) if value.origin is not Origin.SCALAR]
+    if rule.adds and products and len(products) == len(others):
+        axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
+        return Value(None, Origin.SUM, axes=axes)
+    return Value(None)
+
+
+def _fold(op: Context, out: Value) -> Value:
+    """Computes a scalar from known scalars on the host, so that `-1e9` is known however it was written."""
+    fold, known = op.facts.rule.fold, [value.scalar for value in op.values]
+    if fold is None or None in known:
+        return out
+    with np.errstate(all="ignore"):
+        return folded(out, fold(op.eqn.params, *map(np.float32, known)))
+
+
+def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
+    """Returns the data dtype of a float32 result: the `dtype` of the operands whose elements it holds."""
+    rule, eqn, values = op.rule, op.eqn, op.values
+    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
+        return None
+    floating = [
+        (value, shape_of(atom))
+        for value, atom in zip(weighed(rule, eqn, values), eqn.invars, strict=True)
+        if dtype_of(atom) == FLOAT32 and not _is_broadcast(value, shape_of(atom) or ())
+    ]
+    if not rule.moves:
+        floating = [(value, shape) for value, shape in floating if shape == shape_of(var)]
+    elif len(floating) == 1 and is_smaller(floating[0][1] or (), shape_of(var) or ()):
+        floating = []
+    if floating:
+        return widest(dtype(value) for value, _ in floating)
+    return op.format.dtype if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
+
+
+def _is_broadcast(value: Value, shape: tuple[Any, ...]) -> bool:
+    """Whether an operand was broadcast to its shape."""
+    if value.origin is Origin.INPUT and value.axes:
+        return value.axes[0] != varying(shape)
+    return value.origin is Origin.SCALAR

@@ -1,0 +1,427 @@
+"""The table of primitives: everything that the planner, the analyses and `debug` know of an op.
+
+The classes follow PyTorch's lists (`torch.amp`, CUDA). A primitive that is not in the table is `ORIGINAL`.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_amp._autocast._shapes import (
+    Axes,
+    MoveAxes,
+    broadcast_axes,
+    is_smaller,
+    no_axes,
+    reshape_axes,
+    same_axes,
+    squeeze_axes,
+    transpose_axes,
+)
+from jmp_amp._jaxpr import Structure
+
+
+class OpClass(enum.StrEnum):
+    """The dtype in which an op reads operands that were traced in float32."""
+
+    LOWER = "lower"  # the compute dtype
+    FULL = "full"  # float32
+    PROMOTE = "promote"  # the widest of their dtypes, biases and scalars aside
+    FOLLOW = "follow"  # the dtypes that they have
+    ORIGINAL = "original"  # the dtypes that they were traced in
+
+
+class Makes(enum.StrEnum):
+    """How the elements of the result come from the elements of the operands."""
+
+    MOVED = "moved"  # the same elements in other places
+    CHOSEN = "chosen"  # some of the elements, or their negatives
+    SELECTED = "selected"  # elements of several operands, chosen by a condition
+    SUM = "sum"  # sums of two elements, of which one may be a bias
+    DIFFERENCE = "difference"  # differences of two elements, or sums of two cotangents
+    PRODUCT = "product"
+    QUOTIENT = "quotient"
+    OUTER_PRODUCT = "outer product"  # a matrix product that sums nothing
+    MATRIX_PRODUCT = "matrix product"
+    TOTAL = "total"  # sums along axes
+    LOGARITHM = "logarithm"
+    POWER = "power"  # of the first operand
+    OTHER = "other"
+
+
+class Reads:
+    """How the readers of a value read it; several are joined by `|`. Plain integers, since there are many."""
+
+    NOBODY = 0
+    OTHERWISE = 1 << 0  # in a way that is none of these
+    RETURNED = 1 << 1  # by the caller of the program, in float32
+    ANGLE = 1 << 2  # as an angle: one of 100 is off by 0.03 rad in float16, and by 0.25 in bfloat16
+    DISTANCE = 1 << 3  # as a term of a difference that cancels: of a squared distance, or of a variance
+    MATRIX = 1 << 4  # as a matrix to decompose, or as an operand of a solver
+    RANGE = 1 << 5  # as the operand of a logarithm, which small and large values reach
+    EDGE = 1 << 6  # near the edge of the domain of a function, whose slope is infinite there
+    ROOT = 1 << 7  # as the operand of a square root
+    FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
+    GATE = 1 << 9  # as such a factor, where the result is a term of the next value of an accumulator
+    GATE_IS_MADE_OF_IT = 1 << 10  # as `z` in a gate `1 - z` or `exp(-z)`
+    TERM = 1 << 11  # as a term of the next value of an accumulator
+    RECURRENCE = 1 << 12  # as the next value of a recurrence by products
+    ENDS_LOOP = 1 << 13  # to decide when a loop ends
+
+    OTHERS = OTHERWISE | RETURNED
+    LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
+    SENSITIVE = LINEAR | ENDS_LOOP  # those that float32 is for
+
+
+class Rule(NamedTuple):
+    """The class of an op, and the other properties that the planner uses.
+
+    Attributes:
+        op_class: the dtype in which the op reads its operands.
+        makes: how the elements of the result come from the elements of the operands.
+        reads: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NOBODY` if they do not.
+        fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
+            memory.
+        rows: for a product, the axes of the result that come from the other operand, if the first or the second operand
+            is the weight. None if that operand cannot be the weight.
+        costly: `jax.checkpoint` saves the result instead of computing it again.
+        stores: the op reads its operands from memory, so they are stored in low precision.
+        dtype_params: names of parameters that name the dtype of the result.
+        jaxpr_params: names of parameters that hold a jaxpr over scalars of the operands' dtype.
+        power: the exponent of a power; None if the program computes it.
+        fold: computes the op on known scalars, on the host, from its parameters and operands.
+        move_axes: for an op that moves elements, how it moves the axes of an operand.
+        takes: the op takes some elements of an array, such as a diagonal.
+        makes_gates: `f(z)` is a gate, as `exp(-z)`.
+    """
+
+    op_class: OpClass
+    makes: Makes = Makes.OTHER
+    reads: int = Reads.NOBODY
+    fuses: bool = False
+    rows: tuple[Axes | None, Axes | None] = (None, None)
+    costly: bool = False
+    stores: bool = False
+    dtype_params: tuple[str, ...] = ()
+    jaxpr_params: tuple[str, ...] = ()
+    power: float | None = None
+    fold: Callable[..., Any] | None = None
+    move_axes: MoveAxes = same_axes
+    takes: bool = False
+    makes_gates: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the op only moves elements."""
+        return self.makes is Makes.MOVED
+
+    @property
+    def adds(self) -> bool:
+        """Whether the op adds two arrays, of which one may be a bias."""
+        return self.makes is Makes.SUM
+
+    @property
+    def scales(self) -> bool:
+        """Whether the op multiplies or divides two arrays element by element."""
+        return self.makes in (Makes.PRODUCT, Makes.QUOTIENT)
+
+    @property
+    def arithmetic(self) -> bool:
+        """Whether the op adds, subtracts, multiplies or divides."""
+        return self.makes in _ARITHMETIC
+
+    @property
+    def keeps_magnitude(self) -> bool:
+        """Whether a large element of an operand can be as large in the result."""
+        return self.makes in _KEEPS_MAGNITUDE
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether the result holds the elements of the operands, or their sums, products or quotients."""
+        return self.makes in _PASSES_ON
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the op multiplies matrices or convolves, in any dtype."""
+        return self.makes is Makes.MATRIX_PRODUCT
+
+    @property
+    def sums(self) -> bool:
+        """Whether the op sums along axes."""
+        return self.makes is Makes.TOTAL
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the op converts a dtype."""
+        return self.dtype_params == _CAST.dtype_params
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the op is a root, the reciprocal of one, or a power that the program computes."""
+        return self.makes is Makes.POWER and (self.power is None or self.power % 1 != 0)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op moves, adds and multiplies, so that it passes on errors as they are."""
+        return self.moves or self.arithmetic or self.is_product or self.sums
+
+
+_ARITHMETIC = {Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.QUOTIENT, Makes.OUTER_PRODUCT}
+_KEEPS_MAGNITUDE = {
+    Makes.MOVED,
+    Makes.CHOSEN,
+    Makes.SELECTED,
+    Makes.SUM,
+    Makes.DIFFERENCE,
+    Makes.PRODUCT,
+    Makes.OUTER_PRODUCT,
+}
+
+_PASSES_ON = {Makes.MOVED, Makes.CHOSEN, Makes.SELECTED, *_ARITHMETIC}
+
+# The rule of a primitive, or a function of the parameters of the op and the types of its operands.
+RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
+Rules = Mapping[str, Rule | RuleOf]
+
+ORIGINAL = Rule(OpClass.ORIGINAL)
+
+
+_LOWER = Rule(OpClass.LOWER, Makes.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",))
+_FULL = Rule(OpClass.FULL)
+_VECTORS = Rule(OpClass.FULL, Makes.MATRIX_PRODUCT, dtype_params=("preferred_element_type",))
+_LOGARITHM = Rule(OpClass.FULL, Makes.LOGARITHM, Reads.RANGE)
+_LOGARITHM_OF_MORE = Rule(OpClass.FULL, reads=Reads.RANGE)
+_EDGE = Rule(OpClass.FULL, reads=Reads.EDGE)
+_TOTAL = Rule(OpClass.FULL, Makes.TOTAL)
+_PROMOTE = Rule(OpClass.PROMOTE)
+_FOLLOW = Rule(OpClass.FOLLOW)
+_UPDATE = Rule(OpClass.PROMOTE, Makes.CHOSEN)
+_OUTER_PRODUCT = Rule(OpClass.PROMOTE, Makes.OUTER_PRODUCT, dtype_params=("preferred_element_type",))
+_SCATTER = Rule(OpClass.PROMOTE, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
+_SCATTER_SUM = Rule(OpClass.FULL, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
+_WINDOW = Rule(OpClass.FOLLOW, stores=True)
+_COMPARE = Rule(OpClass.PROMOTE, fuses=True)
+_CHOOSE_OF = Rule(OpClass.PROMOTE, Makes.CHOSEN, fuses=True)
+_SELECT = Rule(OpClass.PROMOTE, Makes.SELECTED, fuses=True)
+_ADD = Rule(OpClass.PROMOTE, Makes.SUM, fuses=True, fold=lambda _, x, y: x + y)
+_SUBTRACT = Rule(OpClass.PROMOTE, Makes.DIFFERENCE, fuses=True)
+_MULTIPLY = Rule(OpClass.PROMOTE, Makes.PRODUCT, fuses=True, fold=lambda _, x, y: x * y)
+_DIVIDE = Rule(OpClass.PROMOTE, Makes.QUOTIENT, fuses=True, fold=lambda _, x, y: x / y)
+_ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
+_ANGLE = Rule(OpClass.FOLLOW, reads=Reads.ANGLE, fuses=True)
+_CHOOSE = Rule(OpClass.FOLLOW, Makes.CHOSEN, fuses=True)
+_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
+_FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
+_CAST = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True, dtype_params=("new_dtype",), fold=lambda _, x: x)
+_CAST_AS_TRACED = Rule(OpClass.ORIGINAL, dtype_params=("new_dtype",))
+_JOIN = Rule(OpClass.PROMOTE, Makes.MOVED)
+_ROOT = Rule(OpClass.FOLLOW, Makes.POWER, Reads.ROOT, fuses=True, power=0.5, fold=lambda _, x: np.sqrt(x))
+_SQUARE = Rule(OpClass.FOLLOW, Makes.POWER, fuses=True, power=2, fold=lambda _, x: x * x)
+_POWER = Rule(OpClass.FULL, Makes.POWER)
+_PRODUCT_AS_TRACED = Rule(OpClass.ORIGINAL, Makes.MATRIX_PRODUCT, costly=True)
+_COSTLY = Rule(OpClass.ORIGINAL, costly=True)
+_DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
+
+
+def operand_dtypes(precision: Any) -> set[np.dtype] | None:
+    """Returns the dtypes that the algorithm of a product may read; None if its `precision` names no algorithm."""
+    read = getattr(precision, "supported_lhs_types", None) or getattr(precision, "lhs_precision_type", None)
+    return None if read is None else set(map(np.dtype, read if isinstance(read, tuple) else (read,)))
+
+
+def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
+    """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered."""
+    precision = params["precision"]
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    if lax.Precision.HIGHEST in asked or operand_dtypes(precision) == {np.dtype(np.float32)}:
+        return _PRODUCT_AS_TRACED
+    return _OUTER_PRODUCT if all(n == 1 for n in terms) else _LOWER._replace(rows=rows)
+
+
+def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """A product of vectors is a sum, and no matrix unit speeds it up, so it is float32."""
+    contracting, batch = params["dimension_numbers"]
+    left, right = (
+        [n for i, n in enumerate(aval.shape) if i not in (*c, *b)]
+        for aval, c, b in zip(avals, contracting, batch, strict=True)
+    )
+    first, middle = len(batch[0]), len(batch[0]) + len(left)
+    lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
+    rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
+    # A layer with one input or one output is a layer, not a product of vectors.
+    are_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
+    return _VECTORS if are_vectors and rule.op_class is OpClass.LOWER else rule
+
+
+def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    numbers, kernel = params["dimension_numbers"], avals[1].shape
+    terms = [n for axis, n in enumerate(kernel) if axis != numbers.rhs_spec[0]]
+    return _product(params, terms, (None, frozenset(range(len(kernel))) - {numbers.out_spec[1]}))
+
+
+def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    contracting = params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
+    rows = frozenset(range(avals[0].ndim - 1))
+    return _product(params, [avals[0].shape[axis] for axis in contracting], (None, rows))
+
+
+def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
+    """`x ** -1` is torch's `reciprocal`, which is float32. Squares and cubes (GELU) are not."""
+    rule = _POWER if params["y"] < 0 else _SQUARE
+    return rule._replace(power=params["y"], fold=lambda params, x: x ** params["y"])
+
+
+def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
+    """A cast from float32 to float32 changes only the weak type. Any other cast is the user's choice."""
+    return _CAST if params["new_dtype"] == np.float32 else _CAST_AS_TRACED
+
+
+def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """Casting a whole table for a few of its rows would waste time. A fill value may not fit the low dtype."""
+    fill = params["fill_value"]
+    if fill is not None and np.isfinite(fill) and abs(fill) > float(np.finfo(np.float16).max):
+        return _FULL
+    x, indices = avals
+    shape = (*indices.shape[:-1], *params["slice_sizes"])
+    is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
+    return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=no_axes)
+
+
+def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
+    return _MULTIPLY if params.get("out_dtype") is None else ORIGINAL
+
+
+def _table(rows: Mapping[str, Any]) -> Rules:
+    table: dict[str, Any] = {}
+    for names, rule in rows.items():
+        for name in names.split():
+            if name in table:
+                raise ValueError(f"the primitive `{name}` is in the table twice")
+            table[name] = rule
+    return table
+
+
+RULES: Rules = _table(
+    {
+        # Matrix units: low precision in, float32 accumulation, low precision out.
+        "dot_general": _matmul,
+        "conv_general_dilated": _convolution,
+        "ragged_dot_general": _ragged_dot,
+        # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
+        "exp": _FULL._replace(makes_gates=True, fold=lambda _, x: np.exp(x)),
+        "exp2 expm1 polynomial": _FULL,
+        "pow": _POWER._replace(fold=lambda _, x, y: x**y),
+        "rsqrt": _POWER._replace(power=-0.5, fold=lambda _, x: 1 / np.sqrt(x)),
+        "log": _LOGARITHM._replace(fold=lambda _, x: np.log(x)),
+        "log2": _LOGARITHM,
+        "log1p": _LOGARITHM_OF_MORE,
+        "acos acosh asin atanh erf_inv": _EDGE,
+        "asinh atan cosh sinh tan": _FULL,
+        "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
+        "regularized_incomplete_beta zeta": _FULL,
+        # Sums over many terms.
+        "reduce_sum cumsum reduce_window_sum": _TOTAL,
+        "reduce_prod cumprod cumlogsumexp": _FULL,
+        "scatter-add scatter-sub scatter-mul": _SCATTER_SUM,
+        "integer_pow": _integer_pow,
+        # Several operands of one dtype.
+        "add": _ADD,
+        "sub": _SUBTRACT._replace(fold=lambda _, x, y: x - y),
+        "add_any": _SUBTRACT,
+        "mul": _mul,
+        "div": _DIVIDE,
+        "max": _CHOOSE_OF._replace(fold=lambda _, x, y: np.maximum(x, y)),
+        "min": _CHOOSE_OF._replace(fold=lambda _, x, y: np.minimum(x, y)),
+        "clamp": _CHOOSE_OF,
+        "select_n": _SELECT,
+        "eq ne lt le gt ge": _COMPARE,
+        "rem atan2 nextafter": _PROMOTE,
+        "scatter scatter-min scatter-max": _SCATTER,
+        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _UPDATE,
+        "concatenate pad": _JOIN._replace(move_axes=no_axes),
+        "stack": _JOIN,
+        # Bounded or exact in any dtype.
+        "neg": _CHOOSE._replace(makes_gates=True, fold=lambda _, x: -x),
+        "abs": _CHOOSE._replace(fold=lambda _, x: np.abs(x)),
+        "reduce_max reduce_min": _CHOOSE,
+        "square": _SQUARE,
+        "sign one_minus_square is_finite": _ELEMENTWISE,
+        "sin cos": _ANGLE,
+        "sqrt": _ROOT,
+        "floor ceil round cbrt tanh logistic erf erfc": _ELEMENTWISE,
+        "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
+        "reduce_window_max reduce_window_min": _WINDOW,
+        "psum psum_invariant": _FOLLOW._replace(makes=Makes.TOTAL),
+        "pmax pmin reduce_scatter all_to_all": _FOLLOW,
+        "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
+        # Values move, none is computed.
+        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=broadcast_axes),
+        "reshape": _FUSED_MOVE._replace(move_axes=reshape_axes),
+        "squeeze": _FUSED_MOVE._replace(move_axes=squeeze_axes),
+        "transpose": _FUSED_MOVE._replace(move_axes=transpose_axes),
+        "stop_gradient": _FUSED_MOVE._replace(fold=lambda _, x: x),
+        "slice dynamic_slice rev split unstack": _FUSED_MOVE,
+        "gather": _gather,
+        "tile copy name": _MOVE,
+        "device_put sharding_constraint optimization_barrier": _MOVE,
+        "convert_element_type": _convert,
+        # Linear algebra, transforms and kernels in their own precision.
+        "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
+        "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
+        "fft ffi_call pallas_call float8_dot_general": _COSTLY,
+        # Bits, complex numbers, and reductions by any function.
+        "bitcast_convert_type reduce_precision complex conj imag real": ORIGINAL,
+        "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
+    }
+)
+
+
+class Facts(NamedTuple):
+    """Facts about an equation.
+
+    Attributes:
+        eqn: the equation.
+        rule: the rule of its op.
+        structure: how it holds jaxprs; None if it holds none.
+        operands: the variables that it reads, each once.
+        sources: what each operand was before it was only moved; None for a literal.
+        op: a number for the primitive, its parameters and the types of its operands and results: the same op of another
+            layer has the same. None if it holds jaxprs or what cannot be hashed.
+    """
+
+    eqn: JaxprEqn
+    rule: Rule
+    structure: Structure | None
+    operands: tuple[Var, ...]
+    sources: tuple[Var | None, ...]
+    op: int | None
+
+    @property
+    def enters(self) -> Structure | None:
+        """How analyses enter its jaxprs: a solver is one op to them."""
+        return None if self.rule.reads else self.structure
+
+    @property
+    def uses_copies(self) -> bool:
+        """Whether a float32 copy of an operand would change its decision."""
+        return self.structure is not None or (self.rule.moves and not self.rule.fuses)
+
+    @property
+    def is_with_itself(self) -> bool:
+        """Whether it has two operands that are the same array, moved or not."""
+        return len(self.sources) == 2 and self.sources[0] is not None and self.sources[0] is self.sources[1]
+
+    @property
+    def is_square(self) -> bool:
+        """Whether its result is the square of an array, element by element."""
+        return self.rule.power == 2 or (self.rule.makes is Makes.PRODUCT and self.is_with_itself)
+
+    @property
+    def multiplies_slices(self) -> bool:
+        """Whether it multiplies different parts of one array."""
+        return self.rule.scales and self.is_with_itself and self.eqn.invars[0] is not self.eqn.invars[1]

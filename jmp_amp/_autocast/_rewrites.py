@@ -1,0 +1,256 @@
+"""Rewrites: other ways to evaluate an op, which change its derivative.
+
+Each rewrite is a function that takes an op with decided dtypes and returns how to evaluate it, or None if it does not
+apply. `dtypes` are the dtypes of the operands, cast or not; `casts` are those that the op casts its operands to, None
+where an operand is not cast or shares its cast with other ops.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jmp_amp._autocast._decide import Context
+from jmp_amp._autocast._format import FLOAT32, Float8
+from jmp_amp._autocast._plan import Op, Rewrite
+from jmp_amp._autocast._primitives import OpClass
+from jmp_amp._float8 import float8_dot
+from jmp_amp._jaxpr import bind, dtype_of, evaluate, shape_of, trace, with_dtype
+
+Dtypes = tuple[Any, ...]
+
+
+def rewrite_of(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """Returns the first rewrite that applies to an op, None if none does."""
+    return next((run for rewrite in _REWRITES if (run := rewrite(op, dtypes, casts)) is not None), None)
+
+
+def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """`take_along_axis` along the last axis, of one float32 element a row, whose gradient is not scattered.
+
+    The transpose of a gather writes into an array of zeros. For a loss in float32 that is the gradient of all logits,
+    in float32, in memory. As a comparison with the index it fuses with the gradient of the softmax and the cast that
+    follow.
+    """
+    if not (op.rule.takes and op.rule.moves and op.in_float32):
+        return None
+    return _take_label_logit if is_label_logit(op.eqn.params, [atom.aval for atom in op.eqn.invars]) else None
+
+
+def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
+    """Whether a gather takes one float32 element a row, along the last axis."""
+    x, indices = avals
+    rows, axis = tuple(range(x.ndim - 1)), (x.ndim - 1,)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=axis,
+        start_index_map=axis,
+        operand_batching_dims=rows,
+        start_indices_batching_dims=rows,
+    )
+    return (
+        x.dtype == np.float32
+        and indices.shape == (*x.shape[:-1], 1, 1)
+        and indices.dtype.itemsize >= 4  # a smaller one cannot count the elements of a long row
+        and params["dimension_numbers"] == numbers
+        and params["slice_sizes"] == (1,) * x.ndim
+        and params["mode"] in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    )
+
+
+def _take_label_logit(op: Op, args: Sequence[Any]) -> list[Any]:
+    def tangent(x: Any, indices: Any, t: Any) -> Any:
+        # An index out of bounds equals none, so its tangent is 0.
+        is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
+        return jnp.sum(jnp.where(is_label, t, 0), -1, keepdims=True)
+
+    return _with_tangent(op, tangent, args)
+
+
+def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """A gather of low-precision values that were traced in float32, whose gradient is summed in float32.
+
+    The program can take an element any number of times, as edges take that of a node. So the transpose of a gather is a
+    sum by scatter, and in bfloat16 a sum of ones ends at 256.
+    """
+    atoms = op.eqn.invars
+    if not (op.rule.takes and op.rule.moves and dtype_of(atoms[0]) == FLOAT32 and dtypes[0] == op.format.dtype):
+        return None
+    return None if is_label_logit(op.eqn.params, [atom.aval for atom in atoms]) else _gather_low
+
+
+def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
+    def in_float32(x: Any, indices: Any) -> Any:
+        return lax.convert_element_type(op.apply([lax.convert_element_type(x, jnp.float32), indices])[0], x.dtype)
+
+    def tangent(x: Any, indices: Any, t: Any) -> Any:
+        return jax.jvp(lambda x: in_float32(x, indices), [x], [t])[1]
+
+    return _with_tangent(op, tangent, args)
+
+
+def _with_tangent(op: Op, tangent: Callable[[Any, Any, Any], Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a gather whose tangent is computed from the operand, the indices and the tangent of the operand."""
+
+    @jax.custom_jvp
+    def call(x: Any, indices: Any) -> Any:
+        return op.apply([x, indices])[0]
+
+    @call.defjvp
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        x, indices = primals
+        return call(x, indices), tangent(x, indices, tangents[0])
+
+    return [call(*op.cast(args))]
+
+
+def _float8_product(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """A product with a weight that gains by float8: it reads its operands and its cotangents in float8."""
+    form = op.format
+    is_low = op.rule.op_class is OpClass.LOWER and all(dtype == form.dtype for dtype in dtypes)
+    if form.float8 is None or not is_low or why_not_float8(op.eqn, op.is_input, form.float8):
+        return None
+    return Float8Product(form.dtype, form.float8)
+
+
+def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> str | None:
+    """Returns why a low-precision product or convolution is not float8, as a key of `REASONS`; None if it is.
+
+    Args:
+        eqn: the product.
+        is_input: whether each operand is an input of the program, moved or not, so that it may be a weight.
+        float8: the sizes.
+    """
+    if eqn.primitive is not lax.dot_general_p:
+        return "no matrix product"
+    contracting, batch = eqn.params["dimension_numbers"]
+    if batch[0] or len(contracting[0]) != 1:
+        return "no matrix product"
+    if not any(is_input[:2]):
+        return "no weight"
+    shapes = [shape_of(atom) or () for atom in eqn.invars[:2]]
+    terms = shapes[0][contracting[0][0]]
+    others = [[n for i, n in enumerate(shape) if i not in c] for shape, c in zip(shapes, contracting, strict=True)]
+    rows, columns = map(math.prod, others)
+    if any(n % float8.multiple for n in (terms, rows, columns)):
+        return "multiple"
+    # The rows and the columns of the product, if the first or the second operand is the weight.
+    sizes = zip(is_input, ((columns, rows), (rows, columns)), strict=False)
+    return None if any(is_weight and _gains(terms, *each, float8) for is_weight, each in sizes) else "size"
+
+
+def _gains(terms: int, rows: int, columns: int, float8: Float8) -> bool:
+    is_large = min(terms, columns) >= float8.min_size and terms * columns >= float8.min_weight
+    return is_large and rows >= float8.min_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Product:
+    """Evaluates a product by `float8_dot`, which casts the weight from the dtype that it is stored in."""
+
+    base: np.dtype
+    float8: Float8
+
+    def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
+        lhs, rhs = args
+        operands = self.float8.operands, self.float8.operands
+        return [float8_dot(lhs, rhs, self.base, operands, self.float8.cotangents, **dict(op.params))]
+
+
+def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """A product whose weight gradients leave the matrix unit in float32, as it accumulates them.
+
+    The transpose of a float16 product writes float16, which is then cast to the float32 of the weight: a gradient above
+    65504 is inf by then, and a small one is rounded. Here the product that computes the gradient returns float32.
+    """
+    is_product = op.rule.op_class is OpClass.LOWER and op.format.dtype in casts
+    return _with_float32_grads if is_product and op.options.weight_grad_dtype == FLOAT32 else None
+
+
+def _with_float32_grads(op: Op, args: Sequence[Any]) -> list[Any]:
+    @jax.custom_vjp
+    def call(*args: Any) -> Any:
+        return op.apply(op.cast(args, save=False))[0]
+
+    def forward(*args: Any) -> tuple[Any, Any]:
+        operands = op.cast(args)
+        return op.apply(operands)[0], [operands[i] if i in op.saved else x for i, x in enumerate(args)]
+
+    def backward(args: Sequence[Any], cotangent: jax.Array) -> tuple[Any, ...]:
+        operands = op.cast(args, save=False)
+
+        def gradient(i: int) -> Any:
+            if not jnp.issubdtype(operands[i].dtype, np.inexact):
+                return None
+            dtype = operands[i].dtype if op.casts[i] is None else FLOAT32
+            return _transposed_product(op, operands, i, cotangent, dtype)
+
+        return tuple(map(gradient, range(len(args))))
+
+    call.defvjp(forward, backward)
+    return [call(*args)]
+
+
+def _transposed_product(op: Op, operands: Sequence[Any], i: int, cotangent: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the gradient of operand `i`, by a product that returns `dtype`; the cotangent may have any dtype.
+
+    A product is linear in each operand. All else in its transpose only moves values.
+    """
+    product = jax.eval_shape(op.apply, operands)[0]
+    transpose = jax.linear_transpose(lambda x: op.apply([*operands[:i], x, *operands[i + 1 :]])[0], operands[i])
+
+    def apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        params = {"preferred_element_type": dtype} if "preferred_element_type" in eqn.params else {}
+        return bind(eqn, args, **params)
+
+    return evaluate(trace(transpose, [with_dtype(cotangent, product.dtype)]), [cotangent], apply)[0]
+
+
+def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """An elementwise op that casts an operand and broadcasts it; the cotangent is summed in the dtype before the cast.
+
+    The cotangent of a broadcast is a sum. That of a float32 bias, cast to float16 and then broadcast, would be summed
+    in float16, where 70,000 ones are inf.
+    """
+    rule, eqn = op.rule, op.eqn
+    if not (rule.fuses and rule.op_class is OpClass.PROMOTE and eqn.outvars and any(casts)):
+        return None
+    shape, pairs = shape_of(eqn.outvars[0]), zip(eqn.invars, casts, strict=True)
+    is_broadcast = any(dtype is not None and shape_of(atom) != shape for atom, dtype in pairs)
+    return _BroadcastFirst(shape) if is_broadcast and shape is not None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _BroadcastFirst:
+    """Differentiates the op as if the operand were broadcast before it is cast.
+
+    The op itself casts first: the large array would be kept in front of a loop, and read in every iteration.
+    """
+
+    shape: tuple[int, ...]
+
+    def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
+        call = jax.custom_jvp(lambda *args: op.apply(op.cast(args)))
+
+        def broadcast_first(*args: Any) -> list[Any]:
+            return op.apply(op.cast(list(map(self._broadcast, args, op.casts))))
+
+        @call.defjvp
+        def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            return call(*primals), jax.jvp(broadcast_first, primals, tangents)[1]
+
+        return call(*args)
+
+    def _broadcast(self, x: Any, dtype: Any) -> Any:
+        if dtype is None or np.shape(x) == self.shape:
+            return x
+        return lax.broadcast_in_dim(x, self.shape, range(np.ndim(x)))
+
+
+_REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)

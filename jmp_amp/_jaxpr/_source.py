@@ -1,0 +1,142 @@
+"""Where an equation comes from: the lines and the named scopes of the user, and the marks of this package."""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+from jmp_amp._jaxpr._structures import inner_jaxprs
+from jmp_amp._jaxpr._versions import open_jaxpr
+
+_FRAME = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)")
+
+
+class Frame(NamedTuple):
+    """A line of code: its file (`In[3]` for a cell of a notebook), its number, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+
+def frames_of(eqn: JaxprEqn, limit: int = 1) -> list[Frame]:
+    """Returns the lines of code that an equation comes from, the innermost first, without JAX's and this package's.
+
+    Args:
+        eqn: the equation. Those inside JAX's own functions, such as `jnp.where`, may have no lines.
+        limit: how many lines to return at most.
+    """
+    lines = source_info_util.summarize(eqn.source_info, num_frames=limit).splitlines()
+    frames = [frame for frame in map(_parsed, reversed(lines)) if frame is not None]
+    return [frame._replace(file=_cell_name(frame.file)) for frame in frames]
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(line: str) -> Frame | None:
+    match = _FRAME.fullmatch(line)
+    return Frame(match["file"], int(match["line"]), match["function"]) if match else None
+
+
+def _cell_name(file: str) -> str:
+    """Returns `In[3]` for the temporary file of a notebook's third cell, and `file` for any other file."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)  # of IPython 8 and newer
+    named = format_name(file) if format_name else None
+    return named[1] if named else file
+
+
+_PREFIX = "jmp_amp:"  # not to be used in a scope of the user
+_MARK = re.compile(rf"(?<![^/(]){_PREFIX}(\w+)(?![^/)])")  # a whole scope, in `jvp(...)` or not
+
+_TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`, differentiated
+
+# An equation that `jax.checkpoint` recomputes or transposes has its path twice, `transpose(jvp(net))/jvp(net)/layer`,
+# in its own name stack or together with that of the equation around it.
+_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
+
+_NO_MODULE = re.compile(
+    rf"^$|->|^checkpoint$|^rematted_computation$|^{_PREFIX}\w+$"
+)  # `->` is in the name of an einsum
+
+
+def marked(name: str) -> Any:
+    """Returns a context that marks new equations. Tracing and differentiation keep the mark."""
+    return jax.named_scope(_PREFIX + name)
+
+
+def marks_in(name_stack: Any) -> list[str]:
+    """Returns the names of the marks of an equation, the outermost first."""
+    return _MARK.findall(str(name_stack)) if name_stack.stack else []
+
+
+def scope_path(outer: str, name_stack: Any) -> str:
+    """Returns the named scopes of an equation, with those of the jaxpr that holds it.
+
+    Args:
+        outer: the scopes of the jaxpr, such as `"encoder/Dense_0"`.
+        name_stack: the name stack of the equation. The result has no marks and no names that JAX adds.
+    """
+    stack = _REPEATED.sub("", str(name_stack))
+    names = _TRANSFORM.sub("", stack).split("/")
+    path = "/".join(name for name in names if not _NO_MODULE.search(name))
+    repeats = "jvp(" in stack and f"{path}/".startswith(f"{outer}/")
+    return path if repeats else f"{outer}/{path}".strip("/")
+
+
+def is_backward(name_stack: Any) -> bool:
+    """Whether an equation is part of a backward pass."""
+    return "transpose(" in str(name_stack)
+
+
+def is_recomputed(name_stack: Any) -> bool:
+    """Whether `jax.checkpoint` made an equation, which computes the forward pass again."""
+    return "rematted_computation" in str(name_stack)
+
+
+class Provenance(NamedTuple):
+    """Where an equation comes from, and how often it runs.
+
+    Attributes:
+        stack: its name stack, with those of the equations around it.
+        module: the named scopes in it.
+        source: the line of the user's code.
+        times: how often it runs.
+    """
+
+    stack: str
+    module: str
+    source: str
+    times: int
+
+    def of(self, eqn: JaxprEqn) -> "Provenance":
+        """Returns the provenance of an equation of this jaxpr."""
+        # What JAX traced once for all its callers has no source of its own.
+        names = eqn.source_info.name_stack
+        frames = frames_of(eqn)
+        source = _shown(frames[0]) if frames else self.source
+        return Provenance(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
+
+
+TOP = Provenance("", "", "", 1)
+
+
+def _shown(frame: Frame) -> str:
+    """Returns the file, with its folder, the line and the function of a frame."""
+    file = "/".join(frame.file.replace(os.sep, "/").split("/")[-2:])
+    return f"{file}:{frame.line} ({frame.function})"
+
+
+def equations_in(jaxpr: Any, outer: Provenance) -> Iterator[tuple[JaxprEqn, Provenance]]:
+    """Yields all equations of a jaxpr with their provenance, those inside other equations included."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        provenance = outer.of(eqn)
+        yield eqn, provenance
+        for inner, times in inner_jaxprs(eqn):
+            yield from equations_in(inner, provenance._replace(times=provenance.times * times))
