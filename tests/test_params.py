@@ -95,7 +95,7 @@ def test_a_model_with_low_precision_parameters_trains_like_one_in_float32():
     adam = optax.adam(1e-2)
     _, expected = train(loss_fn, params, amp.dynamic_loss_scale(adam, amp.LossScale.none()))
     low = amp.cast_params(params, "O2")
-    trained, loss = train(amp.autocast(loss_fn), low, amp.dynamic_loss_scale(amp.master_weights(adam)))
+    trained, loss = train(amp.autocast(loss_fn), low, amp.dynamic_loss_scale(amp.low_precision_params(adam)))
     np.testing.assert_allclose(loss, expected, rtol=5e-2)
     assert loss < loss_fn(params, x, y) / 2
     assert dtypes(trained) == {"in": "float16", "norm": "float32", "out": "float16"}

@@ -2,7 +2,6 @@
 
 from jmp_amp._autocast._api import autocast, parse_settings
 from jmp_amp._autocast._explain import explain_call
-from jmp_amp._autocast._format import FORMATS, parse_format
 from jmp_amp._autocast._op_site import REASONS, OpSite
 from jmp_amp._autocast._overrides import matches, parse_rules
 from jmp_amp._autocast._regions import full_precision, precision
@@ -10,7 +9,6 @@ from jmp_amp._autocast._rule import OpClass, Reads, Rule
 from jmp_amp._autocast._rules import RULES
 
 __all__ = [
-    "FORMATS",
     "REASONS",
     "RULES",
     "OpClass",
@@ -21,7 +19,6 @@ __all__ = [
     "explain_call",
     "full_precision",
     "matches",
-    "parse_format",
     "parse_rules",
     "parse_settings",
     "precision",

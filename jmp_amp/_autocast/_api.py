@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 
-from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._misuse import Decorator, check_dtype_or_policy, check_function
 from jmp_amp._autocast._nnx import with_modules
@@ -18,8 +17,10 @@ from jmp_amp._autocast._rule import Reads
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Stream, Wish, unknown
 from jmp_amp._calls import transformation
+from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._jaxpr import HIGHER_ORDER, as_type, open_jaxpr, trace_call
-from jmp_amp._policy import Policy, cast_floating, get_policy
+from jmp_amp._policy import Policy, get_policy
+from jmp_amp._trees import cast_floating
 
 P = ParamSpec("P")
 R = TypeVar("R")

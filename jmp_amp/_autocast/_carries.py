@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._plan import Plan
 from jmp_amp._autocast._values import Origin, Value, join
+from jmp_amp._formats import FLOAT32
 from jmp_amp._jaxpr import dtype_of, shape_of
 
 Values = tuple[Value, ...]

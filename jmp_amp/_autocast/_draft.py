@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jmp_amp._autocast._facts import Facts
-from jmp_amp._autocast._format import FORMATS
 from jmp_amp._autocast._known import Whole
 from jmp_amp._autocast._operands import OpContext
 from jmp_amp._autocast._plan import Inside, Plan, Region, Step
@@ -18,6 +17,7 @@ from jmp_amp._autocast._readers import why
 from jmp_amp._autocast._regions import format_in
 from jmp_amp._autocast._rule import OpClass, Reads
 from jmp_amp._autocast._values import Origin, Stream, Value, Wish, constant
+from jmp_amp._formats import FORMATS
 from jmp_amp._jaxpr import Branches, Call, dtype_of
 
 if TYPE_CHECKING:

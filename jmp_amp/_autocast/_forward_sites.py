@@ -6,7 +6,6 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jmp_amp._autocast._format import AS_TRACED, FORMATS, Format
 from jmp_amp._autocast._op import Op
 from jmp_amp._autocast._op_site import OpSite, flops_of, widest_of
 from jmp_amp._autocast._plan import Plan, Step
@@ -17,6 +16,7 @@ from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._rule import OpClass
 from jmp_amp._autocast._rules import RULES
 from jmp_amp._autocast._values import Origin, Value, constant
+from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._jaxpr import dtype_of, is_floating, is_reference, shape_of
 
 

@@ -9,13 +9,13 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp._autocast._axes import sliced
 from jmp_amp._autocast._carries import Values, plan_carries
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
-from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._plan import Plan, Region, Step, Use
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rule import Reads
 from jmp_amp._autocast._values import Origin, Stream, Value, Wish, join
 from jmp_amp._float8 import as_products
+from jmp_amp._formats import AS_TRACED, FLOAT32
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
     Body,

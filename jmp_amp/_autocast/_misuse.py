@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._autocast._format import parse_format
+from jmp_amp._formats import parse_format
 from jmp_amp._policy import NAMED_POLICIES, Policy
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast._axes import Axes, varying
-from jmp_amp._autocast._format import FLOAT32, Format
 from jmp_amp._autocast._rule import Makes, OpClass, Rule
 from jmp_amp._autocast._rules import operand_dtypes
 from jmp_amp._autocast._values import Origin, Stream, Value, common_dtype, widest
+from jmp_amp._formats import FLOAT32, Format
 from jmp_amp._jaxpr import dtype_of, retyped, shape_of
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._autocast._rule import Makes, OpClass, Reads, Rule, RuleOf, Rules
 from jmp_amp._autocast._rules import RULES
+from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 
 # The variants of a primitive under `shard_map` with types; JAX exports only the primitive.
 _VARIANTS = {"psum": ("psum_invariant",), "all_gather": ("all_gather_invariant",)}

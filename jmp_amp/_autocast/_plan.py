@@ -15,9 +15,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._autocast._blocks import Block, cast, grouped
-from jmp_amp._autocast._format import Format
 from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._values import Value, Wish
+from jmp_amp._formats import Format
 from jmp_amp._jaxpr import Body, aval_with, context_of, dtype_of, evaluate_steps, is_differentiated, with_last_reads
 
 

@@ -11,7 +11,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast._draft import Draft
 from jmp_amp._autocast._facts import Facts
-from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._op import SAVED, Op
 from jmp_amp._autocast._operands import OpContext, decide, params_for
@@ -24,6 +23,7 @@ from jmp_amp._autocast._rewrites import Decided, rewrite_of
 from jmp_amp._autocast._rule import ORIGINAL, OpClass, Rule, Rules
 from jmp_amp._autocast._streams import Streams
 from jmp_amp._autocast._values import Origin, Value, Wish, constant
+from jmp_amp._formats import AS_TRACED, FLOAT32
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
     Kept,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
-from jmp_amp._autocast._format import FORMATS, Format, parse_format
 from jmp_amp._autocast._misuse import check_region_function
+from jmp_amp._formats import FORMATS, Format, parse_format
 from jmp_amp._jaxpr import marked, marks_in
 
 F = TypeVar("F", bound=Callable[..., Any])

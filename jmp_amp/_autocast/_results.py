@@ -9,12 +9,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast._axes import Axes, moved, varying
-from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._operands import OpContext, weighed
 from jmp_amp._autocast._rule import OpClass, Rule
 from jmp_amp._autocast._rules import FOLDS
 from jmp_amp._autocast._sizes import is_smaller
 from jmp_amp._autocast._values import Origin, Value, folded, merged_magnitudes, widest
+from jmp_amp._formats import FLOAT32
 from jmp_amp._jaxpr import dtype_of, shape_of
 
 

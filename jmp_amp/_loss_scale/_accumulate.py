@@ -17,7 +17,7 @@ from jmp_amp._modules import (
     state_of_modules,
     update_modules,
 )
-from jmp_amp._policy import wide_dtype
+from jmp_amp._trees import wide_dtype
 
 REDUCTIONS = ("mean", "sum")
 

@@ -15,7 +15,7 @@ from jmp_amp._loss_scale._loss_scale_state import LossScaleState
 from jmp_amp._loss_scale._skip import STEP_IF_FINITE
 from jmp_amp._loss_scale._unscale import unscale
 from jmp_amp._loss_scale._unscale_and_check import UnscaleAndCheckState
-from jmp_amp._policy import select_tree
+from jmp_amp._trees import select_tree
 
 
 class DynamicLossScaleState(NamedTuple):

@@ -17,7 +17,7 @@ from jmp_amp._loss_scale._arguments import (
     to_scale,
 )
 from jmp_amp._loss_scale._find_state import find_state
-from jmp_amp._policy import wide_dtype
+from jmp_amp._trees import wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jmp_amp._loss_scale._find_state import find_state, find_wrapper_states
 from jmp_amp._loss_scale._loss_scale_state import LossScaleState
-from jmp_amp._loss_scale._nonfinite_leaves import describe_nonfinite, nonfinite_leaves
+from jmp_amp._loss_scale._nonfinite_leaves import count_nonfinite, describe_nonfinite
 
 
 class LossScaleError(ArithmeticError):
@@ -112,4 +112,4 @@ _CURE = (
 
 
 def _describe_tree(tree: Any) -> str:
-    return describe_nonfinite(nonfinite_leaves(tree), tree)
+    return describe_nonfinite(count_nonfinite(tree), tree)

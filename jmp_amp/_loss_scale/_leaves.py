@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_amp._policy import is_value
+from jmp_amp._trees import is_value
 
 _LeavesByPath = dict[tuple[Any, ...], Any]
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jmp_amp._loss_scale._adapt import next_state
 from jmp_amp._loss_scale._arguments import LARGEST_SCALE, SMALLEST_SCALE, to_count, to_flag, to_number
-from jmp_amp._loss_scale._deepspeed import deepspeed_arguments
 from jmp_amp._loss_scale._loss_scale_state import LossScaleState
-from jmp_amp._loss_scale._unscale import map_wide, unscale_and_check_grads
+from jmp_amp._loss_scale._unscale import unscale_and_check_grads
+from jmp_amp._trees import map_wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,32 +189,6 @@ class LossScale:
     def deepspeed_consecutive(cls, **overrides: Any) -> Self:
         """DeepSpeed's rule with `consecutive_hysteresis`: only consecutive overflows use up hysteresis."""
         return cls.deepspeed(**{"consecutive_hysteresis": True} | overrides)
-
-    @classmethod
-    def from_deepspeed(cls, config: Mapping[str, Any]) -> Self:
-        """The rule that a DeepSpeed config describes.
-
-        Args:
-            config: the whole config. Its section `fp16` is read: `enabled`, `loss_scale` (0 is dynamic),
-                `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.
-                Defaults and parsing are DeepSpeed's: `"128"` is a number, `16.0` an integer, `"true"` a bool, and
-                `"auto"` the default (except for `enabled`). Unused values, such as the window of a static scale, may
-                be out of range. `auto_cast` and `fp16_master_weights_and_grads` do not affect the loss scale. If the
-                section is missing or not enabled, the result does not scale.
-
-        Raises:
-            TypeError: the config or its section is not a mapping (load a file with `json` first), or a key of the
-                section is not a string.
-            ValueError: `config` is only the section, a key is unknown, or a value is out of range; the message names
-                `fp16.<key>`.
-
-        Examples:
-            >>> import jmp_amp as amp
-            >>> rule = amp.LossScale.from_deepspeed({"fp16": {"enabled": True, "initial_scale_power": 12}})
-            >>> rule == amp.LossScale.deepspeed(init_scale=2.0**12)
-            True
-        """
-        return cls.deepspeed(**deepspeed_arguments(config))
 
     @classmethod
     def megatron(cls, **overrides: Any) -> Self:

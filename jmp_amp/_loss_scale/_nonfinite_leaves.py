@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._policy import is_inexact
+from jmp_amp._trees import is_inexact
 
 
-def nonfinite_leaves(tree: Any) -> Any:
+def count_nonfinite(tree: Any) -> Any:
     """Returns the number of non-finite values in each leaf.
 
     Call it inside or outside `jit`, and pass the result to `describe_nonfinite` outside `jit`.
@@ -25,7 +25,7 @@ def nonfinite_leaves(tree: Any) -> Any:
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> grads = {"w": jnp.array([1.0, jnp.inf, jnp.nan]), "b": jnp.ones(2), "step": 3}
-        >>> print(jax.device_get(jax.jit(amp.debug.nonfinite_leaves)(grads)))
+        >>> print(jax.device_get(jax.jit(amp.debug.count_nonfinite)(grads)))
         {'b': array(0, dtype=int32), 'step': array(0, dtype=int32), 'w': array(2, dtype=int32)}
     """
 
@@ -43,7 +43,7 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
     It blocks until the device has computed `counts`, so call it outside `jit`.
 
     Args:
-        counts: the result of `nonfinite_leaves`, or a tree of bool[], true for a leaf that is not finite. Counts with
+        counts: the result of `count_nonfinite`, or a tree of bool[], true for a leaf that is not finite. Counts with
             a leading axis, as `vmap` returns them, are summed.
         tree: the tree that was counted; if given, the description includes the number of values in each leaf.
         shown: the largest number of leaves to name; the description ends with the number of further leaves.
@@ -59,7 +59,7 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> grads = {"w": jnp.array([1.0, jnp.inf, jnp.nan]), "b": jnp.ones(2)}
-        >>> counts = amp.debug.nonfinite_leaves(grads)
+        >>> counts = amp.debug.count_nonfinite(grads)
         >>> amp.debug.describe_nonfinite(counts)
         "['w'] (2)"
         >>> amp.debug.describe_nonfinite(counts, grads)
@@ -68,7 +68,7 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(counts)):
         raise TypeError(
             "`describe_nonfinite` needs concrete values, so it cannot run inside `jit`; "
-            "return `nonfinite_leaves(tree)` from the jitted step, and pass the result to `describe_nonfinite`"
+            "return `count_nonfinite(tree)` from the jitted step, and pass the result to `describe_nonfinite`"
         )
     sizes = [""] * len(jax.tree.leaves(counts))
     if tree is not None:

@@ -38,8 +38,8 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
     """Returns the optimizer state with the loss scale set to `value`.
 
     A number resets the growth tracker to 0, and the other counters keep their values. A `LossScaleState`, such as that
-    of `load_state_dict`, replaces the scale and all counters. `value` is not clamped to the `min_scale` and `max_scale`
-    of the rule, which limit only the changes that the rule makes.
+    of `interop.torch.load_state_dict`, replaces the scale and all counters. `value` is not clamped to the `min_scale`
+    and `max_scale` of the rule, which limit only the changes that the rule makes.
 
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`. An `nnx.Optimizer`
@@ -60,7 +60,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
         >>> print(amp.get_loss_scale(state))
         1024.0
         >>> saved = dict(scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2, _growth_tracker=1)
-        >>> rule, scale_state = amp.load_state_dict(saved)
+        >>> rule, scale_state = amp.interop.torch.load_state_dict(saved)
         >>> state = amp.set_loss_scale(state, scale_state)
         >>> print(state.loss_scale, state.growth_tracker)
         3.0 1

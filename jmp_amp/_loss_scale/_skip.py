@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from jmp_amp._jaxpr import varying_axes
-from jmp_amp._policy import select_tree
+from jmp_amp._trees import select_tree
 
 Step = Callable[[], tuple[optax.Updates, optax.OptState]]
 

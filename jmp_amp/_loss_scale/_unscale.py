@@ -3,9 +3,8 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jmp_amp._policy import wide_dtype
+from jmp_amp._trees import map_wide
 
 UNSCALE_SCOPE = "amp.unscale"
 
@@ -33,15 +32,3 @@ def unscale_and_check_grads(tree: Any, factor: jax.Array, implementation: str | 
 
     unscaled_grads, is_finite, _ = unscale_check(tree, factor, implementation=implementation)
     return unscaled_grads, is_finite
-
-
-def map_wide(fun: Any, tree: Any) -> Any:
-    """Applies `fun` to the floating and complex leaves, in float32 or wider; other leaves pass through."""
-
-    def apply(x: Any) -> Any:
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            return x
-        x = jnp.asarray(x)
-        return fun(x.astype(wide_dtype(x.dtype)))
-
-    return jax.tree.map(apply, tree)

@@ -10,7 +10,7 @@ from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, to_scale
 from jmp_amp._loss_scale._check_grads import check_grads
 from jmp_amp._loss_scale._check_scaled import check_scaled
 from jmp_amp._loss_scale._unscale import unscale
-from jmp_amp._policy import select_tree
+from jmp_amp._trees import select_tree
 
 
 class UnscaleAndCheckState(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast._format import Format
 from jmp_amp._autocast._rule import Rule
+from jmp_amp._formats import Format
 
 
 class Decided(NamedTuple):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._op import Op, Rewrite
 from jmp_amp._autocast._rewrites._decided import Decided
 from jmp_amp._autocast._rewrites._transposed_product import transposed_product
 from jmp_amp._autocast._rule import OpClass
+from jmp_amp._formats import FLOAT32
 
 
 def match(decided: Decided) -> Rewrite | None:

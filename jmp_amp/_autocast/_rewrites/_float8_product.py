@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast._format import Float8
 from jmp_amp._autocast._op import Op, Rewrite
 from jmp_amp._autocast._rewrites._decided import Decided
 from jmp_amp._autocast._rule import OpClass
 from jmp_amp._float8 import float8_dot
+from jmp_amp._formats import Float8
 from jmp_amp._jaxpr import shape_of
 
 
