@@ -14,9 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import dtypes, equations
 
 import jmp_amp as amp
-from jmp_amp._float8 import PRIMITIVE
-from jmp_amp._float8._product import EMULATE, float8_dot
-from jmp_amp._float8._quantize import quantize
+from jmp_amp._float8 import EMULATE, PRIMITIVE, float8_dot, quantize
 from jmp_amp._formats import FORMATS
 
 pytestmark = pytest.mark.usefixtures("users_code")
