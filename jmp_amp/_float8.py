@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -243,22 +244,8 @@ def _normal_power(exponent: jax.Array) -> jax.Array:
 
 
 # Parts of the names of GPUs and TPUs. A GPU that is not named here has the units: all do since Ada (sm_89), of 2022.
-_GPUS_WITHOUT = (
-    "P100",
-    "V100",
-    "TITAN",
-    "T4",
-    "Quadro",
-    "A100",
-    "A30",
-    "A40",
-    "A10",
-    "A16",
-    "RTX 20",
-    "RTX 30",
-    "RTX A",
-)
-_TPUS_WITH = ("TPU7", "TPU v7")
+_GPUS_WITHOUT = re.compile("P100|V100|TITAN|T4|Quadro|A100|A30|A40|A10|A16|RTX [23]0|RTX A")
+_TPUS_WITH = re.compile("TPU7|TPU v7")
 _LEAST_CAPABILITY = (8, 9)
 
 
@@ -274,9 +261,9 @@ def _device_without_float8(platforms: Sequence[str]) -> str | None:
 def _without_float8(platform: str) -> str | None:
     kind, capability = _target(platform)
     if platform == "cuda":
-        is_old = any(name in kind for name in _GPUS_WITHOUT) if capability is None else capability < _LEAST_CAPABILITY
+        is_old = bool(_GPUS_WITHOUT.search(kind)) if capability is None else capability < _LEAST_CAPABILITY
         return kind if is_old else None
-    has_units = platform == "tpu" and any(name in kind for name in _TPUS_WITH)
+    has_units = platform == "tpu" and _TPUS_WITH.search(kind)
     return None if has_units else kind or platform
 
 

@@ -1,7 +1,6 @@
 """Casts, checks and selection of the leaves of pytrees."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -60,16 +59,16 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     return jax.tree.map(cast, tree)
 
 
-def map_wide(fun: Callable[[jax.Array], Any], tree: Any) -> Any:
-    """Applies `fun` to the floating and complex leaves, in float32 or wider; other leaves pass through."""
+def multiply_wide(tree: Any, factor: jax.Array) -> Any:
+    """Multiplies the floating and complex leaves by `factor`, in float32 or wider; other leaves pass through."""
 
-    def apply(x: Any) -> Any:
+    def multiply(x: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return x
-        x = jnp.asarray(x)
-        return fun(x.astype(wide_dtype(x.dtype)))
+        wide = jnp.asarray(x).astype(wide_dtype(jnp.result_type(x)))
+        return wide * factor.astype(wide.dtype)
 
-    return jax.tree.map(apply, tree)
+    return jax.tree.map(multiply, tree)
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._extras import extra
+from jmp_amp._calls import extra
 
 __all__ = ["LiveView", "live", "plot_history"]
 

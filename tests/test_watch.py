@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
-from jmp_amp._extras import extra
+from jmp_amp._calls import extra
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/watching.md"
 

@@ -15,7 +15,7 @@ from jmp_amp._jaxpr import marked
 from jmp_amp._loss_scale._accumulate import REDUCTIONS, accumulate
 from jmp_amp._loss_scale._arguments import to_scale
 from jmp_amp._loss_scale._state import find_state
-from jmp_amp._trees import wide_dtype
+from jmp_amp._trees import multiply_wide, wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
 
@@ -162,7 +162,7 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
     def evaluate_batch(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
         (_, (loss, aux, grad_factor)), grads = grad_fn(*args, **kwargs)
         if grad_factor is not None:
-            grads = jax.tree.map(lambda g: _multiply(g, grad_factor), grads)
+            grads = jax.tree.map(lambda g, wide: wide.astype(g.dtype), grads, multiply_wide(grads, grad_factor))
         return (loss, aux), grads
 
     return evaluate_batch
@@ -200,13 +200,6 @@ def _split_scale(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | N
         return scale, None
     loss_factor = jnp.minimum(scale, 2.0 ** (exponent - 1))
     return loss_factor, scale / loss_factor
-
-
-def _multiply(g: Any, factor: jax.Array) -> Any:
-    if not jnp.issubdtype(g.dtype, jnp.inexact):
-        return g
-    wide = g.astype(wide_dtype(g.dtype))
-    return (wide * factor.astype(wide.dtype)).astype(g.dtype)
 
 
 def _to_wide(loss: Any) -> jax.Array:

@@ -11,7 +11,7 @@ from jax import lax
 
 from jmp_amp._jaxpr import varying_axes
 from jmp_amp._loss_scale._arguments import AxisName
-from jmp_amp._trees import is_value, map_wide
+from jmp_amp._trees import is_value, multiply_wide
 
 UNSCALE_SCOPE = "amp.unscale"
 
@@ -26,7 +26,7 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
     # A multiplication, because XLA rewrites only some divisions by a scalar as multiplications. Plain JAX instead of a
     # kernel, so that XLA fuses it into the operations that use the result.
     with jax.named_scope(UNSCALE_SCOPE):
-        return map_wide(lambda x: x * factor.astype(x.dtype), tree)
+        return multiply_wide(tree, factor)
 
 
 class GradStats(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_amp._loss_scale._arguments import LARGEST_SCALE, SMALLEST_SCALE, to_count, to_flag, to_number
-from jmp_amp._trees import map_wide
+from jmp_amp._trees import multiply_wide
 
 
 class LossScaleState(NamedTuple):
@@ -146,7 +146,7 @@ class LossScale:
         Returns:
             The scaled tree in float32; wider leaves keep their dtype.
         """
-        return map_wide(lambda x: x * state.loss_scale.astype(x.dtype), tree)
+        return multiply_wide(tree, state.loss_scale)
 
     def unscale(self, state: LossScaleState, tree: Any, *, implementation: str | None = None) -> tuple[Any, jax.Array]:
         """Returns unscaled gradients, and whether all of them are finite.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jmp_amp._calls import describe
 from jmp_amp._jaxpr import varying_axes
 from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, check_inner, to_flag, to_number, to_scale
 from jmp_amp._loss_scale._check_scaled import check_scaled
@@ -336,8 +337,8 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState) -> N
     for path, x, y in _pairs(state, new_state):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
             raise TypeError(
-                f"`inner` changes its state{path} from {jax.typeof(x).str_short()} to {y.dtype.name}{list(y.shape)}, "
-                "so a step cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
+                f"`inner` changes its state{path} from {describe(x)} to {describe(y)}, so a step cannot be skipped; "
+                "initialize it with the dtype and shape that `inner.update` returns"
             )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jmp_amp import _policy, _trees
 from jmp_amp._formats import half_dtype
-from jmp_amp._trees import all_finite, cast_floating, map_wide
+from jmp_amp._trees import all_finite, cast_floating, multiply_wide
 
 __all__ = (
     "DynamicLossScale",
@@ -185,13 +185,11 @@ class _Scaling:
 
     def scale(self, tree: Any) -> Any:
         """Multiplies a loss, or a tree of losses, by the scale, in float32 or wider."""
-        scale = jnp.asarray(self.loss_scale, jnp.float32)
-        return map_wide(lambda x: x * scale.astype(x.dtype), tree)
+        return multiply_wide(tree, jnp.asarray(self.loss_scale, jnp.float32))
 
     def unscale(self, tree: Any) -> Any:
         """Divides a tree of gradients by the scale, in float32 or wider."""
-        factor = 1 / jnp.asarray(self.loss_scale, jnp.float32)
-        return map_wide(lambda x: x * factor.astype(x.dtype), tree)
+        return multiply_wide(tree, 1 / jnp.asarray(self.loss_scale, jnp.float32))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("loss_scale",))
