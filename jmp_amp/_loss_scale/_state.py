@@ -69,12 +69,15 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
         3.0 1
     """
     old = find_state(opt_state)
-    if is_state(value):
+    if isinstance(value, LossScaleState):
         new = find_state(value)
     else:
         scale = value if isinstance(value, jax.core.Tracer) else to_number("value", value)
         new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
     new = jax.tree.map(lambda x, like: jnp.broadcast_to(x.astype(like.dtype), like.shape), new, old)
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, LossScaleState)
 
     def replace(x: Any) -> Any:
         # The structure of `x`, because Flax NNX boxes arrays.
@@ -108,7 +111,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         65536.0
     """
     values = find_state(opt_state)._asdict()
-    for state in find_wrapper_states(opt_state):
+    for _, state in _nodes(opt_state, DynamicLossScaleState):
         (sum_of_squares,) = jax.tree.leaves(state.sum_of_squares)  # Flax NNX boxes arrays
         values["grad_norm"] = jnp.sqrt(jnp.abs(sum_of_squares))
         flags = jax.tree.leaves_with_path(state.nonfinite_leaves)
@@ -185,7 +188,7 @@ def check_health(
     if diagnosis is None:
         return
     fact, cure = diagnosis
-    flags = [x.nonfinite_leaves for x in find_wrapper_states(opt_state)]
+    flags = [x.nonfinite_leaves for _, x in _nodes(opt_state, DynamicLossScaleState)]
     if description := _describe_tree(grads) or describe_nonfinite(flags[0] if flags else ()):
         fact += f"; non-finite gradients: {description}"
     raise LossScaleError(
@@ -308,46 +311,36 @@ def find_state(opt_state: Any) -> LossScaleState:
         ValueError: there is no loss scale or more than one, or a transformation outside of `dynamic_loss_scale` changes
             its gradients.
     """
-    found = [(path, x) for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=is_state) if is_state(x)]
+    found = _nodes(opt_state, LossScaleState)
     if not found:
         raise ValueError(
             f"there is no `LossScaleState` in this {type(opt_state).__name__}; "
             "wrap the optimizer in `amp.dynamic_loss_scale(...)` and pass the state that its `init` or `update` returns"
         )
     if len(found) > 1:
-        paths = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
+        paths = ", ".join(f"opt_state{path}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state; pass only one of: {paths}")
     _check_outermost(opt_state)
     return LossScaleState(*jax.tree.leaves(found[0][1]))
 
 
-def find_wrapper_states(opt_state: Any) -> list[DynamicLossScaleState]:
-    """Returns every state of `dynamic_loss_scale` in a tree."""
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_wrapper_state) if _is_wrapper_state(x)]
-
-
-def is_state(x: Any) -> bool:
-    """Returns whether `x` is a `LossScaleState`."""
-    return isinstance(x, LossScaleState)
-
-
-def _is_wrapper_state(x: Any) -> bool:
-    return isinstance(x, DynamicLossScaleState)
+def _nodes(tree: Any, *kinds: type) -> list[tuple[str, Any]]:
+    """Returns the outermost nodes of these types in a tree, with their paths."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [(keystr(path), x) for path, x in leaves if isinstance(x, kinds)]
 
 
 def _check_outermost(opt_state: Any) -> None:
     """Raises if a transformation outside of `dynamic_loss_scale` would unscale its gradients or hide overflows."""
-    kinds = (DynamicLossScaleState, UnscaleAndCheckState, *_FORBIDDEN_OUTSIDE)
-    for path, x in jax.tree.leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
-        location = f"at opt_state{keystr(path)}"
-        if isinstance(x, UnscaleAndCheckState) and find_wrapper_states(opt_state):
+    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *_FORBIDDEN_OUTSIDE):
+        if isinstance(x, UnscaleAndCheckState) and _nodes(opt_state, DynamicLossScaleState):
             raise ValueError(
-                f"`unscale_and_check` is outside of `dynamic_loss_scale`, {location}, so it would unscale the "
+                f"`unscale_and_check` is outside of `dynamic_loss_scale`, at opt_state{path}, so it would unscale the "
                 "gradients a second time, and replace overflows by zeros; move it inside, or remove it"
             )
-        if type(x) in _FORBIDDEN_OUTSIDE and find_wrapper_states(x):
+        if type(x) in _FORBIDDEN_OUTSIDE and _nodes(x, DynamicLossScaleState):
             name, consequence, cure = _FORBIDDEN_OUTSIDE[type(x)]
-            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, {location}, so {consequence}; {cure}")
+            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {consequence}; {cure}")
 
 
 _FORBIDDEN_OUTSIDE = {
