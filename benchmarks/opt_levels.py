@@ -24,17 +24,17 @@ LEVELS["O2, first moments in bfloat16"] = "O2", optax.adamw(1e-3, mu_dtype=jnp.b
 WHY = "How much memory a train step needs at each of apex's levels."
 NOTES = """
 One train step of {case} (batch 8, 1024 tokens, AdamW, parameters and state donated), assembled by
-`amp.initialize(loss_fn, params, tx, level)`. Parameters and state are what stays between steps: bytes a parameter are 4
-for a float32 parameter or master, 2 for a float16 one, 8 for AdamW's two moments. Temporary memory is what the step
-needs besides: activations and gradients. Bytes moved are what every kernel reads and writes, by one rule for all
-programs (`gpu_aot.cost`): good for ratios.
+`interop.apex.initialize(loss_fn, params, tx, level)`. Parameters and state are what stays between steps: bytes a
+parameter are 4 for a float32 parameter or master, 2 for a float16 one, 8 for AdamW's two moments. Temporary
+memory is what the step needs besides: activations and gradients. Bytes moved are what every kernel reads and writes,
+by one rule for all programs (`gpu_aot.cost`): good for ratios.
 """
 
 
 def assemble(loss_fn, params, level, tx):
     """Returns the loss, the transformation, and the shapes of what stays between steps: parameters and state."""
-    fun, _, scaled_tx = amp.initialize(loss_fn, {}, tx, level)
-    params = jax.eval_shape(lambda params: amp.initialize(loss_fn, params, tx, level)[1], params)
+    fun, _, scaled_tx = amp.interop.apex.initialize(loss_fn, {}, tx, level)
+    params = jax.eval_shape(lambda params: amp.interop.apex.initialize(loss_fn, params, tx, level)[1], params)
     return fun, scaled_tx, (params, jax.eval_shape(scaled_tx.init, params))
 
 

@@ -63,7 +63,7 @@ def make_train_step(tx: optax.GradientTransformation, precision: str) -> Callabl
         value_and_grad = amp.value_and_grad(low_loss_fn, has_aux=True, opt_state=opt_state)
         (loss, new_state), grads = value_and_grad(params, state, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
-        state = amp.select_tree(amp.metrics(opt_state)["last_finite"], new_state, state)
+        state = optax.tree.where(amp.metrics(opt_state)["last_finite"], new_state, state)
         return optax.apply_updates(params, updates), state, opt_state, loss
 
     return train_step

@@ -222,7 +222,7 @@ def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, sto
     training = data.windows(text[0], config.context + 1, config.batch, config.seed)
     validation = next(data.windows(text[1], config.context + 1, EVAL_WINDOWS, config.seed))
     fetched, start, speed = len(rows), time.perf_counter(), math.nan
-    with amp.live(config.steps, name, every=1, start=len(rows)) as view:
+    with amp.watch.live(config.steps, name, every=1, start=len(rows)) as view:
         for step, batch in enumerate(itertools.islice(training, len(rows), config.steps), len(rows) + 1):
             params, opt_state, measured = step_fn(params, opt_state, batch, step == config.inject_overflow)
             rows.append({"step": step, "val_loss": math.nan, "tokens_per_s": speed, **measured})

@@ -51,9 +51,9 @@ def main(
         parser.error(f"argument --steps: must be at least 1, got {config.steps}")
     rows, scores = [], {}
     for precision in PRECISIONS[:2] if config.precision == "compare" else [config.precision]:
-        with amp.live(config.steps, precision) as view:
+        with amp.watch.live(config.steps, precision) as view:
 
-            def log(precision: str = precision, view: amp.LiveView = view, **values: Any) -> None:
+            def log(precision: str = precision, view: amp.watch.LiveView = view, **values: Any) -> None:
                 view.update(**values)
                 rows.append({"run": precision, **values})
 
@@ -61,7 +61,7 @@ def main(
     rows = jax.device_get(rows)
     Console().print(summarize(rows, scores))
     config.out.mkdir(parents=True, exist_ok=True)
-    amp.plot_history(rows, config.out / "history.png")
+    amp.watch.plot_history(rows, config.out / "history.png")
     print(f"Wrote {config.out / 'history.png'}")
     if draw is not None:
         draw(config.out)

@@ -1,6 +1,7 @@
-"""Errors for calls such as `explain(fun, params, x)`, which must be `explain(fun)(params, x)`."""
+"""Errors that say what to write: for calls such as `explain(fun, params, x)`, and for packages that are missing."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -57,3 +58,24 @@ def _holds_arrays(option: Any) -> bool:
         return any(x.ndim or not jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
     except (TypeError, ValueError):  # a dict of rules may have keys that JAX cannot sort
         return False
+
+
+def extra(module: str, feature: str) -> Any:
+    """Imports a module of an optional package.
+
+    Args:
+        module: the name of the module.
+        feature: the function that needs it, for the error message.
+
+    Raises:
+        ImportError: the package is not installed. The message contains the `pip install` command.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{feature} needs {package}, which could not be imported ({error}); "
+            'run `pip install -e ".[demo]"` in a clone of the repository',
+            name=package,
+        ) from error

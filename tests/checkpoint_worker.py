@@ -43,13 +43,13 @@ def runs():
     chain = optax.chain(amp.unscale_and_check(), optax.clip_by_global_norm(0.5), adamw)
     low = amp.cast_params(params, "O2")
     lowest = amp.cast_params(params, "O3", keep=lambda path, x: False)
-    rounded = amp.rounded_weights(adamw, "stochastic")
+    rounded = amp.low_precision_params(adamw, masters=False, rounding="stochastic")
     inside = amp.dynamic_loss_scale(optax.MultiSteps(adamw, WINDOW).gradient_transformation(), rule)
     mixed = amp.autocast(loss_fn)
     return {
         "O0": Run(params, loss_fn, amp.dynamic_loss_scale(adamw, amp.LossScale.none())),
         "O1": Run(params, mixed, amp.dynamic_loss_scale(chain, rule)),
-        "O2": Run(low, mixed, amp.dynamic_loss_scale(amp.master_weights(adamw), rule)),
+        "O2": Run(low, mixed, amp.dynamic_loss_scale(amp.low_precision_params(adamw), rule)),
         "O3": Run(lowest, mixed, amp.dynamic_loss_scale(rounded, rule)),
         "window_inside": Run(params, mixed, inside),
     }
@@ -116,7 +116,7 @@ def resume(folder):
 
 def state_form():
     """Of a training run with masters, a few megabytes large."""
-    tx = amp.dynamic_loss_scale(amp.master_weights(optax.adam(1e-3)))
+    tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3)))
     params = {f"w{i}": jax.ShapeDtypeStruct((512, 256), jnp.float16) for i in range(4)}
     return {"params": params, "state": jax.eval_shape(tx.init, params)}
 

@@ -328,7 +328,7 @@ class TestSignature:
             with amp.precision(name):
                 return x @ W
 
-        initialized, params, _ = amp.initialize(lambda p, x: x @ p, W, optax.sgd(0.1), "O2", dtype=name)
+        initialized, params, _ = amp.interop.apex.initialize(lambda p, x: x @ p, W, optax.sgd(0.1), "O2", dtype=name)
         low = [
             amp.autocast(fun, name),
             amp.autocast(fun, policy=amp.Policy("fp32", name, "fp32")),

@@ -194,7 +194,7 @@ def test_tools_take_a_module_with_its_activation_function():
     filtered = amp.debug.compare(loss, ["float16"], transform=eqx.filter_value_and_grad)(model, x)
     assert report.rows == filtered.rows
     assert [row.name for row in report.rows if row.kind == "gradient"] == [f"layers/{i}" for i in range(3)]
-    assert amp.suggest_rules(loss)(model, x).rules == {}
+    assert amp.debug.suggest_rules(loss)(model, x).rules == {}
     state = amp.LossScale().init()
     amp.check_health(state, model)
     with pytest.raises(amp.LossScaleError, match=r"\.layers\[0\]\.weight \(128 of 128 values\)"):

@@ -69,8 +69,10 @@ def test_right_steps_of_other_forms_pass():
     checked(tx, loss_fn=network_loss_in_float16)
     checked(tx, transform=lambda fun, **kwargs: jax.jit(jax.value_and_grad(fun, **kwargs)))
     low = amp.cast_params(PARAMS, "O2")
-    checked(amp.dynamic_loss_scale(amp.master_weights(optax.adam(1e-3))), low)
-    checked(amp.dynamic_loss_scale(amp.rounded_weights(optax.adam(1e-3), "stochastic")), low)
+    checked(amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3))), low)
+    checked(
+        amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3), masters=False, rounding="stochastic")), low
+    )
     jitted = jax.jit(functools.partial(train_step, tx))
     check(jitted)(PARAMS, tx.init(PARAMS), X)
     check(jitted)(*jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS), X)))

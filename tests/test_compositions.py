@@ -371,7 +371,7 @@ def test_a_tracker_at_the_end_of_int32_does_not_wrap():
     state = rule.update(state, True)
     assert (state.growth_tracker, state.loss_scale) == (0, 2.0**17)
     saved = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-    rule, state = amp.load_state_dict(saved | {"_growth_tracker": 2**31 - 1})
+    rule, state = amp.interop.torch.load_state_dict(saved | {"_growth_tracker": 2**31 - 1})
     assert rule.update(state, True).loss_scale == 8
 
 

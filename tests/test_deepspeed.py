@@ -10,11 +10,11 @@ import pytest
 
 import jmp_amp as amp
 from jmp_amp import LossScale
-from jmp_amp._loss_scale._deepspeed import _FIELDS
+from jmp_amp.interop.deepspeed import _FIELDS
 
 
 def rule(**fp16):
-    return LossScale.from_deepspeed({"train_batch_size": 8, "fp16": {"enabled": True} | fp16})
+    return amp.interop.deepspeed.from_config({"train_batch_size": 8, "fp16": {"enabled": True} | fp16})
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_config_is_the_preset_with_its_values(fp16, expected):
 
 
 def test_without_the_section_nothing_is_scaled():
-    assert LossScale.from_deepspeed({"train_batch_size": 8}).max_scale == 1.0
+    assert amp.interop.deepspeed.from_config({"train_batch_size": 8}).max_scale == 1.0
 
 
 def test_a_loss_scale_is_static_and_zero_is_dynamic():
@@ -130,41 +130,47 @@ def test_an_unknown_name_is_an_error_that_knows_the_right_one():
     with pytest.raises(ValueError, match=r"`fp16.loss_scale_windw` is not known; did you mean `loss_scale_window`\?"):
         rule(loss_scale_windw=100)
     with pytest.raises(TypeError, match="`fp16` must be a mapping, got True"):
-        LossScale.from_deepspeed({"fp16": True})
+        amp.interop.deepspeed.from_config({"fp16": True})
     with pytest.raises(TypeError, match=r"the keys of `fp16` must be strings, got 5. Allowed: enabled, "):
-        LossScale.from_deepspeed({"fp16": {"enabled": True, 5: 1}})
+        amp.interop.deepspeed.from_config({"fp16": {"enabled": True, 5: 1}})
 
 
 @pytest.mark.parametrize("section", [{"enabled": True, "loss_scale": 128}, {"hysteresis": 1}, {"min_loss_scale": 1}])
 def test_a_section_is_no_config(section):
     match = rf"`{next(iter(section))}` belongs in the section `fp16`, .* pass the whole config, or `{{\"fp16\": "
     with pytest.raises(ValueError, match=match):
-        LossScale.from_deepspeed(section)
+        amp.interop.deepspeed.from_config(section)
     with pytest.raises(ValueError, match=match):
-        LossScale.from_deepspeed(section | {"train_batch_size": 8})
+        amp.interop.deepspeed.from_config(section | {"train_batch_size": 8})
 
 
 def test_other_keys_of_a_config_are_not_read():
-    assert LossScale.from_deepspeed({5: None, "fp16": {"enabled": True}, "enabled": 3}) == LossScale.deepspeed()
+    assert (
+        amp.interop.deepspeed.from_config({5: None, "fp16": {"enabled": True}, "enabled": 3}) == LossScale.deepspeed()
+    )
 
 
 @pytest.mark.parametrize("path", ["ds_config.json", b"ds_config.json", pathlib.Path("ds_config.json")])
 def test_a_path_must_be_loaded_first(path):
     with pytest.raises(TypeError, match=r"`config` must be a mapping, got .*ds_config.json.*; load the file first"):
-        LossScale.from_deepspeed(path)
+        amp.interop.deepspeed.from_config(path)
 
 
 @pytest.mark.parametrize("config", [None, 5, [("fp16", {})], LossScale()])
 def test_a_config_must_be_a_mapping(config):
     with pytest.raises(TypeError, match=r"`config` must be a mapping such as `\{\"fp16\": .*, got "):
-        LossScale.from_deepspeed(config)
+        amp.interop.deepspeed.from_config(config)
 
 
 @pytest.mark.usefixtures("users_code")
 @pytest.mark.parametrize("checked", [True, False])
 def test_bfloat16_without_scaling_skips_an_overflow_if_it_is_checked(checked):
     adam = optax.adam(0.1)
-    tx = amp.dynamic_loss_scale(adam, LossScale.from_deepspeed({"bf16": {"enabled": True}})) if checked else adam
+    tx = (
+        amp.dynamic_loss_scale(adam, amp.interop.deepspeed.from_config({"bf16": {"enabled": True}}))
+        if checked
+        else adam
+    )
     params = jnp.ones((2, 2))
     state = tx.init(params)
     for x in (1.0, jnp.inf, 2.0, jnp.nan):

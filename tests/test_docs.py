@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +53,13 @@ def test_readme_train_step_trains():
     skipped, state, _ = step["train_step"](params, state, jnp.full((4, 3), jnp.nan))
     assert all(np.array_equal(skipped[k], params[k]) for k in params)
     assert amp.get_loss_scale(state) == 2**15
+    # The bare link passes zeros, and the rule halves the scale.
+    carried = (step["params"], step["chain_state"], step["scale_state"])
+    *carried, loss = step["chain_step"](*carried, jnp.ones((4, 3)))
+    assert np.isfinite(loss)
+    params, chain_state, scale_state, _ = step["chain_step"](*carried, jnp.full((4, 3), jnp.nan))
+    assert (bool(chain_state[0].last_finite), scale_state.loss_scale) == (False, 2**15)
+    assert all(np.isfinite(x).all() for x in params.values())
 
 
 def reference():
@@ -61,8 +69,11 @@ def reference():
 
 
 def test_every_public_name_has_an_example_and_one_place_in_the_reference():
-    names = {f"jmp_amp.{name}": getattr(amp, name) for name in amp.__all__ if name not in ("__version__", "debug")}
-    names |= {f"jmp_amp.debug.{name}": getattr(amp.debug, name) for name in amp.debug.__all__}
+    modules = [amp.debug, amp.watch, amp.interop.torch, amp.interop.deepspeed, amp.interop.apex]
+    names = {f"jmp_amp.{name}": getattr(amp, name) for name in amp.__all__}
+    names = {name: x for name, x in names.items() if not isinstance(x, types.ModuleType | str)}
+    names |= {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
+    assert len(amp.__all__) <= 30
     for name, value in names.items():
         assert reference().count(name) == 1, name
         assert ">>> " in inspect.getdoc(value), name

@@ -14,10 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import dtypes, equations
 
 import jmp_amp as amp
-from jmp_amp._autocast._format import FORMATS
-from jmp_amp._float8 import PRIMITIVE
-from jmp_amp._float8._product import EMULATE, float8_dot
-from jmp_amp._float8._quantize import quantize
+from jmp_amp._float8 import EMULATE, PRIMITIVE, float8_dot, quantize
+from jmp_amp._formats import FORMATS
 
 pytestmark = pytest.mark.usefixtures("users_code")
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -468,16 +466,18 @@ def test_an_exported_program_is_that_of_its_platform(native):
 
 def test_a_policy_names_float8():
     policy = amp.get_policy("mixed_float8")
-    assert (policy.compute_dtype, policy.compute_format) == (jnp.dtype("bfloat16"), "float8_bfloat16")
+    assert (policy.compute_dtype, policy.compute_format) == (jnp.dtype("bfloat16"), "float8")
     assert amp.get_policy(str(policy)) == policy == amp.Policy("float32", "float8", "float32")
     assert policy != amp.get_policy("mixed_bfloat16")
-    assert policy.with_output_dtype("bfloat16").float8
+    assert policy.with_output_dtype("bfloat16").compute_format == "float8"
     low = amp.autocast(loss_fn, policy=policy.with_rules(EVERYWHERE))
     assert low(PARAMS, X) == float8(loss_fn)(PARAMS, X)
 
 
 def test_initialize_takes_float8_without_a_loss_scale():
-    loss, params, tx = amp.initialize(loss_fn, PARAMS, optax.sgd(0.1), "O2", dtype="float8", rules=EVERYWHERE)
+    loss, params, tx = amp.interop.apex.initialize(
+        loss_fn, PARAMS, optax.sgd(0.1), "O2", dtype="float8", rules=EVERYWHERE
+    )
     assert used(loss, params, X)
     assert params["w"].dtype == jnp.bfloat16
     assert amp.get_loss_scale(tx.init(params)) == 1
@@ -511,7 +511,7 @@ def test_suggest_rules_moves_modules_from_float8_to_the_base_dtype(monkeypatch):
         with jax.named_scope("head"):
             return jnp.mean((x @ params["v"]) ** 2)
 
-    rules, report = amp.suggest_rules(loss, "float8")(PARAMS, X, tol=0.02)
+    rules, report = amp.debug.suggest_rules(loss, "float8")(PARAMS, X, tol=0.02)
     assert report.met
     assert set(rules.values()) == {"bfloat16"} == {report.value}
     assert set(rules) <= {"mlp", "head"}

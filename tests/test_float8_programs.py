@@ -8,7 +8,7 @@ from conformance import examine
 from programs import PROGRAMS
 
 import jmp_amp as amp
-from jmp_amp._autocast._format import FORMATS, Float8
+from jmp_amp._formats import FORMATS, Float8
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("users_code")]
 ANY_SIZE = Float8(multiple=1, min_rows=0, min_size=0, min_weight=0)

@@ -102,7 +102,7 @@ def test_setting_resets_the_growth_tracker_and_keeps_the_counters(jit):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_setting_a_state_replaces_the_scale_and_all_counters(jit):
-    _, saved = amp.load_state_dict(amp.state_dict(after("x...")))
+    _, saved = amp.interop.torch.load_state_dict(amp.interop.torch.state_dict(after("x...")))
     state = scaler().init(jnp.ones(2))
     new = (jax.jit(amp.set_loss_scale) if jit else amp.set_loss_scale)(state, saved)
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -183,7 +183,7 @@ READERS = {
     "set_loss_scale": functools.partial(amp.set_loss_scale, value=2.0),
     "metrics": amp.metrics,
     "check_health": amp.check_health,
-    "state_dict": amp.state_dict,
+    "state_dict": amp.interop.torch.state_dict,
 }
 
 
@@ -344,7 +344,7 @@ def test_arrays_in_boxes_are_read_and_set_as_flax_nnx_has_them():
     assert amp.get_loss_scale(state) == 2**16
     assert {name: x.shape for name, x in amp.metrics(state).items()}.keys() >= {"loss_scale", "grad_norm"}
     amp.check_health(state)
-    assert amp.state_dict(state)["scale"] == 2**16
+    assert amp.interop.torch.state_dict(state)["scale"] == 2**16
     state = amp.set_loss_scale(state, 8.0)
     assert isinstance(state.loss_scale.loss_scale, Box)
     assert amp.get_loss_scale(state) == 8

@@ -48,7 +48,7 @@ def train_step(loss_fn, tx):
 
 @functools.cache
 def train(level, steps=50, **options):
-    fun, params, tx = amp.initialize(loss_fn, initial_params(), optax.adam(1e-2), level, **options)
+    fun, params, tx = amp.interop.apex.initialize(loss_fn, initial_params(), optax.adam(1e-2), level, **options)
     state, step = tx.init(params), jax.jit(train_step(fun, tx))
     for _ in range(steps):
         params, state, loss = step(params, state, *batch())
@@ -70,7 +70,7 @@ def test_each_level_trains_and_keeps_its_dtypes(level, dtype):
     # The optimizer computes in float32 at every level.
     assert dtypes((optax.tree.get(state, "mu"), optax.tree.get(state, "nu"))) == {"float32"}
     masters = {"O2": {"float32"}}.get(level, set())
-    assert dtypes([s.master for s in find(amp.MasterWeightsState, state)]) == masters
+    assert dtypes([s.masters for s in find(amp.LowPrecisionParamsState, state)]) == masters
     scaled = level in ("O1", "O2") and dtype == "float16"
     assert (amp.get_loss_scale(state) > 1) == scaled
 
@@ -88,7 +88,7 @@ def outputs(fun, params, primitive):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_products_are_low_precision_and_statistics_are_not(level):
-    fun, params, _ = amp.initialize(loss_fn, initial_params(), optax.sgd(0.1), level)
+    fun, params, _ = amp.interop.apex.initialize(loss_fn, initial_params(), optax.sgd(0.1), level)
     assert outputs(fun, params, "dot_general") == {"float32" if level == "O0" else "float16"}
     assert outputs(fun, params, "reduce_sum") == {"float32"}
 
@@ -104,7 +104,7 @@ def test_a_model_that_was_written_for_float32_is_traced_so(level):
         return jnp.mean((h - y) ** 2)
 
     params = np.stack([np.eye(4, dtype=np.float32)] * 3)
-    fun, params, _ = amp.initialize(written_for_float32, params, optax.sgd(0.1), level)
+    fun, params, _ = amp.interop.apex.initialize(written_for_float32, params, optax.sgd(0.1), level)
     loss, grads = amp.value_and_grad(fun, loss_scale=8.0)(params, *batch())
     expected = written_for_float32(np.float32(params), *batch())
     np.testing.assert_allclose(loss, expected, rtol=1e-2)
@@ -113,7 +113,7 @@ def test_a_model_that_was_written_for_float32_is_traced_so(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_overflows_are_skipped_at_every_level(level):
-    fun, params, tx = amp.initialize(loss_fn, initial_params(), optax.adam(1e-2), level)
+    fun, params, tx = amp.interop.apex.initialize(loss_fn, initial_params(), optax.adam(1e-2), level)
     x, y = batch()
     new_params, state, _ = jax.jit(train_step(fun, tx))(params, tx.init(params), x, y + np.inf)
     jax.tree.map(np.testing.assert_array_equal, new_params, params)
@@ -122,7 +122,7 @@ def test_overflows_are_skipped_at_every_level(level):
 
 def test_the_scale_and_what_is_kept_can_be_chosen():
     rule = amp.LossScale.static(8)
-    _, params, tx = amp.initialize(
+    _, params, tx = amp.interop.apex.initialize(
         loss_fn, initial_params(), optax.sgd(0.1), "O3", loss_scale=rule, keep=lambda path, x: x.ndim == 1
     )
     assert amp.get_loss_scale(tx.init(params)) == 8
@@ -130,14 +130,14 @@ def test_the_scale_and_what_is_kept_can_be_chosen():
 
 
 def test_options_of_autocast_reach_it():
-    fun, params, _ = amp.initialize(
+    fun, params, _ = amp.interop.apex.initialize(
         loss_fn, initial_params(), optax.sgd(0.1), "O1", rules={jax.lax.dot_general_p: "full"}
     )
     assert outputs(fun, params, "dot_general") == {"float32"}
 
 
 def test_wrong_levels_and_dtypes_are_named():
-    call = lambda *args, **kwargs: amp.initialize(loss_fn, {}, optax.sgd(0.1), *args, **kwargs)  # noqa: E731
+    call = lambda *args, **kwargs: amp.interop.apex.initialize(loss_fn, {}, optax.sgd(0.1), *args, **kwargs)  # noqa: E731
     with pytest.raises(ValueError, match="`opt_level` must be one of 'O0', 'O1', 'O2', 'O3', got 'O4'"):
         call("O4")
     with pytest.raises(ValueError, match=r'`dtype` must have less than 32 bits, got float32; .* opt_level="O0"'):
@@ -148,7 +148,7 @@ def test_wrong_levels_and_dtypes_are_named():
 
 @pytest.mark.parametrize("moments", [optax.adamw(1e-3, mu_dtype=jnp.bfloat16), optax.lion(1e-3, mu_dtype="bfloat16")])
 def test_moments_may_be_bfloat16(moments):
-    fun, params, tx = amp.initialize(loss_fn, initial_params(), moments, "O2")
+    fun, params, tx = amp.interop.apex.initialize(loss_fn, initial_params(), moments, "O2")
     state, losses = tx.init(params), []
     step = jax.jit(train_step(fun, tx))
     for _ in range(50):

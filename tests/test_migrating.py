@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import dtypes, read_low
 
 import jmp_amp as amp
+import jmp_amp.compat.jmp as jmp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 PAGE = Path(__file__).parent.parent / "docs/migrating.md"
@@ -224,7 +225,7 @@ def test_torchs_dictionaries_are_written_and_read():
     rule = amp.LossScale.torch(init_scale=4.0, growth_interval=7)
     tx = amp.dynamic_loss_scale(optax.sgd(1.0), rule)
     _, state = scaled_step(tx, tx.init(PARAMS))
-    saved = amp.state_dict(state, rule)
+    saved = amp.interop.torch.state_dict(state, rule)
     assert saved == {
         "scale": 4.0,
         "growth_factor": 2.0,
@@ -232,7 +233,7 @@ def test_torchs_dictionaries_are_written_and_read():
         "growth_interval": 7,
         "_growth_tracker": 1,
     }
-    loaded_rule, loaded = amp.load_state_dict(saved)
+    loaded_rule, loaded = amp.interop.torch.load_state_dict(saved)
     assert loaded_rule == rule
     assert amp.metrics(state._replace(loss_scale=loaded))["growth_tracker"] == 1
 
@@ -321,20 +322,20 @@ def test_an_overflow_on_one_device_skips_on_all():
 @row("apex", "`amp.initialize(", "`keep_batchnorm_fp32`", "`master_weights=True`", "`amp.master_params(optimizer)`")
 def test_o2_keeps_norms_and_masters_in_float32():
     params = {"dense": PARAMS["w"], "norm": {"scale": jnp.ones(2)}}
-    fun, low, tx = amp.initialize(
+    fun, low, tx = amp.interop.apex.initialize(
         lambda p, x: jnp.sum(x @ p["dense"] * p["norm"]["scale"]), params, optax.sgd(0.1), "O2"
     )
     assert (low["dense"].dtype, low["norm"]["scale"].dtype) == (jnp.float16, jnp.float32)
-    assert optax.tree.get(tx.init(low), "master")["dense"].dtype == jnp.float32
+    assert optax.tree.get(tx.init(low), "masters")["dense"].dtype == jnp.float32
     assert fun(low, X).dtype == jnp.float32
-    _, all_low, _ = amp.initialize(loss_fn, params, optax.sgd(0.1), "O2", keep=lambda path, leaf: False)
+    _, all_low, _ = amp.interop.apex.initialize(loss_fn, params, optax.sgd(0.1), "O2", keep=lambda path, leaf: False)
     assert all_low["norm"]["scale"].dtype == jnp.float16
 
 
 @row("apex", '`loss_scale="dynamic"`, `128.0`', "`min_loss_scale`, `max_loss_scale`")
 def test_initialize_takes_a_rule():
     for rule in (amp.LossScale.apex(min_scale=2.0, max_scale=2.0**20), amp.LossScale.static(128.0)):
-        _, params, tx = amp.initialize(loss_fn, PARAMS, optax.sgd(0.1), "O1", loss_scale=rule)
+        _, params, tx = amp.interop.apex.initialize(loss_fn, PARAMS, optax.sgd(0.1), "O1", loss_scale=rule)
         assert amp.get_loss_scale(tx.init(params)) == rule.init_scale
     assert dataclasses.replace(amp.LossScale.apex(), min_scale=2.0, max_scale=2.0**20).min_scale == 2
 
@@ -373,7 +374,7 @@ def test_the_optimizer_state_is_a_tree_of_arrays():
 @row("apex", "`FP16_Optimizer(optimizer, dynamic_loss_scale=True)`")
 def test_masters_move_where_float16_parameters_would_stand_still():
     params = {"w": jnp.ones((3, 2), jnp.float16)}
-    tx = amp.dynamic_loss_scale(amp.master_weights(optax.sgd(1.0)), amp.LossScale.apex())
+    tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.sgd(1.0)), amp.LossScale.apex())
     state = tx.init(params)
     for _ in range(8):
         grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-4 * 2**10), params)
@@ -401,26 +402,26 @@ def test_scaled_gradients_of_two_calls_can_be_added_up():
 @row("DeepSpeed", '`{"fp16": {"initial_scale_power"', '`{"fp16": {"loss_scale": 128}}`')
 def test_configs_of_deepspeed_are_read():
     section = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 1, "min_loss_scale": 8}
-    rule = amp.LossScale.from_deepspeed({"fp16": section | {"consecutive_hysteresis": True}})
+    rule = amp.interop.deepspeed.from_config({"fp16": section | {"consecutive_hysteresis": True}})
     state = rule.update(rule.update(rule.init(), False), False)
     assert (rule.init_scale, rule.growth_interval, state.loss_scale) == (16, 3, 8)
-    static = amp.LossScale.from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128}})
+    static = amp.interop.deepspeed.from_config({"fp16": {"enabled": True, "loss_scale": 128}})
     assert static.update(static.init(), False).loss_scale == 128
 
 
 @row("DeepSpeed", '`{"fp16": {"auto_cast": true}}`')
 def test_inputs_need_no_cast():
     assert products(amp.autocast(loss_fn), PARAMS, X) == {LOW}
-    assert amp.LossScale.from_deepspeed({"fp16": {"enabled": True, "auto_cast": True}}).init_scale == 2**16
+    assert amp.interop.deepspeed.from_config({"fp16": {"enabled": True, "auto_cast": True}}).init_scale == 2**16
 
 
 @row("DeepSpeed", '`{"fp16": {"fp16_master_weights_and_grads": true}}`')
-def test_o3_and_rounded_weights_have_no_masters():
-    _, params, tx = amp.initialize(loss_fn, PARAMS, optax.sgd(0.1), "O3")
+def test_o3_has_no_masters():
+    _, params, tx = amp.interop.apex.initialize(loss_fn, PARAMS, optax.sgd(0.1), "O3")
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float16")}
-    assert optax.tree.get(tx.init(params), "master", None) is None
-    rounded = amp.dynamic_loss_scale(amp.rounded_weights(optax.sgd(0.1)))
-    assert optax.tree.get(rounded.init(params), "master", None) is None
+    assert optax.tree.get(tx.init(params), "masters", None) is None
+    rounded = amp.dynamic_loss_scale(amp.low_precision_params(optax.sgd(0.1), masters=False))
+    assert optax.tree.get(rounded.init(params), "masters", None) is None
 
 
 @row("DeepSpeed", '`{"bf16": {"enabled": true}}`')
@@ -474,12 +475,13 @@ def test_jmps_loss_scales():
 @row("jmp", "`jmp.all_finite`")
 @row("mpx", "`mpx.cast_to_half_precision(tree)`", "`mpx.all_finite`")
 def test_tree_functions():
-    low = amp.cast_to_half(PARAMS)
-    assert low["w"].dtype == amp.half_dtype() == jnp.float16
-    assert amp.cast_to_full(low)["w"].dtype == jnp.float32
+    low = jmp.cast_to_half(PARAMS)
+    assert low["w"].dtype == jmp.half_dtype() == jnp.float16
+    assert jmp.cast_to_full(low)["w"].dtype == jnp.float32
     assert amp.get_policy("c=bf16").cast_to_compute(low)["w"].dtype == jnp.bfloat16
     assert amp.all_finite(low)
-    assert amp.select_tree(jnp.bool_(False), low, jax.tree.map(jnp.zeros_like, low))["w"].sum() == 0
+    for select in (jmp.select_tree, optax.tree.where):
+        assert select(jnp.bool_(False), low, jax.tree.map(jnp.zeros_like, low))["w"].sum() == 0
 
 
 # Flax's `DynamicScale`

@@ -162,7 +162,7 @@ def optimizer():
 @pytest.mark.parametrize("of", [lambda optimizer: optimizer, lambda optimizer: optimizer.opt_state])
 def test_the_scale_is_read_from_an_optimizer_or_its_state(optimizer, of):
     assert amp.get_loss_scale(of(optimizer)) == amp.metrics(of(optimizer))["loss_scale"] == 2**16
-    assert amp.state_dict(of(optimizer))["scale"] == 2**16
+    assert amp.interop.torch.state_dict(of(optimizer))["scale"] == 2**16
     amp.check_health(of(optimizer))
     grad = amp.grad(loss_fn, opt_state=of(optimizer), transform=nnx.value_and_grad)
     expected = amp.grad(loss_fn, loss_scale=2.0**16, transform=nnx.value_and_grad)
@@ -174,7 +174,7 @@ SAVED = {"scale": 3.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_inte
 
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun], ids=["jit", "eager"])
 def test_the_scale_of_an_optimizer_is_set_in_place(optimizer, jit):
-    rule, scale_state = amp.load_state_dict(SAVED)
+    rule, scale_state = amp.interop.torch.load_state_dict(SAVED)
     variable, moments = optimizer.opt_state.loss_scale.loss_scale, arrays(optimizer.opt_state.inner_state)
 
     @jit
@@ -182,15 +182,15 @@ def test_the_scale_of_an_optimizer_is_set_in_place(optimizer, jit):
         amp.set_loss_scale(optimizer, value)
 
     set_it(optimizer, scale_state)
-    assert amp.state_dict(optimizer, rule) == SAVED
+    assert amp.interop.torch.state_dict(optimizer, rule) == SAVED
     assert optimizer.opt_state.loss_scale.loss_scale is variable
     assert_close(arrays(optimizer.opt_state.inner_state), moments, rtol=0)
     assert amp.set_loss_scale(optimizer, 8.0) is optimizer
-    assert amp.state_dict(optimizer, rule) == SAVED | {"scale": 8.0, "_growth_tracker": 0}
+    assert amp.interop.torch.state_dict(optimizer, rule) == SAVED | {"scale": 8.0, "_growth_tracker": 0}
 
 
 def test_a_state_that_is_set_can_be_put_back(optimizer):
-    new = amp.set_loss_scale(optimizer.opt_state, amp.load_state_dict(SAVED)[1])
+    new = amp.set_loss_scale(optimizer.opt_state, amp.interop.torch.load_state_dict(SAVED)[1])
     assert amp.get_loss_scale(optimizer) == 2**16
     optimizer.opt_state = new
     assert amp.get_loss_scale(optimizer) == 3

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,14 @@ def leaves(tree):
 
 NORMS = [
     "LayerNorm_0", "BatchNorm_12", "RMSNorm_0", "GroupNorm", "layer_norm", "mlp/~/batch_norm", "norm1", "layernorm",
-    "bn", "bn1", "ln_f", "ln1", "encoder.bn_2", "final_norm",
+    "bn", "bn1", "ln_f", "ln1", "encoder.bn_2", "final_norm", "ln_1", "gn1", "norms", "BatchNorm2d", "LN", "preNorm",
+    "input_layernorm", "post_attention_layernorm", "q_norm", "norm_proj", "bn_init", "final_layer_norm", "rms_norm",
+    "batch_normalization_3/gamma", "layer_normalization", "BatchNormalization", "normalizer", "normalisation",
 ]  # fmt: skip
-OTHERS = ["Dense_0", "kernel", "w", "embed", "attn", "lnear", "bnet", "Conv_3", "nor", "logits"]
+OTHERS = [
+    "Dense_0", "kernel", "w", "embed", "attn", "lnear", "bnet", "Conv_3", "nor", "logits", "normal_head", "normal",
+    "abnormal", "NormalHead", "surface_normals", "lognormal", "enormous", "BNet", "LNet", "column_2", "global_norma",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NORMS + OTHERS)
@@ -32,6 +39,72 @@ def test_norms_are_known_by_their_names(name):
 def test_norms_of_classes_are_known_by_their_attributes():
     assert amp.is_norm((jax.tree_util.GetAttrKey("norm1"), jax.tree_util.SequenceKey(0)), None)
     assert not amp.is_norm((jax.tree_util.GetAttrKey("dense"), jax.tree_util.SequenceKey(0)), None)
+
+
+def linen():
+    nn = pytest.importorskip("flax.linen", reason="needs Flax")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for layer in (nn.LayerNorm(), nn.BatchNorm(True), nn.RMSNorm(), nn.GroupNorm(1), nn.InstanceNorm()):
+                x = nn.Dense(4)(layer(x))
+            return nn.Dense(2, name="normal_head")(x)
+
+    return Net().init(jax.random.key(0), jnp.ones((2, 3, 4)))
+
+
+def haiku():
+    hk = pytest.importorskip("haiku", reason="needs Haiku")
+
+    def net(x):
+        for layer in (hk.LayerNorm(-1, True, True), hk.RMSNorm(-1), hk.GroupNorm(1), hk.InstanceNorm(True, True)):
+            x = hk.Linear(4)(layer(x))
+        return hk.Linear(2, name="normal_head")(hk.BatchNorm(True, True, 0.9)(x, True))
+
+    return hk.transform_with_state(net).init(jax.random.key(0), jnp.ones((2, 3, 4)))
+
+
+def equinox():
+    eqx = pytest.importorskip("equinox", reason="needs Equinox")
+
+    class Net(eqx.Module):
+        layernorm: eqx.nn.LayerNorm
+        norms: list
+        bn: eqx.nn.BatchNorm
+        normal_head: eqx.nn.Linear
+
+    key, norms = jax.random.key(0), [eqx.nn.RMSNorm(4), eqx.nn.GroupNorm(1, 4)]
+    return Net(eqx.nn.LayerNorm(4), norms, eqx.nn.BatchNorm(4, "x", mode="ema"), eqx.nn.Linear(4, 2, key=key))
+
+
+def nnx():
+    nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
+    rngs = nnx.Rngs(0)
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.norm1, self.ln_2 = nnx.LayerNorm(4, rngs=rngs), nnx.RMSNorm(4, rngs=rngs)
+            self.batch_norm, self.normal_head = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+
+    return nnx.state(Net(), nnx.Any(nnx.Param, nnx.BatchStat))
+
+
+def keras():
+    keras = pytest.importorskip("keras", reason="needs Keras")
+    if keras.backend.backend() != "jax":
+        pytest.skip("needs Keras on JAX")
+    norms = [keras.layers.BatchNormalization(), keras.layers.LayerNormalization(), keras.layers.GroupNormalization(1)]
+    layers = [keras.Input((3, 4)), *norms, keras.layers.RMSNormalization(), keras.layers.Dense(2, name="normal_head")]
+    return {x.path: x.value for x in keras.Sequential(layers).variables if x.dtype == "float32"}
+
+
+@pytest.mark.parametrize("parameters", [linen, haiku, equinox, nnx, keras])
+def test_norms_of_the_libraries_are_known(parameters):
+    arrays = [(path, x) for path, x in leaves(parameters()) if getattr(x, "dtype", None) == jnp.float32]
+    others = [path for path, x in arrays if not amp.is_norm(path, x)]
+    assert 0 < len(others) < len(arrays)
+    assert others == [path for path, _ in arrays if re.search("linear|Dense|normal_head", jax.tree_util.keystr(path))]
 
 
 PARAMS = {
@@ -95,7 +168,7 @@ def test_a_model_with_low_precision_parameters_trains_like_one_in_float32():
     adam = optax.adam(1e-2)
     _, expected = train(loss_fn, params, amp.dynamic_loss_scale(adam, amp.LossScale.none()))
     low = amp.cast_params(params, "O2")
-    trained, loss = train(amp.autocast(loss_fn), low, amp.dynamic_loss_scale(amp.master_weights(adam)))
+    trained, loss = train(amp.autocast(loss_fn), low, amp.dynamic_loss_scale(amp.low_precision_params(adam)))
     np.testing.assert_allclose(loss, expected, rtol=5e-2)
     assert loss < loss_fn(params, x, y) / 2
     assert dtypes(trained) == {"in": "float16", "norm": "float32", "out": "float16"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from jmp_amp._policy import parse_dtype
+from jmp_amp._formats import parse_dtype
 
 F16, BF16, F32, F64 = (np.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 F8 = np.dtype(jnp.float8_e4m3fn)
@@ -212,7 +212,7 @@ def test_get_policy_hands_a_policy_back():
     ],
 )
 def test_get_policy_names_the_bad_part_and_lists_what_is_allowed(name, fact):
-    with pytest.raises(ValueError, match="get_policy") as info:
+    with pytest.raises(ValueError, match="of the policy") as info:
         amp.get_policy(name)
     message = str(info.value)
     assert f"{fact} of the policy `{name}`" in message
@@ -222,5 +222,7 @@ def test_get_policy_names_the_bad_part_and_lists_what_is_allowed(name, fact):
 
 @pytest.mark.parametrize("name", [None, 16, jnp.float16])
 def test_get_policy_rejects_what_is_no_string(name):
-    with pytest.raises(TypeError, match=r"expected a string or a `Policy`, got .* of type `\w+`; .*`Policy\(\.\.\.\)`"):
+    with pytest.raises(
+        TypeError, match=r"a policy must be a string or a `Policy`, got .* of type `\w+`; .*`Policy\(\.\.\.\)`"
+    ):
         amp.get_policy(name)

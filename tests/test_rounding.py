@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
-from jmp_amp._params._rounding import round_stochastically, round_to_nearest
+from jmp_amp._params import round_stochastically, round_to_nearest
 
 LOW = [jnp.float16, jnp.bfloat16]
 SAMPLES = 8192
@@ -96,7 +96,7 @@ def test_two_thousand_steps_of_no_gradient_leave_every_bit(dtype, inner):
     largest = jnp.finfo(dtype).max
     edges = np.array([0.0, -0.0, largest, -largest, jnp.finfo(dtype).smallest_normal], dtype)
     params = np.concatenate([np.random.default_rng(0).choice(values, 4000), edges])
-    tx = amp.rounded_weights(inner, "stochastic")
+    tx = amp.low_precision_params(inner, masters=False, rounding="stochastic")
 
     def step(_, carry):
         params, state = carry

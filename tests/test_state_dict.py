@@ -21,7 +21,7 @@ PRESETS = ["torch", "apex", "deepspeed", "deepspeed_consecutive", "megatron", "k
 
 def test_the_keys_are_torchs_five_and_the_values_plain_numbers():
     rule = LossScale.torch(init_scale=8, growth_factor=4, backoff_factor=0.25, growth_interval=10)
-    d = amp.state_dict(rule.update(rule.init(), True), rule)
+    d = amp.interop.torch.state_dict(rule.update(rule.init(), True), rule)
     assert d == {
         "scale": 8.0,
         "growth_factor": 4.0,
@@ -36,7 +36,7 @@ def test_the_keys_are_torchs_five_and_the_values_plain_numbers():
 
 def test_the_state_is_found_inside_an_optimizer_state():
     tx = optax.chain(amp.dynamic_loss_scale(optax.sgd(0.1)), optax.identity())
-    assert amp.state_dict(tx.init(jnp.ones(2)))["scale"] == 2.0**16
+    assert amp.interop.torch.state_dict(tx.init(jnp.ones(2)))["scale"] == 2.0**16
 
 
 def test_loading_replaces_everything_that_was_in_use():
@@ -44,7 +44,7 @@ def test_loading_replaces_everything_that_was_in_use():
     tx = amp.dynamic_loss_scale(optax.sgd(0.1), rule)
     opt_state = tx.init(jnp.ones(2))
     opt_state = opt_state._replace(loss_scale=opt_state.loss_scale._replace(growth_tracker=jnp.int32(7)))
-    rule, state = amp.load_state_dict(SAVED)
+    rule, state = amp.interop.torch.load_state_dict(SAVED)
     opt_state = amp.set_loss_scale(opt_state, state)
     assert amp.get_loss_scale(opt_state) == 3
     assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval) == (4, 0.5, 2)
@@ -64,10 +64,10 @@ def test_torchs_own_state_dict_loads():
         "growth_interval": 2000,
         "_growth_tracker": 137,
     }
-    rule, state = amp.load_state_dict(d)
+    rule, state = amp.interop.torch.load_state_dict(d)
     assert rule == LossScale.torch()
     assert (state.loss_scale, state.growth_tracker) == (65536, 137)
-    assert amp.state_dict(state, rule) == d
+    assert amp.interop.torch.state_dict(state, rule) == d
 
 
 @pytest.mark.parametrize("steps", ["", "...", "..x.", "xx", "x" * 20])
@@ -76,7 +76,7 @@ def test_a_round_trip_in_the_middle_of_a_run_changes_nothing(steps):
     state = rule.init()
     for step in steps:
         state = rule.update(state, step != "x")
-    loaded_rule, loaded = amp.load_state_dict(amp.state_dict(state, rule))
+    loaded_rule, loaded = amp.interop.torch.load_state_dict(amp.interop.torch.state_dict(state, rule))
     for step in "..x...":
         state, loaded = rule.update(state, step != "x"), loaded_rule.update(loaded, step != "x")
         assert (loaded.loss_scale, loaded.growth_tracker) == (state.loss_scale, state.growth_tracker)
@@ -89,29 +89,29 @@ def test_what_any_preset_saves_can_be_loaded(name, steps):
     state = rule.init()
     for step in steps:
         state = rule.update(state, step != "x")
-    d = amp.state_dict(state, rule)
-    loaded_rule, loaded = amp.load_state_dict(d)
+    d = amp.interop.torch.state_dict(state, rule)
+    loaded_rule, loaded = amp.interop.torch.load_state_dict(d)
     assert loaded.loss_scale == state.loss_scale
     assert loaded_rule.growth_interval == 3
-    assert amp.state_dict(loaded, loaded_rule) == d
+    assert amp.interop.torch.state_dict(loaded, loaded_rule) == d
 
 
 def test_loaded_leaves_are_strongly_typed():
-    _, state = amp.load_state_dict(SAVED)
+    _, state = amp.interop.torch.load_state_dict(SAVED)
     init = LossScale().init()
     assert [(leaf.dtype, leaf.weak_type, leaf.shape) for leaf in state] == [(leaf.dtype, False, ()) for leaf in init]
 
 
 def test_disabled_is_an_empty_dictionary_both_ways():
     rule = LossScale.none()
-    assert amp.state_dict(rule.init(), rule) == {}
-    loaded_rule, loaded = amp.load_state_dict({})
+    assert amp.interop.torch.state_dict(rule.init(), rule) == {}
+    loaded_rule, loaded = amp.interop.torch.load_state_dict({})
     assert loaded_rule == rule
     assert jax.tree.leaves(loaded) == jax.tree.leaves(rule.init())
 
 
 def test_numpy_numbers_load():
-    rule, state = amp.load_state_dict(
+    rule, state = amp.interop.torch.load_state_dict(
         {
             "scale": np.float32(3),
             "growth_factor": np.float64(4),
@@ -120,19 +120,19 @@ def test_numpy_numbers_load():
             "_growth_tracker": np.int32(1),
         }
     )
-    assert amp.state_dict(state, rule) == SAVED | {"_growth_tracker": 1}
+    assert amp.interop.torch.state_dict(state, rule) == SAVED | {"_growth_tracker": 1}
 
 
 @pytest.mark.parametrize("key", SAVED)
 def test_a_missing_key_is_named(key):
     with pytest.raises(ValueError, match=rf"unknown: \[\], missing: \['{key}'\]"):
-        amp.load_state_dict({k: v for k, v in SAVED.items() if k != key})
+        amp.interop.torch.load_state_dict({k: v for k, v in SAVED.items() if k != key})
 
 
 @pytest.mark.parametrize("key", ["growth_tracker", "init_scale", "hysteresis", 5, None])
 def test_an_unknown_key_is_named(key):
     with pytest.raises(ValueError, match=rf"unknown: \[{key!r}\], missing: \[\]"):
-        amp.load_state_dict(SAVED | {key: 1})
+        amp.interop.torch.load_state_dict(SAVED | {key: 1})
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_unknown_key_is_named(key):
 )
 def test_a_bad_value_is_named(key, value, error):
     with pytest.raises(error) as info:
-        amp.load_state_dict(SAVED | {key: value})
+        amp.interop.torch.load_state_dict(SAVED | {key: value})
     assert f"`{key}`" in str(info.value)
     assert repr(value) in str(info.value)
 
@@ -169,4 +169,4 @@ def test_a_bad_value_is_named(key, value, error):
 @pytest.mark.parametrize("d", [None, [], [("scale", 1.0)], "scale", 3.0], ids=repr)
 def test_only_a_dictionary_loads(d):
     with pytest.raises(TypeError, match=r"`d` must be a dictionary, .* got"):
-        amp.load_state_dict(d)
+        amp.interop.torch.load_state_dict(d)

@@ -1,4 +1,4 @@
-"""`amp.suggest_rules`: the fewest rules that bring the gradient close to that in float32."""
+"""`amp.debug.suggest_rules`: the fewest rules that bring the gradient close to that in float32."""
 
 import re
 
@@ -43,7 +43,7 @@ def gradient_error(loss_fn, rules, args, dtype="float16", scale=2.0**8):
 
 
 def test_where_no_rule_is_needed_there_is_none(args):
-    rules, report = amp.suggest_rules(network())(*args)
+    rules, report = amp.debug.suggest_rules(network())(*args)
     assert rules == {}
     assert report.met
     assert report.trials == 1
@@ -54,7 +54,7 @@ def test_where_no_rule_is_needed_there_is_none(args):
 @pytest.mark.parametrize("planted", ["layer_0", "layer_2", "layer_3"])
 def test_the_planted_module_is_the_one_rule(args, planted):
     loss_fn = network(planted)
-    rules, report = amp.suggest_rules(loss_fn)(*args, tol=1e-2)
+    rules, report = amp.debug.suggest_rules(loss_fn)(*args, tol=1e-2)
     assert rules == {planted: "full"}
     assert gradient_error(loss_fn, {}, args) > 1e-2
     assert gradient_error(loss_fn, rules, args) <= 1e-2
@@ -67,7 +67,7 @@ def test_the_planted_module_is_the_one_rule(args, planted):
 
 def test_two_modules_that_differ_by_a_number_make_one_pattern(args):
     loss_fn = network("layer_0", "layer_1", "layer_2", "layer_3")
-    rules, report = amp.suggest_rules(loss_fn)(*args, tol=1e-3)
+    rules, report = amp.debug.suggest_rules(loss_fn)(*args, tol=1e-3)
     assert rules == {"layer_*": "full"}
     assert gradient_error(loss_fn, rules, args) <= 1e-3
     assert report.error <= 1e-3
@@ -87,7 +87,7 @@ def test_two_culprits_of_which_each_alone_hides_the_other_are_both_found():
     args = params, jnp.linspace(150, 300, 12).reshape(3, 4)
     for alone in ("first", "last"):
         assert not gradient_error(loss_fn, {alone: "full"}, args) < 0.9
-    rules, report = amp.suggest_rules(loss_fn)(*args)
+    rules, report = amp.debug.suggest_rules(loss_fn)(*args)
     assert rules == {"first": "full", "last": "full"}
     assert report.error_before == np.inf
     assert gradient_error(loss_fn, rules, args) < 1e-2
@@ -104,7 +104,7 @@ def test_an_op_class_is_suggested_where_it_is_cheaper_than_the_modules():
 
     params = {name: jnp.full((2, 2), 0.5) + 0.1 * jnp.eye(2) for name in ("a", "b", "c")}
     args = params, 1 + jnp.linspace(-0.5, 0.5, 128).reshape(64, 2), jnp.float32(2048)
-    rules, report = amp.suggest_rules(loss_fn)(*args)
+    rules, report = amp.debug.suggest_rules(loss_fn)(*args)
     assert rules == {jax.lax.tanh_p: "full"}  # what it reads is then float32, too
     assert report.rows[0].flops == 0
     assert gradient_error(loss_fn, rules, args) <= 1e-2 < gradient_error(loss_fn, {}, args)
@@ -115,7 +115,7 @@ def test_without_scopes_primitives_are_what_is_left():
         return jnp.mean(jnp.tanh(x @ (64 + params["w"]) - x @ jnp.full((4, 4), 64.0)))
 
     args = {"w": jnp.linspace(0.0, 1.0, 16).reshape(4, 4)}, jnp.linspace(0.0, 1.0, 12).reshape(3, 4)
-    rules, report = amp.suggest_rules(loss_fn)(*args)
+    rules, report = amp.debug.suggest_rules(loss_fn)(*args)
     assert rules == {jax.lax.dot_general_p: "full"}
     assert report.rows[0].flops == 1
     assert gradient_error(loss_fn, rules, args) <= 1e-2
@@ -123,7 +123,7 @@ def test_without_scopes_primitives_are_what_is_left():
 
 def test_bfloat16_needs_more_than_float16(args):
     loss_fn = network("layer_1")
-    rules, report = amp.suggest_rules(loss_fn, "bfloat16")(*args, tol=5e-2)
+    rules, report = amp.debug.suggest_rules(loss_fn, "bfloat16")(*args, tol=5e-2)
     assert report.dtype == "bfloat16"
     assert report.met
     assert "layer_1" in rules
@@ -132,7 +132,7 @@ def test_bfloat16_needs_more_than_float16(args):
 
 def test_what_the_code_decides_itself_no_rule_can_mend_and_the_report_says_so(args):
     loss_fn = amp.precision("bfloat16")(network("layer_1"))
-    rules, report = amp.suggest_rules(loss_fn)(*args)
+    rules, report = amp.debug.suggest_rules(loss_fn)(*args)
     assert rules == {}
     assert not report.met
     assert report.error == report.error_floor == report.error_before > 1e-2
@@ -161,7 +161,7 @@ def test_modules_of_flax_are_found():
     def loss_fn(params, x):
         return jnp.mean(jnp.square(model.apply(params, x) - 1))
 
-    rules, report = amp.suggest_rules(loss_fn)(params, x)
+    rules, report = amp.debug.suggest_rules(loss_fn)(params, x)
     assert rules == {"Model/Difference_0": "full"}
     assert report.met
     assert gradient_error(loss_fn, rules, (params, x)) <= 1e-2
@@ -172,7 +172,7 @@ def test_what_is_no_floating_array_is_passed_through(args):
         return network("layer_1")(model["params"], model["act"](x))
 
     params, x = args
-    rules, _ = amp.suggest_rules(loss_fn)({"params": params, "act": jnp.tanh, "step": jnp.int32(3)}, x)
+    rules, _ = amp.debug.suggest_rules(loss_fn)({"params": params, "act": jnp.tanh, "step": jnp.int32(3)}, x)
     assert rules == {"layer_1": "full"}
     assert gradient_error(network("layer_1"), rules, (params, jnp.tanh(x))) <= 1e-2
 
@@ -180,13 +180,17 @@ def test_what_is_no_floating_array_is_passed_through(args):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda f: amp.suggest_rules("loss"), TypeError, "takes a function, got str"),
-        (lambda f: amp.suggest_rules(amp.autocast(f)), TypeError, "already under `autocast`"),
-        (lambda f: amp.suggest_rules(f, rules={"a": "full"}), TypeError, "takes no `rules`, which it returns; to keep"),
-        (lambda f: amp.suggest_rules(f)(jnp.ones(2), tol=0), ValueError, "`tol` must be positive, got 0"),
-        (lambda f: amp.suggest_rules(f, "float8_e5m2")(jnp.ones(2)), ValueError, "float8_e5m2"),
-        (lambda f: jax.jit(amp.suggest_rules(f))(jnp.ones(2)), TypeError, "inside `jit`"),
-        (lambda f: amp.suggest_rules(f)(jnp.array([jnp.inf])), ValueError, "not finite in float32 either"),
+        (lambda f: amp.debug.suggest_rules("loss"), TypeError, "takes a function, got str"),
+        (lambda f: amp.debug.suggest_rules(amp.autocast(f)), TypeError, "already under `autocast`"),
+        (
+            lambda f: amp.debug.suggest_rules(f, rules={"a": "full"}),
+            TypeError,
+            "takes no `rules`, which it returns; to keep",
+        ),
+        (lambda f: amp.debug.suggest_rules(f)(jnp.ones(2), tol=0), ValueError, "`tol` must be positive, got 0"),
+        (lambda f: amp.debug.suggest_rules(f, "float8_e5m2")(jnp.ones(2)), ValueError, "float8_e5m2"),
+        (lambda f: jax.jit(amp.debug.suggest_rules(f))(jnp.ones(2)), TypeError, "inside `jit`"),
+        (lambda f: amp.debug.suggest_rules(f)(jnp.array([jnp.inf])), ValueError, "not finite in float32 either"),
     ],
 )
 def test_wrong_arguments_are_named(call, error, message):

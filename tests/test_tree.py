@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jmp_amp as amp
-from jmp_amp._policy import cast_floating
+import jmp_amp.compat.jmp as jmp
+from jmp_amp._trees import cast_floating
 
 FLOATING = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
@@ -91,14 +92,14 @@ def test_casting_traces_no_op_for_an_array_of_that_dtype():
     assert not jaxpr.jaxpr.eqns
 
 
-# cast_to_half, cast_to_full, half_dtype
+# cast_to_half, cast_to_full, half_dtype of jmp
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("tpu", "bfloat16"), ("gpu", "float16"), ("cpu", "float16")])
 def test_half_is_bfloat16_on_a_tpu_and_float16_elsewhere(monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert amp.half_dtype() == jnp.dtype(dtype)
-    assert amp.cast_to_half([jnp.ones(2), 1])[0].dtype == jnp.dtype(dtype)
+    assert jmp.half_dtype() == jnp.dtype(dtype)
+    assert jmp.cast_to_half([jnp.ones(2), 1])[0].dtype == jnp.dtype(dtype)
 
 
 def test_cast_to_full_gives_float32_from_narrow_and_wide():
@@ -108,7 +109,7 @@ def test_cast_to_full_gives_float32_from_narrow_and_wide():
         np.ones(2, np.float64),
         jnp.ones(2, jnp.int8),
     )
-    assert [leaf.dtype for leaf in amp.cast_to_full(tree)] == [jnp.float32] * 3 + [jnp.int8]
+    assert [leaf.dtype for leaf in jmp.cast_to_full(tree)] == [jnp.float32] * 3 + [jnp.int8]
 
 
 # all_finite
@@ -189,7 +190,7 @@ def test_select_tree_takes_a_if_true_and_b_if_false(pred):
     a = {"w": jnp.ones((2, 3)), "n": jnp.arange(2), "h": np.ones(2, np.float16), "s": 1.0}
     b = {"w": jnp.zeros((2, 3)), "n": -jnp.arange(2), "h": np.zeros(2, np.float16), "s": 0.0}
     for flag, expected in ((pred, a), (jnp.logical_not(pred), b)):
-        out = amp.select_tree(flag, a, b)
+        out = jmp.select_tree(flag, a, b)
         assert jax.tree.structure(out) == jax.tree.structure(a)
         assert all(jnp.array_equal(out[name], expected[name]) for name in a)
         assert [out[name].dtype for name in ("w", "n", "h")] == [jnp.float32, jnp.int32, jnp.float16]
@@ -201,7 +202,7 @@ def test_select_tree_under_jit_takes_a_traced_predicate_and_compiles_once():
     @jax.jit
     def select(pred, a, b):
         traces.append(pred)
-        return amp.select_tree(pred, a, b)
+        return jmp.select_tree(pred, a, b)
 
     a, b = Pair(jnp.ones(2), None), Pair(jnp.zeros(2), None)
     assert select(True, a, b).left.tolist() == [1, 1]
@@ -210,24 +211,24 @@ def test_select_tree_under_jit_takes_a_traced_predicate_and_compiles_once():
 
 
 def test_select_tree_maps_over_a_batch_of_predicates():
-    out = jax.vmap(amp.select_tree)(jnp.array([True, False]), jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    out = jax.vmap(jmp.select_tree)(jnp.array([True, False]), jnp.ones((2, 3)), jnp.zeros((2, 3)))
     assert out.tolist() == [[1, 1, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_select_tree_selects_prng_keys(jit):
-    select = jax.jit(amp.select_tree) if jit else amp.select_tree
+    select = jax.jit(jmp.select_tree) if jit else jmp.select_tree
     a, b = jax.random.key(1), jax.random.key(2)
     for pred, expected in ((True, a), (False, b)):
         assert jnp.array_equal(jax.random.key_data(select(pred, a, b)), jax.random.key_data(expected))
 
 
 def test_select_tree_does_not_let_nan_through_from_the_other_side():
-    assert amp.select_tree(True, jnp.ones(1), jnp.full(1, jnp.nan)).tolist() == [1]
+    assert jmp.select_tree(True, jnp.ones(1), jnp.full(1, jnp.nan)).tolist() == [1]
 
 
 def test_select_tree_hands_on_equal_leaves_that_are_no_arrays():
-    assert amp.select_tree(jnp.array(False), {"f": len, "s": "text"}, {"f": len, "s": "text"}) == {
+    assert jmp.select_tree(jnp.array(False), {"f": len, "s": "text"}, {"f": len, "s": "text"}) == {
         "f": len,
         "s": "text",
     }
@@ -236,19 +237,19 @@ def test_select_tree_hands_on_equal_leaves_that_are_no_arrays():
 @pytest.mark.parametrize(
     ("pred", "got"),
     [
-        (jnp.ones(3, bool), r"a `bool\[3\]`"),
-        (jnp.int32(1), r"a `int32\[\]`"),
-        (np.float32(1), r"a `float32\[\]`"),
-        (1, r"a `~int32\[\]`"),
-        (jax.random.key(0), r"a `key<fry>\[\]`"),
-        (None, "`None` of type `NoneType`"),
-        ("yes", "`'yes'` of type `str`"),
+        (jnp.ones(3, bool), r"bool\[3\]"),
+        (jnp.int32(1), r"int32\[\]"),
+        (np.float32(1), r"float32\[\]"),
+        (1, "1"),
+        (jax.random.key(0), r"key<fry>\[\]"),
+        (None, "None"),
+        ("yes", "'yes'"),
     ],
     ids=repr,
 )
 def test_select_tree_rejects_a_predicate_that_is_no_boolean_scalar(pred, got):
-    with pytest.raises(TypeError, match=rf"`pred` must be a boolean scalar, `bool\[\]`, got {got}; compute it with"):
-        amp.select_tree(pred, jnp.ones(3), jnp.zeros(3))
+    with pytest.raises(AssertionError, match=rf"expected boolean scalar for `pred`, got {got}; compute it with"):
+        jmp.select_tree(pred, jnp.ones(3), jnp.zeros(3))
 
 
 @pytest.mark.parametrize(
@@ -270,31 +271,26 @@ def test_select_tree_rejects_a_predicate_that_is_no_boolean_scalar(pred, got):
 )
 def test_select_tree_names_the_leaf_whose_shape_or_dtype_differs(a, b, fact):
     with pytest.raises(TypeError, match="same shape and dtype") as info:
-        amp.select_tree(True, {"v": 1, "x": [a]}, {"v": 1, "x": [b]})
+        jmp.select_tree(True, {"v": 1, "x": [a]}, {"v": 1, "x": [b]})
     assert fact in str(info.value)
 
 
 @pytest.mark.parametrize(("a", "b"), [("text", "other"), ("text", jnp.ones(1)), (jnp.ones(1), len)], ids=repr)
 def test_select_tree_names_the_leaf_that_it_cannot_select(a, b):
     with pytest.raises(TypeError, match="cannot select between") as info:
-        amp.select_tree(True, {"x": a}, {"x": b})
+        jmp.select_tree(True, {"x": a}, {"x": b})
     assert f"`a['x']`, which is `{a!r}`, and `b['x']`, which is `{b!r}`" in str(info.value)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "fact"),
     [
-        ({"w": 1, "x": 2}, {"w": 1}, "`a['x']` is not in `b`"),
-        ({"w": 1}, {"w": 1, "x": 2}, "`b['x']` is not in `a`"),
-        ({"w": None}, {"w": 1}, "`b['w']` is not in `a`"),
-        (
-            {"w": (1, 2)},
-            {"w": [1, 2]},
-            "`a` is `PyTreeDef({'w': (*, *)})` and `b` is `PyTreeDef({'w': [*, *]})`",
-        ),
+        ({"w": 1, "x": 2}, {"w": 1}, "sets is\n    x"),
+        ({"w": 1}, {"w": 1, "x": 2}, "sets is\n    x"),
+        ({"w": None}, {"w": 1}, "None"),
+        ({"w": (1, 2)}, {"w": [1, 2]}, "tuple"),
     ],
 )
 def test_select_tree_names_the_difference_in_structure(a, b, fact):
-    with pytest.raises(ValueError, match="same structure") as info:
-        amp.select_tree(True, a, b)
-    assert fact in str(info.value)
+    with pytest.raises(ValueError, match=fact):
+        jmp.select_tree(True, a, b)

@@ -1,4 +1,4 @@
-"""`amp.plot_history` and `amp.live`, and what the docs show of loggers."""
+"""`amp.watch.plot_history` and `amp.watch.live`, and what the docs show of loggers."""
 
 import contextlib
 import csv
@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
-from jmp_amp._extras import extra
+from jmp_amp._calls import extra
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/watching.md"
 
@@ -39,7 +39,7 @@ def curve(figure, title):
 
 
 def test_the_history_shows_the_scale_the_skips_the_norm_and_the_loss(tmp_path):
-    figure = amp.plot_history(run(FINITE), tmp_path / "history.png")
+    figure = amp.watch.plot_history(run(FINITE), tmp_path / "history.png")
     assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
     assert [axes.get_title() for axes in figure.axes] == ["Loss", "Loss scale", "Norm of the unscaled gradients"]
     scale, skipped = curve(figure, "Loss scale")
@@ -56,14 +56,14 @@ def test_skipped_steps_are_known_from_any_of_three_columns(column):
         {"loss_scale": row["loss_scale"], column: {"skipped": ~row["last_finite"], **row}[column]}
         for row in run(FINITE)
     ]
-    assert curve(amp.plot_history(rows), "Loss scale")[1][0] == [4, 6, 7]
+    assert curve(amp.watch.plot_history(rows), "Loss scale")[1][0] == [4, 6, 7]
 
 
 def test_rows_that_are_logged_now_and_then_show_that_a_step_between_was_skipped():
     rows = [row for row in run(FINITE) if row["step"] % 2]
-    assert curve(amp.plot_history(rows), "Loss scale")[1][0] == [5, 7]
+    assert curve(amp.watch.plot_history(rows), "Loss scale")[1][0] == [5, 7]
     # Of the steps before a run was resumed, nothing is known.
-    assert curve(amp.plot_history(rows[2:]), "Loss scale")[1][0] == [7]
+    assert curve(amp.watch.plot_history(rows[2:]), "Loss scale")[1][0] == [7]
 
 
 def test_a_csv_file_of_metrics_gives_the_same_picture(tmp_path):
@@ -73,9 +73,9 @@ def test_a_csv_file_of_metrics_gives_the_same_picture(tmp_path):
         writer.writeheader()
         writer.writerows({**row, "note": "any text"} for row in rows)
     for path in (tmp_path / "metrics.csv", str(tmp_path / "metrics.csv")):
-        figure = amp.plot_history(path)
+        figure = amp.watch.plot_history(path)
         for title in ("Loss", "Loss scale", "Norm of the unscaled gradients"):
-            for a, b in zip(curve(figure, title), curve(amp.plot_history(rows), title), strict=True):
+            for a, b in zip(curve(figure, title), curve(amp.watch.plot_history(rows), title), strict=True):
                 np.testing.assert_allclose(a, b)
 
 
@@ -84,7 +84,7 @@ def test_the_csv_of_the_example_has_a_curve_for_each_run(tmp_path):
     header = "run,step,val_loss,tokens_per_s,loss,loss_scale,skipped,zero_grads\n"
     rows = "".join(f"{name},{n},{2.0 if n == 2 else 'nan'},9,{3 - n},8,{n == 2:d},0\n" for name in "ab" for n in (1, 2))
     path.write_text(header + rows)
-    figure = amp.plot_history(path)
+    figure = amp.watch.plot_history(path)
     assert [axes.get_title() for axes in figure.axes] == ["Loss", "Loss scale"]
     assert curve(figure, "Loss") == [([1, 2], [2, 1]), ([2], [2])] * 2  # and the validation loss, where there is one
     assert curve(figure, "Loss scale")[1] == ([2], [8])
@@ -92,7 +92,7 @@ def test_the_csv_of_the_example_has_a_curve_for_each_run(tmp_path):
 
 
 def test_only_the_columns_that_are_there_are_drawn():
-    figure = amp.plot_history([{"loss": 1.0}, {"loss": float("inf")}, {"loss": 0.5}])
+    figure = amp.watch.plot_history([{"loss": 1.0}, {"loss": float("inf")}, {"loss": 0.5}])
     assert curve(figure, "Loss") == [([1, 3], [1, 0.5])]
 
 
@@ -107,7 +107,7 @@ def test_only_the_columns_that_are_there_are_drawn():
 )
 def test_rows_that_cannot_be_drawn_say_why(rows, message):
     with pytest.raises(ValueError, match=message):
-        amp.plot_history(rows)
+        amp.watch.plot_history(rows)
 
 
 def console():
@@ -116,7 +116,7 @@ def console():
 
 def test_the_live_line_ends_with_the_last_step():
     out = console()
-    with amp.live(total=8, name="float16", every=3, console=out) as view:
+    with amp.watch.live(total=8, name="float16", every=3, console=out) as view:
         for row in run(FINITE):
             view.update(**row, tokens_per_s=123456.0)
     line = out.file.getvalue()
@@ -125,7 +125,7 @@ def test_the_live_line_ends_with_the_last_step():
 
 def test_the_live_line_fits_a_terminal_of_80_columns():
     out = Console(file=io.StringIO(), width=80, force_terminal=False)
-    with amp.live(total=300, name="float16_unscaled", console=out) as view:
+    with amp.watch.live(total=300, name="float16_unscaled", console=out) as view:
         view.update(66, loss=2.26634, loss_scale=2.0**16, total_notfinite=12, **{"tok/s": 1234567.0})
     line = re.sub(" +", " ", out.file.getvalue()).strip()
     assert line == "float16_unscaled 66/300 loss 2.266 scale 2^16 skips 12 tok/s 1,234,567 --:--"
@@ -143,7 +143,7 @@ def test_the_install_command_of_the_error_is_that_of_the_pages():
 def test_the_live_line_does_not_wait_for_the_step_that_is_running(monkeypatch):
     fetched = []
     monkeypatch.setattr(jax, "device_get", lambda values: fetched.append(values["loss"]) or values)
-    with amp.live(every=4, console=console()) as view:
+    with amp.watch.live(every=4, console=console()) as view:
         for loss in range(1, 11):
             view.update(loss=loss)
             assert loss not in fetched
@@ -154,7 +154,7 @@ def test_a_state_that_the_next_step_donates_may_be_shown():
     rule, out = amp.LossScale(init_scale=2.0**10, growth_interval=1), console()
     step = jax.jit(lambda state: rule.update(state, True), donate_argnums=0)
     state = rule.init()
-    with contextlib.suppress(KeyboardInterrupt), amp.live(every=2, console=out) as view:
+    with contextlib.suppress(KeyboardInterrupt), amp.watch.live(every=2, console=out) as view:
         for _ in range(5):
             state = step(state)
             view.update(loss=1.0, **amp.metrics(state))
@@ -166,7 +166,7 @@ def test_a_state_that_the_next_step_donates_may_be_shown():
 
 def test_a_resumed_run_goes_on_where_it_stopped_and_a_failed_one_shows_its_last_step():
     out = console()
-    with contextlib.suppress(KeyboardInterrupt), amp.live(total=10, start=5, console=out) as view:
+    with contextlib.suppress(KeyboardInterrupt), amp.watch.live(total=10, start=5, console=out) as view:
         view.update(loss=2.0)
         view.update(loss=1.5)
         raise KeyboardInterrupt
@@ -175,10 +175,10 @@ def test_a_resumed_run_goes_on_where_it_stopped_and_a_failed_one_shows_its_last_
 
 def test_a_run_without_steps_or_with_numbered_ones_is_shown():
     out = console()
-    with amp.live(total=10, console=out):
+    with amp.watch.live(total=10, console=out):
         pass
     assert "0/10 compiling" in out.file.getvalue()
-    with amp.live(total=10, console=out) as view:
+    with amp.watch.live(total=10, console=out) as view:
         view.update(9, loss=1.0)
     assert "9/10 loss 1" in out.file.getvalue()
 
@@ -196,7 +196,7 @@ def test_a_notebook_without_ipywidgets_shows_the_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
     out = Console(file=io.StringIO(), force_jupyter=True)
-    with amp.live(total=4, name="float16", every=2, console=out) as view:
+    with amp.watch.live(total=4, name="float16", every=2, console=out) as view:
         for step in range(4):
             view.update(loss=step)
     assert [line.split()[-3:-1] for line in shown[1:]] == [["loss", "1"], ["loss", "3"]]
@@ -205,15 +205,15 @@ def test_a_notebook_without_ipywidgets_shows_the_line(monkeypatch):
 
 
 def test_live_needs_a_positive_interval():
-    with pytest.raises(ValueError, match="`every` must be at least 1, got 0"), amp.live(every=0):
+    with pytest.raises(ValueError, match="`every` must be at least 1, got 0"), amp.watch.live(every=0):
         pass
 
 
 @pytest.mark.parametrize(
     ("module", "package", "call"),
     [
-        ("matplotlib.figure", "matplotlib", lambda: amp.plot_history([{"loss": 1.0}])),
-        ("rich.progress", "rich", lambda: amp.live().__enter__()),
+        ("matplotlib.figure", "matplotlib", lambda: amp.watch.plot_history([{"loss": 1.0}])),
+        ("rich.progress", "rich", lambda: amp.watch.live().__enter__()),
     ],
 )
 def test_a_missing_extra_says_how_to_get_it(monkeypatch, module, package, call):

@@ -47,7 +47,7 @@ ONE_TOO_MANY = r"`{0}\((fun|step)\b.*\)` got a dict after the function; .*`{0}\(
 TRANSFORMATIONS = {
     "autocast": amp.autocast,
     "explain": amp.explain,
-    "suggest_rules": amp.suggest_rules,
+    "suggest_rules": amp.debug.suggest_rules,
     "value_and_grad": amp.value_and_grad,
     "grad": amp.grad,
     "first_nonfinite": amp.debug.first_nonfinite,
@@ -90,13 +90,16 @@ CALLS = {
         lambda: amp.explain(loss_fn)(P, X).diff(dtype="bfloat16", policy="mixed_float16"),
         WITH_POLICY,
     ),
-    "suggest_rules with both": (lambda: amp.suggest_rules(loss_fn, "bfloat16", policy="mixed_float16"), WITH_POLICY),
+    "suggest_rules with both": (
+        lambda: amp.debug.suggest_rules(loss_fn, "bfloat16", policy="mixed_float16"),
+        WITH_POLICY,
+    ),
     "compare with both": (
         lambda: amp.debug.compare(loss_fn, {"a": {"dtype": "bfloat16", "policy": "mixed_float16"}}),
         WITH_POLICY,
     ),
     "initialize with a policy": (
-        lambda: amp.initialize(loss_fn, P, optax.sgd(0.1), policy="O2"),
+        lambda: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), policy="O2"),
         r"takes no `policy`, .*, got 'O2'; write `opt_level=\"O2\", dtype=\"bfloat16\"`, or .*`autocast\(loss_fn, pol",
     ),
     "a policy as the dtype": (
@@ -146,8 +149,8 @@ CALLS = {
         INNER.format("the function `adam`", r"dynamic_loss_scale\(adam\(\.\.\.\)\)"),
     ),
     "masters of one": (
-        lambda: amp.master_weights(optax.adam),
-        INNER.format("the function `adam`", r"master_weights\(adam\(\.\.\.\)\)"),
+        lambda: amp.low_precision_params(optax.adam),
+        INNER.format("the function `adam`", r"low_precision_params\(adam\(\.\.\.\)\)"),
     ),
     "the rule in place of the optimizer": (
         lambda: amp.dynamic_loss_scale(amp.LossScale(), optax.sgd(0.1)),
@@ -223,5 +226,5 @@ def test_functions_that_hold_arrays_are_policies():
 
 
 def test_a_policy_of_suggest_rules_names_the_dtype():
-    _, report = amp.suggest_rules(loss_fn, policy="mixed_bfloat16")(P, X, tol=1.0)
+    _, report = amp.debug.suggest_rules(loss_fn, policy="mixed_bfloat16")(P, X, tol=1.0)
     assert report.dtype == "bfloat16"

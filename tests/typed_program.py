@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
 import jmp_amp as amp
+import jmp_amp.compat.jmp as jmp
 from pallas_kernels import check_finite
 
 
@@ -44,10 +45,10 @@ def main() -> None:
     assert_type(loss_fn(params, x), jax.Array)
     assert_type(gram(x), jax.Array)
     assert_type(amp.get_policy("O2").cast_to_compute(params), Params)
-    assert_type(amp.cast_to_half(params), Params)
-    assert_type(amp.select_tree(amp.all_finite(params), params, params), Params)
+    assert_type(jmp.cast_to_half(params), Params)
+    assert_type(jmp.select_tree(amp.all_finite(params), params, params), Params)
     assert_type(amp.LossScale.torch(growth_interval=7), amp.LossScale)
-    assert_type(amp.explain(loss_fn)(params, x), amp.PrecisionReport)
+    assert_type(amp.explain(loss_fn)(params, x), amp.debug.PrecisionReport)
     state = assert_type(rule.init(), amp.LossScaleState)
     assert_type(rule.update(state, jnp.bool_(True)), amp.LossScaleState)
     finite, _ = check_finite(params, inv_scale=0.5)

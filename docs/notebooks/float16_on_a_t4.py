@@ -291,7 +291,7 @@ def train(name):
 
 _, full_rows = train("float32")
 trained, low_rows = train(dtype)
-amp.plot_history(full_rows + low_rows)
+amp.watch.plot_history(full_rows + low_rows)
 
 # %% [markdown]
 # The loss curves lie on each other. The loss scale of float16 doubles until

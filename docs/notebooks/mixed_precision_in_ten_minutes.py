@@ -257,7 +257,7 @@ def train(dtype, loss_scale, steps=200):
 # %%
 full_params, full_rows = train("float32", amp.LossScale.none())
 low_params, low_rows = train("float16", amp.LossScale(growth_interval=20))
-amp.plot_history(full_rows + low_rows)
+amp.watch.plot_history(full_rows + low_rows)
 
 # %% [markdown]
 # The losses lie on each other. Each cross is a step that was skipped because

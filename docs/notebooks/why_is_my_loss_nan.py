@@ -23,11 +23,11 @@
 # |---|---|
 # | the loss is NaN or infinite | `amp.debug.first_nonfinite` of the loss function |
 # | the loss is finite, the gradients are not | `amp.debug.first_nonfinite` of the loss function and its gradients |
-# | steps are skipped | look at the loss scale: `amp.plot_history` |
+# | steps are skipped | look at the loss scale: `amp.watch.plot_history` |
 # | steps are skipped without end | `amp.check_health` |
 # | no NaN, but the step may be wrong | `amp.debug.check_loss_scaling` |
 # | no NaN, but it does not learn | `amp.debug.underflow` |
-# | no NaN, but worse than float32 | `amp.debug.compare`, `amp.suggest_rules` |
+# | no NaN, but worse than float32 | `amp.debug.compare`, `amp.debug.suggest_rules` |
 
 # %% [markdown]
 # ## Install
@@ -240,7 +240,7 @@ def train(images, steps):
 
 
 _, rows = train(images, steps=150)
-amp.plot_history(rows)
+amp.watch.plot_history(rows)
 
 # %% [markdown]
 # Each cross is a skipped step. Those at the start bring down a scale that is
@@ -259,7 +259,7 @@ broken[17, 3, 3] = np.nan
 
 (_, opt_state), rows = train(broken, steps=40)
 columns = "loss_scale", "total_notfinite"
-amp.plot_history([{name: row[name] for name in columns} for row in rows])
+amp.watch.plot_history([{name: row[name] for name in columns} for row in rows])
 
 # %% [markdown]
 # Call `amp.check_health` outside of `jit`, every few hundred steps. It raises
@@ -372,11 +372,11 @@ comparison.plot()
 print(comparison.worst())
 
 # %% [markdown]
-# Around 20,000, float16 has steps of 16. `amp.suggest_rules` finds the
+# Around 20,000, float16 has steps of 16. `amp.debug.suggest_rules` finds the
 # smallest part of the program that has to run in float32.
 
 # %%
-suggest = amp.suggest_rules(camera_loss_fn)
+suggest = amp.debug.suggest_rules(camera_loss_fn)
 rules, suggestion = suggest(params, counts, labels, tol=1e-2)
 print(suggestion)
 print(rules)

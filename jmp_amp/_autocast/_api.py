@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._options import Options, parse_rules
@@ -18,8 +17,10 @@ from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, Reads
 from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import transformation
+from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._jaxpr import HIGHER_ORDER, as_type, marked, open_jaxpr, trace_call
-from jmp_amp._policy import NAMED_POLICIES, Policy, cast_floating, get_policy
+from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
+from jmp_amp._trees import cast_floating
 
 
 class Decorator(functools.partial):

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_amp._autocast._format import FLOAT32, Format
 from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
 from jmp_amp._autocast._primitives import ORIGINAL, Facts, Makes, OpClass, Rule, operand_dtypes
 from jmp_amp._autocast._shapes import Axes, is_smaller, varying
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, folded, merged_magnitudes, widest
+from jmp_amp._formats import FLOAT32, Format
 from jmp_amp._jaxpr import dtype_of, retyped, shape_of
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
-from jmp_amp._autocast._format import AS_TRACED, FORMATS, Format
 from jmp_amp._autocast._nnx import unbound
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
@@ -20,6 +19,7 @@ from jmp_amp._autocast._primitives import RULES, OpClass
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, Value, constant
 from jmp_amp._float8 import PRIMITIVE
+from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._jaxpr import (
     TOP,
     Provenance,

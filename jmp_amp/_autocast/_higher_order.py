@@ -8,7 +8,6 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._decide import Context
-from jmp_amp._autocast._format import AS_TRACED, FLOAT32
 from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._plan import Plan, Region, Step
 from jmp_amp._autocast._planner import Planner
@@ -16,6 +15,7 @@ from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._shapes import sliced
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, join
 from jmp_amp._float8 import as_products
+from jmp_amp._formats import AS_TRACED, FLOAT32
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
     Body,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Primitive
 
-from jmp_amp._autocast._format import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._autocast._primitives import RULES, Makes, OpClass, Reads, Rule, RuleOf, Rules
+from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._jaxpr import marks_in
 
 

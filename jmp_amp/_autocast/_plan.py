@@ -16,9 +16,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from jmp_amp._autocast._format import Format
 from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._values import Value
+from jmp_amp._formats import Format
 from jmp_amp._jaxpr import (
     INLINE,
     Body,

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast._decide import Context, decide, params_for, results
-from jmp_amp._autocast._format import AS_TRACED, FLOAT32, FORMATS
 from jmp_amp._autocast._known import Knowledge, Whole
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
@@ -20,6 +19,7 @@ from jmp_amp._autocast._readers import Readers, why
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant
+from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
     Branches,

@@ -17,10 +17,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast._decide import Context
-from jmp_amp._autocast._format import FLOAT32, Float8
 from jmp_amp._autocast._plan import Op, Rewrite
 from jmp_amp._autocast._primitives import OpClass
 from jmp_amp._float8 import float8_dot
+from jmp_amp._formats import FLOAT32, Float8
 from jmp_amp._jaxpr import bind, dtype_of, evaluate, shape_of, trace, with_dtype
 
 Dtypes = tuple[Any, ...]

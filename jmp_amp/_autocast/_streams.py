@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Rule
 from jmp_amp._autocast._shapes import is_smaller
 from jmp_amp._autocast._values import Stream
+from jmp_amp._formats import FLOAT32
 from jmp_amp._jaxpr import Branches, Call, Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
 
 _FactsOf = Callable[[Jaxpr], Sequence[Facts]]

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmp_amp._autocast._format import FLOAT32
 from jmp_amp._autocast._known import NOTHING, Known, is_number, known_constant, magnitudes, readable
 from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._shapes import Axes, varying
+from jmp_amp._formats import FLOAT32
 from jmp_amp._jaxpr import dtype_of_aval
 
 

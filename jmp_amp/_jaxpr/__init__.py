@@ -60,6 +60,8 @@ from jmp_amp._jaxpr._versions import (
     is_checkified,
     is_differentiated,
     jaxprs_in,
+    lowered_once,
+    lowering_platforms,
     open_jaxpr,
     operands_of,
     params_of,

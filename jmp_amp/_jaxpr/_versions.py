@@ -264,3 +264,18 @@ def define_vjp(function: Any, forward: Callable, backward: Callable, symbolic_ze
 def pull_with_logs(pullback: Any, cotangents: Any) -> tuple[Sequence[Any], Any]:
     """Applies a pullback of `jax.vjp`; returns the cotangents, and what the backward pass logs."""
     return pullback.with_logs(cotangents) if hasattr(pullback, "with_logs") else (pullback(cotangents), None)
+
+
+def lowering_platforms(ctx: Any) -> Sequence[str]:
+    """Returns the platforms that a program is lowered for, given the context of a lowering rule."""
+    return ctx.module_context.platforms
+
+
+def lowered_once(ctx: Any, key: Any, lower: Callable[[], Any]) -> Any:
+    """Returns `lower()`, or what it returned for an equal key in the block that is lowered now."""
+    from jax.interpreters import mlir
+
+    cache, block = ctx.module_context.cached_primitive_lowerings, mlir.ir.InsertionPoint.current.block
+    if key not in cache or cache[key][0] != block:  # a value of another block may not be visible here
+        cache[key] = block, lower()
+    return cache[key][1]

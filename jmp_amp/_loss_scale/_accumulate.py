@@ -17,7 +17,7 @@ from jmp_amp._modules import (
     state_of_modules,
     update_modules,
 )
-from jmp_amp._policy import wide_dtype
+from jmp_amp._trees import wide_dtype
 
 REDUCTIONS = ("mean", "sum")
 
@@ -66,21 +66,20 @@ def accumulate(
         def step(carry: Any, batch: dict[int, Any]) -> tuple[Any, Any]:
             total, state = carry
             ((loss, aux), grads), state = evaluate(state, batch)
-            terms = [x for x in jax.tree.leaves((loss, grads)) if not _is_float0(x)]
-            return ([x + y.astype(x.dtype) for x, y in zip(total, terms, strict=True)], state), aux
+            total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, _without_float0((loss, grads)))
+            return (total, state), aux
 
         ((loss, _), grads), after = jax.eval_shape(evaluate, state, jax.tree.map(lambda x: x[0], batches))
         _check_same_variables(state, after)
-        leaves, treedef = jax.tree.flatten((loss, grads))
         before = arrays_by_path(state)
-        zeros = [_wide_zeros(x) for x in leaves if not _is_float0(x)]
+        # `zeros_like`: also with the axes of `shard_map` along which a gradient varies.
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), _without_float0((loss, grads)))
         (total, state), aux = lax.scan(step, (zeros, state), batches)
         update_modules(modules, changed_state(before, state))
-        if reduction == "mean":
-            total = [x / steps for x in total]
-        totals = iter(total)
-        results = [np.zeros(x.shape, x.dtype) if _is_float0(x) else next(totals) for x in leaves]
-        loss, grads = jax.tree.unflatten(treedef, results)
+        divisor = steps if reduction == "mean" else 1
+        loss, grads = jax.tree.map(
+            lambda like, x: np.zeros(like.shape, like.dtype) if x is None else x / divisor, (loss, grads), total
+        )
         return (loss, aux), grads
 
     return accumulated
@@ -116,10 +115,6 @@ def _check_same_variables(before: Any, after: Any) -> None:
         )
 
 
-def _is_float0(x: Any) -> bool:
-    """Returns whether `x` is the float0 gradient of an integer argument (`allow_int=True`)."""
-    return x.dtype == jax.dtypes.float0
-
-
-def _wide_zeros(x: Any) -> jax.Array:
-    return jnp.zeros_like(x, wide_dtype(x.dtype))  # also with the axes of `shard_map` along which `x` varies
+def _without_float0(tree: Any) -> Any:
+    """Returns None in place of the float0 gradients of integer arguments (`allow_int=True`)."""
+    return jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, tree)

@@ -2,9 +2,7 @@
 
 import inspect
 import math
-import operator
-import sys
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -81,61 +79,3 @@ def check_inner(inner: Any, wrapper: str) -> None:
     if not isinstance(inner, optax.GradientTransformation):
         call = f"{inner.__name__}(...)" if inspect.isfunction(inner) else "optax.adam(1e-3)"
         raise TypeError(f"`inner` must be an optax transformation, got {describe(inner)}; write `{wrapper}({call})`")
-
-
-def argnums_as_tuple(argnums: Any) -> tuple[int, ...]:
-    """Returns `argnums` as a tuple of integers; one of Flax NNX may be an `nnx.DiffState`, which holds it."""
-    argnums = argnums if isinstance(argnums, Sequence | Set) else (argnums,)
-    return tuple(getattr(argnum, "argnum", argnum) for argnum in argnums)
-
-
-def check_grad_arguments(argnums: Any, has_aux: Any) -> None:
-    """Raises TypeError unless JAX takes these as `argnums` and `has_aux`."""
-    cure = (
-        "pass the scale as `loss_scale=...`, and the arguments of the function to the result: "
-        "`value_and_grad(fun)(params, x)`"
-    )
-    try:
-        for argnum in argnums_as_tuple(argnums):
-            operator.index(argnum)
-    except TypeError:
-        raise TypeError(
-            "`argnums` must be an integer, a sequence of integers or an `nnx.DiffState`, "
-            f"got {describe(argnums)}; {cure}"
-        ) from None
-    if not isinstance(has_aux, int | np.bool_ | None):
-        raise TypeError(f"`has_aux` must be a bool, got {describe(has_aux)}; {cure}")
-
-
-def check_differentiable(args: Sequence[Any], argnums: Any) -> None:
-    """Raises TypeError if `jax.value_and_grad` refuses a leaf of a module, which `transform` could leave out."""
-    for i in argnums_as_tuple(argnums):
-        arg = args[i] if -len(args) <= i < len(args) else None
-        if all(map(_has_gradient, jax.tree.leaves(arg))):
-            continue
-        if transform := _transform_of_modules(arg):
-            path, x = next(leaf for leaf in jax.tree.leaves_with_path(arg) if not _has_gradient(leaf[1]))
-            raise TypeError(
-                f"`jax.value_and_grad` differentiates with respect to floating arrays, got {describe(x)} at "
-                f"`args[{i}]{jax.tree_util.keystr(path)}`; write `amp.value_and_grad(fun, transform={transform})`, "
-                "which leaves out what is not a parameter"
-            )
-
-
-def _has_gradient(x: Any) -> bool:
-    try:
-        dtype = getattr(jax.typeof(x), "dtype", None)
-    except TypeError:  # not an array
-        return False
-    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _transform_of_modules(tree: Any) -> str | None:
-    """Returns the transformation that differentiates the modules in a tree; None if there are none."""
-    # A program with modules has imported their library.
-    kinds = {lib.Module: transform for name, transform in _TRANSFORMS.items() if (lib := sys.modules.get(name))}
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (*kinds,)))
-    return next((transform for kind, transform in kinds.items() if any(isinstance(x, kind) for x in leaves)), None)
-
-
-_TRANSFORMS = {"flax.nnx": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}

@@ -10,6 +10,7 @@ from jmp_amp._jaxpr import (
     Branches,
     Call,
     Loop,
+    Structure,
     equations_behind,
     inner_jaxprs,
     is_backward,
@@ -22,7 +23,7 @@ from jmp_amp._jaxpr import (
     structure_of,
     tracers_behind,
 )
-from jmp_amp._loss_scale._unscale import UNSCALE_SCOPE
+from jmp_amp._loss_scale._gradients import UNSCALE_SCOPE
 
 
 def check_scaled(grads: Any, scale: Any = None) -> None:
@@ -104,21 +105,22 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
             yield is_constant
         if is_constant:
             constants |= {id(x): "computed" for x in eqn.outvars}
-        for jaxpr, indices in _inner_jaxprs(eqn):
+        for jaxpr, indices in _fixed_inputs(structure_of(eqn)):
             opened, _ = open_jaxpr(jaxpr)
             known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
             yield from _has_constant_factors(opened.eqns, known, is_inner)
 
 
-def _inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
-    """Yields the jaxprs of an equation, each with the operands that its first inputs are and stay."""
-    structure = structure_of(eqn)
-    if isinstance(structure, Call):
-        yield structure.jaxpr, structure.operands
-    elif isinstance(structure, Branches):
-        yield from ((jaxpr, structure.operands) for jaxpr in structure.jaxprs)
-    elif isinstance(structure, Loop):
-        yield structure.body, range(structure.consts.start, structure.consts.stop)
+def _fixed_inputs(structure: Structure | None) -> Sequence[tuple[Any, Sequence[int]]]:
+    """Returns the jaxprs of an equation, each with the operands that its first inputs are in every iteration."""
+    match structure:
+        case Call(jaxpr, operands):
+            return [(jaxpr, operands)]
+        case Branches(jaxprs, operands):
+            return [(jaxpr, operands) for jaxpr in jaxprs]
+        case Loop(body, consts):
+            return [(body, range(consts.start, consts.stop))]
+    return []
 
 
 def _is_unscale(eqn: Any) -> bool:
@@ -127,15 +129,6 @@ def _is_unscale(eqn: Any) -> bool:
 
 def _differentiates(eqn: Any) -> bool:
     """Whether an equation is part of a derivative, or calls a function that computes one."""
-    waiting, seen = [eqn], set()
-    while waiting:
-        eqn = waiting.pop()
-        stack = str(eqn.source_info.name_stack)
-        if "jvp(" in stack or "transpose(" in stack:
-            return True
-        for inner, _ in inner_jaxprs(eqn):
-            jaxpr, _ = open_jaxpr(inner)
-            if id(jaxpr) not in seen:
-                seen.add(id(jaxpr))
-                waiting.extend(jaxpr.eqns)
-    return False
+    stack = str(eqn.source_info.name_stack)
+    inside = (inner for jaxpr, _ in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr)[0].eqns)
+    return "jvp(" in stack or "transpose(" in stack or any(map(_differentiates, inside))

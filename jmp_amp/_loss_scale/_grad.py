@@ -1,23 +1,21 @@
 """Gradients of a scaled loss."""
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+import sys
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_amp._calls import describe, transformation
 from jmp_amp._jaxpr import marked
 from jmp_amp._loss_scale._accumulate import REDUCTIONS, accumulate
-from jmp_amp._loss_scale._arguments import (
-    argnums_as_tuple,
-    check_differentiable,
-    check_grad_arguments,
-    to_scale,
-)
-from jmp_amp._loss_scale._find_state import find_state
-from jmp_amp._policy import wide_dtype
+from jmp_amp._loss_scale._arguments import to_scale
+from jmp_amp._loss_scale._state import find_state
+from jmp_amp._trees import multiply_wide, wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
 
@@ -98,7 +96,7 @@ def value_and_grad(
         The order of cast and scale is that of apex's `scale_loss`. `reduction="sum"` is DeepSpeed's
         `scale_wrt_gas=False`.
     """
-    check_grad_arguments(argnums, has_aux)
+    _check_grad_arguments(argnums, has_aux)
     scale = _scale_of(opt_state, loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
@@ -112,11 +110,11 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if takes_floats_only:
-            check_differentiable(args, argnums)
+            _check_differentiable(args, argnums)
         evaluate = evaluate_batch
         if accumulate_steps > 1:
-            to_split = None if batch_argnums is None else argnums_as_tuple(batch_argnums)
-            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, argnums_as_tuple(argnums), to_split)
+            to_split = None if batch_argnums is None else _argnums_as_tuple(batch_argnums)
+            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, _argnums_as_tuple(argnums), to_split)
         value, grads = evaluate(*args, **kwargs)
         return (value if has_aux else value[0]), grads
 
@@ -164,7 +162,7 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
     def evaluate_batch(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
         (_, (loss, aux, grad_factor)), grads = grad_fn(*args, **kwargs)
         if grad_factor is not None:
-            grads = jax.tree.map(lambda g: _multiply(g, grad_factor), grads)
+            grads = jax.tree.map(lambda g, wide: wide.astype(g.dtype), grads, multiply_wide(grads, grad_factor))
         return (loss, aux), grads
 
     return evaluate_batch
@@ -204,13 +202,6 @@ def _split_scale(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | N
     return loss_factor, scale / loss_factor
 
 
-def _multiply(g: Any, factor: jax.Array) -> Any:
-    if not jnp.issubdtype(g.dtype, jnp.inexact):
-        return g
-    wide = g.astype(wide_dtype(g.dtype))
-    return (wide * factor.astype(wide.dtype)).astype(g.dtype)
-
-
 def _to_wide(loss: Any) -> jax.Array:
     """Returns the loss in float32 or wider, and raises TypeError unless it is a real floating-point scalar."""
     is_array = hasattr(loss, "shape") or isinstance(loss, int | float | complex)
@@ -224,3 +215,61 @@ def _to_wide(loss: Any) -> jax.Array:
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss must be a real floating-point scalar, got dtype {loss.dtype}")
     return loss.astype(wide_dtype(loss.dtype))
+
+
+def _argnums_as_tuple(argnums: Any) -> tuple[int, ...]:
+    """Returns `argnums` as a tuple of integers; one of Flax NNX may be an `nnx.DiffState`, which holds it."""
+    argnums = argnums if isinstance(argnums, Sequence | Set) else (argnums,)
+    return tuple(getattr(argnum, "argnum", argnum) for argnum in argnums)
+
+
+def _check_grad_arguments(argnums: Any, has_aux: Any) -> None:
+    """Raises TypeError unless JAX takes these as `argnums` and `has_aux`."""
+    cure = (
+        "pass the scale as `loss_scale=...`, and the arguments of the function to the result: "
+        "`value_and_grad(fun)(params, x)`"
+    )
+    try:
+        for argnum in _argnums_as_tuple(argnums):
+            operator.index(argnum)
+    except TypeError:
+        raise TypeError(
+            "`argnums` must be an integer, a sequence of integers or an `nnx.DiffState`, "
+            f"got {describe(argnums)}; {cure}"
+        ) from None
+    if not isinstance(has_aux, int | np.bool_ | None):
+        raise TypeError(f"`has_aux` must be a bool, got {describe(has_aux)}; {cure}")
+
+
+def _check_differentiable(args: Sequence[Any], argnums: Any) -> None:
+    """Raises TypeError if `jax.value_and_grad` refuses a leaf of a module, which `transform` could leave out."""
+    for i in _argnums_as_tuple(argnums):
+        arg = args[i] if -len(args) <= i < len(args) else None
+        if all(map(_has_gradient, jax.tree.leaves(arg))):
+            continue
+        if transform := _transform_of_modules(arg):
+            path, x = next(leaf for leaf in jax.tree.leaves_with_path(arg) if not _has_gradient(leaf[1]))
+            raise TypeError(
+                f"`jax.value_and_grad` differentiates with respect to floating arrays, got {describe(x)} at "
+                f"`args[{i}]{jax.tree_util.keystr(path)}`; write `amp.value_and_grad(fun, transform={transform})`, "
+                "which leaves out what is not a parameter"
+            )
+
+
+def _has_gradient(x: Any) -> bool:
+    try:
+        dtype = getattr(jax.typeof(x), "dtype", None)
+    except TypeError:  # not an array
+        return False
+    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _transform_of_modules(tree: Any) -> str | None:
+    """Returns the transformation that differentiates the modules in a tree; None if there are none."""
+    # A program with modules has imported their library.
+    kinds = {lib.Module: transform for name, transform in _TRANSFORMS.items() if (lib := sys.modules.get(name))}
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (*kinds,)))
+    return next((transform for kind, transform in kinds.items() if any(isinstance(x, kind) for x in leaves)), None)
+
+
+_TRANSFORMS = {"flax.nnx": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}

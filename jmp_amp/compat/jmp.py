@@ -7,18 +7,18 @@ Three bugs of jmp are fixed: `DynamicLossScale.min_loss_scale` survives `jax.tre
 are cast to float32 before they are scaled, and the scale neither falls to 0 nor grows to infinity.
 """
 
+import dataclasses
+import functools
+import warnings
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmp_amp import _policy
-from jmp_amp._policy import all_finite, cast_to_full, cast_to_half, half_dtype
-from jmp_amp.compat._jmp_loss_scale import (
-    DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    boolean_scalar_error,
-)
+from jmp_amp import _policy, _trees
+from jmp_amp._formats import half_dtype
+from jmp_amp._trees import all_finite, cast_floating, multiply_wide
 
 __all__ = (
     "DynamicLossScale",
@@ -76,9 +76,46 @@ def get_policy(policy_name: str) -> Policy:
     try:
         policy = _policy.get_policy(policy_name)
     except ValueError as error:
-        fact = str(error).removeprefix("get_policy: ")
+        fact = str(error)
         raise ValueError(fact[0].upper() + fact[1:]) from None  # the message of jmp begins with "Unknown dtype"
     return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, policy.rules)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating arrays of a tree to `half_dtype()`.
+
+    Args:
+        tree: any pytree. Floating JAX and numpy arrays of any shape are cast; other leaves are unchanged.
+
+    Returns:
+        A tree of the same structure and shapes.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp.compat.jmp as jmp
+        >>> half = jmp.cast_to_half({"w": jnp.ones(3), "step": jnp.zeros((), jnp.int32)})
+        >>> half["w"].dtype == jmp.half_dtype(), half["step"].dtype
+        (True, dtype('int32'))
+    """
+    return cast_floating(tree, half_dtype())
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the floating arrays of a tree to float32, both narrower and wider ones.
+
+    Args:
+        tree: any pytree. Floating JAX and numpy arrays of any shape are cast; other leaves are unchanged.
+
+    Returns:
+        A tree of the same structure and shapes.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp.compat.jmp as jmp
+        >>> jmp.cast_to_full({"w": jnp.ones(3, jnp.bfloat16)})["w"].dtype
+        dtype('float32')
+    """
+    return cast_floating(tree, jnp.float32)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
@@ -101,8 +138,164 @@ def select_tree(pred: Any, a: T, b: T) -> T:
         1.0
     """
     if not isinstance(pred, bool) and (getattr(pred, "shape", None), getattr(pred, "dtype", None)) != ((), jnp.bool_):
-        raise boolean_scalar_error("pred", pred)
-    return _policy.select_tree(pred, a, b)
+        raise _boolean_scalar_error("pred", pred)
+    return _trees.select_tree(pred, a, b)
+
+
+def _boolean_scalar_error(name: str, value: Any) -> AssertionError:
+    """Returns the error for an argument that is not a boolean scalar."""
+    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
+    return AssertionError(f"expected boolean scalar for `{name}`, got {got}; compute it with `all_finite` or `jnp.all`")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """A loss scale of 1, which changes nothing.
+
+    Examples:
+        >>> import jmp_amp.compat.jmp as jmp
+        >>> jmp.NoOpLossScale().scale(3.0)
+        3.0
+    """
+
+    @property
+    def loss_scale(self) -> int:
+        """The factor of the loss."""
+        return 1
+
+    def scale(self, tree: T) -> T:
+        """Returns the tree unchanged."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns the tree unchanged."""
+        return tree
+
+    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+        """Returns the same loss scale."""
+        del grads_finite
+        return self
+
+
+class _Scaling:
+    """`scale` and `unscale` of `StaticLossScale` and `DynamicLossScale`."""
+
+    loss_scale: Any
+
+    def scale(self, tree: Any) -> Any:
+        """Multiplies a loss, or a tree of losses, by the scale, in float32 or wider."""
+        return multiply_wide(tree, jnp.asarray(self.loss_scale, jnp.float32))
+
+    def unscale(self, tree: Any) -> Any:
+        """Divides a tree of gradients by the scale, in float32 or wider."""
+        return multiply_wide(tree, 1 / jnp.asarray(self.loss_scale, jnp.float32))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("loss_scale",))
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(_Scaling):
+    """A constant loss scale.
+
+    Args:
+        loss_scale: the factor of the loss, a number or a concrete array. It is static under `jit`.
+
+    Examples:
+        >>> import jmp_amp.compat.jmp as jmp
+        >>> print(jmp.StaticLossScale(8).unscale(jmp.StaticLossScale(4).scale(6.0)))
+        3.0
+    """
+
+    loss_scale: Any
+
+    def __post_init__(self) -> None:
+        # `jit` compares static values, and the comparison of arrays returns an array.
+        object.__setattr__(self, "loss_scale", getattr(self.loss_scale, "item", lambda: self.loss_scale)())
+
+    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+        """Returns the same loss scale."""
+        del grads_finite
+        return self
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(_Scaling):
+    """A loss scale that grows after `period` finite steps and shrinks after each step that is not finite.
+
+    The leaves have the same paths as in jmp: `loss_scale`, then `counter`. The other fields are static under `jit`.
+
+    Args:
+        loss_scale: floating [], the factor of the loss. `adjust` preserves its dtype.
+        counter: int32[], the number of finite steps since the scale last changed.
+        period: the number of finite steps after which the scale grows.
+        factor: the scale is multiplied by `factor` to grow, and divided by `factor` to shrink.
+        min_loss_scale: the lower bound of the scale, a number or a concrete array.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp.compat.jmp as jmp
+        >>> loss_scale = jmp.DynamicLossScale(jnp.float32(2**15))
+        >>> print(loss_scale.adjust(jnp.bool_(False)).loss_scale)
+        16384.0
+    """
+
+    loss_scale: Any
+    counter: Any = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
+    period: int = 2000
+    factor: int = 2
+    min_loss_scale: Any = dataclasses.field(default_factory=lambda: np.float32(1))
+
+    def __post_init__(self) -> None:
+        for name in ("loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            # JAX also unflattens trees with leaves that are not arrays.
+            dtype = getattr(value, "dtype", type(value) if isinstance(value, int | float) else None)
+            if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+                warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
+        if not isinstance(self.min_loss_scale, jax.core.Tracer):
+            # `jit` compares static values: a numpy scalar can be compared, and keeps its dtype.
+            object.__setattr__(self, "min_loss_scale", np.asarray(self.min_loss_scale)[()])
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[Any, Any, Any]]:
+        """Returns the leaves and the static fields."""
+        if isinstance(self.min_loss_scale, jax.core.Tracer):
+            raise TypeError(
+                f"`min_loss_scale` is static, so it cannot be a tracer, got {self.min_loss_scale}; "
+                "pass a number, such as `min_loss_scale=0.5`"
+            )
+        return (self.loss_scale, self.counter), (self.period, self.factor, self.min_loss_scale)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, Any, Any], leaves: tuple[Any, Any]) -> "DynamicLossScale":
+        """Returns the loss scale with these leaves and static fields."""
+        return cls(*leaves, *static)
+
+    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+        """Returns the loss scale for the next step.
+
+        Args:
+            grads_finite: bool[], whether the gradients of this step are finite.
+
+        Raises:
+            AssertionError: `grads_finite` is not a scalar.
+            TypeError: `grads_finite` is floating.
+        """
+        if getattr(grads_finite, "shape", ()) != ():
+            raise _boolean_scalar_error("grads_finite", grads_finite)
+        scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
+        if not jnp.issubdtype(scale.dtype, jnp.floating):
+            scale = scale.astype(jnp.float32)
+        grown = scale * self.factor
+        grown = jnp.where((counter == self.period - 1) & jnp.isfinite(grown), grown, scale)
+        # Even if `min_loss_scale` is 0, the scale must remain a normal number, so that its reciprocal is finite.
+        floor = jnp.maximum(jnp.asarray(self.min_loss_scale, scale.dtype), jnp.finfo(scale.dtype).tiny)
+        counter = ((counter + 1) % self.period).astype(counter.dtype)
+        return dataclasses.replace(
+            self,
+            loss_scale=jax.lax.select(grads_finite, grown, jnp.maximum(floor, scale / self.factor)),
+            counter=jax.lax.select(grads_finite, counter, jnp.zeros_like(counter)),
+        )
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale

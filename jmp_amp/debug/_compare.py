@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from jmp_amp._autocast import FORMATS, autocast
+from jmp_amp._autocast import autocast
 from jmp_amp._calls import transformation
+from jmp_amp._formats import FORMATS
 from jmp_amp._policy import Policy
 from jmp_amp.debug._activations import activations
 from jmp_amp.debug._arguments import check_concrete, check_without_autocast

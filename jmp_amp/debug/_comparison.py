@@ -5,7 +5,7 @@ import math
 import os
 from typing import Any, NamedTuple
 
-from jmp_amp._extras import extra
+from jmp_amp._calls import extra
 from jmp_amp.debug._table import format_table
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import split_arrays
 from jmp_amp._loss_scale import to_number, value_and_grad
-from jmp_amp._policy import cast_floating
+from jmp_amp._trees import cast_floating
 from jmp_amp.debug._leaf_names import module_name
 from jmp_amp.debug._relative_error import flat_on_host
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._autocast import parse_format
+from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
-from jmp_amp._policy import is_inexact
+from jmp_amp._trees import is_inexact
 from jmp_amp.debug._arguments import check_concrete
 from jmp_amp.debug._leaf_names import leaf_name, module_name
 from jmp_amp.debug._relative_error import flat_on_host

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._extras import extra
+from jmp_amp._calls import extra
 from jmp_amp.debug._table import format_percent, format_table
 
 

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
-from jmp_amp.debug import describe_nonfinite, nonfinite_leaves
+from jmp_amp.debug import count_nonfinite, describe_nonfinite
 
 TREE = {
     "dense": [{"w": jnp.ones((2, 3)).at[0].set(jnp.inf), "b": np.float16([1, np.nan])}],
@@ -18,7 +18,7 @@ TREE = {
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_counts_have_the_structure_of_the_tree(around):
-    counts = around(nonfinite_leaves)(TREE)
+    counts = around(count_nonfinite)(TREE)
     assert jax.tree.structure(counts) == jax.tree.structure(TREE)
     assert all((x.shape, x.dtype, x.weak_type) == ((), jnp.int32, False) for x in jax.tree.leaves(counts))
     assert jax.tree.leaves(counts) == [1, 3, 0, 0, 0]
@@ -27,27 +27,27 @@ def test_counts_have_the_structure_of_the_tree(around):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e5m2", "complex64"])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_every_floating_dtype_is_counted(dtype, bad):
-    assert nonfinite_leaves(jnp.array([1, bad, bad]).astype(dtype)) == 2
+    assert count_nonfinite(jnp.array([1, bad, bad]).astype(dtype)) == 2
 
 
 @pytest.mark.parametrize("leaf", [jnp.tanh, jnp.float32, "float32", np.array(["a"]), object(), True], ids=type)
 def test_a_leaf_that_is_no_number_counts_as_finite(leaf):
-    counts = nonfinite_leaves({"leaf": leaf, "number": float("nan")})
+    counts = count_nonfinite({"leaf": leaf, "number": float("nan")})
     assert counts == {"leaf": 0, "number": 1}
     assert describe_nonfinite(counts, {"leaf": leaf, "number": float("nan")}) == "['number'] (1 of 1 values)"
 
 
 def test_it_maps_over_seeds():
-    counts = jax.vmap(nonfinite_leaves)({"w": jnp.array([[1.0, jnp.inf], [1.0, 1.0]])})
+    counts = jax.vmap(count_nonfinite)({"w": jnp.array([[1.0, jnp.inf], [1.0, 1.0]])})
     assert counts["w"].tolist() == [1, 0]
     assert describe_nonfinite(counts) == "['w'] (1)"
 
 
 def test_leaves_are_named_by_their_paths():
-    counts = nonfinite_leaves(TREE)
+    counts = count_nonfinite(TREE)
     assert describe_nonfinite(counts) == "['dense'][0]['b'] (1), ['dense'][0]['w'] (3)"
     assert describe_nonfinite(counts, TREE) == ("['dense'][0]['b'] (1 of 2 values), ['dense'][0]['w'] (3 of 6 values)")
-    assert describe_nonfinite(nonfinite_leaves({"w": jnp.ones(2)})) == ""
+    assert describe_nonfinite(count_nonfinite({"w": jnp.ones(2)})) == ""
 
 
 def test_types_are_enough_to_say_out_of_how_many():
@@ -56,7 +56,7 @@ def test_types_are_enough_to_say_out_of_how_many():
 
 
 def test_only_the_first_leaves_are_named():
-    counts = nonfinite_leaves([jnp.float32(np.nan)] * 8)
+    counts = count_nonfinite([jnp.float32(np.nan)] * 8)
     assert describe_nonfinite(counts, shown=2) == "[0] (1), [1] (1) and 6 more leaves"
 
 
@@ -69,7 +69,7 @@ def test_a_step_returns_counts_without_waiting_for_them():
 
     @jax.jit
     def step(grads, state):
-        return tx.update(grads, state), nonfinite_leaves(grads)
+        return tx.update(grads, state), count_nonfinite(grads)
 
     grads = {"w": jnp.array([1.0, jnp.inf])}
     (_, state), counts = step(grads, tx.init(grads))
@@ -78,10 +78,10 @@ def test_a_step_returns_counts_without_waiting_for_them():
 
 
 def test_it_cannot_be_described_inside_jit():
-    with pytest.raises(TypeError, match=r"cannot run inside `jit`; return `nonfinite_leaves\(tree\)`"):
-        jax.jit(lambda x: describe_nonfinite(nonfinite_leaves(x)))(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"cannot run inside `jit`; return `count_nonfinite\(tree\)`"):
+        jax.jit(lambda x: describe_nonfinite(count_nonfinite(x)))(jnp.ones(2))
 
 
 def test_another_tree_than_was_counted_is_refused():
     with pytest.raises(ValueError, match=r"`tree` must have the structure of `counts`, .*'w'.* got .*'b'"):
-        describe_nonfinite(nonfinite_leaves({"w": jnp.ones(2)}), {"b": jnp.ones(2)})
+        describe_nonfinite(count_nonfinite({"w": jnp.ones(2)}), {"b": jnp.ones(2)})

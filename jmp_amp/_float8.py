@@ -1,14 +1,18 @@
-"""The primitive of a product whose operands are cast to float8 with a scale each.
+"""The primitive of a product whose operands are cast to float8 with a scale each; nothing here knows of autocast.
 
 Its operands and its result are 16-bit or float32, as in any other product. How it computes is decided when a program is
 lowered: devices with float8 units cast both operands and multiply them as float8; others multiply in the base dtype.
 The rules of the primitive are those of a product: it is linear in each operand, and its gradients are such products.
+
+The scale of an operand is a power of two, so scaling rounds nothing, and the gradients of a scaled loss are the scaled
+gradients, bit for bit. It is computed from the array itself ("current scaling"), so no state is kept from step to step.
 """
 
 import contextlib
 import contextvars
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,9 +24,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jmp_amp._float8._devices import device_without_float8
-from jmp_amp._float8._quantize import power_of_two, quantize
-from jmp_amp._jaxpr import bind, evaluate, open_jaxpr, trace, with_dtype
+from jmp_amp._jaxpr import aval_with, bind, evaluate, lowered_once, lowering_platforms, open_jaxpr, trace, with_dtype
 
 PRIMITIVE = "float8_dot_general"
 EMULATE = "JMP_AMP_EMULATE_FLOAT8"
@@ -42,12 +44,7 @@ def emulated() -> Iterator[None]:
 
 
 def float8_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    base: Any,
-    operands: tuple[Any, Any],
-    cotangents: Any,
-    **params: Any,
+    lhs: jax.Array, rhs: jax.Array, base: Any, operands: tuple[Any, Any], cotangents: Any, **params: Any
 ) -> jax.Array:
     """Computes `lax.dot_general` of operands that are cast to float8, each with a scale of its own.
 
@@ -105,7 +102,7 @@ def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    if not params["emulated"] and (device := device_without_float8(ctx.module_context.platforms)) is not None:
+    if not params["emulated"] and (device := _device_without_float8(lowering_platforms(ctx))) is not None:
         warnings.warn(
             f"{device} has no float8 units, so products run in {params['base']} instead of float8; "
             f"set the environment variable {EMULATE}=1 to compute them as a device with float8 units does",
@@ -124,14 +121,14 @@ def _quantized(ctx: Any, aval: Any, x: Any, dtype: Any) -> Sequence[tuple[Any, A
     The forward and the backward pass quantize the same weights. XLA does not merge equal collectives: two maxima of a
     sharded weight would make two casts of it, and two all-gathers.
     """
-    cache, block = ctx.module_context.cached_primitive_lowerings, mlir.ir.InsertionPoint.current.block
-    key = quantize, x, np.dtype(dtype)
-    if key not in cache or cache[key][0] != block:  # a value of another block may not be visible here
+
+    def lower() -> Sequence[tuple[Any, Any]]:
         fun = functools.partial(quantize, dtype=dtype)
         avals = trace(fun, [aval]).out_avals
         values = mlir.lower_fun(fun, multiple_results=True)(ctx.replace(avals_in=[aval], avals_out=avals), x)
-        cache[key] = block, list(zip(avals, values, strict=True))
-    return cache[key][1]
+        return list(zip(avals, values, strict=True))
+
+    return lowered_once(ctx, (quantize, x, np.dtype(dtype)), lower)
 
 
 def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
@@ -145,7 +142,7 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
         def product(x: Any) -> Any:
             return _dot(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
 
-        return jax.linear_transpose(product, unknown.aval.update(dtype=base))(cotangent)[0]
+        return jax.linear_transpose(product, aval_with(unknown.aval, base))(cotangent)[0]
 
     program = trace(transposed, [with_dtype(cotangent, base), with_dtype(known, base)])
     # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.
@@ -203,3 +200,84 @@ _float8_dot_p.def_abstract_eval(_abstract_eval)
 ad.defbilinear(_float8_dot_p, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
 batching.primitive_batchers[_float8_dot_p] = _batch
 mlir.register_lowering(_float8_dot_p, _lower, cacheable=False)
+
+
+_BIAS = 127  # of the exponent of a float32
+_MANTISSA = 23  # bits
+_LARGEST = 126  # the exponents -126 to 126: the scale and its inverse are normal numbers
+
+
+def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Casts an array to a float8 dtype, scaled to use its range.
+
+    An infinity or NaN makes every element NaN, so that an overflow is found in whatever is computed from the result.
+
+    Args:
+        x: floating, not empty.
+        dtype: the float8 dtype.
+
+    Returns:
+        `x * 2**exponent` in `dtype`, of which the largest magnitude is between half of the largest finite number of
+        `dtype` and that number; and `exponent`, an int32 scalar.
+    """
+    largest = lax.reduce_max(lax.abs(x), range(x.ndim)).astype(jnp.float32)
+    exponent = jnp.clip(_exponent(jnp.finfo(dtype).max) - _exponent(largest), -_LARGEST, _LARGEST)
+    scale = jnp.where(jnp.isfinite(largest), power_of_two(exponent), jnp.nan)
+    return lax.convert_element_type(x.astype(jnp.float32) * scale, dtype), exponent
+
+
+def _exponent(x: Any) -> jax.Array:
+    """Returns the exponent of a float32, plus 1 if its mantissa exceeds that of every largest float8 number, 1.75."""
+    bits = lax.bitcast_convert_type(jnp.float32(x), jnp.int32)
+    exponent, mantissa = bits >> _MANTISSA, bits & (2**_MANTISSA - 1)
+    return exponent + (mantissa > 3 << (_MANTISSA - 2)) - _BIAS
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns a power of two as a float32; where that is below 2^-126, a device may return 0."""
+    half = exponent >> 1
+    return _normal_power(half) * _normal_power(exponent - half)
+
+
+def _normal_power(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, jnp.float32)
+
+
+# Parts of the names of GPUs and TPUs. A GPU that is not named here has the units: all do since Ada (sm_89), of 2022.
+_GPUS_WITHOUT = re.compile("P100|V100|TITAN|T4|Quadro|A100|A30|A40|A10|A16|RTX [23]0|RTX A")
+_TPUS_WITH = re.compile("TPU7|TPU v7")
+_LEAST_CAPABILITY = (8, 9)
+
+
+def _device_without_float8(platforms: Sequence[str]) -> str | None:
+    """Returns the name of a device that a program is lowered for and that has no float8 units; None if all have them.
+
+    Args:
+        platforms: the platforms that the program is lowered for: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
+    """
+    return next((name for platform in platforms if (name := _without_float8(platform)) is not None), None)
+
+
+def _without_float8(platform: str) -> str | None:
+    kind, capability = _target(platform)
+    if platform == "cuda":
+        is_old = bool(_GPUS_WITHOUT.search(kind)) if capability is None else capability < _LEAST_CAPABILITY
+        return kind if is_old else None
+    has_units = platform == "tpu" and _TPUS_WITH.search(kind)
+    return None if has_units else kind or platform
+
+
+def _target(platform: str) -> tuple[str, tuple[int, ...] | None]:
+    """Returns the kind and the compute capability of the device: the one described for the compiler, or else the first.
+
+    The kind is empty if the program is lowered for a platform that this process does not have.
+    """
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if described is not None and described.platform == name:
+        return described.device_kind, None
+    if jax.default_backend() != name:
+        return "", None
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return device.device_kind, None if capability is None else tuple(map(int, capability.split(".")))

@@ -1,15 +1,32 @@
-"""The overflow check: one read of the scaled gradients."""
+"""What is read of the scaled gradients: unscaled values, whether they are finite, and their leaves."""
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from jmp_amp._jaxpr import varying_axes
 from jmp_amp._loss_scale._arguments import AxisName
+from jmp_amp._trees import is_value, multiply_wide
+
+UNSCALE_SCOPE = "amp.unscale"
+
+
+def unscale(tree: Any, factor: jax.Array) -> Any:
+    """Returns the tree with its floating and complex leaves multiplied by `factor`, in float32 or wider.
+
+    Args:
+        tree: gradients of any shape; other leaves pass through.
+        factor: float32[], the reciprocal of the scale, times the clipping factor if gradients are clipped.
+    """
+    # A multiplication, because XLA rewrites only some divisions by a scalar as multiplications. Plain JAX instead of a
+    # kernel, so that XLA fuses it into the operations that use the result.
+    with jax.named_scope(UNSCALE_SCOPE):
+        return multiply_wide(tree, factor)
 
 
 class GradStats(NamedTuple):
@@ -53,10 +70,14 @@ def check_grads(
     is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)
     _check_axes(leaves, factor, names)
+    # The leaves to check together, by the axes along which they are sharded.
+    groups: dict[tuple[tuple[Any, ...], int], list[int]] = collections.defaultdict(list)
+    for i, x in enumerate(leaves):
+        groups[tuple(name for name in names if is_typed and name in varying_axes(x)), i if by_leaf else 0].append(i)
     flags: dict[int, jax.Array] = {}
     total = jnp.float32(0)
     with jax.debug_nans(False):  # a NaN marks an overflow here
-        for axes, indices in _groups(leaves, names if is_typed else (), by_leaf):
+        for (axes, _), indices in groups.items():
             _, squares = check_finite([leaves[i] for i in indices], factor, implementation=implementation)
             squares = lax.psum(squares, axes) if axes else squares
             total += squares
@@ -94,17 +115,69 @@ def _check_axes(leaves: Sequence[Any], factor: jax.Array, names: tuple[Any, ...]
         )
 
 
-def _groups(
-    leaves: Sequence[Any], names: tuple[Any, ...], by_leaf: bool
-) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
-    """Yields the indices of the leaves to check together, with the axes along which these leaves are sharded."""
-    indices_by_axes = collections.defaultdict(list)
-    for i, x in enumerate(leaves):
-        indices_by_axes[tuple(name for name in names if name in varying_axes(x))].append(i)
-    for axes, indices in indices_by_axes.items():
-        for group in [[i] for i in indices] if by_leaf else [indices]:
-            yield axes, group
-
-
 def _any_over_axes(flag: jax.Array, names: tuple[Any, ...]) -> jax.Array:
     return lax.psum(flag.astype(jnp.float32), names) > 0
+
+
+_LeavesByPath = dict[tuple[Any, ...], Any]
+
+
+def check_same_leaves(grads: Any, params: Any) -> None:
+    """Raises ValueError unless every gradient has a parameter of its shape at the same path, and vice versa.
+
+    Frozen and static leaves have no gradient, so `params` may hold anything at the paths where `grads` holds None or
+    `optax.MaskedNode`. Per-example gradients may have a leading axis, which all of them must share. For
+    `optax.LookaheadParams`, the gradients are those of the fast parameters.
+    """
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    grads_by_path, params_by_path = _leaves_by_path(grads), _leaves_by_path(params)
+    holes = tuple(path for path, x in grads_by_path.items() if not is_value(x))
+    arrays = {path: x for path, x in grads_by_path.items() if is_value(x)}
+    for path in arrays:
+        if not is_value(params_by_path.get(path)):
+            extra = f"have a leaf `{jax.tree_util.keystr(path)}` that" if path else "are a single array, which"
+            raise ValueError(
+                f"the gradients {extra} the parameters do not have; pass `tx.update` gradients with respect to the "
+                "same tree as `params`"
+            )
+    if not _are_per_example(arrays, params_by_path):
+        _check_shapes("gradient", arrays, params_by_path, "reduce or index it to the shape of the parameter")
+    for path, x in params_by_path.items():
+        if is_value(x) and path not in grads_by_path and not any(path[: len(hole)] == hole for hole in holes):
+            raise ValueError(
+                f"the parameter `{jax.tree_util.keystr(path)}` has no gradient; differentiate with respect to it, or, "
+                "if it is frozen, replace it with None in both the gradients and the parameters"
+            )
+
+
+def check_updates(updates: Any, params: Any) -> None:
+    """Raises ValueError if an update and its parameter differ in shape."""
+    params_by_path = _leaves_by_path(params)
+    updates_by_path = {
+        path: x for path, x in _leaves_by_path(updates).items() if is_value(x) and is_value(params_by_path.get(path))
+    }
+    _check_shapes("update", updates_by_path, params_by_path, "reduce its per-example gradients, or correct `inner`")
+
+
+def _are_per_example(grads: _LeavesByPath, params: _LeavesByPath) -> bool:
+    shapes = [(jnp.shape(x), jnp.shape(params[path])) for path, x in grads.items()]
+    return all(shape[1:] == want for shape, want in shapes) and len({shape[:1] for shape, _ in shapes}) <= 1
+
+
+def _check_shapes(name: str, leaves: _LeavesByPath, params: _LeavesByPath, cure: str) -> None:
+    for path, x in leaves.items():
+        if jnp.shape(x) != jnp.shape(params[path]):
+            raise ValueError(
+                f"the {name} at `{jax.tree_util.keystr(path)}` has shape {jnp.shape(x)}, but its parameter has shape "
+                f"{jnp.shape(params[path])}; {cure}"
+            )
+
+
+def is_hole(x: Any) -> bool:
+    """Returns whether `x` takes the place of a gradient that a frozen parameter does not have."""
+    return x is None or isinstance(x, optax.MaskedNode)
+
+
+def _leaves_by_path(tree: Any) -> _LeavesByPath:
+    return dict(jax.tree.leaves_with_path(tree, is_leaf=is_hole))

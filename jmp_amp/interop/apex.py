@@ -1,16 +1,18 @@
 """Mixed precision training in one call, at one of apex's four opt levels."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optax
 
-from jmp_amp._autocast import autocast, parse_format
+from jmp_amp._autocast import autocast
+from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import LossScale, dynamic_loss_scale
-from jmp_amp._params._cast_params import cast_params, is_norm
-from jmp_amp._params._master_weights import master_weights
-from jmp_amp._params._rounded_weights import rounded_weights
+from jmp_amp._params import cast_params, is_norm, low_precision_params
 from jmp_amp._policy import Policy
+
+__all__ = ["initialize"]
 
 
 def initialize(
@@ -30,15 +32,14 @@ def initialize(
     |---|---|---|---|---|
     | `"O0"` | float32 | unchanged | unchanged | none |
     | `"O1"` | float32 | `autocast` | unchanged | dynamic |
-    | `"O2"` | `dtype`, norms float32 | `autocast` | `master_weights` | dynamic |
-    | `"O3"` | `dtype` | `autocast` | `rounded_weights` | none |
+    | `"O2"` | `dtype`, norms float32 | `autocast` | `low_precision_params` | dynamic |
+    | `"O3"` | `dtype` | `autocast` | `low_precision_params(masters=False)` | none |
 
     Train with `"O1"`. `"O0"` is the float32 baseline. `"O2"` has low-precision weights and gradients and needs two more
     bytes for each parameter in total. `"O3"` needs the least memory and is the least accurate.
 
     Every level skips steps whose gradients are not finite, and traces `loss_fn` with float32 parameters. To combine
-    the parts differently, call `autocast`, `cast_params`, `master_weights` or `rounded_weights`, and
-    `dynamic_loss_scale` yourself.
+    the parts differently, call `autocast`, `cast_params`, `low_precision_params` and `dynamic_loss_scale` yourself.
 
     Args:
         loss_fn: a function whose first argument is the parameters.
@@ -63,7 +64,8 @@ def initialize(
         >>> import jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> loss_fn, params, tx = amp.initialize(loss_fn, {"w": jnp.full(2, 0.125)}, optax.adam(1e-3), "O2")
+        >>> params, tx = {"w": jnp.full(2, 0.125)}, optax.adam(1e-3)
+        >>> loss_fn, params, tx = amp.interop.apex.initialize(loss_fn, params, tx, "O2")
         >>> opt_state = tx.init(params)
         >>> loss, grads = amp.value_and_grad(loss_fn, opt_state=opt_state)(params, jnp.ones((4, 2)))
         >>> updates, opt_state = tx.update(grads, opt_state, params)
@@ -96,14 +98,14 @@ def initialize(
 
 
 class _Level(NamedTuple):
-    keep: Callable | None  # None if the level does not cast parameters
-    wrap: Callable
     scaled: bool
+    keep: Callable | None = None  # None if the level does not cast parameters
+    wrap: Callable = lambda tx: tx
 
 
 _LEVELS = {
-    "O0": _Level(None, lambda tx: tx, scaled=False),
-    "O1": _Level(None, lambda tx: tx, scaled=True),
-    "O2": _Level(is_norm, master_weights, scaled=True),
-    "O3": _Level(lambda path, leaf: False, rounded_weights, scaled=False),
+    "O0": _Level(scaled=False),
+    "O1": _Level(scaled=True),
+    "O2": _Level(True, is_norm, low_precision_params),
+    "O3": _Level(False, lambda path, leaf: False, functools.partial(low_precision_params, masters=False)),
 }

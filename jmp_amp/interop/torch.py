@@ -1,14 +1,13 @@
-"""Conversion of a loss scale to and from the state dict of `torch.amp.GradScaler`."""
+"""A loss scale to and from the state dict of `torch.amp.GradScaler`."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmp_amp._loss_scale._arguments import to_count
-from jmp_amp._loss_scale._find_state import find_state
-from jmp_amp._loss_scale._loss_scale import LossScale
-from jmp_amp._loss_scale._loss_scale_state import LossScaleState
+from jmp_amp._loss_scale import LossScale, LossScaleState, find_state, to_count
+
+__all__ = ["load_state_dict", "state_dict"]
 
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 _KEYS = ("scale", *_RULE, "_growth_tracker")
@@ -31,7 +30,7 @@ def state_dict(state: Any, loss_scale: LossScale = LossScale()) -> dict[str, flo
     Examples:
         >>> import jmp_amp as amp
         >>> rule = amp.LossScale.torch(init_scale=4.0)
-        >>> amp.state_dict(rule.init(), rule)
+        >>> amp.interop.torch.state_dict(rule.init(), rule)
         {'scale': 4.0, 'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': 2000, '_growth_tracker': 0}
     """
     if loss_scale == LossScale.none():
@@ -52,7 +51,7 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
 
     Returns:
         The rule, which is `LossScale.torch` with the saved values or `LossScale.none()` for `{}`, and its state. Insert
-        the state into that of `dynamic_loss_scale` with `set_loss_scale(opt_state, state)`.
+        the state into that of `dynamic_loss_scale` with `amp.set_loss_scale(opt_state, state)`.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is not finite, not positive or out of range.
@@ -61,7 +60,7 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
     Examples:
         >>> import jmp_amp as amp
         >>> saved = dict(scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2, _growth_tracker=1)
-        >>> rule, state = amp.load_state_dict(saved)
+        >>> rule, state = amp.interop.torch.load_state_dict(saved)
         >>> rule.growth_factor, float(state.loss_scale), int(state.growth_tracker)
         (4.0, 3.0, 1)
     """

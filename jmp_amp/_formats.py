@@ -1,16 +1,79 @@
-"""Formats: the dtypes that the ops of a region compute in."""
+"""The names of floating dtypes, and the formats: the dtypes that the ops of a region compute in."""
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jmp_amp._policy import NAMED_POLICIES, parse_dtype
+from jax.typing import DTypeLike
 
 FLOAT32 = np.dtype(np.float32)
+
+# All floating dtypes of the installed JAX, including float8 and narrower ones.
+_FLOATING_DTYPES = {name: jnp.dtype(value) for name, value in vars(jnp).items() if re.fullmatch(r"b?float\d\w*", name)}
+
+# The short names of jmp, then those of torch users. "half" is absent because its dtype depends on the backend, which
+# an import must not start.
+_ALIASES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "full": "float32"}
+_ALIASES |= {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+ALLOWED_DTYPES = (
+    "`f16`, `fp16`, `bf16`, `f32`, `fp32`, `f64`, `fp64`, `float16`, `bfloat16`, `float32`, `float64`, `half`, `full`, "
+    "or the full name of another floating dtype of JAX, such as `float8_e4m3fn`"
+)
+
+
+def half_dtype() -> np.dtype:
+    """Returns the 16-bit dtype for the default backend, as in jmp.
+
+    Returns:
+        bfloat16 on a TPU, whose matrix units do not support float16, and float16 on other backends. The call
+        initializes the backend.
+
+    Examples:
+        >>> import jmp_amp.compat.jmp as jmp
+        >>> jmp.half_dtype()  # on a CPU or a GPU
+        dtype('float16')
+    """
+    return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
+
+
+def parse_dtype(value: DTypeLike, field: str = "dtype") -> np.dtype:
+    """Returns the floating dtype that a string or a dtype-like object denotes.
+
+    Args:
+        value: a string whose digits count bits (`"f16"` is float16, whereas numpy reads it as 16 bytes), or any object
+            that numpy accepts as a dtype: `jnp.float16`, `np.dtype("float16")`, an array's `dtype`. The byte order is
+            ignored.
+        field: the name of the argument, used in error messages.
+
+    Raises:
+        ValueError: `value` is a string or a dtype, but not a floating dtype of JAX.
+        TypeError: `value` is neither a string nor a dtype.
+    """
+    # Check the type first: `np.dtype("float16") == "half"` is True.
+    if isinstance(value, str) and value == "half":
+        return half_dtype()
+    name = _ALIASES.get(value, value) if isinstance(value, str) else _numpy_name(value, field)
+    if name not in _FLOATING_DTYPES:
+        raise ValueError(f"`{field}` must be a floating dtype, got `{name}`; allowed: {ALLOWED_DTYPES}")
+    return _FLOATING_DTYPES[name]
+
+
+def _numpy_name(value: DTypeLike, field: str) -> str:
+    try:
+        if value is not None:  # numpy reads None as float64
+            return np.dtype(value).name
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"`{field}` must be a floating dtype, got `{value!r}` of type `{type(value).__name__}`; "
+        f"allowed: a dtype such as `jnp.float16`, or a string: {ALLOWED_DTYPES}"
+    )
 
 
 class Float8(NamedTuple):
@@ -87,7 +150,8 @@ class Format:
 
 _FLOAT8 = Format("float8", jnp.dtype("bfloat16"), Float8())
 
-FORMATS: Mapping[str, Format] = {
+# By the names that `autocast`, `precision`, rules, policies and `initialize` take.
+FORMATS = {
     "float16": Format("float16", jnp.dtype("float16")),
     "bfloat16": Format("bfloat16", jnp.dtype("bfloat16")),
     "float32": Format("float32", FLOAT32),
@@ -113,8 +177,28 @@ def parse_format(value: Any) -> Format:
     except ValueError:
         dtype = None
     if dtype is None or dtype.name not in FORMATS:
-        cure = f'; give the policy as `policy="{value}"`' if dtype is None and value in NAMED_POLICIES else ""
+        cure = f'; give the policy as `policy="{value}"`' if dtype is None and _POLICY.fullmatch(str(value)) else ""
         if dtype is not None and dtype.name.startswith("float8"):
             cure = '; "float8" chooses among the float8 dtypes'
         raise ValueError(f"autocast computes in {', '.join(FORMATS)}, got {dtype or value}{cure}")
     return FORMATS[dtype.name]
+
+
+def parse_compute_dtype(value: DTypeLike, format_name: str = "") -> tuple[np.dtype, str]:
+    """Returns the dtype that a policy casts to, and the name of the format that autocast computes in.
+
+    Args:
+        value: the name of a format, or any floating dtype, which autocast may not compute in.
+        format_name: the format for a dtype that is not a name; ignored if it has another dtype.
+    """
+    if isinstance(value, str) and value in FORMATS:
+        return FORMATS[value].dtype, FORMATS[value].name
+    try:
+        dtype = parse_dtype(value, "compute_dtype")
+    except ValueError as error:
+        raise ValueError(f"{error}, or a format: {', '.join(FORMATS)}") from None
+    form = FORMATS.get(format_name)
+    return dtype, form.name if form is not None and form.dtype == dtype else dtype.name
+
+
+_POLICY = re.compile(r"mixed_\w+|O\d|.*=.*")

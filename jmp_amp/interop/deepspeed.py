@@ -1,4 +1,4 @@
-"""Conversion of the `fp16` section of a DeepSpeed config to arguments of `LossScale.deepspeed`."""
+"""The loss scale that a DeepSpeed config describes."""
 
 import difflib
 import numbers
@@ -6,35 +6,54 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from jmp_amp._loss_scale._arguments import LARGEST_SCALE, SMALLEST_SCALE
+from jmp_amp._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
+
+__all__ = ["from_config"]
 
 
-def deepspeed_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `LossScale.deepspeed` for a DeepSpeed config.
+def from_config(config: Mapping[str, Any]) -> LossScale:
+    """Returns the rule that a DeepSpeed config describes.
 
-    Defaults and parsing are those of DeepSpeed's pydantic model: `"128"` is a number, `16.0` an integer, `"true"` a
-    bool, and `"auto"` the default. Unused values, such as the window of a static scale, may be out of range.
+    Args:
+        config: the whole config. Its section `fp16` is read: `enabled`, `loss_scale` (0 is dynamic),
+            `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.
+            Defaults and parsing are those of DeepSpeed's pydantic model: `"128"` is a number, `16.0` an integer,
+            `"true"` a bool, and `"auto"` the default (except for `enabled`). Unused values, such as the window of a
+            static scale, may be out of range. `auto_cast` and `fp16_master_weights_and_grads` do not affect the loss
+            scale. If the section is missing or not enabled, the result does not scale.
+
+    Raises:
+        TypeError: the config or its section is not a mapping (load a file with `json` first), or a key of the section
+            is not a string.
+        ValueError: `config` is only the section, a key is unknown, or a value is out of range; the message names
+            `fp16.<key>`.
 
     Examples:
-        >>> deepspeed_arguments({"fp16": {"enabled": True, "loss_scale": "128"}})
-        {'init_scale': 128.0, 'min_scale': 128.0, 'max_scale': 128.0}
+        >>> import jmp_amp as amp
+        >>> rule = amp.interop.deepspeed.from_config({"fp16": {"enabled": True, "initial_scale_power": 12}})
+        >>> rule == amp.LossScale.deepspeed(init_scale=2.0**12)
+        True
     """
     section = _section(config)
-    values = {name: _parse(name, section[name]) if name in section else _FIELDS[name][0] for name in _FIELDS}
+    values = {name: _parse(name, section[name]) if name in section else _FIELDS[name].default for name in _FIELDS}
     if not values["enabled"]:
         return _static(1.0)
     if values["loss_scale"]:
         return _static(_in_range("loss_scale", values))
     init_scale, min_scale = 2.0 ** _in_range("initial_scale_power", values), _in_range("min_loss_scale", values)
-    return {
-        "init_scale": max(init_scale, min_scale),
-        "growth_interval": _in_range("loss_scale_window", values),
-        "hysteresis": _in_range("hysteresis", values),
-        "consecutive_hysteresis": values["consecutive_hysteresis"],
-        "min_scale": min_scale,
-    }
+    return LossScale.deepspeed(
+        init_scale=max(init_scale, min_scale),
+        growth_interval=_in_range("loss_scale_window", values),
+        hysteresis=_in_range("hysteresis", values),
+        consecutive_hysteresis=values["consecutive_hysteresis"],
+        min_scale=min_scale,
+    )
+
+
+def _static(scale: float) -> LossScale:
+    return LossScale.deepspeed(init_scale=scale, min_scale=scale, max_scale=scale)
 
 
 def _section(config: Any) -> Mapping[str, Any]:
@@ -62,31 +81,26 @@ def _section(config: Any) -> Mapping[str, Any]:
 
 
 def _parse(name: str, value: Any) -> Any:
-    default, _, parse = _FIELDS[name]
+    field = _FIELDS[name]
     if isinstance(value, str) and value == "auto":
         if name != "enabled":
-            return default
+            return field.default
         # DeepSpeed reads "auto" as false. A user who expects a trainer to replace it would get no loss scaling.
         raise ValueError("`fp16.enabled` must be true or false, got 'auto', a placeholder for trainers; set it")
     try:
-        return parse(value)
+        return field.parse(value)
     except (KeyError, TypeError, ValueError, OverflowError):
         raise _error(name, value) from None
 
 
 def _in_range(name: str, values: Mapping[str, Any]) -> Any:
-    minimum, maximum = _RANGES[name]
-    if not minimum <= values[name] <= maximum:
+    if not _FIELDS[name].minimum <= values[name] <= _FIELDS[name].maximum:
         raise _error(name, values[name])
     return values[name]
 
 
 def _error(name: str, value: Any) -> ValueError:
-    return ValueError(f"`fp16.{name}` must be {_FIELDS[name][1]}, got {reprlib.repr(value)}")
-
-
-def _static(scale: float) -> dict[str, Any]:
-    return {"init_scale": scale, "min_scale": scale, "max_scale": scale}
+    return ValueError(f"`fp16.{name}` must be {_FIELDS[name].allowed}, got {reprlib.repr(value)}")
 
 
 def _to_bool(value: Any) -> bool:
@@ -114,27 +128,26 @@ _BOOLS: dict[Any, bool] = {
     **dict.fromkeys((0, "0", "f", "false", "n", "no", "off"), False),
 }
 
-_SCALE_RANGE, _COUNT_RANGE = (SMALLEST_SCALE, LARGEST_SCALE), (1, 2**31 - 1)
+
+class _Field(NamedTuple):
+    default: Any
+    parse: Callable[[Any], Any]
+    allowed: str  # the values that the error message names
+    minimum: float = 0
+    maximum: float = 1
+
+
 _A_SCALE = "a number from 2^-126 to 2^126, so that float32 holds its reciprocal"
 _A_COUNT = "an integer from 1 to 2^31 - 1"
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "loss_scale": _SCALE_RANGE,
-    "initial_scale_power": (-126, 126),
-    "loss_scale_window": _COUNT_RANGE,
-    "hysteresis": _COUNT_RANGE,
-    "min_loss_scale": _SCALE_RANGE,
-}
-
-# The default, the allowed values as an error message states them, and the parser.
-_FIELDS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "enabled": (False, "true or false", _to_bool),
-    "auto_cast": (False, "true or false", _to_bool),
-    "loss_scale": (0.0, f"0 (dynamic) or {_A_SCALE}", _to_float),
-    "initial_scale_power": (16, "an integer from -126 to 126", _to_int),
-    "loss_scale_window": (1000, _A_COUNT, _to_int),
-    "hysteresis": (2, _A_COUNT, _to_int),
-    "consecutive_hysteresis": (False, "true or false", _to_bool),
-    "min_loss_scale": (1.0, _A_SCALE, _to_float),
-    "fp16_master_weights_and_grads": (False, "true or false", _to_bool),
+_FIELDS = {
+    "enabled": _Field(False, _to_bool, "true or false"),
+    "auto_cast": _Field(False, _to_bool, "true or false"),
+    "loss_scale": _Field(0.0, _to_float, f"0 (dynamic) or {_A_SCALE}", SMALLEST_SCALE, LARGEST_SCALE),
+    "initial_scale_power": _Field(16, _to_int, "an integer from -126 to 126", -126, 126),
+    "loss_scale_window": _Field(1000, _to_int, _A_COUNT, 1, 2**31 - 1),
+    "hysteresis": _Field(2, _to_int, _A_COUNT, 1, 2**31 - 1),
+    "consecutive_hysteresis": _Field(False, _to_bool, "true or false"),
+    "min_loss_scale": _Field(1.0, _to_float, _A_SCALE, SMALLEST_SCALE, LARGEST_SCALE),
+    "fp16_master_weights_and_grads": _Field(False, _to_bool, "true or false"),
 }

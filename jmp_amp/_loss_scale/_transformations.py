@@ -1,21 +1,119 @@
-"""The optax wrapper that unscales gradients, skips overflows and adapts the loss scale."""
+"""The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
+from jmp_amp._calls import describe
+from jmp_amp._jaxpr import varying_axes
 from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, check_inner, to_flag, to_number, to_scale
-from jmp_amp._loss_scale._check_grads import check_grads
 from jmp_amp._loss_scale._check_scaled import check_scaled
-from jmp_amp._loss_scale._leaves import check_same_leaves, check_updates
-from jmp_amp._loss_scale._loss_scale import LossScale
-from jmp_amp._loss_scale._loss_scale_state import LossScaleState
-from jmp_amp._loss_scale._skip import STEP_IF_FINITE
-from jmp_amp._loss_scale._unscale import unscale
-from jmp_amp._loss_scale._unscale_and_check import UnscaleAndCheckState
-from jmp_amp._policy import select_tree
+from jmp_amp._loss_scale._gradients import check_grads, check_same_leaves, check_updates, unscale
+from jmp_amp._loss_scale._rule import LossScale, LossScaleState
+from jmp_amp._trees import select_tree
+
+
+class UnscaleAndCheckState(NamedTuple):
+    """State of `unscale_and_check`.
+
+    Attributes:
+        last_finite: bool[], whether the gradients of the last `update` were finite; None inside `dynamic_loss_scale`,
+            which unscales and checks the gradients itself.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> tx = amp.unscale_and_check()
+        >>> _, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, tx.init({"w": jnp.ones(2)}), loss_scale=2.0)
+        >>> state.last_finite.item()
+        False
+    """
+
+    last_finite: jax.Array | None
+
+
+def unscale_and_check(
+    axis_name: AxisName | None = None, *, implementation: str | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Unscales gradients, and replaces them by zeros on overflow.
+
+    Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale,
+    1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, and those after
+    it the unscaled float32 gradients. On overflow, later transformations receive **zeros**, which they treat as
+    ordinary gradients: Adam's moments decay by one step, and its count and schedules advance. Wrap the chain in
+    `dynamic_loss_scale` instead to skip the whole step.
+
+    Inside `dynamic_loss_scale`, this transformation does nothing: the wrapper unscales the gradients, checks them and
+    skips the step on overflow, so all the transformations that it wraps receive unscaled gradients.
+
+    Args:
+        axis_name: the mapped axes (of `shard_map`, `pmap` or `vmap`) over which gradients are sharded or differ. An
+            overflow on one device then counts as an overflow on all devices. Plain `jit` does not need it, with or
+            without sharding.
+        implementation: the implementation of the check, as in `pallas_kernels.check_finite`.
+
+    Returns:
+        An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
+        complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
+        TypeError without `loss_scale=`, and ValueError if it receives only a part of the gradients, as inside
+        `optax.masked`, or if the traced program shows that the gradients were already unscaled.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> tx = optax.chain(amp.unscale_and_check(), optax.sgd(0.5))
+        >>> params = {"w": jnp.zeros(2)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.array([4.0, 8.0])}, state, params, loss_scale=jnp.float32(4))
+        >>> print(updates["w"])
+        [-0.5 -1. ]
+    """
+    check_axis_name(axis_name)
+
+    def init(params: optax.Params) -> UnscaleAndCheckState:
+        del params
+        return UnscaleAndCheckState(last_finite=jnp.asarray(True))
+
+    def update(
+        updates: optax.Updates,
+        state: UnscaleAndCheckState,
+        params: optax.Params | None = None,
+        *,
+        loss_scale: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, UnscaleAndCheckState]:
+        del params, extra_args
+        if state.last_finite is None:
+            return updates, state
+        if loss_scale is None:
+            raise TypeError(
+                "`unscale_and_check` divides the gradients by the `loss_scale` that `update` gets, got None; write "
+                "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
+                "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
+            )
+        _check_unmasked(updates)
+        check_scaled(updates)
+        factor = 1 / to_scale(loss_scale)
+        is_finite = check_grads(updates, factor, axis_name, implementation).is_finite
+        unscaled_grads = unscale(updates, factor)
+        zeros = jax.tree.map(jnp.zeros_like, unscaled_grads)
+        return select_tree(is_finite, unscaled_grads, zeros), UnscaleAndCheckState(last_finite=is_finite)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_unmasked(updates: optax.Updates) -> None:
+    for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
+        if isinstance(x, optax.MaskedNode):
+            raise ValueError(
+                f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled, because it is "
+                "inside `optax.masked` or one branch of `optax.partition`; put it in front of that transformation, or "
+                "wrap the whole optimizer in `dynamic_loss_scale`"
+            )
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -115,7 +213,14 @@ def dynamic_loss_scale(
     References:
         The protocol is that of torch's `GradScaler`, the interface that of `optax.apply_if_finite`.
     """
-    _check_arguments(inner, loss_scale, skip)
+    check_inner(inner, "dynamic_loss_scale")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "
+            "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
+        )
+    if skip not in _STEP_IF_FINITE:
+        raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
@@ -126,15 +231,20 @@ def dynamic_loss_scale(
         return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
 
     def update(
-        updates: optax.Updates,
-        state: DynamicLossScaleState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: DynamicLossScaleState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
-        _check_state(state)
+        if not isinstance(state, DynamicLossScaleState):
+            raise TypeError(
+                f"`state` must be a `DynamicLossScaleState`, got {type(state).__name__}; create it with the `init` of "
+                "`dynamic_loss_scale`, and replace its `inner_state` to restore a state of `inner`"
+            )
         if params is not None:
             check_same_leaves(updates, params)
-        factor = 1 / _checked_scale(updates, state, extra_args.pop("loss_scale", None), loss_scale.is_static)
+        given_scale = extra_args.pop("loss_scale", None)
+        scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
+        # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
+        check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
+        factor = 1 / scale
         stats = check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite = stats.is_finite & to_flag("grads_finite", extra_args.pop("grads_finite", True))
         flags = _flags_of_parameters(stats.nonfinite_leaves, state.nonfinite_leaves) if nonfinite_leaves else None
@@ -149,38 +259,11 @@ def dynamic_loss_scale(
                 check_updates(new_updates, params)
             return new_updates, inner_state
 
-        new_updates, inner_state = STEP_IF_FINITE[skip](is_finite, step, state.inner_state)
+        new_updates, inner_state = _STEP_IF_FINITE[skip](is_finite, step, state.inner_state)
         new_scale = loss_scale.update(state.loss_scale, is_finite)
         return new_updates, DynamicLossScaleState(new_scale, inner_state, stats.sum_of_squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_arguments(inner: Any, loss_scale: Any, skip: Any) -> None:
-    check_inner(inner, "dynamic_loss_scale")
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "
-            "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
-        )
-    if skip not in STEP_IF_FINITE:
-        raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, DynamicLossScaleState):
-        raise TypeError(
-            f"`state` must be a `DynamicLossScaleState`, got {type(state).__name__}; create it with the `init` of "
-            "`dynamic_loss_scale`, and replace its `inner_state` to restore a state of `inner`"
-        )
-
-
-def _checked_scale(grads: optax.Updates, state: DynamicLossScaleState, given_scale: Any, is_static: bool) -> jax.Array:
-    """Returns the scale of `grads`, and raises if the traced program shows that they have another scale."""
-    scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
-    # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
-    check_scaled(grads, given_scale if given_scale is not None or is_static else scale)
-    return scale
 
 
 def _disable_checks(inner_state: optax.OptState) -> optax.OptState:
@@ -219,3 +302,58 @@ def _is_same(x: Any, tree: Any) -> bool:
     """Returns whether the leaves of `x` are the same arrays, by identity, as the leaves of `tree`."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(tree)
     return len(leaves) == len(others) > 0 and all(a is b for a, b in zip(leaves, others, strict=True))
+
+
+_Step = Callable[[], tuple[optax.Updates, optax.OptState]]
+
+
+def _cond(is_finite: jax.Array, step: _Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    if not isinstance(is_finite, jax.core.Tracer):  # outside `jit`, `lax.cond` would recompile in every step
+        return _select(is_finite, step, state)
+    step = jax.jit(step)  # traced once, for both its shapes and the branch
+    updates, new_state = jax.eval_shape(step)
+    _check_same_structure(state, new_state)
+    _check_same_axes(state, new_state)
+    return lax.cond(is_finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
+
+
+def _select(is_finite: jax.Array, step: _Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    updates, new_state = step()
+    _check_same_structure(state, new_state)
+    return select_tree(is_finite, (updates, new_state), (jax.tree.map(jnp.zeros_like, updates), state))
+
+
+_STEP_IF_FINITE = {"cond": _cond, "select": _select}
+"""Functions that return the result of `step()` if `is_finite`, otherwise zero updates and the old state."""
+
+
+def _check_same_structure(state: optax.OptState, new_state: optax.OptState) -> None:
+    before, after = map(str, map(jax.tree.structure, (state, new_state)))
+    if before != after:
+        raise TypeError(
+            f"`inner` changes the structure of its state from {before} to {after}, so a step cannot be skipped; "
+            "`inner.update` must return the structure that `inner.init` returns"
+        )
+    for path, x, y in _pairs(state, new_state):
+        if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
+            raise TypeError(
+                f"`inner` changes its state{path} from {describe(x)} to {describe(y)}, so a step cannot be skipped; "
+                "initialize it with the dtype and shape that `inner.update` returns"
+            )
+
+
+def _check_same_axes(state: optax.OptState, new_state: optax.OptState) -> None:
+    for path, x, y in _pairs(state, new_state):
+        axes = sorted(varying_axes(y) - varying_axes(x), key=str)
+        if axes:
+            named = repr(axes[0] if len(axes) == 1 else tuple(axes))
+            raise ValueError(
+                f"the state of `inner`{path} is the same on all devices, but `inner` returns one that varies along the "
+                f"mapped axis {named} of `shard_map`, as its gradients do; average the gradients first, "
+                f"`grads = jax.lax.pmean(grads, {named})`"
+            )
+
+
+def _pairs(state: optax.OptState, new_state: optax.OptState) -> Iterator[tuple[str, Any, Any]]:
+    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
+        yield jax.tree_util.keystr(path), x, y

@@ -1,17 +1,42 @@
-"""The rule by which a loss scale adapts."""
+"""The rule by which a loss scale adapts, and its state."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from jmp_amp._loss_scale._adapt import next_state
 from jmp_amp._loss_scale._arguments import LARGEST_SCALE, SMALLEST_SCALE, to_count, to_flag, to_number
-from jmp_amp._loss_scale._deepspeed import deepspeed_arguments
-from jmp_amp._loss_scale._loss_scale_state import LossScaleState
-from jmp_amp._loss_scale._unscale import map_wide, unscale_and_check_grads
+from jmp_amp._trees import multiply_wide
+
+
+class LossScaleState(NamedTuple):
+    """State of a `LossScale`; every leaf is a strongly typed array.
+
+    Attributes:
+        loss_scale: float32[], multiplies the loss of the next step.
+        growth_tracker: int32[], finite steps since the last overflow or change of the scale; negative during a delay.
+        hysteresis_tracker: int32[], overflows left until the scale backs off; at 0 or 1, the next overflow backs off.
+        last_finite: bool[], whether the gradients of the last step were finite; true before the first step.
+        notfinite_count: int32[], consecutive steps, up to the last one, whose gradients were not finite.
+        total_notfinite: int32[], all steps so far whose gradients were not finite.
+
+    Examples:
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale(growth_interval=2)
+        >>> state = rule.update(rule.init(), True)
+        >>> state.growth_tracker.item(), state.total_notfinite.item()
+        (1, 0)
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    last_finite: jax.Array
+    notfinite_count: jax.Array
+    total_notfinite: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +146,7 @@ class LossScale:
         Returns:
             The scaled tree in float32; wider leaves keep their dtype.
         """
-        return map_wide(lambda x: x * state.loss_scale.astype(x.dtype), tree)
+        return multiply_wide(tree, state.loss_scale)
 
     def unscale(self, state: LossScaleState, tree: Any, *, implementation: str | None = None) -> tuple[Any, jax.Array]:
         """Returns unscaled gradients, and whether all of them are finite.
@@ -136,7 +161,10 @@ class LossScale:
         Returns:
             The unscaled tree in float32 (wider leaves keep their dtype), and bool[], whether every leaf is finite.
         """
-        return unscale_and_check_grads(tree, 1 / state.loss_scale, implementation)
+        from pallas_kernels import unscale_check
+
+        unscaled_grads, is_finite, _ = unscale_check(tree, 1 / state.loss_scale, implementation=implementation)
+        return unscaled_grads, is_finite
 
     def update(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:
         """Returns the state for the next step.
@@ -153,7 +181,33 @@ class LossScale:
                 f"`state` must be a `LossScaleState`, got {type(state).__name__}; "
                 "the state of `dynamic_loss_scale` holds it as `opt_state.loss_scale`"
             )
-        return next_state(self, state, to_flag("finite", finite))
+        is_finite = to_flag("finite", finite)
+        tracker = optax.safe_increment(state.growth_tracker)
+        grows = is_finite & (tracker >= self.growth_interval)
+        overflows_left = jnp.maximum(state.hysteresis_tracker - 1, 0)
+        refills = grows | (is_finite & self.consecutive_hysteresis)
+        hysteresis = jnp.where(refills, self.hysteresis, state.hysteresis_tracker)
+        return LossScaleState(
+            loss_scale=self._next_scale(state.loss_scale, is_finite, grows, overflows_left),
+            growth_tracker=jnp.where(is_finite, jnp.where(grows, -self.growth_delay, tracker), -self.overflow_delay),
+            hysteresis_tracker=jnp.where(is_finite, hysteresis, overflows_left),
+            last_finite=is_finite,
+            notfinite_count=jnp.where(is_finite, 0, optax.safe_increment(state.notfinite_count)),
+            total_notfinite=jnp.where(is_finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)),
+        )
+
+    def _next_scale(
+        self, scale: jax.Array, is_finite: jax.Array, grows: jax.Array, overflows_left: jax.Array
+    ) -> jax.Array:
+        grown = scale * self.growth_factor
+        ceiling = jnp.maximum(scale, self.max_scale) if self.clamp_growth else scale
+        grown = jnp.where(grown <= self.max_scale, grown, ceiling)
+        backed_off = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        after_overflow = jnp.where(overflows_left == 0, backed_off, scale)
+        adapted = jnp.where(is_finite, jnp.where(grows, grown, scale), after_overflow)
+        adapted = scale if self.is_static else adapted
+        is_valid = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
+        return jnp.where(is_valid, adapted, self.init_scale)
 
     @classmethod
     def static(cls, scale: float) -> Self:
@@ -189,32 +243,6 @@ class LossScale:
     def deepspeed_consecutive(cls, **overrides: Any) -> Self:
         """DeepSpeed's rule with `consecutive_hysteresis`: only consecutive overflows use up hysteresis."""
         return cls.deepspeed(**{"consecutive_hysteresis": True} | overrides)
-
-    @classmethod
-    def from_deepspeed(cls, config: Mapping[str, Any]) -> Self:
-        """The rule that a DeepSpeed config describes.
-
-        Args:
-            config: the whole config. Its section `fp16` is read: `enabled`, `loss_scale` (0 is dynamic),
-                `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.
-                Defaults and parsing are DeepSpeed's: `"128"` is a number, `16.0` an integer, `"true"` a bool, and
-                `"auto"` the default (except for `enabled`). Unused values, such as the window of a static scale, may
-                be out of range. `auto_cast` and `fp16_master_weights_and_grads` do not affect the loss scale. If the
-                section is missing or not enabled, the result does not scale.
-
-        Raises:
-            TypeError: the config or its section is not a mapping (load a file with `json` first), or a key of the
-                section is not a string.
-            ValueError: `config` is only the section, a key is unknown, or a value is out of range; the message names
-                `fp16.<key>`.
-
-        Examples:
-            >>> import jmp_amp as amp
-            >>> rule = amp.LossScale.from_deepspeed({"fp16": {"enabled": True, "initial_scale_power": 12}})
-            >>> rule == amp.LossScale.deepspeed(init_scale=2.0**12)
-            True
-        """
-        return cls.deepspeed(**deepspeed_arguments(config))
 
     @classmethod
     def megatron(cls, **overrides: Any) -> Self:

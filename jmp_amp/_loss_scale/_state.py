@@ -1,0 +1,358 @@
+"""Reading, setting and checking the loss scale in an optimizer state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr
+
+from jmp_amp._loss_scale._arguments import to_number
+from jmp_amp._loss_scale._rule import LossScaleState
+from jmp_amp._loss_scale._transformations import DynamicLossScaleState, UnscaleAndCheckState
+from jmp_amp._modules import is_module, state_of_modules, update_modules
+from jmp_amp._trees import is_inexact
+
+
+def get_loss_scale(opt_state: Any) -> jax.Array:
+    """Returns the scale that multiplies the loss of the next step.
+
+    Args:
+        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
+
+    Returns:
+        float32[], with leading axes if `vmap` created the state.
+
+    Raises:
+        ValueError: `opt_state` does not hold exactly one `LossScaleState`; the message lists the paths of several.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+        >>> print(amp.get_loss_scale(tx.init({"w": jnp.ones(2)})))
+        65536.0
+    """
+    return find_state(opt_state).loss_scale
+
+
+def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) -> Any:
+    """Returns the optimizer state with the loss scale set to `value`.
+
+    A number resets the growth tracker to 0, and the other counters keep their values. A `LossScaleState`, such as that
+    of `interop.torch.load_state_dict`, replaces the scale and all counters. `value` is not clamped to the `min_scale`
+    and `max_scale` of the rule, which limit only the changes that the rule makes.
+
+    Args:
+        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`. An `nnx.Optimizer`
+            is updated in place.
+        value: a scalar, cast to float32, that multiplies the loss of the next step; or a `LossScaleState`.
+
+    Returns:
+        A state of the same structure; the same object if it is an `nnx.Optimizer`.
+
+    Raises:
+        TypeError: `value` is neither a number nor a `LossScaleState`.
+        ValueError: a number is not between 2^-126 and 2^126 (a traced one is not checked), or `opt_state` does not hold
+            exactly one `LossScaleState`.
+
+    Examples:
+        >>> import jmp_amp as amp
+        >>> state = amp.set_loss_scale(amp.LossScale().init(), 2.0**10)
+        >>> print(amp.get_loss_scale(state))
+        1024.0
+        >>> saved = dict(scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2, _growth_tracker=1)
+        >>> rule, scale_state = amp.interop.torch.load_state_dict(saved)
+        >>> state = amp.set_loss_scale(state, scale_state)
+        >>> print(state.loss_scale, state.growth_tracker)
+        3.0 1
+    """
+    old = find_state(opt_state)
+    if isinstance(value, LossScaleState):
+        new = find_state(value)
+    else:
+        scale = value if isinstance(value, jax.core.Tracer) else to_number("value", value)
+        new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
+    new = jax.tree.map(lambda x, like: jnp.broadcast_to(x.astype(like.dtype), like.shape), new, old)
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, LossScaleState)
+
+    def replace(x: Any) -> Any:
+        # The structure of `x`, because Flax NNX boxes arrays.
+        return jax.tree.unflatten(jax.tree.structure(x), new) if is_state(x) else x
+
+    new_state = jax.tree.map(replace, opt_state, is_leaf=is_state)
+    if not is_module(opt_state):
+        return new_state
+    update_modules(opt_state, state_of_modules(new_state))
+    return opt_state
+
+
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """Returns metrics of the loss scale for the log of a training run.
+
+    Args:
+        opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`.
+
+    Returns:
+        The fields of `LossScaleState` by name. A state of `dynamic_loss_scale` adds `grad_norm`, the global norm of the
+        unscaled gradients of the last step before clipping; it is `inf` if they were not finite. A state of
+        `dynamic_loss_scale(..., nonfinite_leaves=True)` also adds `nonfinite/PATH`, bool[], for each leaf: whether its
+        gradient was not finite. All values stay on the device, and nothing waits for them.
+
+    Raises:
+        ValueError: `opt_state` does not hold exactly one `LossScaleState`.
+
+    Examples:
+        >>> import jmp_amp as amp
+        >>> amp.metrics(amp.LossScale().init())["loss_scale"].item()
+        65536.0
+    """
+    values = find_state(opt_state)._asdict()
+    for _, state in _nodes(opt_state, DynamicLossScaleState):
+        (sum_of_squares,) = jax.tree.leaves(state.sum_of_squares)  # Flax NNX boxes arrays
+        values["grad_norm"] = jnp.sqrt(jnp.abs(sum_of_squares))
+        flags = jax.tree.leaves_with_path(state.nonfinite_leaves)
+        values |= {f"nonfinite/{keystr(path, simple=True, separator='/')}": flag for path, flag in flags}
+    return values
+
+
+class LossScaleError(ArithmeticError):
+    """Raised by `check_health` if training cannot recover by itself.
+
+    Examples:
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale(init_scale=1.0)
+        >>> state = rule.update(rule.update(rule.init(), False), False)
+        >>> try:
+        ...     amp.check_health(state)
+        ... except amp.LossScaleError as error:
+        ...     print(str(error).partition(".")[0])
+        the gradients overflow although the loss scale is at its minimum
+    """
+
+
+def check_health(
+    opt_state: Any, params: Any = None, *, grads: Any = None, max_skips: int = 50, min_scale: float = 1.0
+) -> None:
+    """Raises `LossScaleError` if training cannot recover by itself.
+
+    It waits for the device, so call it only occasionally, outside `jit`. If `params` or `grads` are sharded over
+    several processes, all of these must call it, because the check runs a computation on all their devices.
+
+    Args:
+        opt_state: a `LossScaleState`, or any state that holds exactly one.
+        params: parameters to check, or a whole model; leaves that are not arrays are ignored. A parameter that is not
+            finite never becomes finite again.
+        grads: the gradients of the last step, if available; the message then names those that were not finite.
+        max_skips: the number of consecutive skipped steps that is an error. For comparison, a scale of 2^24 reaches 1
+            after 24 overflows.
+        min_scale: two consecutive overflows are an error if the scale is at most `min_scale`. Pass the `min_scale` of
+            the rule in use. For `LossScale.none()`, whose scale is always 1, pass 0 to tolerate two bad batches in a
+            row.
+
+    Raises:
+        LossScaleError: the loss scale is not positive and finite; or parameters are not finite; or the last two steps
+            overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last `max_skips`
+            steps overflowed. The message names the leaves that are not finite, and contains the history of the scale
+            and a cure.
+        TypeError: called inside `jit`.
+        ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> rule = amp.LossScale(init_scale=1.0)
+        >>> state = rule.update(rule.init(), False)
+        >>> amp.check_health(state, {"w": jnp.ones(2)})
+        >>> amp.check_health(state, {"w": jnp.array([1.0, jnp.nan])})
+        Traceback (most recent call last):
+          ...
+        jmp_amp._loss_scale._state.LossScaleError: parameters are not finite: ['w'] (1 of 2 values). ...
+
+    References:
+        DeepSpeed raises on an overflow at the minimum scale; torch and apex do not.
+    """
+    if max_skips < 1:
+        raise ValueError(f"`max_skips` must be at least 1, got {max_skips}")
+    state = find_state(opt_state)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, params, grads))):
+        raise TypeError(
+            "`check_health` needs concrete values, so it cannot run inside `jit`; "
+            "call it on the outputs of the jitted step, or log `amp.metrics(opt_state)`"
+        )
+    state = jax.device_get(state)
+    diagnosis = _diagnose(state, params, max_skips, min_scale)
+    if diagnosis is None:
+        return
+    fact, cure = diagnosis
+    flags = [x.nonfinite_leaves for _, x in _nodes(opt_state, DynamicLossScaleState)]
+    if description := _describe_tree(grads) or describe_nonfinite(flags[0] if flags else ()):
+        fact += f"; non-finite gradients: {description}"
+    raise LossScaleError(
+        f"{fact}. Loss scale: {state.loss_scale.min()}; skipped steps: {state.total_notfinite.max()}, of which "
+        f"{state.notfinite_count.max()} in a row until now; finite steps since the last overflow or change of the "
+        f"scale: {max(state.growth_tracker.min(), 0)}. Cure: {cure}"
+    )
+
+
+def _diagnose(state: LossScaleState, params: Any, max_skips: int, min_scale: float) -> tuple[str, str] | None:
+    """Returns a fact and its cure, or None if the run is healthy."""
+    consecutive_skips = state.notfinite_count.max()
+    if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
+        cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
+        return "the loss scale in the state is not positive and finite", cure
+    if description := _describe_tree(params):
+        cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
+        return f"parameters are not finite: {description}", cure
+    if ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
+        return "the gradients overflow although the loss scale is at its minimum", _CURE
+    if consecutive_skips >= max_skips:
+        return f"the last {consecutive_skips} steps overflowed", _CURE
+    return None
+
+
+_CURE = (
+    "check for non-finite inputs or parameters, a division by zero, the logarithm of zero, or a value outside the "
+    "range of the compute dtype; run the affected code under `amp.full_precision()`"
+)
+
+
+def _describe_tree(tree: Any) -> str:
+    return describe_nonfinite(count_nonfinite(tree), tree)
+
+
+def count_nonfinite(tree: Any) -> Any:
+    """Returns the number of non-finite values in each leaf.
+
+    Call it inside or outside `jit`, and pass the result to `describe_nonfinite` outside `jit`.
+
+    Args:
+        tree: gradients, parameters or activations of any shape. Floating and complex leaves are counted; other leaves,
+            such as integers, PRNG keys or functions, are ignored.
+
+    Returns:
+        A tree of int32[] with the same structure, on the device; 0 for ignored leaves.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> grads = {"w": jnp.array([1.0, jnp.inf, jnp.nan]), "b": jnp.ones(2), "step": 3}
+        >>> print(jax.device_get(jax.jit(amp.debug.count_nonfinite)(grads)))
+        {'b': array(0, dtype=int32), 'step': array(0, dtype=int32), 'w': array(2, dtype=int32)}
+    """
+
+    def count(x: Any) -> jax.Array:
+        if not is_inexact(x):
+            return jnp.int32(0)
+        return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
+
+    return jax.tree.map(count, tree)
+
+
+def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
+    """Returns the tree paths of the leaves that are not finite, with their counts.
+
+    It blocks until the device has computed `counts`, so call it outside `jit`.
+
+    Args:
+        counts: the result of `count_nonfinite`, or a tree of bool[], true for a leaf that is not finite. Counts with
+            a leading axis, as `vmap` returns them, are summed.
+        tree: the tree that was counted; if given, the description includes the number of values in each leaf.
+        shown: the largest number of leaves to name; the description ends with the number of further leaves.
+
+    Returns:
+        The description, or the empty string if every leaf is finite.
+
+    Raises:
+        TypeError: called inside `jit`.
+        ValueError: `tree` and `counts` differ in structure.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> grads = {"w": jnp.array([1.0, jnp.inf, jnp.nan]), "b": jnp.ones(2)}
+        >>> counts = amp.debug.count_nonfinite(grads)
+        >>> amp.debug.describe_nonfinite(counts)
+        "['w'] (2)"
+        >>> amp.debug.describe_nonfinite(counts, grads)
+        "['w'] (2 of 3 values)"
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(counts)):
+        raise TypeError(
+            "`describe_nonfinite` needs concrete values, so it cannot run inside `jit`; "
+            "return `count_nonfinite(tree)` from the jitted step, and pass the result to `describe_nonfinite`"
+        )
+    sizes = [""] * len(jax.tree.leaves(counts))
+    if tree is not None:
+        got, want = map(str, map(jax.tree.structure, (tree, counts)))
+        if got != want:
+            raise ValueError(f"`tree` must have the structure of `counts`, {want}, got {got}")
+        sizes = [f" of {getattr(x, 'size', 1)} values" for x in jax.tree.leaves(tree)]
+    leaves = zip(jax.tree.leaves_with_path(jax.device_get(counts)), sizes, strict=True)
+    nonfinite = [_describe_leaf(path, count, size) for (path, count), size in leaves if np.any(count)]
+    more = f" and {len(nonfinite) - shown} more leaves" if len(nonfinite) > shown else ""
+    return ", ".join(nonfinite[:shown]) + more
+
+
+def _describe_leaf(path: Any, count: Any, size: str) -> str:
+    is_flag = np.result_type(count) == np.bool_
+    return jax.tree_util.keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})")
+
+
+def find_state(opt_state: Any) -> LossScaleState:
+    """Returns the only `LossScaleState` in a tree, without the boxes that Flax NNX's optimizer puts around arrays.
+
+    Every step calls it to get the scale, so it also checks that `dynamic_loss_scale` is the outermost wrapper.
+
+    Raises:
+        ValueError: there is no loss scale or more than one, or a transformation outside of `dynamic_loss_scale` changes
+            its gradients.
+    """
+    found = _nodes(opt_state, LossScaleState)
+    if not found:
+        raise ValueError(
+            f"there is no `LossScaleState` in this {type(opt_state).__name__}; "
+            "wrap the optimizer in `amp.dynamic_loss_scale(...)` and pass the state that its `init` or `update` returns"
+        )
+    if len(found) > 1:
+        paths = ", ".join(f"opt_state{path}" for path, _ in found)
+        raise ValueError(f"there are {len(found)} loss scales in this state; pass only one of: {paths}")
+    _check_outermost(opt_state)
+    return LossScaleState(*jax.tree.leaves(found[0][1]))
+
+
+def _nodes(tree: Any, *kinds: type) -> list[tuple[str, Any]]:
+    """Returns the outermost nodes of these types in a tree, with their paths."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [(keystr(path), x) for path, x in leaves if isinstance(x, kinds)]
+
+
+def _check_outermost(opt_state: Any) -> None:
+    """Raises if a transformation outside of `dynamic_loss_scale` would unscale its gradients or hide overflows."""
+    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *_FORBIDDEN_OUTSIDE):
+        if isinstance(x, UnscaleAndCheckState) and _nodes(opt_state, DynamicLossScaleState):
+            raise ValueError(
+                f"`unscale_and_check` is outside of `dynamic_loss_scale`, at opt_state{path}, so it would unscale the "
+                "gradients a second time, and replace overflows by zeros; move it inside, or remove it"
+            )
+        if type(x) in _FORBIDDEN_OUTSIDE and _nodes(x, DynamicLossScaleState):
+            name, consequence, cure = _FORBIDDEN_OUTSIDE[type(x)]
+            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {consequence}; {cure}")
+
+
+_FORBIDDEN_OUTSIDE = {
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "the loss scale would not back off on overflow",
+        "remove it: `dynamic_loss_scale` skips overflows itself",
+    ),
+    optax.MultiStepsState: (
+        "optax.MultiSteps",
+        "an overflow would remain in the accumulated gradients",
+        "move it inside, `dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
+        "`amp.value_and_grad(..., accumulate_steps=)`",
+    ),
+}
