@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from arg_specs import TREES, Shape
 from models import gpt_case
 from report import report
 
 import jmp_amp as amp
 from pallas_kernels import check_finite, unscale_check
-from pallas_kernels.finite_check.arg_specs import TREES, Shape
-from pallas_kernels.finite_check.config import fastest_implementation
+from pallas_kernels.finite_check.api import fastest_implementation
 
 try:
     import torch
@@ -86,7 +86,7 @@ them before the cast. So a kernel has fewer launches, and 0.1 to 0.5% more bytes
 
 `implementation=None` is XLA until times were measured on a GPU: fewer launches do not prove a shorter time. To measure,
 run `python benchmarks/kernels.py --out docs/benchmarks/kernels.md` on a machine with an NVIDIA GPU; it prints the entry
-for `FASTEST` in `pallas_kernels/finite_check/config.py`. A time is the median of batches of calls that are queued back
+for `FASTEST` in `pallas_kernels/finite_check/api.py`. A time is the median of batches of calls that are queued back
 to back, on random data that does not fit into the cache. The error is that of the sum of squares against float64; of a
 step, the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the
 share of a device-to-device copy in the same run. "The call alone" takes the same arguments and does nothing with them:
