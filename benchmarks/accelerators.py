@@ -7,7 +7,6 @@ No accelerator is needed. An environment with the CUDA plugin compiles for the G
 `--redo` measures a variant anew. The page is written from all that is in the file.
 """
 
-import argparse
 import functools
 import importlib.util
 import itertools
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import tpu_aot
 from models import CASES, cast_whole
-from report import report
+from report import arguments, head, report, row
 
 import jmp_amp as amp
 
@@ -227,7 +226,7 @@ def tables(get):
     for model, target in itertools.product(BATCHES, FILLED):
         batches = [largest_batch(get, model, target, variant) for variant in FILLING]
         if all(batches):
-            yield line(model, target, *batches, f"{batches[1] / batches[0]:.2f}")
+            yield row(model, target, *batches, f"{batches[1] / batches[0]:.2f}")
     known = {}
     for model, target in itertools.product(BATCHES, [*GPUS, *TPUS]):
         batch = usual_batch(model, target)
@@ -237,8 +236,8 @@ def tables(get):
     for title, (cells, names) in TABLES.items():
         yield ""
         yield from section(title, *ROW, *names)
-        for row, figures in known.items():
-            yield line(*row, *cells(figures, row[1]))
+        for key, figures in known.items():
+            yield row(*key, *cells(figures, key[1]))
 
 
 def bytes_moved(figures, target):
@@ -282,11 +281,7 @@ TABLES = {
 
 
 def section(title, *names):
-    yield from (f"## {title}", "", line(*names), "|---" * len(names) + "|")
-
-
-def line(*cells):
-    return f"| {' | '.join(map(str, cells))} |"
+    yield from (f"## {title}", "", *head(*names))
 
 
 def compilers():
@@ -297,10 +292,8 @@ def compilers():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="the programs whose model or target contains this")
+    parser = arguments(__doc__, "the programs whose model or target contains this")
     parser.add_argument("--redo", choices=VARIANTS, help="measure this variant anew")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
     results = Results(RESULTS)
     wanted = [

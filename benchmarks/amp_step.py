@@ -6,9 +6,7 @@ Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. All of i
 of CPU time. The programs of the last table run here, so keep the machine idle.
 """
 
-import argparse
 import itertools
-import pathlib
 import time
 
 import gpu_aot  # first: it sets the platform
@@ -16,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from arg_specs import Shape, gpt2_small
 from autocast_trace_time import cpu_seconds
 from collectives import on_the_wire
 from jax.sharding import PartitionSpec as P
-from kernels import ADAMW, CLIPPED, head, optimizer_step
-from report import report
+from kernels import ADAMW, CLIPPED, optimizer_step
+from report import arguments, head, report, row
 
 import jmp_amp as amp
-from pallas_kernels.finite_check.arg_specs import Shape, gpt2_small
 
 PLAIN, SCALED = 28, 32  # bytes a parameter that a step of AdamW cannot do without
 TOTAL = 122_880_000  # parameters of the trees of equal leaves
@@ -186,20 +184,21 @@ def steps():
     tree, mesh = gpt2_small("float32"), gpu_aot.h200_mesh()
     size = sum(x.size for x in tree)
     figures = itertools.product(("launches", "GB", "x AdamW"), ("", ", many-leaf kernels"))
-    yield from head("step", *map("".join, figures), "floor, x AdamW")[1:]
+    yield from head("step", *map("".join, figures), "floor, x AdamW")
     plain = None
     for name, (floor, *ways) in STEPS.items():
         costs = [gpu_aot.cost(compiled(tx, tree, mesh)) for tx in ways]
         plain = plain or costs[0]["bytes_moved"]
         rows = [(c["kernels"], f"{c['bytes_moved'] / 1e9:.3f}", f"{c['bytes_moved'] / plain:.3f}") for c in costs]
         cells = itertools.chain(*zip(*[*rows, [""] * 3][:2], strict=True))
-        yield f"| {name} | {' | '.join(map(str, cells))} | {floor * size / plain:.3f} |"
+        yield row(name, *cells, f"{floor * size / plain:.3f}")
 
 
 def growth(counts):
     """Yields the table of the same parameters in more and more leaves."""
     mesh = gpu_aot.h200_mesh()
     compiled(ADAMW, equal(1), mesh)  # what the first one pays
+    yield ""
     yield from head("leaves", "step", "launches", "added", "GB", "x AdamW", "trace, lower and compile, x AdamW")
     for leaves in counts:
         plain = None
@@ -210,12 +209,13 @@ def growth(counts):
             plain = plain or figures
             ratios = [x / y for x, y in zip(figures, plain, strict=True)]
             cells = [leaves, name, figures[0], figures[0] - plain[0], f"{figures[1] / 1e9:.3f}"]
-            yield f"| {' | '.join(map(str, cells))} | {ratios[1]:.3f} | {ratios[2]:.2f} |"
+            yield row(*cells, f"{ratios[1]:.3f}", f"{ratios[2]:.2f}")
 
 
 def tracing(counts):
     """Yields the table of what is known before the compiler: the time to trace and lower."""
     mesh = gpu_aot.h200_mesh()
+    yield ""
     yield from head("trace and lower, x AdamW", *GROWTH)
     for leaves in counts:
         repeats = range(3 if leaves <= COMPILED else 1)
@@ -225,6 +225,7 @@ def tracing(counts):
 
 def sharded(devices, leaves=100):
     """Yields the table of what a step adds on many devices, parameters, state and gradients sharded over them."""
+    yield ""
     yield from head("devices", "step", "launches", "GB a device", "x AdamW", "collectives", "bytes sent by a device")
     for n in devices:
         plain = None
@@ -234,12 +235,13 @@ def sharded(devices, leaves=100):
             moved, calls = cost["bytes_moved"], sum(times for _, times, _ in gpu_aot.collectives(program))
             plain = plain or moved
             cells = [n, name, cost["kernels"], f"{moved / 1e9:.4f}", f"{moved / plain:.3f}", calls]
-            yield f"| {' | '.join(map(str, cells))} | {on_the_wire(program, n).total():.0f} |"
+            yield row(*cells, f"{on_the_wire(program, n).total():.0f}")
 
 
 def on_cpu(calls):
     """Yields the table of times on this CPU: all programs take turns, so that they share what else runs here."""
     if calls:
+        yield ""
         yield from head("on a CPU", "step", "operations", "wall time, x AdamW", "CPU time, x AdamW")
     for name, shapes in CPU_TREES.items() if calls else ():
         params = [jnp.full(shape, 0.01) for shape in shapes]
@@ -262,11 +264,10 @@ def on_cpu(calls):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--leaves", type=int, nargs="*", default=[10, 100, 1_000, 10_000])
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 8, 64, 512])
     parser.add_argument("--calls", type=int, default=3_000, help="of each program on the CPU; 0 leaves the table out")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the tables to this file")
     options = parser.parse_args()
     line = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/amp_step.py`."
     few = [leaves for leaves in options.leaves if leaves <= COMPILED]

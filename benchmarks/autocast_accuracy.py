@@ -5,14 +5,11 @@
 Everything runs on the CPU, in minutes.
 """
 
-import argparse
-import pathlib
-
 import jax
 import numpy as np
 from accuracy_models import CASES
 from jax import lax
-from report import report
+from report import arguments, head, report
 
 import jmp_amp as amp
 
@@ -92,8 +89,9 @@ def medians(errors):
 
 def table(cases, sets):
     """Yields the lines of a Markdown table; models with a residual stream have a row for each way to store it."""
-    yield "| model | dtype | error of | by hand | autocast | x by hand | over 20 seeds | larger : smaller |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield from head(
+        "model", "dtype", "error of", "by hand", "autocast", "x by hand", "over 20 seeds", "larger : smaller"
+    )
     variants = [(case, options) for case in cases for options in ({}, LOW_STREAM) if case in STREAMS or not options]
     for case, options in variants:
         for name, dtype, kind, hand, auto in measure({case: cases[case]}, sets * SEEDS, **options):
@@ -107,16 +105,14 @@ def table(cases, sets):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="the models whose name contains this")
+    parser = arguments(__doc__, "the models whose name contains this")
     parser.add_argument("--sets", type=int, default=10, help="how many sets of 20 seeds")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     options = parser.parse_args()
     seeds = options.sets * SEEDS
-    head = f"{seeds} seeds with JAX {jax.__version__} on the CPU, by `benchmarks/autocast_accuracy.py`."
+    by = f"{seeds} seeds with JAX {jax.__version__} on the CPU, by `benchmarks/autocast_accuracy.py`."
     report(
         "Accuracy",
-        f"{WHY}\n\n{head}",
+        f"{WHY}\n\n{by}",
         table({name: case for name, case in CASES.items() if options.only in name}, options.sets),
         NOTES,
         options.out,

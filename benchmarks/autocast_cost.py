@@ -6,16 +6,14 @@ Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. All of i
 of CPU time.
 """
 
-import argparse
 import itertools
-import pathlib
 import re
 
 import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
 from models import CASES, cast_whole
-from report import report
+from report import arguments, head, report, row
 
 import jmp_amp as amp
 
@@ -106,8 +104,7 @@ def converts(program):
 def table(cases, variants=tuple(VARIANTS)):
     """Yields the lines of a Markdown table; ratios are to the model mixed by hand."""
     figures = "GB moved", "x by hand", "temporary GB", "x by hand", "launches", "casts traced", "casts compiled"
-    yield f"| model | variant | {' | '.join(figures)} |"
-    yield "|---" * 9 + "|"
+    yield from head("model", "variant", *figures)
     for name, case in cases.items():
         models = {variant: VARIANTS[variant](case) for variant in variants}
         programs = {variant: compiled(*model) for variant, model in models.items()}
@@ -119,18 +116,15 @@ def table(cases, variants=tuple(VARIANTS)):
                 cells += [f"{value / 1e9:.3f}", f"{value / costs['by hand'][figure]:.3f}"]
             traced = jax.make_jaxpr(jax.value_and_grad(loss_fn))(*args)
             cells += [costs[variant]["kernels"], casts(traced), converts(programs[variant])]
-            yield f"| {' | '.join(map(str, cells))} |"
+            yield row(*cells)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="the models whose name contains this")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
-    options = parser.parse_args()
-    head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_cost.py`."
+    options = arguments(__doc__, "the models whose name contains this").parse_args()
+    by = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_cost.py`."
     report(
         "Bytes and memory",
-        f"{WHY}\n\n{head}",
+        f"{WHY}\n\n{by}",
         table({name: case for name, case in CASES.items() if options.only in name}),
         NOTES,
         options.out,

@@ -3,9 +3,7 @@
 python benchmarks/autocast_rules.py [--out docs/benchmarks/autocast_rules.md]
 """
 
-import argparse
 import contextlib
-import pathlib
 from unittest import mock
 
 import gpu_aot  # first: it sets the platform
@@ -13,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import models
 from autocast_cost import autocast, measure
-from report import report
+from report import arguments, head, report, row
 
 from jmp_amp._autocast import RULES, Rule, _api, _rewrites
 from jmp_amp._autocast._primitives import Makes
@@ -71,8 +69,7 @@ autocast with all rules. The difference between a figure and that of "nothing" i
 
 def table():
     """Yields the lines of a Markdown table, a row a rule; bytes moved and temporary memory, x by hand."""
-    yield f"| without | {' | '.join(CASES)} |"
-    yield "|---|" + "---|" * len(CASES)
+    yield from head("without", *CASES)
     by_hand = {name: measure(*case(jnp.float16)) for name, case in CASES.items()}
     for rule, left_out in WITHOUT.items():
         cells = []
@@ -81,16 +78,14 @@ def table():
             with left_out():
                 figures = measure(*autocast(case, **options))
             cells.append(" / ".join(f"{x / hand:.3f}" for x, hand in zip(figures, by_hand[name], strict=True)))
-        yield f"| {rule} | {' | '.join(cells)} |"
+        yield row(rule, *cells)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     assert gpu_aot
-    head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_rules.py`."
-    report("Ablation of the rules", f"{WHY}\n\n{head}", table(), NOTES, options.out)
+    by = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_rules.py`."
+    report("Ablation of the rules", f"{WHY}\n\n{by}", table(), NOTES, options.out)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. Only rat
 it takes 5 minutes of CPU time.
 """
 
-import argparse
 import collections
 import gc
 import importlib.util
 import os
-import pathlib
 import platform
 import statistics
 import time
@@ -20,7 +18,7 @@ import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
 from models import CASES, gpt_case
-from report import report
+from report import arguments, head, report, row
 
 import jmp_amp as amp
 
@@ -131,8 +129,7 @@ def stages(variant, case, compiles):
 
 
 def table(cases, repeats, compiles, variants):
-    yield f"| model | stage | {' | '.join(variants)} |"
-    yield "|---" * (2 + len(variants)) + "|"
+    yield from head("model", "stage", *variants)
     for name, case in cases.items():
         times = collections.defaultdict(lambda: collections.defaultdict(list))
         for repeat in range(repeats):
@@ -143,13 +140,12 @@ def table(cases, repeats, compiles, variants):
             least = {variant: min(seconds) for variant, seconds in measured.items()}
             if stage != KERNELS:
                 least = {variant: f"{seconds / least['plain']:.2f}" for variant, seconds in least.items()}
-            yield f"| {name} | {stage} | {' | '.join(str(least.get(variant, 'as jmp')) for variant in variants)} |"
+            yield row(name, stage, *(least.get(variant, "as jmp") for variant in variants))
 
 
 def table_of_scans(repeats):
     """Yields the lines of a table: what recomputing a scan costs when it is compiled."""
-    yield "| GPT-2 small, scanned | compile, x plain | fused norms and softmaxes |"
-    yield "|---|---|---|"
+    yield from head("GPT-2 small, scanned", "compile, x plain", "fused norms and softmaxes")
     ratios, kernels = {name: [] for name in SCANS}, {}
     for _ in range(repeats):
         plain = None
@@ -166,22 +162,20 @@ def table_of_scans(repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="the models whose name contains this")
+    parser = arguments(__doc__, "the models whose name contains this")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compiles", type=int, default=1, help="in how many of the repeats it compiles")
     parser.add_argument("--scans", action="store_true", help="only the table of scans")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
     options = parser.parse_args()
     variants = [name for name in VARIANTS if name not in PEERS or importlib.util.find_spec(name)]
-    head = (
+    by = (
         f"CPU time of `jit(grad(f))`, x plain, with JAX {jax.__version__} on Python {platform.python_version()} "
         f"({platform.machine()}), by `benchmarks/autocast_trace_time.py`."
     )
     cases = {name: case for name, case in MODELS.items() if options.only in name}
     lines = [] if options.scans else [*table(cases, options.repeats, options.compiles, variants), ""]
     lines += table_of_scans(options.repeats)
-    report("Trace and compile time", f"{WHY}\n\n{head}", lines, NOTES, options.out)
+    report("Trace and compile time", f"{WHY}\n\n{by}", lines, NOTES, options.out)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@
 Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is.
 """
 
-import argparse
 import collections
 import functools
 import itertools
-import pathlib
 
 import gpu_aot  # first: it sets the platform
 import jax
@@ -18,8 +16,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import F32, Shape, cross_entropy, norm, transformer_layer, transformer_shapes
-from report import report
+from models import F32, Shape, cross_entropy, norm, train_step, transformer_layer, transformer_shapes
+from report import arguments, head, report, row
 
 import jmp_amp as amp
 
@@ -94,12 +92,6 @@ def compiled(mesh, way, variant, case, scaled=True, **options):
     tx = optax.adamw(1e-3)
     tx = amp.dynamic_loss_scale(tx) if scaled else tx
 
-    def step(params, state, batch):
-        scale = amp.get_loss_scale(state) if scaled else 1.0
-        loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
     def place(x):
         spec = P(*[None] * (len(x.shape) - 1), "data") if way == "FSDP" and x.shape else P()
         return gpu_aot.struct(mesh, x, spec)
@@ -107,6 +99,7 @@ def compiled(mesh, way, variant, case, scaled=True, **options):
     kept = jax.tree.map(place, (params, jax.eval_shape(tx.init, params)))
     out_shardings = (*jax.tree.map(lambda x: x.sharding, kept), NamedSharding(mesh, P()))
     args = (*kept, gpu_aot.struct(mesh, batch, P("data")))
+    step = train_step(loss_fn, tx, scaled)
     return gpu_aot.compile_for(step, *args, donate_argnums=(0, 1), out_shardings=out_shardings, **options)
 
 
@@ -131,7 +124,7 @@ def on_the_wire(program, n):
     return collections.Counter({(op, dtype): sent[op] * size for (op, dtype), size in handed_in(program).items()})
 
 
-def row(wire):
+def megabytes(wire):
     """Returns the megabytes of gathered weights and of summed gradients in float16 and float32, and of the rest."""
     summed = {dtype: wire["all-reduce", dtype] + wire["reduce-scatter", dtype] for dtype in ("f16", "f32")}
     parts = [wire["all-gather", "f16"], wire["all-gather", "f32"], summed["f16"], summed["f32"]]
@@ -140,38 +133,34 @@ def row(wire):
 
 def table(devices, added):
     """Yields the lines of a Markdown table, and appends those of what scaling adds to `added`."""
-    added += ["| | devices | layers | dtype | all-reduce float32 | everything else |", "|---|---|---|---|---|---|"]
-    yield (
-        "| | devices | layers | | gathered float16 | gathered float32 | summed float16 | summed float32 | other | "
-        "MB sent | x float32 | calls |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    added += head("", "devices", "layers", "dtype", "all-reduce float32", "everything else")
+    figures = *(f"{what} float{bits}" for what in ("gathered", "summed") for bits in (16, 32)), "other"
+    yield from head("", "devices", "layers", "", *figures, "MB sent", "x float32", "calls")
     for way, n, scan in itertools.product(WAYS, devices, (False, True)):
-        mesh, head = gpu_aot.h200_mesh(n), f"| {way} | {n} | {'scanned' if scan else 'unrolled'} |"
+        mesh, what = gpu_aot.h200_mesh(n), (way, n, "scanned" if scan else "unrolled")
         case, control = model(mesh, scan), None
         for variant in VARIANTS:
             program = compiled(mesh, way, variant, case)
             wire = on_the_wire(program, n)
             control = control or wire.total()
-            parts = " | ".join(f"{part:.1f}" for part in row(wire))
+            parts = (f"{part:.1f}" for part in megabytes(wire))
             calls = sum(times for _, times, _ in gpu_aot.collectives(program))
-            yield f"{head} {variant} | {parts} | {wire.total() / 1e6:.1f} | {wire.total() / control:.3f} | {calls} |"
+            yield row(*what, variant, *parts, f"{wire.total() / 1e6:.1f}", f"{wire.total() / control:.3f}", calls)
             if variant == "autocast":
                 more = handed_in(program)
                 more.subtract(handed_in(compiled(mesh, way, variant, case, scaled=False)))
                 scalar = more.pop(("all-reduce", "f32"))
-                added.append(f"{head} {variant} | {scalar} bytes | {sum(map(abs, more.values()))} bytes |")
+                added.append(row(*what, variant, f"{scalar} bytes", f"{sum(map(abs, more.values()))} bytes"))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--out", type=pathlib.Path, help="also write the tables to this file")
     options = parser.parse_args()
-    head = f"Compiled for NVIDIA H200s, eight to a host, with JAX {jax.__version__}, by `benchmarks/collectives.py`."
+    by = f"Compiled for NVIDIA H200s, eight to a host, with JAX {jax.__version__}, by `benchmarks/collectives.py`."
     added = []
     lines = list(table(options.devices, added))
-    report("Collectives", f"{WHY}\n\n{head}", lines, NOTES.format(added="\n".join(added)), options.out)
+    report("Collectives", f"{WHY}\n\n{by}", lines, NOTES.format(added="\n".join(added)), options.out)
 
 
 if __name__ == "__main__":

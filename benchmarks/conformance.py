@@ -6,7 +6,6 @@ Each peer runs in an environment of its own under DIR, made from PyPI if it is n
 Nothing is timed; a minute a library.
 """
 
-import argparse
 import contextlib
 import importlib.metadata
 import io
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from programs import PROGRAMS
-from report import report
+from report import arguments, head, report, row
 
 SECONDS = 60  # for a program that may never end
 DOES_NOT_END = "does not end"
@@ -441,14 +440,6 @@ def share(part, whole):
     return coloured(f"{part} of {whole}", colour)
 
 
-def row(*cells):
-    return f"| {' | '.join(cells)} |"
-
-
-def head(*cells):
-    return [row(*cells), "|---" * len(cells) + "|"]
-
-
 def passed(answers, titles):
     found = [verdict(answers["rows"][title]) == "ok" for title in titles if title in answers["rows"]]
     return share(sum(found), len(found)) if found else ""
@@ -522,12 +513,11 @@ other figures.
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("runs/environments"))
     parser.add_argument("--library", choices=LIBRARIES, help="examine this one here, and print JSON")
     parser.add_argument("--program", choices=PROGRAMS, help="with --library, examine this one only")
     parser.add_argument("--only", choices=LIBRARIES, nargs="*", default=LIBRARIES)
-    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
     if options.library:
         print(json.dumps(examine_library(options.library, options.program)))

@@ -8,7 +8,6 @@ Trains the examples, in half an hour on two CPU cores, half of it for float8; ne
 `frameworks`.
 """
 
-import argparse
 import csv
 import importlib
 import itertools
@@ -22,7 +21,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from report import report
+from report import arguments, head, report
 
 import jmp_amp as amp
 
@@ -93,8 +92,7 @@ def rows(name, score, runs):
 
 
 def convergence(steps, seeds):
-    yield f"| {steps} steps, {seeds} seeds | score | run | mean | standard deviation | less float32 |"
-    yield "|---|---|---|---|---|---|"
+    yield from head(f"{steps} steps, {seeds} seeds", "score", "run", "mean", "standard deviation", "less float32")
     for name, score in EXAMPLES.items():
         yield from rows(name, score, ((run, scores(name, dtype, steps, seeds)) for run, dtype in RUNS.items()))
 
@@ -135,8 +133,9 @@ def float8(steps, seeds):
     os.environ["JMP_AMP_EMULATE_FLOAT8"] = "1"
     sizes = FLOAT8_SIZES | ({"steps": steps} if steps else {})
     configs = [train_gpt.Config(**sizes, seed=seed) for seed in range(seeds)]
-    yield f"| {sizes['steps']} steps, {seeds} seeds | score | run | mean | standard deviation | less mixed_bfloat16 |"
-    yield "|---|---|---|---|---|---|"
+    yield from head(
+        f"{sizes['steps']} steps, {seeds} seeds", "score", "run", "mean", "standard deviation", "less mixed_bfloat16"
+    )
     runs = ((run, [gpt_loss(*how, config) for config in configs]) for run, how in FLOAT8_RUNS.items())
     yield from rows("train_gpt", "val_loss", runs)
 
@@ -145,8 +144,7 @@ def demo(steps, seeds):
     """The runs that `train_gpt.py` compares: their last validation losses, skipped steps and flushed gradients."""
     import train_gpt
 
-    yield f"| run | {' | '.join(f'seed {seed}' for seed in range(seeds))} | steps skipped | flushed to zero |"
-    yield "|---" * (seeds + 3) + "|"
+    yield from head("run", *(f"seed {seed}" for seed in range(seeds)), "steps skipped", "flushed to zero")
     runs = {name: [] for name in train_gpt.COMPARED["compare"]}
     for seed in range(seeds):
         found = train_gpt_rows("--precision", "compare", "--steps", steps or 300, "--seed", seed)
@@ -171,8 +169,7 @@ def train_gpt_rows(*options):
 
 def recovery(steps):
     yield ""
-    yield "| `train_gpt.py` | skipped | recovered | scale then | last scale | val loss |"
-    yield "|---|---|---|---|---|---|"
+    yield from head("`train_gpt.py`", "skipped", "recovered", "scale then", "last scale", "val loss")
     runs = {"float32": ("--precision", "float32"), **RECOVERIES}
     for name, options in runs.items():
         rows = train_gpt_rows(*options, "--steps", steps, "--batch", 8, "--context", 64)
@@ -187,10 +184,10 @@ def table(steps, seeds):
     yield from recovery(steps)
 
 
-def add_float8(head, steps, seeds, out):
+def add_float8(by, steps, seeds, out):
     """Writes the section at the end of the page, in place of the one that is there."""
     lines = []
-    for line in itertools.chain([FLOAT8_HEADING, "", head, ""], float8(steps, seeds)):
+    for line in itertools.chain([FLOAT8_HEADING, "", by, ""], float8(steps, seeds)):
         print(line, flush=True)
         lines.append(line)
     if out:
@@ -199,19 +196,18 @@ def add_float8(head, steps, seeds, out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, help=f"default: 120, and {FLOAT8_SIZES['steps']} for float8")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", choices=["float8", "demo"], help="this section alone; the demo is printed")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
     if options.only == "demo":
         print(*demo(options.steps, options.seeds), sep="\n")
         return
-    head = f"By `benchmarks/convergence.py`, on a CPU; Python {platform.python_version()}, JAX {jax.__version__}."
+    by = f"By `benchmarks/convergence.py`, on a CPU; Python {platform.python_version()}, JAX {jax.__version__}."
     if not options.only:
-        report("Convergence", f"{WHY}\n\n{head}", table(options.steps or 120, options.seeds), NOTES, options.out)
-    add_float8(head, options.steps, options.seeds, options.out)
+        report("Convergence", f"{WHY}\n\n{by}", table(options.steps or 120, options.seeds), NOTES, options.out)
+    add_float8(by, options.steps, options.seeds, options.out)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. Flax, Ke
 installed. All of it takes 10 minutes of CPU time.
 """
 
-import argparse
 import collections
 import functools
-import pathlib
 
 import gpu_aot  # first: it sets the platform
 import hlo
@@ -20,7 +18,7 @@ from float8_libraries import DIM, HIDDEN, LIBRARIES, TOKENS
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import gpt_case, llama_case, mlp_case
-from report import report
+from report import arguments, head, report, row
 
 import jmp_amp as amp
 
@@ -91,8 +89,9 @@ def products(program):
 
 def library_table():
     """Yields a row for each library and setting of the compiler; "x" is times bfloat16."""
-    yield "| MLP | compiler | float8 products | 16-bit products | kernels | GB moved | x bfloat16 | temporary GB |"
-    yield "|---" * 8 + "|"
+    yield from head(
+        "MLP", "compiler", "float8 products", "16-bit products", "kernels", "GB moved", "x bfloat16", "temporary GB"
+    )
     moved_in_bfloat16 = {}
     for name, library in LIBRARIES.items():
         try:
@@ -111,13 +110,13 @@ def library_table():
                 f"{moved / 1e9:.3f}",
                 f"{moved / moved_in_bfloat16.setdefault(flags, moved):.3f}",
             ]
-            yield f"| {' | '.join(map(str, cells))} | {cost['temp_bytes'] / 1e9:.3f} |"
+            yield row(*cells, f"{cost['temp_bytes'] / 1e9:.3f}")
 
 
 def model_table():
     """Yields a row for each model and setting of the compiler; "x" is times bfloat16."""
-    yield "| model | compiler | float8 by `explain` | float8 compiled | kernels | x | GB moved | x | temporary GB | x |"
-    yield "|---" * 10 + "|"
+    figures = "kernels", "x", "GB moved", "x", "temporary GB", "x"
+    yield from head("model", "compiler", "float8 by `explain`", "float8 compiled", *figures)
     for name, case in MODELS.items():
         loss_fn, args = case()
         predicted = amp.explain(loss_fn, "float8")(*args).summary()["matmul_flops"]["float8"]
@@ -130,7 +129,7 @@ def model_table():
             for figure, unit in {"kernels": 1, "bytes_moved": 1e9, "temp_bytes": 1e9}.items():
                 value, in_bfloat16 = (cost[figure] / unit for cost in costs)
                 cells += [f"{value:.0f}" if unit == 1 else f"{value:.3f}", f"{value / in_bfloat16:.3f}"]
-            yield f"| {' | '.join(cells)} |"
+            yield row(*cells)
 
 
 def lower_sharded(mesh, options, **sizes):
@@ -144,8 +143,7 @@ def lower_sharded(mesh, options, **sizes):
 
 def sharded_table(n=8):
     """Yields a row for each variant and setting of the compiler: the collectives, and what one of `n` devices sends."""
-    yield "| FSDP | compiler | MB gathered | MB summed | all-reduces of scalars | scalars | MB sent |"
-    yield "|---" * 7 + "|"
+    yield from head("FSDP", "compiler", "MB gathered", "MB summed", "all-reduces of scalars", "scalars", "MB sent")
     for name, options in SHARDED.items():
         program = lower_sharded(gpu_aot.h200_mesh(n), options, tokens=TOKENS, dim=DIM, hidden=HIDDEN)
         for flags, compiler_options in FLAGS.items():
@@ -157,7 +155,7 @@ def sharded_table(n=8):
             ]
             scalars = scalar_all_reduces(compiled)
             cells = [name, flags, *moved, len(scalars), sum(scalars), f"{wire.total() / 1e6:.0f}"]
-            yield f"| {' | '.join(map(str, cells))} |"
+            yield row(*cells)
 
 
 def scalar_all_reduces(program):
@@ -176,11 +174,9 @@ def table():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, help="also write the tables to this file")
-    options = parser.parse_args()
-    head = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/float8.py`."
-    report("Float8", f"{WHY}\n\n{head}", table(), NOTES, options.out)
+    options = arguments(__doc__).parse_args()
+    by = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/float8.py`."
+    report("Float8", f"{WHY}\n\n{by}", table(), NOTES, options.out)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,15 @@
 Each row is a process of its own, so that none sees the memory of another. Torch is left out where it is not installed.
 """
 
-import argparse
-import functools
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 
-from report import report
+from report import arguments, head, report
 
 MODELS = {  # case, what is counted and how many, sizes, and sizes for a trial on any machine
     "GPT-2 small": (
@@ -88,12 +85,7 @@ def jax_step(case, sizes, what):
     tx = amp.dynamic_loss_scale(optax.adamw(1e-4), rule, implementation=implementation or None)
     params, *batch = (random_arrays(tree, seed) for seed, tree in enumerate(shapes))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state, *batch):
-        loss, grads = amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(opt_state))(params, *batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    train_step = jax.jit(models.train_step(loss_fn, tx), donate_argnums=(0, 1))
     state = params, tx.init(params), None
 
     def step():
@@ -162,37 +154,34 @@ def in_a_process(model, variant, tiny):
 def table(models, tiny):
     for model in models:
         _, unit, count, *_ = MODELS[model]
-        yield f"| {model} | ms a step | {unit} a second | x by hand | peak GB | x by hand |"
-        yield "|---|---|---|---|---|---|"
+        yield from head(model, "ms a step", f"{unit} a second", "x by hand", "peak GB", "x by hand")
         found = {variant: in_a_process(model, variant, tiny) for variant in VARIANTS}
         base = found[BASE]
-        for variant, row in found.items():
-            if isinstance(row, str) or isinstance(base, str):
-                yield f"| {variant} | {row} |  |  |  |  |"
+        for variant, figures in found.items():
+            if isinstance(figures, str) or isinstance(base, str):
+                yield f"| {variant} | {figures} |  |  |  |  |"
                 continue
-            speed, memory = base["seconds"] / row["seconds"], row["peak"] / (base["peak"] or 1)
-            time_ = f"{1e3 * row['seconds']:.2f} ± {5e2 * row['spread']:.2f}"
-            rate = f"{count / row['seconds']:,.0f}" if not tiny else ""
-            yield f"| {variant} | {time_} | {rate} | {speed:.3f} | {row['peak'] / 1e9:.2f} | {memory:.3f} |"
+            speed, memory = base["seconds"] / figures["seconds"], figures["peak"] / (base["peak"] or 1)
+            time_ = f"{1e3 * figures['seconds']:.2f} ± {5e2 * figures['spread']:.2f}"
+            rate = f"{count / figures['seconds']:,.0f}" if not tiny else ""
+            yield f"| {variant} | {time_} | {rate} | {speed:.3f} | {figures['peak'] / 1e9:.2f} | {memory:.3f} |"
         yield ""
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="the models whose name contains this")
+    parser = arguments(__doc__, "the models whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="run tiny models, to try the programs; times mean nothing")
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "VARIANT"), help="measure one here, and print JSON")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(*options.measure, options.tiny)))
         return
     import jax
 
-    head = f"By `benchmarks/gpu_training.py`, on {jax.devices()[0].device_kind}, JAX {jax.__version__}."
+    by = f"By `benchmarks/gpu_training.py`, on {jax.devices()[0].device_kind}, JAX {jax.__version__}."
     notes = NOTES.format(repeats=REPEATS, steps=STEPS, warmup=WARMUP)
     models = [model for model in MODELS if options.only in model]
-    report("Train steps on a GPU", head, table(models, options.tiny), notes, options.out)
+    report("Train steps on a GPU", by, table(models, options.tiny), notes, options.out)
 
 
 if __name__ == "__main__":

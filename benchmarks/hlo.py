@@ -66,22 +66,20 @@ def computations(text):
 def instructions(bodies, name, times=1):
     """Yields the instructions of a computation and of all that it runs: loops, branches and fusions."""
     types = {}
-    for line, result, type_text, op, rest in _parsed(bodies[name]):
+    for line, result, type_text, op, operands in _parsed(bodies[name]):
         types[result] = type_text
-        operands = [types[operand] for operand in _operands(rest) if operand in types]
-        yield Instruction(op, times, type_text, operands, line)
+        yield Instruction(op, times, type_text, [types[operand] for operand in operands if operand in types], line)
         for body in _called(line) if op in _CONTROL else _fused(line):
             if body in bodies:
                 yield from instructions(bodies, body, times * _times(bodies, line))
 
 
 def _parsed(lines):
-    """Yields (line, name of the result, its type, op, what follows) of each line that is an instruction."""
-    return ((line, *m.groups()) for line in lines if (m := _INSTRUCTION.match(line)))
-
-
-def _operands(rest):
-    return _NAME.findall(rest.split("), ")[0])
+    """Yields (line, name of the result, its type, op, names of the operands) of each line that is an instruction."""
+    for line in lines:
+        if m := _INSTRUCTION.match(line):
+            *parts, rest = m.groups()
+            yield line, *parts, _NAME.findall(rest.split("), ")[0])
 
 
 def _called(line):
@@ -121,7 +119,7 @@ def _traffic(bodies, name):
     """(kernels by op, bytes moved) of one run of a computation. A loop counts its body times its known trip
     count (once where unknown); a conditional counts its dearest branch."""
     sizes, kinds, moved = {}, collections.Counter(), 0
-    for line, result, type_text, op, rest in _parsed(bodies[name]):
+    for line, result, type_text, op, args in _parsed(bodies[name]):
         sizes[result] = _nbytes(type_text)
         if op in _FREE or "AllocateBuffer" in line:
             continue
@@ -133,7 +131,7 @@ def _traffic(bodies, name):
                 for kind, count in inner_kinds.items():
                     kinds[kind] += n * count
             continue
-        operands = [sizes.get(o, 0) for o in _operands(rest)]
+        operands = [sizes.get(arg, 0) for arg in args]
         fused = [body for body in _fused(line) if body in bodies and op in ("fusion", "fusion-start")]
         if not op.endswith(("-update", "-done")):
             kinds[op.removesuffix("-start")] += 1
@@ -161,14 +159,13 @@ def _fusion_traffic(bodies, name, operands):
     """Bytes that a fusion reads of each operand, and bytes that it writes. A parameter that is only sliced counts its
     slices, one that is only updated in place counts the update on the way out."""
     sizes, index, sliced, written = {}, {}, [0] * len(operands), 0
-    for line, result, type_text, op, rest in _parsed(bodies[name]):
+    for line, result, type_text, op, args in _parsed(bodies[name]):
         sizes[result] = _nbytes(type_text)
         if "ROOT" in line:
             written += sizes[result]
         if op == "parameter":
-            index[result] = int(re.match(r"\d+", rest).group())
+            index[result] = int(re.search(r" parameter\((\d+)", line).group(1))
             continue
-        args = _operands(rest)
         renames = op in ("bitcast", "reshape") or "output_to_operand_aliasing={{}: (0, {})}" in line
         if renames and args[0] in index:
             index[result] = index[args[0]]
@@ -282,6 +279,6 @@ def fused_by_triton(compiled):
     names = re.compile(r"%[\w.\-]+|, metadata=\{[^}]*\}")
     kernels = set()
     for line in (line for body in bodies.values() for line in body):
-        if '"kind":"__triton"' in line and (m := re.search(r"calls=(%[\w.\-]+)", line)):
-            kernels.add(names.sub("", "\n".join(bodies[m.group(1)])))
+        if '"kind":"__triton"' in line:
+            kernels |= {names.sub("", "\n".join(bodies[body])) for body in _fused(line)}
     return len(kernels)

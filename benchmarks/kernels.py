@@ -9,14 +9,12 @@ section that was run and keeps the other. `--interpret` runs all that measures o
 the kernels in Pallas' interpreter, and fails where a result is wrong: for CI.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import math
 import os
-import pathlib
 import re
 import statistics
 import sys
@@ -28,15 +26,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves room f
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
-from models import gpt_case
-from report import report
+from arg_specs import TREES, Shape
+from report import arguments, head, report, row
 
 import jmp_amp as amp
 from pallas_kernels import check_finite, unscale_check
-from pallas_kernels.finite_check.arg_specs import TREES, Shape
-from pallas_kernels.finite_check.config import fastest_implementation
+from pallas_kernels.finite_check.api import fastest_implementation
 
 try:
     import torch
@@ -86,16 +84,12 @@ them before the cast. So a kernel has fewer launches, and 0.1 to 0.5% more bytes
 
 `implementation=None` is XLA until times were measured on a GPU: fewer launches do not prove a shorter time. To measure,
 run `python benchmarks/kernels.py --out docs/benchmarks/kernels.md` on a machine with an NVIDIA GPU; it prints the entry
-for `FASTEST` in `pallas_kernels/finite_check/config.py`. A time is the median of batches of calls that are queued back
+for `FASTEST` in `pallas_kernels/finite_check/api.py`. A time is the median of batches of calls that are queued back
 to back, on random data that does not fit into the cache. The error is that of the sum of squares against float64; of a
 step, the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the
 share of a device-to-device copy in the same run. "The call alone" takes the same arguments and does nothing with them:
 rows near it wait for the host.
 """
-
-
-def head(*cells):
-    return "", f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"
 
 
 def optimizer_step(tx, params):
@@ -110,16 +104,10 @@ def optimizer_step(tx, params):
 
 def train_step(by, weight_grad_dtype):
     """A step of a GPT under autocast, and its arguments as shapes: parameters, state, tokens."""
-    loss_fn, (params, tokens) = gpt_case(None, layers=2)
+    loss_fn, (params, tokens) = models.gpt_case(None, layers=2)
     loss_fn = amp.autocast(loss_fn, weight_grad_dtype=weight_grad_dtype)
-    update, _, state, _ = optimizer_step(STEPS["AdamW"][by], params)
-
-    def step(params, state, tokens):
-        scale = 1.0 if by == "plain" else amp.get_loss_scale(state)
-        loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, tokens)
-        return *update(params, state, grads), loss
-
-    return step, params, state, tokens
+    tx = STEPS["AdamW"][by]
+    return models.train_step(loss_fn, tx, by != "plain"), params, jax.eval_shape(tx.init, params), tokens
 
 
 def compiled(only):
@@ -138,20 +126,23 @@ def compiled(only):
             gb = {key: c[key] / 1e9 for key in ("bytes_moved", "temp_bytes", "alias_bytes")}
             ratio = c["bytes_moved"] / costs["plain"]["bytes_moved"]
             cells = (f"{x:.3f}" for x in (gb["bytes_moved"], ratio, gb["temp_bytes"], gb["alias_bytes"]))
-            yield f"| {label} | {by} | {c['kernels']} | {' | '.join(cells)} |"
+            yield row(label, by, c["kernels"], *cells)
 
     yield f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/kernels.py`."
     names = ("xla", *KERNELS)
+    yield ""
     yield from head("tree", "gradients", "op", *(f"{what}, {by}" for what in ("launches", "GB") for by in names))
     for tree, dtype, op in itertools.product(trees, DTYPES, OPS):
         costs = [cost(partial(OPS[op], implementation=by), TREES[tree](dtype), SCALAR) for by in names]
         cells = [str(c["kernels"]) for c in costs] + [f"{c['bytes_moved'] / 1e9:.3f}" for c in costs]
-        yield f"| {tree} | {dtype} | {op} | {' | '.join(cells)} |"
+        yield row(tree, dtype, op, *cells)
     figures = ("step", "launches", "GB", "x plain", "temporary GB", "aliased GB")
+    yield ""
     yield from head("tree", "optimizer", *figures)
     for tree, name in itertools.product(trees, STEPS):
         steps = {by: optimizer_step(tx, TREES[tree]("float32")) for by, tx in STEPS[name].items()}
         yield from rows(f"{tree} | {name}", steps)
+    yield ""
     yield from head("model", "weight_grad_dtype", *figures)
     for weights in (None, "float32") if only in MODEL else ():
         steps = {by: train_step(by, weights) for by in ("plain", "cond, xla", "cond, mosaic_gpu")}
@@ -237,7 +228,7 @@ def brief(error):
     return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:200]
 
 
-def row(run, key, moved, reference, measure):
+def measured_row(run, key, moved, reference, measure):
     """Returns a line of the table. `measure` returns error and seconds; where it raises, the line says what."""
     line = f"| {' | '.join(key)} | "
     try:
@@ -286,13 +277,13 @@ def op_rows(run, tree, dtype, built):
         call = built[tree, dtype, op, program].result()
         return error(call) if op in OPS else None, median(run, run.calls, call, inputs)
 
-    yield row(run, (tree, dtype, *ALONE), 0, None, partial(measure, *ALONE))
+    yield measured_row(run, (tree, dtype, *ALONE), 0, None, partial(measure, *ALONE))
     for op in OPS:
         moved = read + (4 * size if op == "unscale_check" else 0)
         taken = fastest_implementation(jax.devices()[0].device_kind, op, len(leaves))
         programs = {"xla": "xla", "xla again": "xla", f"None ({taken})": taken, **{by: by for by in KERNELS}}
         for by, program in programs.items():
-            yield row(run, (tree, dtype, op, by), moved, "xla", partial(measure, op, program))
+            yield measured_row(run, (tree, dtype, op, by), moved, "xla", partial(measure, op, program))
     if TORCH:
         grads = [to_torch(leaves) for _ in turns]
         params = [with_grads([x.detach() for x in some], some) for some in grads]
@@ -304,7 +295,7 @@ def op_rows(run, tree, dtype, built):
         }
         for passes, (op, (args, call)) in enumerate(calls.items(), 1):
             time_it = partial(median, run, run.calls, call, [(xs,) for xs in args])
-            yield row(run, (tree, dtype, op, "torch"), passes * read, "xla", lambda f=time_it: (None, f()))
+            yield measured_row(run, (tree, dtype, op, "torch"), passes * read, "xla", lambda f=time_it: (None, f()))
 
 
 def step_rows(run, tree, built):
@@ -332,7 +323,7 @@ def step_rows(run, tree, built):
             starts["torch"] = partial(torch_steps, name != "AdamW", params, grads)
         for by, start in starts.items():
             moved = (28 if (name, by) == ("AdamW", "plain") else 32) * size
-            yield row(run, (tree, "float32", name, by), moved, "plain", partial(measure, start))
+            yield measured_row(run, (tree, "float32", name, by), moved, "plain", partial(measure, start))
 
 
 def jax_steps(tx, program, params, grads):
@@ -423,6 +414,7 @@ def measured(run, only=""):
     del buffer
     if not run.interpret:
         yield f"The copy of {run.copied / 1e9:.2f} GB moved {run.bandwidth / 1e9:.0f} GB/s, read and written."
+    yield ""
     yield from head("tree", "gradients", "op", "by", "error", "µs", "GB/s", "of copy", "x as fast as XLA or plain")
     blocks = [step_rows(run, tree, built) for tree in trees[:1]]
     blocks += [op_rows(run, tree, dtype, built) for tree, dtype in itertools.product(trees, DTYPES)]
@@ -447,11 +439,9 @@ def section(title, lines, out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "the trees and models whose name contains this")
     parser.add_argument("--interpret", action="store_true", help="run what measures, in Pallas' interpreter, for CI")
     parser.add_argument("--compile-only", action="store_true", help="compile, though there is a GPU")
-    parser.add_argument("--only", default="", help="the trees and models whose name contains this")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the section to this page")
     options = parser.parse_args()
     if options.interpret:
         trees = {"5 leaves": tiny, "one leaf": lambda dtype: tiny(dtype)[:1]}

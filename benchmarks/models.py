@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 import jmp_amp as amp
@@ -27,6 +28,18 @@ def cast_whole(loss_fn, policy="mixed_float16"):
     """Casts all arguments in front of the model: with jmp 0.0.4 and mpx 0.1.8 the jaxpr of each model is this one."""
     policy = amp.get_policy(policy)
     return lambda *args: policy.cast_to_output(loss_fn(*policy.cast_to_compute(args)))
+
+
+def train_step(loss_fn, tx, is_scaled=True):
+    """Returns `step(params, opt_state, *batch)`, where `tx` is `dynamic_loss_scale(...)` or not scaled."""
+
+    def step(params, opt_state, *batch):
+        scale = amp.get_loss_scale(opt_state) if is_scaled else 1.0
+        loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
 
 
 def full(x, low):

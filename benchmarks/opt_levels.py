@@ -5,15 +5,12 @@
 Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is.
 """
 
-import argparse
-import pathlib
-
 import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
 import optax
-from models import CASES
-from report import report
+from models import CASES, train_step
+from report import arguments, head, report
 
 import jmp_amp as amp
 
@@ -46,19 +43,17 @@ def measure(loss_fn, params, args, level, tx):
     """Returns the figures of a compiled train step."""
     fun, tx, carried = assemble(loss_fn, params, level, tx)
 
-    def step(params, state, *args):
-        loss, grads = amp.value_and_grad(fun, loss_scale=amp.get_loss_scale(state))(params, *args)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
     args = gpu_aot.struct(gpu_aot.h200_mesh(), (*carried, *args))
-    return gpu_aot.cost(gpu_aot.compile_for(step, *args, donate_argnums=(0, 1))) | {"kept": kept_bytes(carried)}
+    return gpu_aot.cost(gpu_aot.compile_for(train_step(fun, tx), *args, donate_argnums=(0, 1))) | {
+        "kept": kept_bytes(carried)
+    }
 
 
 def table():
     """Yields the lines of a Markdown table; ratios are to O0."""
-    yield "| level | bytes a parameter, with its state | GB kept | temporary GB | both, x O0 | GB moved | x O0 |"
-    yield "|---|---|---|---|---|---|---|"
+    yield from head(
+        "level", "bytes a parameter, with its state", "GB kept", "temporary GB", "both, x O0", "GB moved", "x O0"
+    )
     loss_fn, (params, *args) = CASES[CASE](None)
     base, size = None, sum(x.size for x in jax.tree.leaves(params))
     for name, (level, tx) in LEVELS.items():
@@ -72,11 +67,9 @@ def table():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this file")
-    head = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/opt_levels.py`."
+    by = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/opt_levels.py`."
     notes = NOTES.format(case=CASE)
-    report("Levels O0 to O3", f"{WHY}\n\n{head}", table(), notes, parser.parse_args().out)
+    report("Levels O0 to O3", f"{WHY}\n\n{by}", table(), notes, arguments(__doc__).parse_args().out)
 
 
 if __name__ == "__main__":

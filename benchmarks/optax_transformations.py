@@ -6,11 +6,9 @@ Each makes four steps on true float32 gradients, and six on gradients that are s
 ways to skip. Nothing is timed.
 """
 
-import argparse
 import functools
 import inspect
 import os
-import pathlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from optax import contrib
-from report import report
+from report import arguments, report
 
 import jmp_amp as amp
 
@@ -226,9 +224,7 @@ transformation's state. "Inside only": around `dynamic_loss_scale` it raises.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         by = f"By `benchmarks/optax_transformations.py`, jax {jax.__version__}, optax {optax.__version__}."

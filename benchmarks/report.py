@@ -1,4 +1,26 @@
-"""A table as a page of the docs."""
+"""Pages of the docs: their tables, and the options of the benchmarks that write them."""
+
+import argparse
+import pathlib
+
+
+def arguments(doc, only=None):
+    """Returns the parser of a benchmark: `--out`, and `--only` with its help, if there is one."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    if only:
+        parser.add_argument("--only", default="", help=only)
+    parser.add_argument("--out", type=pathlib.Path, help="also write the page to this file")
+    return parser
+
+
+def row(*cells):
+    """A line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def head(*cells):
+    """The first two lines of a table."""
+    return row(*cells), "|---" * len(cells) + "|"
 
 
 def report(title, head, table, notes, out):

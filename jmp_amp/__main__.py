@@ -5,7 +5,7 @@ import platform
 
 import jax
 
-from pallas_kernels.finite_check.config import FASTEST, fastest_implementation
+from pallas_kernels.finite_check.api import FASTEST, fastest_implementation
 
 _PACKAGES = ("jmp-amp", "jax", "jaxlib", "optax", "chex", "numpy", "flax", "equinox", "dm-haiku", "keras")
 

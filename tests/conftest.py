@@ -31,11 +31,13 @@ def pytest_runtest_setup(item):
 
 def pytest_addoption(parser):
     parser.addoption("--every", type=int, default=1, metavar="N", help="run about one test in N")
+    parser.addoption("--turn", type=int, default=0, metavar="I", help="which of the N parts; any number")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % config.getoption("every") == 0]
+    every, turn = config.getoption("every"), config.getoption("turn")
+    items[:] = [item for item in items if (zlib.crc32(item.nodeid.encode()) - turn) % every == 0]
     cases = collections.Counter()
     for item in items:
         if sweep := item.get_closest_marker("sweep"):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxprs import equations
 
 from pallas_kernels import check_finite, unscale_check
-from pallas_kernels.finite_check import api, arg_specs, config, mosaic_gpu, primitive, reference, segments, sums
+from pallas_kernels.finite_check import api, launch, mosaic_gpu, reference
 
 BAD = [np.inf, -np.inf, np.nan]
 READ = [jnp.float32, jnp.float16, jnp.bfloat16]  # by the kernels
@@ -38,7 +38,7 @@ def missing(implementation):
     """What a compiled kernel lacks here."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU and JAX_PLATFORMS=cuda"
-    found, least = jax.devices()[0].compute_capability, primitive.KERNELS[implementation].capability
+    found, least = jax.devices()[0].compute_capability, launch.KERNELS[implementation].capability
     if not found[0].isdigit() or float(found) < least:
         return f"needs a GPU of compute capability {least}, this one has {found}"
     return ""
@@ -49,12 +49,12 @@ def on_a_gpu(name):
     return pytest.param(Way(name), id=f"{name} on a GPU", marks=[pytest.mark.gpu, skip])
 
 
-COMPILED = [on_a_gpu(name) for name in primitive.KERNELS]
-INTERPRETED = [pytest.param(Way(name, interpret=True), id=name) for name in primitive.KERNELS]
+COMPILED = [on_a_gpu(name) for name in launch.KERNELS]
+INTERPRETED = [pytest.param(Way(name, interpret=True), id=name) for name in launch.KERNELS]
 KERNELS = [*INTERPRETED, *COMPILED]
 WAYS = [pytest.param(Way("xla"), id="xla"), *KERNELS]
 
-for_every_kernel = pytest.mark.parametrize("kernel", primitive.KERNELS)
+for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +62,7 @@ def small_blocks():
     """Interpreters are slow, so there a few thousand elements are several blocks; a GPU runs what users run."""
     with pytest.MonkeyPatch.context() as patch:
         if jax.default_backend() != "gpu":
-            patch.setattr(config, "DEFAULT", config.Config(block=BLOCK))
+            patch.setattr(launch, "DEFAULT", launch.Config(block=BLOCK))
         yield
 
 
@@ -71,9 +71,9 @@ def fastest(monkeypatch):
     """Makes `None` choose a kernel, as it would on a GPU on which that was measured to be fastest."""
 
     def choose(implementation, least_leaves=1):
-        measured = config.Measured(implementation, least_leaves)
+        measured = api.Measured(implementation, least_leaves)
         monkeypatch.setattr(api, "_device_kind", lambda: "this")
-        monkeypatch.setitem(config.FASTEST, "this", {"check_finite": measured, "unscale_check": measured})
+        monkeypatch.setitem(api.FASTEST, "this", {"check_finite": measured, "unscale_check": measured})
 
     return choose
 
@@ -152,16 +152,20 @@ def assert_unscaled(run, tree, inv_scale, out_dtype=jnp.float32):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_values_are_rounded_once_and_the_sum_is_that_of_float64(way):
-    block = config.DEFAULT.block
+    block = launch.DEFAULT.block
     sizes = [1, 7, 8, 9, 127, 128, 129, 255, 1000, 1023, 1024, 1025, block - 1, block, block + 1, 2 * block + 129]
     shapes = [*((size,) for size in sizes), (), (3, 1, 5), (33, 5), (0,), (0, 3)]
     tree = {f"{k}": normal(shape, READ[k % 3], seed=k) for k, shape in enumerate(shapes)}
     assert_right(way, tree, 1 / 3)
 
 
+PAIRS = [(7777 * 77, 555 * 555), (777, 555), (555, 65537), (65537, 555), (555, 65536), (33333, 555)]
+"""Sizes from the tests of apex's multi-tensor kernels."""
+
+
 def pairs(dtypes, shrink):
     """The grid of apex's tests, each pair either way round."""
-    sizes = [size for pair in arg_specs.SIZES for size in (*pair, *reversed(pair))]
+    sizes = [size for pair in PAIRS for size in (*pair, *reversed(pair))]
     return [normal(-(-size // shrink), dtypes[k % len(dtypes)], seed=k) for k, size in enumerate(sizes)]
 
 
@@ -258,7 +262,7 @@ def places(block):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_bad_element_is_found_wherever_it_is_and_all_others_are_written(way):
-    leaves = places(config.DEFAULT.block)
+    leaves = places(launch.DEFAULT.block)
     tree = {name: normal(size, dtype) for name, (size, dtype, _) in leaves.items()}
     assert_right(way, tree, 0.5)
     bad = itertools.cycle(BAD)
@@ -309,7 +313,7 @@ def test_what_overflows_is_not_finite_and_what_only_its_square_does_is(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_calls_give_the_same_bits(way):
-    tree = {name: normal(size, dtype) for name, (size, dtype, _) in places(config.DEFAULT.block).items()}
+    tree = {name: normal(size, dtype) for name, (size, dtype, _) in places(launch.DEFAULT.block).items()}
     assert_same_bits(unscale(way, tree, 0.5), unscale(way, tree, 0.5))
     assert_same_bits(check(way, tree, 0.5), check(way, tree, 0.5))
 
@@ -319,7 +323,7 @@ def test_the_size_of_a_block_does_not_show(way, monkeypatch):
     tree = [normal(9000), normal(130, jnp.float16), normal(3)]
     results = []
     for block in (1024, 4096):
-        monkeypatch.setattr(config, "DEFAULT", config.Config(block))
+        monkeypatch.setattr(launch, "DEFAULT", launch.Config(block))
         results.append(jitted(way)(tree, np.float32(0.7)))
     (out, _, total), (other_out, _, other_total) = results
     assert_same_bits(out, other_out)
@@ -328,10 +332,10 @@ def test_the_size_of_a_block_does_not_show(way, monkeypatch):
 
 @pytest.mark.parametrize("way", KERNELS)
 def test_a_leaf_too_large_for_an_index_is_read_as_rows(way, monkeypatch):
-    monkeypatch.setattr(segments, "INDEX_LIMIT", 3000)
+    monkeypatch.setattr(launch, "INDEX_LIMIT", 3000)
     run = jitted(way)
     rows = {"rows with a rest": (9000, 5), "rows of one block": (2 * BLOCK, 2), "one row": (2999, 1)}
-    assert {size: segments.rows(size) for size, _ in rows.values()} == dict(rows.values())
+    assert {size: launch.rows(size) for size, _ in rows.values()} == dict(rows.values())
     tree = {name: normal(size, jnp.float16) for name, (size, _) in rows.items()}
     tree["two dimensions"] = normal((6, 500))
     assert_unscaled(run, tree, 0.5)
@@ -340,21 +344,21 @@ def test_a_leaf_too_large_for_an_index_is_read_as_rows(way, monkeypatch):
 
 
 def test_rows_are_the_fewest_that_int32_indexes_and_begin_where_16_bytes_can_be_loaded():
-    assert segments.rows(2**31 - 1) == 1
-    assert segments.rows(2**31) == 2
-    assert segments.rows(2**31 + 16) == 2
-    assert segments.rows(24 * 89478487) == 3
-    assert segments.rows(2**36) == 64
-    assert segments.rows(2**31 + 2) is None
-    assert segments.rows(2**31 + 11) is None  # a prime
+    assert launch.rows(2**31 - 1) == 1
+    assert launch.rows(2**31) == 2
+    assert launch.rows(2**31 + 16) == 2
+    assert launch.rows(24 * 89478487) == 3
+    assert launch.rows(2**36) == 64
+    assert launch.rows(2**31 + 2) is None
+    assert launch.rows(2**31 + 11) is None  # a prime
 
 
 @for_every_kernel
 def test_a_leaf_that_has_no_such_rows_is_left_to_plain_jax(kernel, fastest, monkeypatch):
-    monkeypatch.setattr(segments, "INDEX_LIMIT", 3000)
+    monkeypatch.setattr(launch, "INDEX_LIMIT", 3000)
     fastest(kernel)
     tree = [np.ones(3001, np.float32), np.ones(5, np.float32), np.ones(6000, np.float32)]
-    assert [primitive.is_supported(x) for x in tree] == [False, True, True]
+    assert [launch.is_supported(x) for x in tree] == [False, True, True]
     assert kernel_inputs(lambda tree: check_finite(tree), tree) == [[(5,), (6000,)]]
     assert_is(check_finite(tree), True, 9006.0)
     with pytest.raises(NotImplementedError, match=r"leaf\[0\] is float32\[3001\]"):
@@ -369,7 +373,7 @@ def kernel_inputs(fun, *args):
 
 @pytest.mark.parametrize("way", KERNELS)
 def test_more_leaves_than_one_launch_takes_are_shared_out_evenly(way, monkeypatch):
-    monkeypatch.setattr(config, "DEFAULT", config.Config(BLOCK, max_leaves=4))
+    monkeypatch.setattr(launch, "DEFAULT", launch.Config(BLOCK, max_leaves=4))
     tree = [normal(size, READ[size % 3], seed=size) for size in range(3, 14)]
     launches = kernel_inputs(lambda tree: unscale_check(tree, 0.7, implementation=way.implementation), tree)
     assert [len(launch) for launch in launches] == [3, 4, 4]
@@ -381,7 +385,7 @@ def test_more_leaves_than_one_launch_takes_are_shared_out_evenly(way, monkeypatc
 
 
 def test_the_parameters_of_a_launch_fit_into_4_kib():
-    assert 8 * (2 * config.Config().max_leaves + 2) <= 4096
+    assert 8 * (2 * launch.Config().max_leaves + 2) <= 4096
 
 
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40_000)), min_size=1, max_size=6)
@@ -391,7 +395,7 @@ blocks = st.sampled_from([1024, 2048, 8192])
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(shapes, blocks)
 def test_the_programs_of_a_launch_cover_each_element_once(shapes, block):
-    table, programs = segments.segments(shapes, block)
+    table, programs = launch.segments(shapes, block)
     assert [segment.first for segment in table] == np.cumsum([0, *(s.programs for s in table)])[:-1].tolist()
     assert programs == sum(segment.programs for segment in table)
     ends = {(leaf, row): 0 for leaf, (n, _) in enumerate(shapes) for row in range(n)}
@@ -406,7 +410,7 @@ def test_the_programs_of_a_launch_cover_each_element_once(shapes, block):
 @given(st.integers(mosaic_gpu.NARROW, 20_000), blocks)
 def test_the_pieces_of_a_program_cover_each_element_once_and_none_beyond_the_row(length, block):
     counted = np.zeros(length, int)
-    for segment in segments.segments([(1, length)], block)[0]:
+    for segment in launch.segments([(1, length)], block)[0]:
         for program in range(segment.programs):
             start = segment.start + program * segment.size
             for piece in mosaic_gpu.pieces(segment, length):
@@ -418,13 +422,13 @@ def test_the_pieces_of_a_program_cover_each_element_once_and_none_beyond_the_row
 
 
 def test_each_program_runs_the_body_of_its_segment_alone():
-    table, programs = segments.segments([(1, 5), (2, 2050), (1, 1024), (3, 7), (1, 4100)], 1024)
+    table, programs = launch.segments([(1, 5), (2, 2050), (1, 1024), (3, 7), (1, 4100)], 1024)
 
     def ran(program):
         def body(segment, index, found):
             return [*found[1:], jnp.int32(table.index(segment)) * 100 + index]
 
-        return segments.dispatch(table, program, body, [jnp.int32(-1)] * 2)
+        return launch.dispatch(table, program, body, [jnp.int32(-1)] * 2)
 
     expected = [k * 100 + i for k, segment in enumerate(table) for i in range(segment.programs)]
     first, second = jax.jit(lambda: jax.lax.map(ran, jnp.arange(programs)))()
@@ -459,16 +463,6 @@ def test_none_takes_the_kernel_measured_to_be_fastest_from_so_many_leaves_on(fas
     # What kernels cannot read is plain JAX beside them.
     mixed = [jnp.ones(2), jnp.ones((2, 2), jnp.complex64), jnp.ones(3, jnp.float8_e5m2), jnp.zeros(0), jnp.arange(3)]
     assert kernel_inputs(lambda tree: check_finite(tree), mixed) == [[(2,)]]
-
-
-def test_blocks_are_those_measured_for_the_device(fastest, monkeypatch):
-    fastest("triton")
-    monkeypatch.setitem(config.CONFIGS, "this", {"triton": config.Config(1024)})
-    (launch,) = [
-        eqn for eqn in equations(lambda x: check_finite(x), jnp.ones(3)) if eqn.primitive.name == "unscale_check"
-    ]
-    assert launch.params["config"].block == 1024
-    assert config.config_for("that", "triton") == config.config_for(None, "triton") == config.DEFAULT
 
 
 TREE = {"a": np.arange(16, dtype=np.float32), "b": normal((8, 3), jnp.float16)}
@@ -524,7 +518,7 @@ TRANSFORMED = {
 def test_where_no_kernel_can_run_none_is_silently_plain_jax(case, fastest):
     run = TRANSFORMED[case]
     expected = run(lambda tree: unscale_check(tree, 0.5, implementation="xla"))
-    for kernel in primitive.KERNELS:
+    for kernel in launch.KERNELS:
         fastest(kernel)
         result = run(lambda tree: unscale_check(tree, 0.5))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), result, expected)
@@ -792,14 +786,14 @@ def reductions(leaves, platform, **options):
 
 
 def shapes_of(*sizes):
-    return [arg_specs.Shape((size,), jnp.float16) for size in sizes]
+    return [jax.ShapeDtypeStruct((size,), jnp.float16) for size in sizes]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
 def test_small_leaves_of_one_shape_are_one_reduction(platform):
-    leaves = shapes_of(*19 * [5], sums.SMALL, sums.SMALL, *2 * [sums.SMALL + 1], 7)
+    leaves = shapes_of(*19 * [5], reference.SMALL, reference.SMALL, *2 * [reference.SMALL + 1], 7)
     assert reductions(leaves, platform) == [1, 1, 1, 2, 3, 16]
-    transposed = [arg_specs.Shape(shape, jnp.float32) for shape in ((2, 3), (3, 2), (6,))]
+    transposed = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3), (3, 2), (6,))]
     assert reductions(transposed, platform) == [1, 1, 1]
 
 
@@ -817,7 +811,7 @@ def test_what_the_compiler_partitions_is_a_reduction_for_each_leaf(kind):
 
 def test_leaves_of_symbolic_shape_are_summed():
     shape = jax.export.symbolic_shape("n, 3")
-    leaves = [arg_specs.Shape(shape, jnp.float32)] * 2
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
     exported = jax.export.export(jax.jit(check_finite), platforms=("cpu", "cuda"))(leaves)
     assert_is(exported.call([np.ones((2, 3), np.float32)] * 2), True, 12.0)
 

@@ -3,15 +3,16 @@
 import functools
 import warnings
 
+import arg_specs
 import gpu_aot
 import jax
 import jax.numpy as jnp
 import pytest
+from arg_specs import Shape
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import check_finite, unscale_check
-from pallas_kernels.finite_check import arg_specs, config, primitive, segments
-from pallas_kernels.finite_check.arg_specs import Shape
+from pallas_kernels.finite_check import api, launch
 
 pytestmark = pytest.mark.aot
 
@@ -21,7 +22,7 @@ SHARDED = [Shape((64, 64), jnp.float32), Shape((128,), jnp.float16), Shape((8, 8
 EVERY = PartitionSpec()
 DATA = PartitionSpec("data")
 
-for_every_kernel = pytest.mark.parametrize("kernel", primitive.KERNELS)
+for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS)
 for_both_ops = pytest.mark.parametrize("op", OPS)
 
 
@@ -54,7 +55,7 @@ def fastest(monkeypatch):
     """Makes `None` choose a kernel on the H200."""
 
     def choose(implementation):
-        monkeypatch.setitem(config.FASTEST, "NVIDIA H200", dict.fromkeys(OPS, config.Measured(implementation, 1)))
+        monkeypatch.setitem(api.FASTEST, "NVIDIA H200", dict.fromkeys(OPS, api.Measured(implementation, 1)))
 
     return choose
 
@@ -66,7 +67,7 @@ CASES = [
     (GPT2, "triton", "unscale_check"),
     (RESNET, "mosaic_gpu", "unscale_check"),
     (RESNET, "triton", "check_finite"),
-    *((ONE_LEAF, kernel, op) for kernel in primitive.KERNELS for op in OPS),
+    *((ONE_LEAF, kernel, op) for kernel in launch.KERNELS for op in OPS),
 ]
 
 
@@ -114,7 +115,7 @@ def test_in_plain_jax_no_sharded_leaf_is_gathered():
 
 
 @for_every_kernel
-@pytest.mark.parametrize("out_dtype", [None, *primitive.DTYPES], ids=str)
+@pytest.mark.parametrize("out_dtype", [None, *launch.DTYPES], ids=str)
 def test_float16_is_read_as_such_and_results_are_written_as_asked(kernel, out_dtype):
     leaves = [Shape((size,), jnp.float16) for size in SIZES] + [Shape((size, 3), jnp.bfloat16) for size in SIZES]
     fun = run("unscale_check", kernel, out_dtype=out_dtype) if out_dtype else run("check_finite", kernel)
@@ -139,7 +140,7 @@ def test_a_leaf_too_large_for_int32_is_one_launch(kernel, op):
 def test_a_leaf_that_no_kernel_can_index_is_plain_jax(kernel, fastest):
     fastest(kernel)
     leaves = [Shape((2**31 + 11,), jnp.float16), Shape((1000,), jnp.float32)]
-    assert segments.rows(leaves[0].size) is None
+    assert launch.rows(leaves[0].size) is None
     assert launches(cost(run("check_finite", None), leaves)) == 1
     assert launches(cost(run("check_finite", None), leaves[:1])) == 0
     with pytest.raises(NotImplementedError, match=r"leaf\[0\] is float16\[2147483659\]"):
@@ -148,8 +149,8 @@ def test_a_leaf_that_no_kernel_can_index_is_plain_jax(kernel, fastest):
 
 @pytest.mark.parametrize(("kernel", "op"), [("mosaic_gpu", "unscale_check"), ("triton", "check_finite")])
 def test_the_most_leaves_of_one_launch_fit_into_its_parameters(kernel, op, monkeypatch):
-    most = config.DEFAULT.max_leaves
-    monkeypatch.setattr(config, "DEFAULT", config.Config(block=1024))  # compiles faster
+    most = launch.DEFAULT.max_leaves
+    monkeypatch.setattr(launch, "DEFAULT", launch.Config(block=1024))  # compiles faster
     figures = cost(run(op, kernel), [Shape((1024,), jnp.float32)] * most)
     assert launches(figures) == 1
     assert figures["kernels"] <= 4
@@ -159,7 +160,7 @@ def test_the_most_leaves_of_one_launch_fit_into_its_parameters(kernel, op, monke
 @for_both_ops
 def test_64_bit_programs_compile(kernel, op):
     with jax.enable_x64(True):
-        leaves = [Shape((size,), dtype) for size in (5, 129, 9000) for dtype in primitive.DTYPES]
+        leaves = [Shape((size,), dtype) for size in (5, 129, 9000) for dtype in launch.DTYPES]
         assert launches(cost(run(op, kernel), leaves)) == 1
         assert launches(cost(run(op, kernel), [Shape((2**31 + 16,), jnp.float16)])) == 1
 

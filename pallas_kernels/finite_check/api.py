@@ -1,16 +1,29 @@
 """The public ops, for any tree and any device."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.finite_check import primitive, reference
-from pallas_kernels.finite_check.config import config_for, fastest_implementation
+from pallas_kernels.finite_check import launch, reference
 
-IMPLEMENTATIONS = (None, "xla", *primitive.KERNELS)
+IMPLEMENTATIONS = (None, "xla", *launch.KERNELS)
+
+
+class Measured(NamedTuple):
+    """An implementation that is faster than XLA for trees of `least_leaves` leaves or more, as measured."""
+
+    implementation: str
+    least_leaves: int
+
+
+FASTEST: dict[str, dict[str, Measured]] = {}
+"""Keys: device kind, then op. Values: measurements by `benchmarks/kernels.py`. Missing entries mean XLA.
+
+It is empty because the kernels have been compiled for an H200 and run in Pallas' interpreters, but not timed on a GPU.
+"""
 
 
 def check_finite(
@@ -97,10 +110,16 @@ def unscale_check(
     References:
         `torch._amp_foreach_non_finite_check_and_unscale_`, `apex.multi_tensor_scale`.
     """
-    if jnp.dtype(out_dtype) not in primitive.DTYPES:
-        allowed = ", ".join(dtype.name for dtype in primitive.DTYPES)
+    if jnp.dtype(out_dtype) not in launch.DTYPES:
+        allowed = ", ".join(dtype.name for dtype in launch.DTYPES)
         raise ValueError(f"`out_dtype` must be one of {allowed}, got {jnp.dtype(out_dtype).name}")
     return _run("unscale_check", tree, inv_scale, jnp.dtype(out_dtype), implementation, interpret)
+
+
+def fastest_implementation(device_kind: str | None, op: str, leaves: int) -> str:
+    """Returns the fastest implementation for a tree of `leaves` leaves, or `"xla"` if there is no measurement."""
+    measured = FASTEST.get(device_kind or "", {}).get(op)
+    return measured.implementation if measured and leaves >= measured.least_leaves else "xla"
 
 
 def _run(
@@ -114,27 +133,20 @@ def _run(
     for k in floating:
         leaves[k] = jnp.asarray(leaves[k])
 
-    device = _device_kind()
     forced = implementation is not None
-    implementation = implementation or fastest_implementation(device, op, len(floating))
-    if implementation != "xla" and not _is_available(implementation, forced):
-        implementation = "xla"
-    if forced and implementation != "xla":
-        _check_supported(implementation, {paths[k][0]: leaves[k] for k in floating}, interpret)
-    supported = [k for k in floating if implementation != "xla" and primitive.is_supported(leaves[k])]
+    implementation = implementation or fastest_implementation(_device_kind(), op, len(floating))
+    supported: list[int] = []
+    if implementation != "xla" and _is_available(implementation, forced):
+        if forced:
+            _check_supported(implementation, {paths[k][0]: leaves[k] for k in floating}, interpret)
+        supported = [k for k in floating if launch.is_supported(leaves[k])]
     rest = sorted({*floating} - {*supported})
     outs, sum_of_squares = reference.unscale_check([leaves[k] for k in rest], factor, out_dtype=out_dtype)
     if supported:
-        kernel_outs, kernel_sum = primitive.unscale_check(
-            [leaves[k] for k in supported],
-            factor,
-            out_dtype=out_dtype,
-            implementation=implementation,
-            forced=forced,
-            config=config_for(device, implementation),
-            interpret=interpret,
-        )
-        outs, sum_of_squares = outs + kernel_outs, sum_of_squares + kernel_sum
+        params = {"out_dtype": out_dtype, "implementation": implementation, "forced": forced, "interpret": interpret}
+        params["config"] = launch.DEFAULT
+        more, more_squares = launch.unscale_check([leaves[k] for k in supported], factor, **params)
+        outs, sum_of_squares = outs + more, sum_of_squares + more_squares
     for k, out in zip(rest + supported, outs, strict=False):
         leaves[k] = out
     return jax.tree.unflatten(structure, leaves), ~jnp.isnan(sum_of_squares), sum_of_squares
@@ -144,8 +156,8 @@ def _check_arguments(op: str, inv_scale: ArrayLike, implementation: str | None, 
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r}")
-    if interpret and implementation not in primitive.KERNELS:
-        kernels = " or ".join(map(repr, primitive.KERNELS))
+    if interpret and implementation not in launch.KERNELS:
+        kernels = " or ".join(map(repr, launch.KERNELS))
         raise ValueError(
             f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; "
             f"pass implementation={kernels}"
@@ -160,7 +172,7 @@ def _is_floating(x: Any) -> bool:
 
 def _is_available(implementation: str, forced: bool) -> bool:
     try:
-        primitive.load_kernel(implementation)
+        launch.load_kernel(implementation)
     except ImportError as error:
         if forced:
             raise NotImplementedError(
@@ -174,8 +186,8 @@ def _is_available(implementation: str, forced: bool) -> bool:
 def _check_supported(implementation: str, leaves: dict[Any, jax.Array], interpret: bool) -> None:
     """Raises a `NotImplementedError` if a kernel cannot read one of the leaves, or cannot run on this GPU."""
     for path, x in leaves.items():
-        if x.size and not primitive.is_supported(x):
-            allowed = ", ".join(dtype.name for dtype in primitive.DTYPES)
+        if x.size and not launch.is_supported(x):
+            allowed = ", ".join(dtype.name for dtype in launch.DTYPES)
             raise NotImplementedError(
                 f'implementation="{implementation}" supports leaves of dtype {allowed} with fewer than 2^31 elements '
                 "(or up to 64 equal rows of fewer, of a length that is a multiple of 8), but "
@@ -186,9 +198,9 @@ def _check_supported(implementation: str, leaves: dict[Any, jax.Array], interpre
     capability = str(getattr(device, "compute_capability", ""))  # "9.0"; not a number for AMD GPUs
     if interpret or not re.fullmatch(r"\d+\.\d+", capability) or _device_kind() != device.device_kind:
         return
-    oldest = primitive.KERNELS[implementation]
+    oldest = launch.KERNELS[implementation]
     if float(capability) < oldest.capability:
-        others = [name for name, gpu in primitive.KERNELS.items() if float(capability) >= gpu.capability]
+        others = [name for name, gpu in launch.KERNELS.items() if float(capability) >= gpu.capability]
         raise NotImplementedError(
             f'implementation="{implementation}" needs a GPU of compute capability {oldest.capability} ({oldest.name}) '
             f"or newer, but {device.device_kind} has {capability}; pass "

@@ -11,19 +11,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.finite_check.config import Config
-from pallas_kernels.finite_check.segments import Segment, dispatch, squares
+from pallas_kernels.finite_check.launch import Launch, Segment, dispatch, squares
 
 
-def launch(
-    leaves: Sequence[jax.Array],
-    inv_scale: jax.Array,
-    table: Sequence[Segment],
-    out_types: Sequence[jax.ShapeDtypeStruct],
-    config: Config,
-    interpret: bool,
-) -> Sequence[jax.Array]:
-    """Implements `primitive.Launch`."""
+def run(launch: Launch) -> Sequence[jax.Array]:
+    """Runs the kernel."""
+    leaves, config = launch.leaves, launch.config
 
     def kernel(inv_scale_ref: Any, *refs: Any) -> None:
         in_refs, out_refs, partials = refs[: len(leaves)], refs[len(leaves) : -1], refs[-1]
@@ -41,13 +34,13 @@ def launch(
                 x = out.astype(jnp.float32)
             return total + squares(x)
 
-        partials[program] = jnp.sum(dispatch(table, program, body, jnp.zeros(config.block, jnp.float32)))
+        partials[program] = jnp.sum(dispatch(launch.table, program, body, jnp.zeros(config.block, jnp.float32)))
 
     return pl.pallas_call(
         kernel,
-        out_shape=tuple(out_types),
-        grid=out_types[-1].shape,
+        out_shape=tuple(launch.out_types),
+        grid=launch.out_types[-1].shape,
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
-        interpret=interpret,
+        interpret=launch.interpret,
         name="unscale_check",
-    )(inv_scale, *leaves)
+    )(launch.inv_scale, *leaves)

@@ -1,4 +1,4 @@
-"""Shapes of the trees that the tests compile and the benchmark times."""
+"""Shapes of the trees on which kernels are compiled and timed."""
 
 from typing import Any
 
@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 
 Shape = jax.ShapeDtypeStruct
-
-SIZES = [(7777 * 77, 555 * 555), (777, 555), (555, 65537), (65537, 555), (555, 65536), (33333, 555)]
-"""Pairs of sizes, to be used in both orders, from the tests of apex's multi-tensor kernels."""
 
 
 def gpt2_small(dtype: Any) -> list[Shape]:
@@ -31,9 +28,9 @@ def resnet50(dtype: Any) -> list[Shape]:
     return _shapes([*shapes, *_dense(features, 1000)], dtype)
 
 
-def one_leaf(dtype: Any, nbytes: int = 2**30) -> list[Shape]:
-    """Returns the shape of one leaf of `nbytes` bytes."""
-    return [Shape((nbytes // jnp.dtype(dtype).itemsize,), dtype)]
+def one_leaf(dtype: Any) -> list[Shape]:
+    """Returns the shape of one leaf of 1 GiB."""
+    return _shapes([(2**30 // jnp.dtype(dtype).itemsize,)], dtype)
 
 
 TREES = {"GPT-2 small, 148 leaves": gpt2_small, "ResNet-50, 161 leaves": resnet50, "one leaf of 1 GiB": one_leaf}

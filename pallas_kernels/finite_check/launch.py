@@ -1,0 +1,217 @@
+"""The launches of the kernels: how the leaves are split over programs, and the primitive that falls back to plain JAX.
+
+Some programs cannot use a kernel: those that are batched, differentiated, partitioned over devices, or compiled for
+another platform. JAX determines this while it transforms or lowers a program, so the rules of the primitive choose
+the implementation. They use the reference, or raise an error if the caller passed the kernel as `implementation`.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._compat import define_primitive, is_partitioned
+from pallas_kernels.finite_check import reference
+
+C = TypeVar("C")
+
+DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
+
+INDEX_LIMIT = 2**31
+"""Exclusive upper bound of an index: kernels index with int32."""
+
+
+class Generation(NamedTuple):
+    """A generation of NVIDIA GPUs, and the compute capability of its first."""
+
+    name: str
+    capability: float
+
+
+KERNELS = {"mosaic_gpu": Generation("Hopper", 9.0), "triton": Generation("Ampere", 8.0)}
+"""The kernels, and the oldest GPUs that their compilers support."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a kernel.
+
+    Attributes:
+        block: the number of elements that one program reads, a power of two and a multiple of 1024. At 8192, each
+            thread of a warpgroup has eight loads of 16 or 32 bytes in flight.
+        num_warps: the number of warps in one program (Triton only; Mosaic GPU always uses one warpgroup).
+        max_leaves: the maximum number of leaves in one launch. Each leaf needs one or two kernel parameters of 8 bytes,
+            and every driver allows 4 KiB of parameters.
+    """
+
+    block: int = 8192
+    num_warps: int = 8
+    max_leaves: int = 250
+
+
+DEFAULT = Config()
+
+
+class Segment(NamedTuple):
+    """Consecutive programs that read consecutive blocks of one row of one leaf.
+
+    Attributes:
+        leaf: the index of the leaf.
+        row: the row of the leaf, see `rows`.
+        start: the index of the first element in the row.
+        size: the number of elements for each program: a block, or the remainder of the row.
+        first: the index of the first program.
+        programs: the number of programs.
+    """
+
+    leaf: int
+    row: int
+    start: int
+    size: int
+    first: int
+    programs: int
+
+
+class Launch(NamedTuple):
+    """The arguments of a kernel: of the function `run` in each file of `KERNELS`, which returns arrays of `out_types`.
+
+    Attributes:
+        inv_scale: float32[1], the factor.
+        leaves: the leaves, reshaped to their rows.
+        table: the parts of the leaves that the programs read.
+        out_types: the products, one for each leaf or none, followed by float32[programs], the sum of squares of
+            each program. The length of the latter is the grid.
+        config: the sizes of the kernel.
+        interpret: whether to run in Pallas' interpreter.
+    """
+
+    inv_scale: jax.Array
+    leaves: Sequence[jax.Array]
+    table: Sequence[Segment]
+    out_types: Sequence[jax.ShapeDtypeStruct]
+    config: Config
+    interpret: bool
+
+
+def load_kernel(implementation: str) -> Callable[[Launch], Sequence[jax.Array]]:
+    """Imports a kernel on first use, because the import of its backend takes a second.
+
+    Raises:
+        ImportError: JAX has removed the backend.
+    """
+    return importlib.import_module(f"{__package__}.{implementation}").run
+
+
+def is_supported(x: jax.Array) -> bool:
+    """Returns whether the kernels can read a leaf."""
+    return x.dtype in DTYPES and x.size > 0 and rows(x.size) is not None
+
+
+def rows(size: int) -> int | None:
+    """Returns the least number of equal rows for `size` elements such that int32 can index each row.
+
+    If there are several rows, their length is a multiple of 8, so that each row starts at a multiple of 16 bytes.
+    Returns `None` if no number up to 64 satisfies this.
+    """
+    fits = (n for n in range(1, 65) if size % n == 0 and size // n < INDEX_LIMIT)
+    return next((n for n in fits if n == 1 or size // n % 8 == 0), None)
+
+
+def segments(shapes: Sequence[tuple[int, ...]], block: int) -> tuple[list[Segment], int]:
+    """Splits leaves of `shapes`, rows by length, into blocks and remainders. Also returns the number of programs."""
+    table: list[Segment] = []
+    first = 0
+    for leaf, (n, length) in enumerate(shapes):
+        blocks, rest = divmod(length, block)
+        for row in range(n):
+            for start, size, programs in ((0, block, blocks), (blocks * block, rest, 1)):
+                if size and programs:
+                    table.append(Segment(leaf, row, start, size, first, programs))
+                    first += programs
+    return table, first
+
+
+def dispatch(table: Sequence[Segment], program: jax.Array, body: Callable[[Segment, jax.Array, C], C], carry: C) -> C:
+    """Runs `body(segment, index, carry)` for the segment of a program, with `index` relative to the segment.
+
+    It finds the segment by bisection. Every `cond` has a false branch that returns the carry, because Pallas lowers the
+    false branch twice: with one half of the segments in each branch, lowering takes 2^depth times as long.
+    """
+    if len(table) == 1:
+        return body(table[0], program - table[0].first, carry)
+    left, right = table[: len(table) // 2], table[len(table) // 2 :]
+    for half, mine in ((left, program < right[0].first), (right, program >= right[0].first)):
+        carry = lax.cond(mine, lambda c, half=half: dispatch(half, program, body, c), lambda c: c, carry)
+    return carry
+
+
+def squares(x: jax.Array) -> jax.Array:
+    """Returns the squares of float32 values, and NaN for values that are not finite."""
+    return jnp.where(jnp.abs(x) < jnp.inf, x * x, jnp.nan)
+
+
+def unscale_check(
+    leaves: Sequence[jax.Array], inv_scale: jax.Array, **params: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """Computes `reference.unscale_check` with a kernel.
+
+    Args:
+        leaves: arrays that the kernels support.
+        inv_scale: float32[], the factor.
+        **params: `out_dtype`; `implementation`, one of `KERNELS`; `forced`, whether the caller passed the
+            implementation; `config`; `interpret`.
+    """
+    outs: list[jax.Array] = []
+    total = jnp.float32(0)
+    launches = -(-len(leaves) // params["config"].max_leaves)
+    for i in range(launches):
+        launch_leaves = leaves[len(leaves) * i // launches : len(leaves) * (i + 1) // launches]
+        run = _run if params["interpret"] else unscale_check_p.bind  # the interpreters have effects
+        launch_total, *launch_outs = run(inv_scale, *launch_leaves, **params)
+        outs += launch_outs
+        total += launch_total
+    return outs, total
+
+
+def _run(
+    inv_scale: jax.Array, *leaves: Any, implementation: str, out_dtype: Any, config: Config, interpret: bool, **_: Any
+) -> list[jax.Array]:
+    views = [x.reshape(rows(x.size), -1) for x in leaves]  # bitcasts
+    table, programs = segments([x.shape for x in views], config.block)
+    out_types = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in views]
+    out_types.append(jax.ShapeDtypeStruct((programs,), jnp.float32))
+    launch = Launch(inv_scale.reshape(1), views, table, out_types, config, interpret)
+    *outs, sums = load_kernel(implementation)(launch)
+    return [jnp.sum(sums), *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
+
+
+def _plain(reason: str | None, *, forced: bool, implementation: str, out_dtype: Any, **_: Any) -> Any:
+    """Returns the reference. Raises a `NotImplementedError` with the reason if the caller passed the kernel by name."""
+    if forced and reason:
+        raise NotImplementedError(
+            f'implementation="{implementation}" {reason}; '
+            'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
+        )
+
+    def run(inv_scale: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
+        outs, total = reference.unscale_check(leaves, inv_scale, out_dtype=out_dtype)
+        return [total, *outs]
+
+    return run
+
+
+def _lowered(context: Any, on_cuda: bool, **params: Any) -> Any:
+    if not on_cuda:
+        platforms = ", ".join(context.platforms)
+        return _plain(f"needs an NVIDIA GPU, but the program is compiled for {platforms}", **params)
+    if is_partitioned(context):
+        return _plain("cannot be partitioned over devices by the compiler, call it inside `jax.shard_map`", **params)
+    return functools.partial(_run, **params)
+
+
+unscale_check_p = define_primitive("unscale_check", _plain, _lowered, "cuda")
