@@ -1,19 +1,47 @@
 """`compare`: the errors of the loss, the gradients and the activations of a program in several precisions."""
 
+import dataclasses
 import functools
+import math
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import FORMATS, autocast
 from jmp_amp._calls import transformation
+from jmp_amp._extras import extra
+from jmp_amp._float8 import emulated
+from jmp_amp._jaxpr import (
+    Call,
+    Loop,
+    apply_as_traced,
+    evaluate,
+    frames_of,
+    is_floating,
+    scope_path,
+    structure_of,
+    trace_call,
+)
 from jmp_amp._policy import Policy
-from jmp_amp.debug._activations import activations
-from jmp_amp.debug._arguments import check_concrete, check_without_autocast
-from jmp_amp.debug._comparison import Comparison, ErrorRow
-from jmp_amp.debug._measure import Measurement, cast_to_float64, floating_value_and_grad, measure, measure_reference
-from jmp_amp.debug._relative_error import norm, relative_error
+from jmp_amp.debug._measure import (
+    Measurement,
+    flat_on_host,
+    floating_value_and_grad,
+    measure,
+    measure_reference,
+    norm,
+    relative_error,
+    run_exactly,
+)
+from jmp_amp.debug._report import check_concrete, check_without_autocast, format_table
+
+_COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
 @transformation
@@ -26,7 +54,7 @@ def compare(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
-) -> Callable[..., Comparison]:
+) -> "Callable[..., Comparison]":
     """Returns a function that compares `fun` in several precisions with `fun` in float32 or float64.
 
     Use it to find the module that loses accuracy, on a small batch, outside of training: it evaluates all policies on
@@ -90,9 +118,16 @@ def compare(
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
         exact = measure_reference(fun, args, kwargs, reference, **options)
-        exact_activations = _reference_activations(fun, args, kwargs, reference)
+        expected = _results(exact, run_exactly(activations, fun, args, kwargs, reference))
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        rows = [*_gradient_rows(exact, measured), *_activation_rows(exact_activations, programs, args, kwargs)]
+        found = {name: _results(x, activations(programs[name], args, kwargs)) for name, x in measured.items()}
+        rows = []
+        for (kind, module), arrays in expected.items():
+            others = {name: results.get((kind, module), []) for name, results in found.items()}
+            sizes = [x.size for x in arrays]
+            if all([x.size for x in other] == sizes for other in others.values()):
+                errors = {name: relative_error(other, arrays) for name, other in others.items()}
+                rows.append(ErrorRow(kind, module, norm(arrays), errors))
         gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
         return Comparison(tuple(rows), gradient, {name: x.loss_scale for name, x in measured.items()}, reference)
 
@@ -114,33 +149,247 @@ def _apply_policy(fun: Callable, policy: Any) -> Callable:
     return autocast(fun, policy)
 
 
-def _gradient_rows(exact: Measurement, measured: Mapping[str, Measurement]) -> list[ErrorRow]:
-    losses = {name: relative_error([x.loss], [exact.loss]) for name, x in measured.items()}
-    rows = [ErrorRow("loss", "", norm([exact.loss]), losses)]
-    for module, grads in exact.grads.items():
-        errors = {name: relative_error(x.grads[module], grads) for name, x in measured.items()}
-        rows.append(ErrorRow("gradient", module, norm(grads), errors))
-    return rows
+def _results(
+    measurement: Measurement, activations: Mapping[str, np.ndarray]
+) -> dict[tuple[str, str], list[np.ndarray]]:
+    """Returns the arrays that are compared, by kind and module."""
+    grads = {("gradient", module): arrays for module, arrays in measurement.grads.items()}
+    last = {("activation", module): [array] for module, array in activations.items()}
+    return {("loss", ""): [measurement.loss], **grads, **last}
 
 
-def _reference_activations(fun: Callable, args: Any, kwargs: Any, dtype: str) -> dict[str, Any]:
-    with jax.default_matmul_precision("highest"):
-        if dtype == "float32":
-            return activations(fun, args, kwargs)
-        args, kwargs = cast_to_float64((args, kwargs))
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            return activations(fun, args, kwargs)
+class ErrorRow(NamedTuple):
+    """The relative error of one result, for each policy.
+
+    Attributes:
+        kind: `"loss"`, `"gradient"` or `"activation"`.
+        name: the module: for a gradient, the container of the parameters, `"decoder/norm"`; for an activation, a named
+            scope or a function, `"model.py:attention"`.
+        norm: the norm of the reference.
+        errors: by policy, the norm of the difference over the norm of the reference; infinite if the result is not
+            finite.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> row = next(row for row in report.rows if row.kind == "gradient")
+        >>> row.name, row.errors["float16"] < 1e-3
+        ('w', True)
+    """
+
+    kind: str
+    name: str
+    norm: float
+    errors: dict[str, float]
 
 
-def _activation_rows(
-    exact: Mapping[str, Any], programs: Mapping[str, Callable], args: Any, kwargs: Any
-) -> list[ErrorRow]:
-    """Returns a row for each module whose activation has the same size in all programs."""
-    by_program = {name: activations(program, args, kwargs) for name, program in programs.items()}
-    rows = []
-    for module, x in exact.items():
-        others = {name: by_module[module] for name, by_module in by_program.items() if module in by_module}
-        if len(others) == len(by_program) and all(other.size == x.size for other in others.values()):
-            errors = {name: relative_error([other], [x]) for name, other in others.items()}
-            rows.append(ErrorRow("activation", module, norm([x]), errors))
-    return rows
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The errors of a function under several policies; `compare` returns it. `print` shows a table.
+
+    A gradient that is 0 except for rounding, such as that of a bias before a norm, has no meaningful relative error.
+    If the norm of a gradient is below 1e-5 of the norm of all gradients, the table shows its error in parentheses and
+    the plot omits it.
+
+    Attributes:
+        rows: the loss, the gradients by module, and the activations in program order.
+        gradient: the error of all gradients together, by policy.
+        loss_scale: the loss scale, by policy.
+        reference: the dtype of the reference.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> report.reference, sorted({row.kind for row in report.rows})
+        ('float32', ['activation', 'gradient', 'loss'])
+    """
+
+    rows: tuple[ErrorRow, ...]
+    gradient: dict[str, float]
+    loss_scale: dict[str, float]
+    reference: str
+
+    def worst(self, policy: str | None = None) -> str:
+        """Returns the module that causes the error: the one whose activation increases it by the largest factor.
+
+        The factor is the error over the largest error of all earlier activations, or over a tenth of the largest finite
+        error if that is larger. The first module with a non-finite activation takes precedence over all others.
+
+        Args:
+            policy: the name of the policy; None for the first.
+
+        Returns:
+            The name of the module; empty if there is no error.
+
+        Raises:
+            ValueError: the comparison has no such policy.
+        """
+        policy = next(iter(self.gradient)) if policy is None else policy
+        if policy not in self.gradient:
+            raise ValueError(f"`policy` must be one of {', '.join(map(repr, self.gradient))}, got {policy!r}")
+        errors = {row.name: row.errors[policy] for row in self._of("activation")}
+        largest = max((e for e in errors.values() if math.isfinite(e)), default=0) / 10 or 1.0
+        worst, worst_factor = "", 0.0
+        for name, error in errors.items():
+            if error > largest * worst_factor:
+                worst, worst_factor = name, error / largest
+            largest = max(largest, error)
+        return worst
+
+    def _of(self, kind: str) -> list[ErrorRow]:
+        return [row for row in self.rows if row.kind == kind]
+
+    def _is_rounding(self, row: ErrorRow) -> bool:
+        return row.kind == "gradient" and row.norm < 1e-5 * math.hypot(*(row.norm for row in self._of("gradient")))
+
+    def __str__(self) -> str:
+        policies = list(self.gradient)
+        worst = {policy: self.worst(policy) for policy in policies}
+        lines = [(f"error against {self.reference}", "norm", *policies)]
+        for row in self.rows:
+            form = "({:.1e})" if self._is_rounding(row) else "{:.1e} "
+            starred = {p for p in policies if row.kind == "activation" and worst[p] == row.name}
+            errors = (f"{row.errors[p]:.1e}*" if p in starred else form.format(row.errors[p]) for p in policies)
+            lines.append((f"{row.kind} {row.name}".strip(), f"{row.norm:.1e}", *errors))
+            if row.kind == "loss":
+                lines.append(("all gradients", "", *(f"{self.gradient[p]:.1e} " for p in policies)))
+        scales = ", ".join(f"2^{math.log2(scale):g} ({policy})" for policy, scale in self.loss_scale.items())
+        return f"{format_table(lines)}\n* where the error increases most. Loss scale: {scales}."
+
+    def plot(self, path: str | os.PathLike | None = None) -> Any:
+        """Plots the errors as bars, one row for each module and one color for each policy.
+
+        A cross marks a result that is not finite.
+
+        Args:
+            path: the file to save the plot to, in the format of its extension; None saves nothing.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        titles = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}
+        most_rows = max(len(self._of(kind)) for kind in titles)
+        n = len(self.gradient)
+        figure = extra("matplotlib.figure", "`plot`").Figure(
+            figsize=(11, 1.6 + most_rows * (0.14 + 0.14 * n)), dpi=120, layout="constrained"
+        )
+        plotted = [row for row in self.rows if not self._is_rounding(row)]
+        finite = [e for row in plotted for e in row.errors.values() if 0 < e < math.inf]
+        xlim = min(finite, default=1e-8) / 3, max(finite, default=1.0) * 3
+        for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+            _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim)
+            axes.set(title=title, xlabel=f"relative error against {self.reference}")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], xlim: tuple[float, float]) -> None:
+    right, n = xlim[1], len(policies)
+    for i, policy in enumerate(policies):
+        positions = [k + (i - (n - 1) / 2) * 0.8 / n for k in range(len(rows))]
+        errors = [row.errors[policy] for row in rows]
+        widths = [right if math.isinf(e) else e for e in errors]
+        axes.barh(positions, widths, 0.8 / n, color=f"C{i}", label=policy)
+        infinite = [position for position, e in zip(positions, errors, strict=True) if math.isinf(e)]
+        axes.plot([right / 1.3] * len(infinite), infinite, "kx", ms=5)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlim=xlim)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+@emulated()
+def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Evaluates a function and returns the last floating-point result of each module, in program order.
+
+    A module is a named scope, such as a Flax or Haiku module, or a scope around it. An op outside of all scopes belongs
+    to the user's function that contains it. If a module runs several times, its last run counts; the results of all
+    iterations of a `scan` are stacked.
+
+    Returns:
+        A float64[size] NumPy array for each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
+    """
+    program, arrays, _ = trace_call(fun, args, kwargs)
+    names: list[str] = []
+
+    @jax.jit
+    def run(*arrays: Any) -> list[Any]:
+        results: dict[str, Any] = {}
+        _evaluate(program, arrays, results, "", "")
+        names[:] = results  # `jit` would return a dict with sorted keys
+        return list(results.values())
+
+    values = run(*arrays)
+    return {name: flat_on_host(x) for name, x in zip(names, values, strict=True)}
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], results: dict[str, Any], scope: str, function: str) -> list[Any]:
+    """Evaluates a jaxpr and adds the last result of each module to `results`.
+
+    Calls and `scan` are entered; a `while` loop, a `cond` and a kernel count as one op.
+    """
+
+    def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        inner_scope = scope_path(scope, eqn.source_info.name_stack)
+        inner_function = _function_of(eqn) or function
+        match structure_of(eqn):
+            case Call(inner, inputs, is_inline=True):
+                return _evaluate(inner, [operands[i] for i in inputs], results, inner_scope, inner_function)
+            case Loop(cond=None) as loop:
+                return _scan(eqn, loop, operands, results, inner_scope, inner_function)
+        outs = apply_as_traced(eqn, operands)
+        _record(results, inner_scope or inner_function, eqn, outs)
+        return outs
+
+    return evaluate(jaxpr, args, apply)
+
+
+def _scan(
+    eqn: JaxprEqn, loop: Loop, operands: Sequence[Any], results: dict[str, Any], scope: str, function: str
+) -> list[Any]:
+    """Evaluates a `scan` that also stacks the results of its modules."""
+    names: list[str] = []
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], list[Any]]]:
+        inner_results: dict[str, Any] = {}
+        outs = _evaluate(loop.body, [*operands[loop.consts], *carry, *x], inner_results, scope, function)
+        names[:] = inner_results
+        return outs[: loop.n_carry], (outs[loop.n_carry :], list(inner_results.values()))
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (ys, stacked) = lax.scan(body, list(operands[loop.carry]), list(operands[loop.xs]), **options)
+    for name, x in zip(names, stacked, strict=True):
+        _set_last(results, name, x)
+    return [*carry, *ys]
+
+
+def _record(results: dict[str, Any], module: str, eqn: JaxprEqn, outs: Sequence[Any]) -> None:
+    """Adds the first floating-point result of an op to `results`, for its module and each module around it."""
+    floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if is_floating(var)]
+    if not floating or not module:
+        return
+    parts = module.split("/")
+    for n in range(len(parts), 0, -1):
+        _set_last(results, "/".join(parts[:n]), floating[0])
+
+
+def _set_last(results: dict[str, Any], name: str, x: Any) -> None:
+    results.pop(name, None)  # modules are in the order of their last results
+    results[name] = x
+
+
+def _function_of(eqn: JaxprEqn) -> str:
+    """Returns the file and the name of the user's function that an equation comes from; empty if unknown."""
+    for frame in frames_of(eqn):
+        name = _COMPREHENSION.sub("", frame.function).rpartition("<locals>.")[2]
+        return f"{os.path.basename(frame.file)}:{name}"
+    return ""

@@ -1,20 +1,22 @@
-"""The loss and the unscaled gradients of a function, on the host."""
+"""The loss and the unscaled gradients of a function, and relative errors, on the host."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp._float8 import emulated
-from jmp_amp._jaxpr import split_arrays
+from jmp_amp._jaxpr import is_floating, split_arrays
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import cast_floating
-from jmp_amp.debug._leaf_names import module_name
-from jmp_amp.debug._relative_error import flat_on_host
+from jmp_amp.debug._report import module_name
 
 _INIT_SCALE = 2.0**16
+
+R = TypeVar("R")
 
 
 class Measurement(NamedTuple):
@@ -49,10 +51,7 @@ def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has
             combined = jax.tree.map(lambda f, x: x if f is None else f, floats, args, is_leaf=lambda x: x is None)
             return fun(*combined, **kwargs)
 
-        def floating(x: Any) -> Any:
-            return x if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) else None
-
-        floats = jax.tree.map(floating, args)
+        floats = jax.tree.map(lambda x: x if _is_floating_array(x) else None, args)
         return jax.value_and_grad(of_floats, argnums, has_aux)(*floats)
 
     return evaluate
@@ -99,13 +98,7 @@ def measure_reference(
         TypeError: there are no gradients.
         ValueError: the loss or its gradients are not finite.
     """
-    with jax.default_matmul_precision("highest"):
-        if dtype == "float64":
-            args, kwargs = cast_to_float64((args, kwargs))
-            with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-                measurement = measure(fun, args, kwargs, 1.0, **options)
-        else:
-            measurement = measure(fun, args, kwargs, 1.0, **options)
+    measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
     if not measurement.grads:
         raise TypeError(
             "there are no floating arrays to differentiate with respect to; "
@@ -119,13 +112,22 @@ def measure_reference(
     return measurement
 
 
-def cast_to_float64(tree: Any) -> Any:
-    """Casts the floating arrays of a pytree to float64 NumPy arrays."""
-    is_array = (jax.Array, np.ndarray)
-    on_host = jax.tree.map(
-        lambda x: np.asarray(x) if isinstance(x, is_array) and jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
-    return cast_floating(on_host, np.float64)
+def run_exactly(
+    tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
+) -> R:
+    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
+    with jax.default_matmul_precision("highest"):
+        if dtype == "float32":
+            return tool(fun, args, kwargs, **options)
+        # Outside of `enable_x64`, JAX arrays cannot be float64.
+        on_host = jax.tree.map(lambda x: np.asarray(x) if _is_floating_array(x) else x, (args, kwargs))
+        args, kwargs = cast_floating(on_host, np.float64)
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            return tool(fun, args, kwargs, **options)
+
+
+def _is_floating_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and is_floating(x)
 
 
 def _unscaled(loss: Any, grads: Any, scale: float) -> Measurement:
@@ -134,3 +136,25 @@ def _unscaled(loss: Any, grads: Any, scale: float) -> Measurement:
         if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             by_module.setdefault(module_name(path), []).append(flat_on_host(leaf) / scale)
     return Measurement(flat_on_host(loss), by_module, scale)
+
+
+def relative_error(x: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
+    """Returns the norm of `x - reference`, for all arrays together, over the norm of `reference`.
+
+    The error is infinite if `x` is not finite, or if `reference` is 0 and `x` is not.
+    """
+    if not all(np.isfinite(a).all() for a in x):
+        return math.inf
+    difference = norm([a - b for a, b in zip(x, reference, strict=True)])
+    size = norm(reference)
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+def norm(arrays: Sequence[np.ndarray]) -> float:
+    """Returns the Euclidean norm of all arrays together."""
+    return math.hypot(*(float(np.linalg.norm(x)) for x in arrays))
+
+
+def flat_on_host(x: Any) -> np.ndarray:
+    """Returns an array as a float64[size] NumPy array."""
+    return np.asarray(jax.device_get(x)).astype(np.float64).ravel()

@@ -1,18 +1,141 @@
-"""Dimensional analysis of a program in which the loss scales are the base units."""
+"""`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp._autocast import RULES, OpClass, Rule
-from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, open_jaxpr, structure_of
-from jmp_amp.debug._location import location_of
-from jmp_amp.debug._unit_rules import LINEAR, PAIRWISE, POWERS, PREDICATES, PRODUCTS, UNITLESS
+from jmp_amp._calls import transformation
+from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, open_jaxpr, structure_of, trace_call
+from jmp_amp._loss_scale import LossScaleState
+from jmp_amp.debug._report import location_of
+
+_MAX_ERRORS = 5
+_STILL_SCALED = (
+    "the gradients are still scaled here; unscale them first, with `dynamic_loss_scale` around the whole optimizer"
+)
+_NEVER_SCALED = (
+    "the gradients are unscaled twice, or were never scaled by this scale, or a factor comes from the norm of "
+    "gradients that are still scaled; pass `opt_state=opt_state` to `amp.value_and_grad`, unscale once, then clip"
+)
+
+Powers = Sequence[int | Fraction]
+
+
+def _constant_exponent(eqn: JaxprEqn) -> Powers | None:
+    """Returns the exponent of a `pow`, which float32 rounds (1/3); None if it is not a constant."""
+    exponent = eqn.invars[1]
+    return [Fraction(float(exponent.val)).limit_denominator(100)] if isinstance(exponent, Literal) else None
+
+
+# The result has the product of the units of the operands, each to this power.
+_POWERS: Mapping[str, Powers | Callable[[JaxprEqn], Powers | None]] = {
+    **dict.fromkeys(("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"), (1, 1)),
+    "div": (1, -1),
+    "sqrt": (Fraction(1, 2),),
+    "rsqrt": (Fraction(-1, 2),),
+    "cbrt": (Fraction(1, 3),),
+    "square": (2,),
+    "integer_pow": lambda eqn: (eqn.params["y"],),
+    "pow": _constant_exponent,
+}
+
+# The operands have any units, and the result has none.
+_UNITLESS = {"is_finite", "sign", "argmax", "argmin"}
+
+# Each result has the unit of the operand at the same position.
+_PAIRWISE = {"optimization_barrier", "psum", "psum_invariant", "sort", "copy", "split"}
+
+# All operands and the result have one unit, as for the primitives whose `Rule` says `passes_on`.
+_LINEAR = {
+    *("convert_element_type", "reduce_precision", "real", "imag", "conj", "complex", "rem", "nextafter"),
+    *("reduce_sum", "cumsum", "cummax", "cummin", "reduce_window_sum", "top_k"),
+    *("pmax", "pmin", "reduce_scatter", "all_to_all", "eq", "ne", "lt", "le", "gt", "ge"),
+}
+
+# What an error message says of a primitive, if not "applies `primitive` to {}"; `{}` stands for its operands.
+_PREDICATES = {
+    **dict.fromkeys(("add", "add_any"), "adds {}"),
+    "sub": "subtracts {}",
+    "select_n": "selects between {}",
+    **dict.fromkeys(("max", "min", "eq", "ne", "lt", "le", "gt", "ge"), "compares {}"),
+    "clamp": "clips {}",
+    "concatenate": "concatenates {}",
+}
+
+
+@transformation
+def check_loss_scaling(step: Callable) -> Callable[..., None]:
+    """Returns a function that raises if a train step does not scale and unscale its gradients consistently.
+
+    It traces `step` and runs nothing. The check is a dimensional analysis with the loss scale as its unit: the loss has
+    no unit, the scaled loss and its gradients have the unit of the scale, and unscaled gradients have none. Values that
+    are added, compared or selected between must have the same unit; exponentials and logarithms take values without a
+    unit. The check finds these errors, in any optimizer:
+
+    - The loss is not scaled, or scaled by another scale than the one that divides the gradients. If the step uses
+      `dynamic_loss_scale`, tracing the step already raises for this.
+    - The gradients are unscaled twice, in part, or not at all, before they reach the optimizer state or the parameters.
+    - The gradients are clipped, or weight decay or noise is added, while they are scaled.
+
+    Args:
+        step: the train step, jitted or not. Its arguments contain the loss scale, as the state of `dynamic_loss_scale`
+            or as a `LossScaleState`.
+
+    Returns:
+        A function with the signature of `step` that returns None. Its array arguments may be `jax.ShapeDtypeStruct`.
+
+    Raises:
+        TypeError: `step` is not callable.
+        ValueError: the returned function found an error, and names its lines; or its arguments contain no loss scale.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+        >>> def step(params, state, decay=0.0):
+        ...     scale = amp.get_loss_scale(state)
+        ...     loss, grads = amp.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=scale)(params)
+        ...     grads = grads + decay * params if decay else grads
+        ...     updates, state = tx.update(grads, state, params)
+        ...     return optax.apply_updates(params, updates), state, loss
+        >>> params = jnp.ones(3)
+        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params))
+        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params), decay=0.1)
+        Traceback (most recent call last):
+          ...
+        ValueError: `step` does not scale and unscale its gradients consistently:
+        - at ... (step), the program adds a value multiplied by the loss scale and an unscaled value: the ...
+
+    References:
+        torch's `GradScaler` records a stage for each optimizer, and raises if `unscale_` is called twice.
+    """
+    if not callable(step):
+        raise TypeError(f"`step` must be a function, got {type(step).__name__}")
+
+    @functools.wraps(step, updated=())
+    def check(*args: Any, **kwargs: Any) -> None:
+        program, arrays, _ = trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
+        # The loss scale of each `LossScaleState`, by its position among the arrays.
+        states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
+        found = [jax.tree.leaves(x.loss_scale)[0] for x in states if isinstance(x, LossScaleState)]
+        scales = [i for i, x in enumerate(arrays) if any(x is scale for scale in found)]
+        if not scales:
+            raise ValueError(
+                "the arguments contain no loss scale; pass the state of `dynamic_loss_scale`, or a `LossScaleState`"
+            )
+        errors = UnitChecker(scales).errors(program)
+        if errors:
+            lines = "\n".join(f"- {error}" for error in errors[:_MAX_ERRORS])
+            raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
+
+    return check
 
 
 class Unit(NamedTuple):
@@ -72,19 +195,19 @@ class UnitChecker:
     def _infer_equation(
         self, eqn: JaxprEqn, operands: list[OptionalUnit], path: tuple[JaxprEqn, ...]
     ) -> list[OptionalUnit]:
-        rule = _rule_of(eqn)
+        name, found = eqn.primitive.name, RULES.get(eqn.primitive.name)
+        rule = found if isinstance(found, Rule | None) else found(eqn.params, [atom.aval for atom in eqn.invars])
         # A linear solve counts as one op: its result is linear in the right-hand side, however it iterates.
         match None if rule and rule.reads else structure_of(eqn):
             case Call(jaxpr, inputs):
                 return self._infer(jaxpr, [operands[i] for i in inputs], path)
             case Branches(jaxprs, inputs):
                 branches = [self._infer(jaxpr, [operands[i] for i in inputs], path) for jaxpr in jaxprs]
-                return [
-                    self._unify(units, path, "returns from different branches") for units in zip(*branches, strict=True)
-                ]
+                predicate = "returns from different branches"
+                return [self._unify(units, path, predicate) for units in zip(*branches, strict=True)]
             case Loop() as loop:
                 return self._infer_loop(loop, operands, path)
-        if eqn.primitive.name in PAIRWISE and len(operands) == len(eqn.outvars):
+        if name in _PAIRWISE and len(operands) == len(eqn.outvars):
             return operands
         units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if is_inexact(atom)]
         return [self._infer_op(eqn, rule, units, path)] * len(eqn.outvars)
@@ -96,16 +219,16 @@ class UnitChecker:
         if not units:
             return self._unscaled()
         is_data_free = all(unit is None or unit.is_data_free for unit in units)
-        if name in UNITLESS:
+        if name in _UNITLESS:
             return self._unscaled(is_data_free=is_data_free)
-        if name in POWERS and (power := POWERS[name](eqn)) is not None:
-            return _product([(units[0], power)])
-        if name in PRODUCTS:
-            return _product([(unit, Fraction(power)) for unit, power in zip(units, PRODUCTS[name], strict=False)])
+        powers = _POWERS.get(name)
+        powers = powers(eqn) if callable(powers) else powers
+        if powers is not None:
+            return _product(list(zip(units, powers, strict=False)))
         if name == "select_n":  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
             units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
-        if name in LINEAR or (rule is not None and rule.passes_on):
-            return self._unify(units, path, PREDICATES.get(name, f"applies `{name}` to {{}}"))
+        if name in _LINEAR or (rule is not None and rule.passes_on):
+            return self._unify(units, path, _PREDICATES.get(name, f"applies `{name}` to {{}}"))
         scaled = [unit for unit in units if unit and any(unit.powers)]
         if scaled and (rule is None or rule.op_class is OpClass.ORIGINAL):
             return scaled[0]  # a solver or a kernel, which may be linear in this operand
@@ -144,7 +267,7 @@ class UnitChecker:
         return [*results, *outs[loop.n_carry :]]
 
 
-def _product(factors: Sequence[tuple[OptionalUnit, Fraction]]) -> OptionalUnit:
+def _product(factors: Sequence[tuple[OptionalUnit, int | Fraction]]) -> OptionalUnit:
     """Returns the unit of a product of values, each to a power."""
     known = [(unit, power) for unit, power in factors if unit is not None]
     if len(known) < len(factors):
@@ -167,17 +290,3 @@ def _describe(unit: Unit) -> str:
     if abs(power) == 1:
         return f"a value {'multiplied' if power > 0 else 'divided'} by the loss scale"
     return f"a value multiplied by the loss scale to the power {power}"
-
-
-def _rule_of(eqn: JaxprEqn) -> Rule | None:
-    rule = RULES.get(eqn.primitive.name)
-    return rule if isinstance(rule, Rule) or rule is None else rule(eqn.params, [atom.aval for atom in eqn.invars])
-
-
-_STILL_SCALED = (
-    "the gradients are still scaled here; unscale them first, with `dynamic_loss_scale` around the whole optimizer"
-)
-_NEVER_SCALED = (
-    "the gradients are unscaled twice, or were never scaled by this scale, or a factor comes from the norm of "
-    "gradients that are still scaled; pass `opt_state=opt_state` to `amp.value_and_grad`, unscale once, then clip"
-)
