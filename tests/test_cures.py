@@ -1068,5 +1068,4 @@ def test_a_cure_needs_its_pattern():
 
 def test_every_cure_is_followed():
     followed = {model.cause for model in MODELS} | {"loss scale", "gradient that underflows", "kernel"}
-    assert followed == {cure.cause for cure in CURES}
-    assert len(followed) == len(CURES)
+    assert followed == set(CURES)
