@@ -1,21 +1,24 @@
 """The table of cures: the causes of non-finite values, and what to do about them.
 
-A line of the table is a cause and its conditions, followed by the text of the cure. The conditions are those of
-`_condition`, with the patterns of `_diagnosis`. `{name}` in a text is one of `_PARTS`.
+A row is a line with a cause and its conditions, and then the text of the cure. All conditions must hold: `ends PATTERN`
+(the op is the last op of a pattern of `_diagnosis`), `in PATTERN` (it is one of its ops), `behind PATTERN` (it reads
+what the pattern computed), `of OP PATTERN` (the same as `ends`, and `OP` reads the `x` of the pattern too), `op OP OP`
+(it is one of these primitives), `not NAME`, or a name. Names, also `{NAME}` in a text, are those of `_NAMES` and the
+properties of `Diagnosis`.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_amp.debug._diagnosis import Diagnosis, upstream
-from jmp_amp.debug._evaluation import Node
+from jmp_amp.debug._diagnosis import NONZERO_OPERANDS, Diagnosis, upstream
+from jmp_amp.debug._evaluation import Node, Values
 from jmp_amp.debug._report import location_of
 
 # Special cures come first, general ones last.
@@ -31,8 +34,8 @@ infinite operand: infinite operand
     an infinity meets an infinity here: replace infinities by a large finite number, `jnp.finfo(x.dtype).max` or `.min`.
     If the code has none: a constant such as -1e9 is -inf in float16
 large constant: constant; op convert_element_type; not backward
-    the constant {constant} exceeds {largest finite}, the largest finite {dtype}: use `jnp.finfo(x.dtype).min` in a
-    mask, or keep the ops that read the constant in float32 (autocast does so if the code is written in float32)
+    the constant {first operand} exceeds {largest}, the largest finite {dtype}: use `jnp.finfo(x.dtype).min` in a mask,
+    or keep the ops that read the constant in float32 (autocast does so if the code is written in float32)
 
 # Formulas that lose their values half-way, and that have a function, or another form, that does not
 variance: variance
@@ -75,7 +78,7 @@ sigmoid by hand: in sigmoid(x) | _ / (1 + exp(_))
     `1 / (1 + exp(x))`, and `y * jax.nn.sigmoid(x)` for `y / (1 + exp(-x))`
 softmax by hand: in weights(x) / (sum(exp(x)) | sum(exp(x) * _))
     use `jax.nn.softmax(x, axis)`, with `where=mask` for a mask: it subtracts the maximum before the exponential
-x * log(x): zero; in x * log(x)
+x * log(x): divides by zero; in x * log(x)
     0 times the logarithm of 0 is NaN: `x * jnp.log(jnp.maximum(x, eps))` is 0 there, with an eps of {eps of log}, whose
     derivative is finite, too
 x * log(x / y): in x * log(x / y)
@@ -84,71 +87,71 @@ x * log(x / y): in x * log(x / y)
     `jax.nn.log_softmax`
 sin(x) / x: in sin(x) / x
     `sin(x) / x` is 0 / 0 at 0: use `jnp.sinc(x / jnp.pi)`
-exp: exponential; not too large
-    `{op}` overflows {dtype}: its operand reaches {largest operand}. Compute with the logarithm as long as possible
-    (`jax.nn.logsumexp`, `jax.nn.softplus`), or bound the operand:
+exp: exponential; not fits in float32
+    `{primitive}` overflows {dtype}: its operand reaches {largest operand}. Compute with the logarithm as long as
+    possible (`jax.nn.logsumexp`, `jax.nn.softplus`), or bound the operand:
     `jnp.clip(x, -{largest exponent}, {largest exponent})`
 
 # Divisions by zero, and operands outside of the domain of their op
-gradient that underflows: zero; underflow; backward underflow
-    the operand is 0 because {underflow} in float16, whose smallest positive value is 6e-8. Gradients that underflow
+gradient that underflows: divides by zero; underflow; backward underflow
+    the operand is 0 because {rounded to 0} in float16, whose smallest positive value is 6e-8. Gradients that underflow
     need a loss scale, or a larger one: `amp.value_and_grad(fun, loss_scale=scale)`, with the scale of
     `amp.dynamic_loss_scale`
-underflow: zero; underflow
-    the operand is 0 because {underflow} in float16, whose smallest positive value is 6e-8. To run that op in float32,
-    {run in float32}; or use {a larger eps}; or avoid the small value: `jax.nn.log_softmax` and `jax.nn.log_sigmoid`
-    compute the logarithm without the probability
-eps that rounds to 0: zero; lost constant
+underflow: divides by zero; underflow
+    the operand is 0 because {rounded to 0} in float16, whose smallest positive value is 6e-8. To run that op in
+    float32, {run in float32}; or use {a larger eps}; or avoid the small value: `jax.nn.log_softmax` and
+    `jax.nn.log_sigmoid` compute the logarithm without the probability
+eps that rounds to 0: divides by zero; has lost constant
     an eps of the code is 0 in {eps dtype}. To run the ops around it in float32, {run in float32}; or use {a larger eps}
-branch of `where`: zero; differentiated; other branch
+branch of `where`: divides by zero; is under grad; other branch
     the gradient of both branches of `jnp.where` is computed, and 0 times an infinity is NaN. Replace the bad values
     before the op, too: `safe = jnp.where(mask, x, 1)`, then `jnp.where(mask, f(safe), other)`
-derivative of a norm: zero; differentiated; is 0.5 / norm(_)
+derivative of a norm: divides by zero; is under grad; ends 0.5 / norm(_)
     this is the derivative of a norm at 0, which is infinite. Write the norm with an eps inside the square root:
     `jnp.sqrt(jnp.sum(x**2, axis) + {eps of rsqrt})` instead of `jnp.linalg.norm(x)`
-derivative of a standard deviation: zero; differentiated; is 0.5 / sqrt(_); behind sum(square(_ - _)) / _
+derivative of a standard deviation: divides by zero; is under grad; ends 0.5 / sqrt(_); behind sum(square(_ - _)) / _
     this is the derivative of a standard deviation at 0, which is infinite. Add an eps inside the square root:
     `jnp.sqrt(jnp.var(x, axis) + {eps of rsqrt})` instead of `jnp.std(x, axis)`
-derivative of sqrt: zero; differentiated; is 0.5 / sqrt(_)
+derivative of sqrt: divides by zero; is under grad; ends 0.5 / sqrt(_)
     this is the derivative of a square root at 0, which is infinite. Add an eps inside the square root,
     `jnp.sqrt(x + {eps of rsqrt})`; or replace the zeros before and after it:
     `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`
-derivative of cbrt: zero; is cbrt(_) ** -2
+derivative of cbrt: divides by zero; ends cbrt(_) ** -2
     this is the derivative of a cube root at 0, which is infinite. Replace the zeros before and after it:
     `jnp.where(x == 0, 0, jnp.cbrt(jnp.where(x == 0, 1, x)))`
-derivative of an inverse function: zero; arc
+derivative of an inverse function: divides by zero; arc
     this is the derivative of `{arc}` at the end of its domain, which is infinite. Stay inside: {bounded arc}
-derivative of arctan2: zero; of atan2 _ / (square(x) + square(_))
+derivative of arctan2: divides by zero; of atan2 _ / (square(x) + square(_))
     this is the derivative of `arctan2` at (0, 0), where the angle is not defined. Replace the zeros before it:
     `jnp.arctan2(y, jnp.where((x == 0) & (y == 0), 1, x))`
-power of 0: zero; op pow
+power of 0: divides by zero; op pow
     a power of 0 with a negative exponent, as in the derivative of `x ** p` for p below 1, is infinite:
     `(x + eps) ** p`, with an eps of {eps of sqrt}, whose derivative is finite, too
-division by a norm: zero; is _ / norm(_)
+division by a norm: divides by zero; ends _ / norm(_)
     the norm is 0. Add an eps inside the square root (outside, the gradient is NaN):
     `x / jnp.sqrt(jnp.sum(x**2, axis, keepdims=True) + {eps of rsqrt})`
-division by a standard deviation: zero; is _ / sqrt(_)
+division by a standard deviation: divides by zero; ends _ / sqrt(_)
     the square root is 0, as the standard deviation of constants is. Add an eps inside it (outside, the gradient is
     NaN): `x / jnp.sqrt(jnp.var(x, axis) + {eps of rsqrt})`
-mean over nothing: zero; is sum(_) / sum(_)
+mean over nothing: divides by zero; ends sum(_) / sum(_)
     the sum of the mask, or of the weights, is 0: `total = jnp.sum(mask)`, then
     `jnp.sum(x * mask) / jnp.where(total == 0, 1, total)`, which is 0 there
-log of 0: zero; logarithm
+log of 0: divides by zero; logarithm
     the operand is 0: bound it, {bounded log}, with which the derivative is finite, too. For the logarithm of a
     probability, use `jax.nn.log_softmax` or `jax.nn.log_sigmoid`
-rsqrt of 0: zero; op rsqrt
+rsqrt of 0: divides by zero; op rsqrt
     the operand is 0: add an eps, `jax.lax.rsqrt(x + {eps of rsqrt})`, with which the derivative is finite, too
-division by 0: zero
+division by 0: divides by zero
     the divisor is 0. Replace the zeros before and after the division:
     `jnp.where(y == 0, limit, x / jnp.where(y == 0, 1, y))`, with the value that the quotient should have there; after
     it alone, the gradient is still NaN
 small divisor: of div x ** -2
     this is the derivative of a division, 1 / y**2, and y is as small as {smallest operand}. If y is positive, add an
     eps of {eps of 1 / x}: with it the division and its derivative are finite in {eps dtype}
-small operand of rsqrt: differentiated; is rsqrt(x) / x
+small operand of rsqrt: is under grad; ends rsqrt(x) / x
     this is the derivative of `rsqrt`, and its operand is as small as {smallest operand}. Add an eps of {eps of rsqrt}:
     with it `rsqrt` and its derivative are finite in {eps dtype}
-outside of the domain: bounded domain; not too large
+outside of the domain: has a domain; not fits in float32
     the operand is outside of the domain, or at its end: bound it, {bounded op}, with which the derivative is finite,
     too
 singular matrix: linear algebra
@@ -156,37 +159,37 @@ singular matrix: linear algebra
     `a + eps * jnp.eye(n)`, with an eps of 1e-3 times its largest element, and compute the matrix in float32
 
 # Finite values that exceed a dtype, and everything else
-loss scale: smaller scale
-    the loss scale is too large: a scale that is 2^{scale exponent} times smaller fits. Dynamic loss scaling finds it by
+loss scale: fitting scale
+    the loss scale is too large: a scale that is 2^{fitting scale} times smaller fits. Dynamic loss scaling finds it by
     skipping one step for each halving; a smaller `init_scale` avoids the skips
-gradient at every loss scale: too large; backward; no scale
-    the gradient is {excess} times too large for {dtype}, and no smaller loss scale makes all results finite. To run
-    this op in float32, {run in float32}
-gradient: too large; backward
-    the gradient is {excess} times too large for {dtype}. If the loss is scaled, the scale is too large, by
-    2^{excess exponent} at least; `amp.value_and_grad` and `amp.dynamic_loss_scale` find one that fits. If it is not,
-    run this op in float32: {run in float32}
-sum of squares: too large; in norm(_) | sqrt(mean(square(_)))
+gradient at every loss scale: fits in float32; backward; no scale fits
+    the gradient is {times too large}, and no smaller loss scale makes all results finite. To run this op in float32,
+    {run in float32}
+gradient: fits in float32; backward
+    the gradient is {times too large}. If the loss is scaled, the scale is too large, by 2^{excess exponent} at least;
+    `amp.value_and_grad` and `amp.dynamic_loss_scale` find one that fits. If it is not, run this op in float32:
+    {run in float32}
+sum of squares: fits in float32; in norm(_) | sqrt(mean(square(_)))
     {too large}: the squares of a norm overflow before their root. To compute the norm in float32, {run in float32}
-sum of squares in float32: not too large; in norm(_)
+sum of squares in float32: not fits in float32; in norm(_)
     the squares of a norm overflow before their root: take the largest magnitude out,
     `m = jax.lax.stop_gradient(jnp.max(jnp.abs(x)))`, then `m * jnp.sqrt(jnp.sum((x / m)**2))`
-sum: too large; sum
+sum: fits in float32; sum
     {too large}: sum in float32, and keep the sum there, `jnp.sum(x, axis, dtype=jnp.float32)`, likewise with `jnp.mean`
     and `jnp.cumsum`; or {run in float32}
-residual stream: too large; op add add_any
+residual stream: fits in float32; op add add_any
     {too large}: keep this sum in float32. Under `autocast`, leave out `residual_stream`, or {run in float32}
-cast: too large; op convert_element_type
+cast: fits in float32; op convert_element_type
     {too large}: the value does not fit in the dtype that it is cast to. To run the op that reads it in float32,
     {run in float32}; or scale the value down before
-kernel: opaque
-    `{op}` counts as one op: call `first_nonfinite` on the function inside it, on one shard or block; or run it in
-    float32 to check whether precision is the cause
-overflow: too large
+kernel: is opaque
+    `{primitive}` counts as one op: call `first_nonfinite` on the function inside it, on one shard or block; or run it
+    in float32 to check whether precision is the cause
+overflow: fits in float32
     {too large}. To run this op in float32, {run in float32}; or scale its operands down
 overflow in float32: any op
-    the result exceeds {largest finite}, the largest finite {dtype}, so low precision is not the cause. Check the
-    inputs, the initial values and the learning rate
+    the result exceeds {largest}, the largest finite {dtype}, so low precision is not the cause. Check the inputs, the
+    initial values and the learning rate
 """
 
 # The functions that an eps must keep finite, by the primitive that computes them, or their derivative.
@@ -223,59 +226,32 @@ _ARCS = {
 _LARGEST_EXPONENTS = {"exp": 80, "expm1": 80, "cosh": 80, "sinh": 80, "exp2": 115}
 _LINEAR_ALGEBRA = {"cholesky", "lu", "triangular_solve", "custom_linear_solve", "eigh", "eig", "svd"}
 _SUMS = {"reduce_sum", "cumsum", "reduce_window_sum"}
+_PRODUCTS = {"log", "mul", "reduce_prod"}  # and logarithms of them
 _READ_VARIANCES = {"sqrt", "rsqrt", "div", "log", "pow", "integer_pow"}
-
-
-class Cure(NamedTuple):
-    """A row of the table of cures.
-
-    Attributes:
-        conditions: whether it applies; all must hold.
-        text: what to do, with `{name}` for the parts that depend on the op.
-    """
-
-    conditions: Sequence[Callable[[Diagnosis], Any]]
-    text: str
 
 
 def cure_of(d: Diagnosis) -> tuple[str, str]:
     """Returns the cause and the cure of a non-finite op: the first row that applies; the last applies to every op."""
-    cause, cure = next((cause, cure) for cause, cure in CURES.items() if all(holds(d) for holds in cure.conditions))
-    return cause, _filled(cure.text, d)
+    for cause, (conditions, text) in CURES.items():
+        if all(_holds(condition, d) for condition in conditions.split("; ")):
+            return cause, _filled(text, d)
+    raise AssertionError("the last row applies to every op")
+
+
+def _holds(condition: str, d: Diagnosis) -> Any:
+    kind, _, rest = condition.partition(" ")
+    return _KINDS[kind](d, rest) if kind in _KINDS else _named(condition, d)
+
+
+def _named(name: str, d: Diagnosis) -> Any:
+    found = _NAMES.get(name)
+    if found is None:
+        return getattr(d, name.replace(" ", "_"))
+    return _filled(found, d) if isinstance(found, str) else found(d)
 
 
 def _filled(text: str, d: Diagnosis) -> str:
-    def fill(found: re.Match) -> str:
-        part = _PARTS[found[1]]
-        return _filled(part, d) if isinstance(part, str) else str(part(d))
-
-    return re.sub(r"\{(.+?)\}", fill, text)
-
-
-def _parsed(table: str) -> dict[str, Cure]:
-    cures = {}
-    for row in re.findall(r"^[^\s#].*\n(?: .*\n)+", table, re.MULTILINE):
-        (cause, _, conditions), *text = row.splitlines()[0].partition(": "), *row.splitlines()[1:]
-        cures[cause] = Cure(list(map(_condition, conditions.split("; "))), " ".join(map(str.strip, text)))
-    return cures
-
-
-def _condition(text: str) -> Callable[[Diagnosis], Any]:
-    """Returns a condition: `is PATTERN`, `in PATTERN`, `behind PATTERN`, `of OP PATTERN`, `op OP OP`, or a name."""
-    kind, _, rest = text.partition(" ")
-    first, _, pattern = rest.partition(" ")
-    match kind:
-        case "is":
-            return lambda d: d.is_(rest)
-        case "in":
-            return lambda d: d.is_in(rest)
-        case "behind":
-            return lambda d: d.found_behind(rest)
-        case "of":
-            return lambda d: d.is_derivative_of(first, pattern)
-        case "op":
-            return lambda d: d.primitive in rest.split()
-    return _CONDITIONS[text]
+    return re.sub(r"\{(.+?)\}", lambda found: str(_named(found[1], d)), " ".join(text.split()))
 
 
 def _is_variance(d: Diagnosis) -> bool:
@@ -290,28 +266,30 @@ def _cancels(difference: Node) -> bool:
     return low is not None and high is not None and low <= 16 * eps * high
 
 
-def _factors(node: Node) -> Iterator[Node]:
-    """Yields the factors of a product; the gradient of `jnp.prod` is computed with a tree of products."""
-    if node.primitive in ("log", "mul", "reduce_prod"):
-        for operand in node.operands:
-            yield from _factors(operand.origin)
-    else:
-        yield node
+def _has_nonzero_factors(d: Diagnosis) -> bool:
+    """Returns whether no factor of a product is 0; the gradient of `jnp.prod` is computed with a tree of products."""
+    waiting = list(d.logarithms or [d.node])
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.primitive in _PRODUCTS:
+            new = {x.origin for x in node.operands} - seen
+            seen |= new
+            waiting += new
+        elif node.values.zeros:
+            return False
+    return True
 
 
 def _is_in_other_branch(d: Diagnosis) -> bool:
     """Returns whether `jnp.where` selects between the op of which this is the derivative, and another value."""
     is_root = d.divisor.primitive == "sqrt"
-    ops = [d.divisor] if is_root else [op for op in d.readers(d.divisor) if op.primitive in _NEEDS_EPS]
-    return any(_is_replaced(d, result, op) for op in ops for result in (op, *d.readers(op)))
-
-
-def _is_replaced(d: Diagnosis, result: Node, op: Node) -> bool:
-    """Returns whether `jnp.where` selects between `result`, which depends on `op`, and a value that does not."""
-    for select in d.readers(result):
-        branches = [x.origin for x in select.operands[1:]]
-        if select.primitive == "select_n" and result in branches and not all(op in upstream(x) for x in branches):
-            return True
+    for op in [d.divisor] if is_root else [x for x in d.readers(d.divisor) if x.primitive in NONZERO_OPERANDS]:
+        for result in (op, *d.readers(op)):
+            for select in d.readers(result):
+                branches = [x.origin for x in select.operands[1:]] if select.primitive == "select_n" else []
+                if result in branches and not all(op in upstream(x) for x in branches):
+                    return True
     return False
 
 
@@ -357,69 +335,60 @@ def _in_domain(d: Diagnosis, primitive: str) -> str:
     return f"`{_DOMAINS[primitive].format(eps=eps, near=near)}`"
 
 
-def _smallest_operand(d: Diagnosis) -> str:
-    x = d.operands[-1]
-    return f"{min(abs(x.min or 0.0), abs(x.max or 0.0)):.4g}"
+def _magnitudes(x: Values) -> tuple[float, float]:
+    return abs(x.min or 0.0), abs(x.max or 0.0)
 
 
-def _largest_operand(d: Diagnosis) -> str:
-    x = d.operands[0]
-    return f"{max(abs(x.min or 0.0), abs(x.max or 0.0)):.4g}"
-
-
-# The conditions that have a name.
-_CONDITIONS: Mapping[str, Callable[[Diagnosis], Any]] = {
-    "any op": lambda d: True,
-    "arc": _arc,
-    "backward": lambda d: d.location.backward,
-    "backward underflow": lambda d: location_of(d.underflow.eqns).backward,
-    "bounded domain": lambda d: d.primitive in _DOMAINS and (d.result.nans or d.primitive != "pow"),
-    "constant": lambda d: d.node.is_constant,
-    "differentiated": lambda d: d.is_differentiated,
-    "exponential": lambda d: d.primitive in _LARGEST_EXPONENTS,
-    "infinite operand": lambda d: any(x.infs for x in d.operands),
-    "linear algebra": lambda d: d.primitive in _LINEAR_ALGEBRA,
-    "logarithm": lambda d: d.primitive in ("log", "log2") or d.logarithms,
-    "lost constant": lambda d: d.has_lost_constant,
-    "no scale": lambda d: d.fitting_scale == 0,
-    "nonzero factors": lambda d: not any(x.values.zeros for op in d.logarithms or [d.node] for x in _factors(op)),
-    "not backward": lambda d: not d.location.backward,
-    "not too large": lambda d: d.excess is None,
-    "opaque": lambda d: d.is_opaque,
-    "other branch": _is_in_other_branch,
-    "smaller scale": lambda d: d.fitting_scale,
-    "sum": lambda d: d.node.origin.primitive in _SUMS,
-    "too large": lambda d: d.excess is not None,
-    "underflow": lambda d: d.underflow,
-    "variance": _is_variance,
-    "zero": lambda d: d.divides_by_zero,
+# The conditions with a pattern, or with names of primitives; other conditions are names.
+_KINDS: Mapping[str, Callable[[Diagnosis, str], Any]] = {
+    "in": Diagnosis.is_in,
+    "ends": Diagnosis.ends,
+    "behind": Diagnosis.found_behind,
+    "of": lambda d, rest: d.is_derivative_of(*rest.split(" ", 1)),
+    "op": lambda d, rest: d.primitive in rest.split(),
+    "not": lambda d, rest: not _named(rest, d),
 }
 
-# What stands for `{name}` in the text of a cure.
-_PARTS: Mapping[str, str | Callable[[Diagnosis], Any]] = {
-    "op": lambda d: d.primitive,
+# What a name in the table stands for: as a condition, or as `{name}` in a text. Other names, such as `is opaque`, are
+# properties of `Diagnosis`.
+_NAMES: Mapping[str, str | Callable[[Diagnosis], Any]] = {
+    "any op": lambda d: True,
+    "backward": lambda d: d.location.backward,
+    "backward underflow": lambda d: location_of(d.underflow.eqns).backward,
+    "infinite operand": lambda d: any(x.infs for x in d.operands),
+    "constant": lambda d: d.node.is_constant,
+    "logarithm": lambda d: d.primitive in ("log", "log2") or d.logarithms,
+    "nonzero factors": _has_nonzero_factors,
+    "other branch": _is_in_other_branch,
+    "variance": _is_variance,
+    "arc": _arc,
+    "exponential": lambda d: d.primitive in _LARGEST_EXPONENTS,
+    "has a domain": lambda d: d.primitive in _DOMAINS and (d.result.nans or d.primitive != "pow"),
+    "linear algebra": lambda d: d.primitive in _LINEAR_ALGEBRA,
+    "sum": lambda d: d.node.origin.primitive in _SUMS,
+    "fits in float32": lambda d: d.excess is not None,
+    "no scale fits": lambda d: d.fitting_scale == 0,
     "dtype": lambda d: d.result.dtype,
-    "largest finite": lambda d: f"{d.largest_finite:.5g}",
-    "excess": lambda d: f"{d.excess:.3g}",
-    "too large": "the result is {excess} times too large for {dtype}, whose largest finite value is {largest finite}",
+    "largest": lambda d: f"{d.largest_finite:.5g}",
+    "times too large": lambda d: f"{d.excess:.3g} times too large for {d.result.dtype}",
+    "too large": "the result is {times too large}, whose largest finite value is {largest}",
+    "excess exponent": lambda d: max(math.ceil(math.log2(d.excess)), 1),
     "run in float32": _run_in_float32,
-    "eps dtype": lambda d: d.eps_dtype,
+    "rounded to 0": lambda d: f"`{d.underflow.eqn.primitive.name}` {location_of(d.underflow.eqns).where} underflows",
     "eps of 1 / x": lambda d: _eps(d, "div"),
     "eps of sqrt": lambda d: _eps(d, "sqrt"),
     "eps of rsqrt": lambda d: _eps(d, "rsqrt"),
     "eps of log": lambda d: _eps(d, "log"),
     "a larger eps": _larger_eps,
-    "underflow": lambda d: f"`{d.underflow.eqn.primitive.name}` {location_of(d.underflow.eqns).where} underflows",
-    "constant": lambda d: f"{d.operands[0].min:.4g}",
-    "smallest operand": _smallest_operand,
-    "largest operand": _largest_operand,
-    "largest exponent": lambda d: _LARGEST_EXPONENTS[d.primitive],
-    "scale exponent": lambda d: d.fitting_scale,
-    "excess exponent": lambda d: max(math.ceil(math.log2(d.excess or 1)), 1),
-    "arc": _arc,
     "bounded arc": lambda d: _in_domain(d, _arc(d)),
     "bounded log": lambda d: _in_domain(d, (d.logarithms or [d.node])[0].primitive),
     "bounded op": lambda d: _in_domain(d, d.primitive),
+    "first operand": lambda d: f"{d.operands[0].min:.4g}",
+    "smallest operand": lambda d: f"{min(_magnitudes(d.operands[-1])):.4g}",
+    "largest operand": lambda d: f"{max(_magnitudes(d.operands[0])):.4g}",
+    "largest exponent": lambda d: _LARGEST_EXPONENTS[d.primitive],
 }
 
-CURES = _parsed(_TABLE)
+
+# The conditions and the text of each cause.
+CURES = {row[1]: row.group(2, 3) for row in re.finditer(r"^([^\s#].*): (.*)\n((?: .*\n)+)", _TABLE, re.MULTILINE)}

@@ -35,7 +35,7 @@ _OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _COMMUTATIVE = {"add", "mul"}
 
 # The operand that must not be 0, by primitive.
-_NONZERO_OPERANDS = {"div": 1, "rem": 1, "log": 0, "log2": 0, "rsqrt": 0, "integer_pow": 0, "pow": 0}
+NONZERO_OPERANDS = {"div": 1, "rem": 1, "log": 0, "log2": 0, "rsqrt": 0, "integer_pow": 0, "pow": 0}
 _DEPTH = 6  # the number of ops between a value and the pattern that it was computed by
 
 
@@ -132,7 +132,7 @@ class Diagnosis:
         operands: its floating-point operands.
         result: its first non-finite result.
         node: the place of that result in the dataflow.
-        is_differentiated: whether it is part of a program that JAX differentiates.
+        is_under_grad: whether it is part of a program that JAX differentiates.
         is_opaque: whether it contains a jaxpr, or does not run in float32.
         excess: the largest magnitude of its result in float32, over the largest finite value of the dtype of its
             result; None if the op is not low precision, or its result is non-finite in float32 too.
@@ -154,7 +154,7 @@ class Diagnosis:
         self.primitive, self.location = eqn.primitive.name, location_of(op.place.eqns)
         self.operands = tuple(x.node.values for x in op.operands if x.node.values.dtype)
         self.node, self.result = out.node, out.node.values
-        self.is_differentiated = any("jvp(" in str(outer.source_info.name_stack) for outer in op.place.eqns)
+        self.is_under_grad = any("jvp(" in str(outer.source_info.name_stack) for outer in op.place.eqns)
 
         is_low = is_below_float32(out.value.dtype)
         in_float32 = evaluate_in_float32(eqn, [x.value for x in op.operands]) if is_low else []
@@ -163,8 +163,8 @@ class Diagnosis:
         self.excess = max(largest / self.largest_finite, 1.0) if math.isfinite(largest) else None
 
         self.divisor, self.divides_by_zero, self.underflow = None, False, None
-        if self.primitive in _NONZERO_OPERANDS:
-            divisor = op.operands[_NONZERO_OPERANDS[self.primitive]]
+        if self.primitive in NONZERO_OPERANDS:
+            divisor = op.operands[NONZERO_OPERANDS[self.primitive]]
             is_bad = (np.asarray(divisor.value) == 0) & ~np.isfinite(np.asarray(out.value))
             self.divisor, self.divides_by_zero, self.underflow = divisor.node.origin, is_bad.any(), divisor.underflow
         is_derivative = self.location.backward and self.primitive == "div"
@@ -226,7 +226,7 @@ class Diagnosis:
             seen.update(new)
             waiting.extend(new)
 
-    def is_(self, pattern: str) -> bool:
+    def ends(self, pattern: str) -> bool:
         """Returns whether the op is the last op of a pattern."""
         return any(True for _ in matches(pattern, self.node))
 
@@ -245,7 +245,7 @@ class Diagnosis:
 
     def is_derivative_of(self, primitive: str, pattern: str) -> bool:
         """Returns whether the op is the last op of a pattern with an `x` that `primitive` reads, too."""
-        return self.is_differentiated and any(
+        return self.is_under_grad and any(
             reader.primitive == primitive
             for found in matches(pattern, self.node)
             for reader in self.readers(found.values["x"])
