@@ -5,10 +5,12 @@ import functools
 import math
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -25,23 +27,38 @@ from jmp_amp._jaxpr import (
     frames_of,
     is_floating,
     scope_path,
+    split_arrays,
     structure_of,
     trace_call,
 )
-from jmp_amp._policy import Policy
-from jmp_amp.debug._measure import (
-    Measurement,
-    flat_on_host,
-    floating_value_and_grad,
-    measure,
-    measure_reference,
-    norm,
-    relative_error,
-    run_exactly,
-)
-from jmp_amp.debug._report import check_concrete, check_without_autocast, format_table
+from jmp_amp._loss_scale import to_number, value_and_grad
+from jmp_amp._policy import Policy, cast_floating
+from jmp_amp.debug._report import check_concrete, check_without_autocast, flat_on_host, format_table, module_name
 
+R = TypeVar("R")
+
+Results = OrderedDict[str, Any]  # the last result of each module
+
+_INIT_SCALE = 2.0**16
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
+
+
+def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
+    """Returns `jax.value_and_grad(fun)` for arguments with any leaves; non-floating leaves have the gradient None."""
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        def of_floats(*floats: Any) -> Any:
+            combined = jax.tree.map(lambda f, x: x if f is None else f, floats, args, is_leaf=lambda x: x is None)
+            return fun(*combined, **kwargs)
+
+        floats = jax.tree.map(lambda x: x if _is_floating_array(x) else None, args)
+        return jax.value_and_grad(of_floats, argnums, has_aux)(*floats)
+
+    return evaluate
+
+
+def _is_floating_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and is_floating(x)
 
 
 @transformation
@@ -118,14 +135,13 @@ def compare(
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
         exact = measure_reference(fun, args, kwargs, reference, **options)
-        expected = _results(exact, run_exactly(activations, fun, args, kwargs, reference))
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        found = {name: _results(x, activations(programs[name], args, kwargs)) for name, x in measured.items()}
+        expected = _arrays(exact, run_exactly(activations, fun, args, kwargs, reference))
+        found = {name: _arrays(x, activations(programs[name], args, kwargs)) for name, x in measured.items()}
         rows = []
         for (kind, module), arrays in expected.items():
-            others = {name: results.get((kind, module), []) for name, results in found.items()}
-            sizes = [x.size for x in arrays]
-            if all([x.size for x in other] == sizes for other in others.values()):
+            others = {name: by_module.get((kind, module), []) for name, by_module in found.items()}
+            if all([x.size for x in other] == [x.size for x in arrays] for other in others.values()):
                 errors = {name: relative_error(other, arrays) for name, other in others.items()}
                 rows.append(ErrorRow(kind, module, norm(arrays), errors))
         gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
@@ -149,13 +165,10 @@ def _apply_policy(fun: Callable, policy: Any) -> Callable:
     return autocast(fun, policy)
 
 
-def _results(
-    measurement: Measurement, activations: Mapping[str, np.ndarray]
-) -> dict[tuple[str, str], list[np.ndarray]]:
+def _arrays(found: "Measurement", activations: Mapping[str, np.ndarray]) -> dict[tuple[str, str], list[np.ndarray]]:
     """Returns the arrays that are compared, by kind and module."""
-    grads = {("gradient", module): arrays for module, arrays in measurement.grads.items()}
-    last = {("activation", module): [array] for module, array in activations.items()}
-    return {("loss", ""): [measurement.loss], **grads, **last}
+    grads = {("gradient", module): arrays for module, arrays in found.grads.items()}
+    return {("loss", ""): [found.loss], **grads, **{("activation", module): [x] for module, x in activations.items()}}
 
 
 class ErrorRow(NamedTuple):
@@ -296,15 +309,128 @@ def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], xlim: tuple
     right, n = xlim[1], len(policies)
     for i, policy in enumerate(policies):
         positions = [k + (i - (n - 1) / 2) * 0.8 / n for k in range(len(rows))]
-        errors = [row.errors[policy] for row in rows]
-        widths = [right if math.isinf(e) else e for e in errors]
+        widths = [min(row.errors[policy], right) for row in rows]
         axes.barh(positions, widths, 0.8 / n, color=f"C{i}", label=policy)
-        infinite = [position for position, e in zip(positions, errors, strict=True) if math.isinf(e)]
+        infinite = [position for position, row in zip(positions, rows, strict=True) if math.isinf(row.errors[policy])]
         axes.plot([right / 1.3] * len(infinite), infinite, "kx", ms=5)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
     axes.set(xscale="log", xlim=xlim)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+class Measurement(NamedTuple):
+    """The loss and the unscaled gradients of one evaluation.
+
+    Attributes:
+        loss: float64[1].
+        grads: the unscaled gradients by the module of their parameters, each float64[size].
+        loss_scale: the loss scale of the evaluation.
+    """
+
+    loss: np.ndarray
+    grads: dict[str, list[np.ndarray]]
+    loss_scale: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return all(np.isfinite(x).all() for x in (self.loss, *self.all_grads))
+
+    @property
+    def all_grads(self) -> list[np.ndarray]:
+        """The gradients of all modules."""
+        return [x for xs in self.grads.values() for x in xs]
+
+
+@emulated()  # the tools measure what float8 does, on every machine
+def measure(
+    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], loss_scale: float | None = None, **options: Any
+) -> Measurement:
+    """Evaluates the loss and its gradients.
+
+    Args:
+        fun: the loss function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale until the loss and the gradients are
+            finite, or the scale is 1.
+        **options: the options of `amp.value_and_grad`.
+    """
+    arrays, rebuild = split_arrays((args, kwargs))
+    has_aux = options.get("has_aux", False)
+
+    @jax.jit
+    def run(arrays: list[Any], scale: jax.Array) -> tuple[Any, Any]:
+        args, kwargs = rebuild(arrays)
+        value, grads = value_and_grad(fun, loss_scale=scale, **options)(*args, **kwargs)
+        return (value[0] if has_aux else value), grads
+
+    scale = _INIT_SCALE if loss_scale is None else to_number("loss_scale", loss_scale)
+    while True:
+        loss, grads = run(arrays, jnp.float32(scale))
+        by_module: dict[str, list[np.ndarray]] = {}
+        for path, leaf in jax.tree.leaves_with_path(grads):
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                by_module.setdefault(module_name(path), []).append(flat_on_host(leaf) / scale)
+        measurement = Measurement(flat_on_host(loss), by_module, scale)
+        if measurement.is_finite or loss_scale is not None or scale == 1:
+            return measurement
+        scale /= 2
+
+
+def measure_reference(
+    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
+) -> Measurement:
+    """Evaluates the loss and its gradients in float32 or float64, with `precision="highest"`, at loss scale 1.
+
+    Raises:
+        TypeError: there are no gradients.
+        ValueError: the loss or its gradients are not finite.
+    """
+    measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
+    if not measurement.grads:
+        raise TypeError(
+            "there are no floating arrays to differentiate with respect to; "
+            "set `argnums` to the arguments that hold the parameters"
+        )
+    if not measurement.is_finite:
+        raise ValueError(
+            f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
+            "find the cause with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
+        )
+    return measurement
+
+
+def run_exactly(
+    tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
+) -> R:
+    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
+    with jax.default_matmul_precision("highest"):
+        if dtype == "float32":
+            return tool(fun, args, kwargs, **options)
+        # Outside of `enable_x64`, JAX arrays cannot be float64.
+        on_host = jax.tree.map(lambda x: np.asarray(x) if _is_floating_array(x) else x, (args, kwargs))
+        args, kwargs = cast_floating(on_host, np.float64)
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            return tool(fun, args, kwargs, **options)
+
+
+def relative_error(x: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
+    """Returns the norm of `x - reference`, for all arrays together, over the norm of `reference`.
+
+    The error is infinite if `x` is not finite, or if `reference` is 0 and `x` is not.
+    """
+    if not all(np.isfinite(a).all() for a in x):
+        return math.inf
+    difference = norm([a - b for a, b in zip(x, reference, strict=True)])
+    size = norm(reference)
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+def norm(arrays: Sequence[np.ndarray]) -> float:
+    """Returns the Euclidean norm of all arrays together."""
+    return math.hypot(*(float(np.linalg.norm(x)) for x in arrays))
 
 
 @emulated()
@@ -319,20 +445,17 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> d
         A float64[size] NumPy array for each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
     program, arrays, _ = trace_call(fun, args, kwargs)
-    names: list[str] = []
 
     @jax.jit
-    def run(*arrays: Any) -> list[Any]:
-        results: dict[str, Any] = {}
+    def run(*arrays: Any) -> Results:
+        results: Results = OrderedDict()  # `jit` would sort the keys of a `dict`
         _evaluate(program, arrays, results, "", "")
-        names[:] = results  # `jit` would return a dict with sorted keys
-        return list(results.values())
+        return results
 
-    values = run(*arrays)
-    return {name: flat_on_host(x) for name, x in zip(names, values, strict=True)}
+    return {name: flat_on_host(x) for name, x in run(*arrays).items()}
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], results: dict[str, Any], scope: str, function: str) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, scope: str, function: str) -> list[Any]:
     """Evaluates a jaxpr and adds the last result of each module to `results`.
 
     Calls and `scan` are entered; a `while` loop, a `cond` and a kernel count as one op.
@@ -347,44 +470,34 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], results: dict[str, Any], scope: s
             case Loop(cond=None) as loop:
                 return _scan(eqn, loop, operands, results, inner_scope, inner_function)
         outs = apply_as_traced(eqn, operands)
-        _record(results, inner_scope or inner_function, eqn, outs)
+        floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if is_floating(var)]
+        module = inner_scope or inner_function
+        if floating and module:  # its first result is that of the modules around it, too
+            parts = module.split("/")
+            _set_last(results, {"/".join(parts[:n]): floating[0] for n in range(len(parts), 0, -1)})
         return outs
 
     return evaluate(jaxpr, args, apply)
 
 
-def _scan(
-    eqn: JaxprEqn, loop: Loop, operands: Sequence[Any], results: dict[str, Any], scope: str, function: str
-) -> list[Any]:
+def _scan(eqn: JaxprEqn, loop: Loop, operands: Sequence[Any], results: Results, scope: str, function: str) -> list[Any]:
     """Evaluates a `scan` that also stacks the results of its modules."""
-    names: list[str] = []
 
-    def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], list[Any]]]:
-        inner_results: dict[str, Any] = {}
-        outs = _evaluate(loop.body, [*operands[loop.consts], *carry, *x], inner_results, scope, function)
-        names[:] = inner_results
-        return outs[: loop.n_carry], (outs[loop.n_carry :], list(inner_results.values()))
+    def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], Results]]:
+        inner: Results = OrderedDict()
+        outs = _evaluate(loop.body, [*operands[loop.consts], *carry, *x], inner, scope, function)
+        return outs[: loop.n_carry], (outs[loop.n_carry :], inner)
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, (ys, stacked) = lax.scan(body, list(operands[loop.carry]), list(operands[loop.xs]), **options)
-    for name, x in zip(names, stacked, strict=True):
-        _set_last(results, name, x)
+    _set_last(results, stacked)
     return [*carry, *ys]
 
 
-def _record(results: dict[str, Any], module: str, eqn: JaxprEqn, outs: Sequence[Any]) -> None:
-    """Adds the first floating-point result of an op to `results`, for its module and each module around it."""
-    floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if is_floating(var)]
-    if not floating or not module:
-        return
-    parts = module.split("/")
-    for n in range(len(parts), 0, -1):
-        _set_last(results, "/".join(parts[:n]), floating[0])
-
-
-def _set_last(results: dict[str, Any], name: str, x: Any) -> None:
-    results.pop(name, None)  # modules are in the order of their last results
-    results[name] = x
+def _set_last(results: Results, new: Mapping[str, Any]) -> None:
+    for name, x in new.items():
+        results[name] = x
+        results.move_to_end(name)  # modules are in the order of their last results
 
 
 def _function_of(eqn: JaxprEqn) -> str:

@@ -1,4 +1,4 @@
-"""What the tools share: checks of their arguments, lines of code, names of parameters, and tables."""
+"""What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
 import os
 import pathlib
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._jaxpr import Frame, frames_of, is_backward, is_recomputed, scope_path
@@ -91,6 +92,11 @@ def module_name(path: tuple[Any, ...]) -> str:
     return leaf_name(path[:-1] or path)
 
 
+def flat_on_host(x: Any) -> np.ndarray:
+    """Returns an array as a float64[size] NumPy array."""
+    return np.asarray(jax.device_get(x)).astype(np.float64).ravel()
+
+
 def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str:
     """Returns rows of equal length as lines with aligned columns.
 
@@ -100,9 +106,9 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     """
     rows = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligns = [str.ljust, *[str.rjust if align_right else str.ljust] * len(widths[1:])]
-    lines = ("  ".join(align(*cell) for align, *cell in zip(aligns, row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    aligns = "<" + (">" if align_right else "<") * len(widths[1:])
+    form = "  ".join(f"{{:{align}{width}}}" for align, width in zip(aligns, widths, strict=True))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def format_percent(share: float) -> str:

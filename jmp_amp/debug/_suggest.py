@@ -12,8 +12,8 @@ from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
 from jmp_amp._calls import transformation
+from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
 from jmp_amp.debug._explain import explain
-from jmp_amp.debug._measure import floating_value_and_grad, measure, measure_reference, relative_error
 from jmp_amp.debug._report import check_concrete, check_without_autocast, format_percent, format_table
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change

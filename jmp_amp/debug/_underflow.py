@@ -13,8 +13,7 @@ from jmp_amp._autocast import parse_format
 from jmp_amp._extras import extra
 from jmp_amp._loss_scale import to_number
 from jmp_amp._policy import is_inexact
-from jmp_amp.debug._measure import flat_on_host
-from jmp_amp.debug._report import check_concrete, format_percent, format_table, leaf_name, module_name
+from jmp_amp.debug._report import check_concrete, flat_on_host, format_percent, format_table, leaf_name, module_name
 
 _IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
