@@ -372,7 +372,7 @@ _NAMES: Mapping[str, str | Callable[[Diagnosis], Any]] = {
     "largest": lambda d: f"{d.largest_finite:.5g}",
     "times too large": lambda d: f"{d.excess:.3g} times too large for {d.result.dtype}",
     "too large": "the result is {times too large}, whose largest finite value is {largest}",
-    "excess exponent": lambda d: max(math.ceil(math.log2(d.excess)), 1),
+    "excess exponent": lambda d: max(math.ceil(math.log2(d.excess or 1)), 1),
     "run in float32": _run_in_float32,
     "rounded to 0": lambda d: f"`{d.underflow.eqn.primitive.name}` {location_of(d.underflow.eqns).where} underflows",
     "eps of 1 / x": lambda d: _eps(d, "div"),

@@ -10,7 +10,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -142,14 +142,14 @@ class Diagnosis:
         logarithms: the logarithms that the op is the derivative of.
     """
 
-    def __init__(self, op: NonFiniteOp, nodes: Sequence[Node], find_fitting_scale: Callable[[], int | None]) -> None:
-        """Takes the op, the values of the program, and a function that returns the `fitting_scale`."""
-        self._find_fitting_scale = find_fitting_scale
-        self._readers: dict[Node, list[Node]] = collections.defaultdict(list)
-        for node in nodes:
-            for operand in node.operands if node.origin is node else ():
-                self._readers[operand.origin].append(node)
-
+    def __init__(
+        self,
+        op: NonFiniteOp,
+        readers: Mapping[Node, list[Node]],
+        find_fitting_scale: Callable[[], int | None],
+    ) -> None:
+        """Takes the op, the `readers` of its `Evaluation`, and a function that returns the `fitting_scale`."""
+        self._readers, self._find_fitting_scale = readers, find_fitting_scale
         eqn, out = op.place.eqn, next(x for x in op.outs if not x.is_finite)
         self.primitive, self.location = eqn.primitive.name, location_of(op.place.eqns)
         self.operands = tuple(x.node.values for x in op.operands if x.node.values.dtype)
@@ -162,7 +162,9 @@ class Diagnosis:
         largest = max((float(np.abs(np.asarray(x)).max()) for x in in_float32 or () if is_inexact(x)), default=math.inf)
         self.excess = max(largest / self.largest_finite, 1.0) if math.isfinite(largest) else None
 
-        self.divisor, self.divides_by_zero, self.underflow = None, False, None
+        self.divisor: Any = None
+        self.underflow: Any = None
+        self.divides_by_zero = False
         if self.primitive in NONZERO_OPERANDS:
             divisor = op.operands[NONZERO_OPERANDS[self.primitive]]
             is_bad = (np.asarray(divisor.value) == 0) & ~np.isfinite(np.asarray(out.value))

@@ -1,5 +1,6 @@
 """Evaluates a program op by op on concrete values, and records the ops that make values non-finite."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -219,38 +220,53 @@ class Evaluation:
     """One evaluation of a program.
 
     Attributes:
-        nonfinite_ops: the ops that made values non-finite, by the id of their place, in program order.
+        program: the program, a closed jaxpr.
+        arrays: its arguments; one with NaN or +inf is the cause `argument_id`.
         allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
             values that any other op or argument introduces. None allows all.
         trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. A loop that
             is given one runs no more iterations than that: with values replaced, it might never end.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
-        nodes: the results of all ops, in program order.
+        results: the results of the program.
+        nonfinite_ops: the ops that made values non-finite, by the id of their place, in program order.
+        readers: the results of the ops that read a value, also after casts and changes of shape, by its `origin`.
     """
 
     def __init__(
         self,
+        program: Any,
+        arrays: Sequence[Any],
         allowed: Collection[PlaceId] | None = None,
         trip_counts: Mapping[PlaceId, int] | None = None,
         loss_factor: float = 1.0,
     ) -> None:
+        self.program, self.arrays, self.allowed, self.loss_factor = program, arrays, allowed, loss_factor
+        self.trip_counts = dict(trip_counts or {})
         self.nonfinite_ops: dict[PlaceId, NonFiniteOp] = {}
-        self.nodes: list[Node] = []
-        self.allowed, self.trip_counts, self.loss_factor = allowed, dict(trip_counts or {}), loss_factor
+        self.readers: dict[Node, list[Node]] = collections.defaultdict(list)
         self._numbers: dict[Any, int] = {}
+        self.results = self._run(program, [self._argument(x, argument_id(i)) for i, x in enumerate(arrays)], Place())
 
-    def run_program(self, program: Any, arrays: Sequence[Any]) -> list[Cell]:
-        """Evaluates a program on its arguments; one with NaN or +inf is the cause `argument_id`."""
-        return self.run(program, [self._argument(x, argument_id(i)) for i, x in enumerate(arrays)])
+    @property
+    def is_finite(self) -> bool:
+        """Whether all results are finite."""
+        return all(x.is_finite for x in self.results)
 
-    def run(self, jaxpr: Any, args: Sequence[Cell], place: Place = Place()) -> list[Cell]:  # noqa: B008 (immutable)
+    def again(self, **options: Any) -> "Evaluation":
+        """Returns another evaluation of the program, with `allowed` or `loss_factor`."""
+        return Evaluation(self.program, self.arrays, trip_counts=self.trip_counts, **options)
+
+    def _run(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr at `place`."""
         indices = itertools.count()
 
         def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Cell]:
             return self._equation(operands, Place((*place.id, next(indices)), (*place.eqns, eqn), place.iteration))
 
-        return evaluate(jaxpr, args, apply, self._cell, lambda atom: self._cell(_literal(atom), is_constant=True))
+        def literal(atom: Any) -> Cell:
+            return self._cell(_literal(atom), is_constant=True)
+
+        return evaluate(jaxpr, args, apply, self._cell, literal)
 
     def _cell(
         self, value: Any, operands: Sequence[Cell] = (), eqn: JaxprEqn | None = None, *, is_constant: bool = False
@@ -276,10 +292,10 @@ class Evaluation:
     def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
         match structure_of(place.eqn):
             case Call(jaxpr, inputs, is_inline=True):
-                return self.run(jaxpr, [operands[i] for i in inputs], place)
+                return self._run(jaxpr, [operands[i] for i in inputs], place)
             case Branches(jaxprs, inputs):
                 index = min(max(int(operands[0].value), 0), len(jaxprs) - 1)
-                return self.run(jaxprs[index], [operands[i] for i in inputs], place)
+                return self._run(jaxprs[index], [operands[i] for i in inputs], place)
             case Loop() as loop:
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if place.id not in self.trip_counts:
@@ -307,7 +323,9 @@ class Evaluation:
         if self.loss_factor != 1 and applies_loss_scale(eqn):
             outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
         cells = [self._cell(x, operands, eqn) for x in outs]
-        self.nodes += [cell.node for cell in cells]
+        for node in (cell.node for cell in cells if cell.node.origin is cell.node):
+            for operand in node.operands:
+                self.readers[operand.origin].append(node)
         return cells
 
     def _scan(self, loop: Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
@@ -316,7 +334,7 @@ class Evaluation:
         steps = range(loop.length)
         for i in reversed(steps) if place.eqn.params["reverse"] else steps:
             slices = [self._cell(lax.dynamic_index_in_dim(x.value, np.int32(i), keepdims=False), [x]) for x in xs]
-            outs = self.run(loop.body, [*operands[loop.consts], *carry, *slices], place.step(0, i))
+            outs = self._run(loop.body, [*operands[loop.consts], *carry, *slices], place.step(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         if not ys:
             return self._apply(place.eqn, operands)
@@ -327,11 +345,11 @@ class Evaluation:
         carry = operands[loop.carry]
         limit = self.trip_counts.get(place.id)
         for i in itertools.count() if limit is None else range(limit):
-            (predicate,) = self.run(loop.cond, [*operands[loop.cond_consts], *carry], place.step(0, i))
+            (predicate,) = self._run(loop.cond, [*operands[loop.cond_consts], *carry], place.step(0, i))
             self.trip_counts[place.id] = i
             if not np.any(predicate.value):
                 break
-            new = self.run(loop.body, [*operands[loop.consts], *carry], place.step(1, i))
+            new = self._run(loop.body, [*operands[loop.consts], *carry], place.step(1, i))
             carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
         return carry
 

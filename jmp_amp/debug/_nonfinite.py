@@ -16,7 +16,6 @@ from jmp_amp._jaxpr import is_inexact, open_jaxpr, trace_call
 from jmp_amp.debug._cures import cure_of
 from jmp_amp.debug._diagnosis import Diagnosis, upstream
 from jmp_amp.debug._evaluation import (
-    Cell,
     Evaluation,
     NonFiniteOp,
     PlaceId,
@@ -144,119 +143,99 @@ class NonFinite:
     in_float32: str = ""
 
     def __str__(self) -> str:
-        match self.primitive:
-            case "argument":
-                head = f"`{self.source}` is not finite: {self.result}"
-            case "constant":
-                head = "the results contain an infinite constant that no op produced"
-            case _:
-                head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
-        lines = [head]
-        lines += [f"  operand  {x}" for x in self.operands]
-        if self.primitive != "argument":
+        lines = [f"  operand  {x}" for x in self.operands]
+        if self.primitive == "argument":
+            head = f"`{self.source}` is not finite: {self.result}"
+        else:
             lines.append(f"  result   {self.result}")
+            head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
+        if self.primitive == "constant":
+            head = "the results contain an infinite constant that no op produced"
         if self.in_float32:
             lines.append(f"  float32  {self.in_float32}")
-        return "\n".join([*lines, f"  cure     {self.cure}"])
+        return "\n".join([head, *lines, f"  cure     {self.cure}"])
 
     def _where(self) -> str:
         where = Location(self.source, self.library, self.scope, self.backward).where
-        if self.library:
-            where += f", in {self.library}"
-        if self.scope:
-            where += f", scope {self.scope}"
-        if self.iteration:
-            where += f", iteration {', '.join(map(str, self.iteration))}"
-        return where
+        where += f", in {self.library}" if self.library else ""
+        where += f", scope {self.scope}" if self.scope else ""
+        return where + (f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else "")
 
 
 def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
-    evaluation = Evaluation()
-    results = evaluation.run_program(program, arrays)
-    if all(x.is_finite for x in results):
+    evaluation = Evaluation(program, arrays)
+    if evaluation.is_finite:
         return None
-    cause = _cause(program, arrays, evaluation, results)
+    cause = _cause(evaluation)
     if cause is None:
-        result = next(x.node.values for x in results if not x.is_finite)
+        result = next(x.node.values for x in evaluation.results if not x.is_finite)
         return NonFinite("constant", "", "", "", False, (), (), result, "constant", _CURE_OF_CONSTANTS)
     if cause not in evaluation.nonfinite_ops:
-        name, result = open_jaxpr(program)[0].debug_info.arg_names[cause[1]], values_of(arrays[cause[1]])
+        names: Any = open_jaxpr(program)[0].debug_info.arg_names
+        name, result = names[cause[1]], values_of(arrays[cause[1]])
         return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
     op = evaluation.nonfinite_ops[cause]
-    d = Diagnosis(op, evaluation.nodes, functools.partial(_fitting_scale, program, arrays, evaluation, op))
+    d = Diagnosis(op, evaluation.readers, functools.partial(_fitting_scale, evaluation, op))
     name, cure = cure_of(d)
-    in_float32: tuple[bool | None, str] = None, ""
-    if not d.has_lost_constant and not d.is_opaque:
-        in_float32 = _in_float32(program, arrays, op, d.location)
+    is_known = not d.has_lost_constant and not d.is_opaque
+    in_float32 = _in_float32(evaluation, d) if is_known else (None, "")
     return NonFinite(d.primitive, *d.location, op.place.iteration, d.operands, d.result, name, cure, *in_float32)
 
 
-def _cause(program: Any, arrays: Sequence[Any], evaluation: Evaluation, results: Sequence[Cell]) -> PlaceId | None:
+def _cause(evaluation: Evaluation) -> PlaceId | None:
     """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
-    arguments = {argument_id(i): x for i, x in enumerate(arrays)}
-    reaches_result = frozenset[PlaceId]().union(*(x.causes for x in results))
+    arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
+    reaches_result = frozenset[PlaceId]().union(*(x.causes for x in evaluation.results))
     candidates = [cause for cause in (*arguments, *evaluation.nonfinite_ops) if cause in reaches_result]
     if candidates:
-        return _first_harmful(program, arrays, candidates, evaluation)
+        return _first_harmful(evaluation, candidates)
     # All infinities were considered intended, so one of them is the cause.
     return next((cause for cause, x in arguments.items() if not values_of(x).is_finite), None)
 
 
-def _first_harmful(
-    program: Any, arrays: Sequence[Any], candidates: Sequence[PlaceId], evaluation: Evaluation
-) -> PlaceId:
+def _first_harmful(evaluation: Evaluation, candidates: Sequence[PlaceId]) -> PlaceId:
     """Returns the first candidate that makes a result non-finite, by bisection."""
 
     def nonfinite(n: int) -> list[np.ndarray]:
         """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        cells = Evaluation(set(candidates[:n]), evaluation.trip_counts).run_program(program, arrays)
-        return [~np.isfinite(np.asarray(cell.value)) for cell in cells if is_inexact(cell.value)]
+        results = (x.value for x in evaluation.again(allowed=set(candidates[:n])).results)
+        return [~np.isfinite(np.asarray(x)) for x in results if is_inexact(x)]
+
+    def is_harmful(n: int) -> bool:
+        return any((more & ~less).any() for more, less in zip(nonfinite(n), baseline, strict=True))
 
     if len(candidates) == 1:
         return candidates[0]
     baseline = nonfinite(0)
-    low, high = 0, len(candidates)  # the first `low` candidates do no harm, the first `high` do
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_harmful = any((more & ~less).any() for more, less in zip(nonfinite(middle), baseline, strict=True))
-        low, high = (low, middle) if is_harmful else (middle, high)
-    return candidates[high - 1]
+    return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
 
 
-def _in_float32(program: Any, arrays: Sequence[Any], op: NonFiniteOp, location: Location) -> tuple[bool | None, str]:
+def _in_float32(evaluation: Evaluation, d: Diagnosis) -> tuple[bool | None, str]:
     """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
-    if not has_low_precision(program):
+    if not has_low_precision(evaluation.program):
         return False, "the program computes nothing in low precision: precision is not the cause"
-    evaluation = Evaluation()
     try:
-        wide = program_in_float32(program, arrays)
-        results = evaluation.run_program(wide, arrays)
+        wide = Evaluation(program_in_float32(evaluation.program, evaluation.arrays), evaluation.arrays)
     except Exception:  # a custom primitive may reject other dtypes with any error
         return None, ""
-    if all(x.is_finite for x in results):
+    if wide.is_finite:
         return True, "in float32 all results are finite: precision is the cause"
-    cause = _cause(wide, arrays, evaluation, results)
-    other = evaluation.nonfinite_ops.get(cause) if cause is not None else None
-    if other is None:
+    op = wide.nonfinite_ops.get(_cause(wide) or ())
+    if op is None:
         return None, ""
-    kind = "NaN" if any(x.node.values.nans for x in other.outs) else "inf"
-    place, primitive = location_of(other.place.eqns), other.place.eqn.primitive
-    if (primitive, place) == (op.place.eqn.primitive, location):
+    kind = "NaN" if any(x.node.values.nans for x in op.outs) else "inf"
+    location, primitive = location_of(op.place.eqns), op.place.eqn.primitive.name
+    if (primitive, location) == (d.primitive, d.location):
         return False, f"in float32 the same op gives {kind}: precision is not the cause"
-    return False, f"in float32 `{primitive.name}` {place.where} gives {kind}: precision is not the only cause"
+    return False, f"in float32 `{primitive}` {location.where} gives {kind}: precision is not the only cause"
 
 
-def _fitting_scale(program: Any, arrays: Sequence[Any], evaluation: Evaluation, op: NonFiniteOp) -> int | None:
+def _fitting_scale(evaluation: Evaluation, op: NonFiniteOp) -> int | None:
     """Returns the k for which a loss scale that is 2^k times smaller makes all results finite; see `Diagnosis`."""
     node = next(x for x in op.outs if not x.is_finite).node
     factors = [x.operands[1].values.max or 0.0 for x in upstream(node) if x.eqn and applies_loss_scale(x.eqn)]
     if not factors:
         return None
-
-    def fits(k: int) -> bool:
-        smaller = Evaluation(trip_counts=evaluation.trip_counts, loss_factor=2.0**-k)
-        return all(x.is_finite for x in smaller.run_program(program, arrays))
-
     steps = range(1, math.floor(math.log2(max(*factors, 1.0))) + 1)
-    k = bisect.bisect_left(steps, True, key=fits)
+    k = bisect.bisect_left(steps, True, key=lambda k: evaluation.again(loss_factor=2.0**-k).is_finite)
     return steps[k] if k < len(steps) else 0

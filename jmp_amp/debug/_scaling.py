@@ -216,25 +216,24 @@ class UnitChecker:
         self, eqn: JaxprEqn, rule: Rule | None, units: list[OptionalUnit], path: tuple[JaxprEqn, ...]
     ) -> OptionalUnit:
         name = eqn.primitive.name
-        if not units:
-            return self._unscaled()
-        is_data_free = all(unit is None or unit.is_data_free for unit in units)
-        if name in _UNITLESS:
-            return self._unscaled(is_data_free=is_data_free)
+        unscaled = self._unscaled(is_data_free=bool(units) and all(unit is None or unit.is_data_free for unit in units))
+        if not units or name in _UNITLESS:
+            return unscaled
         powers = _POWERS.get(name)
         powers = powers(eqn) if callable(powers) else powers
         if powers is not None:
             return _product(list(zip(units, powers, strict=False)))
         if name == "select_n":  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
             units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
+        predicate = _PREDICATES.get(name, f"applies `{name}` to {{}}")
         if name in _LINEAR or (rule is not None and rule.passes_on):
-            return self._unify(units, path, _PREDICATES.get(name, f"applies `{name}` to {{}}"))
+            return self._unify(units, path, predicate)
         scaled = [unit for unit in units if unit and any(unit.powers)]
         if scaled and (rule is None or rule.op_class is OpClass.ORIGINAL):
             return scaled[0]  # a solver or a kernel, which may be linear in this operand
-        if scaled and not is_data_free:
-            self._add_error(path, f"applies `{name}` to {{}}", scaled[0])
-        return self._unscaled(is_data_free=is_data_free)
+        if scaled and not unscaled.is_data_free:
+            self._add_error(path, predicate, scaled[0])
+        return unscaled
 
     def _unify(self, units: Sequence[OptionalUnit], path: tuple[JaxprEqn, ...], predicate: str) -> OptionalUnit:
         """Returns the common unit of several values; adds an error if they are incompatible."""
@@ -248,10 +247,10 @@ class UnitChecker:
             self._add_error(path, predicate, scaled, other)
         return Unit(max(different), is_data_free)
 
-    def _add_error(self, path: tuple[JaxprEqn, ...], predicate: str, unit: Unit, other: Unit | None = None) -> None:
-        values = _describe(unit) if other is None else f"{_describe(unit)} and {_describe(other)}"
-        cure = _STILL_SCALED if sum(unit.powers) > 0 else _NEVER_SCALED
-        self._errors[f"{location_of(path).where}, the program {predicate.format(values)}: {cure}"] = None
+    def _add_error(self, path: tuple[JaxprEqn, ...], predicate: str, *units: Unit) -> None:
+        cure = _STILL_SCALED if sum(units[0].powers) > 0 else _NEVER_SCALED
+        predicate = predicate.format(" and ".join(map(_describe, units)))
+        self._errors[f"{location_of(path).where}, the program {predicate}: {cure}"] = None
 
     def _infer_loop(self, loop: Loop, operands: list[OptionalUnit], path: tuple[JaxprEqn, ...]) -> list[OptionalUnit]:
         consts, carry, xs = operands[loop.consts], operands[loop.carry], operands[loop.xs]
@@ -284,9 +283,10 @@ def _join_carry(init: OptionalUnit, out: OptionalUnit) -> OptionalUnit:
 
 
 def _describe(unit: Unit) -> str:
-    power = next(filter(None, unit.powers), None)
-    if power is None:
-        return "an unscaled value"
-    if abs(power) == 1:
-        return f"a value {'multiplied' if power > 0 else 'divided'} by the loss scale"
-    return f"a value multiplied by the loss scale to the power {power}"
+    power = next(filter(None, unit.powers), 0)
+    names: dict[Any, str] = {
+        0: "an unscaled value",
+        1: "a value multiplied by the loss scale",
+        -1: "a value divided by the loss scale",
+    }
+    return names.get(power, f"a value multiplied by the loss scale to the power {power}")

@@ -101,20 +101,18 @@ def suggest_rules(
         keys: list[Any] = []
         sites: list[OpSite] = []
         if error_before > tol:
-            rows = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
-            sites = [site for site in rows if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
+            forward = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
+            sites = [site for site in forward if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
             of_float8 = [site for site in sites if site.compute.startswith("float8") and site.module]
             # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
             patterns = frozenset(site.module for site in of_float8)
             if of_float8 and error(patterns, form.dtype.name) <= tol:
                 sites, value = [site._replace(primitive="") for site in of_float8], form.dtype.name
             keys, error_floor = _search(sites, lambda keys: error(keys, value), tol)
-        total = max(sum(site.flops for site in sites), 1)
-        suggested = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / total) for k in keys]
-        error_after, trials = error(frozenset(keys), value), error.cache_info().misses
-        report = SuggestionReport(
-            tuple(suggested), form.name, tol, error_before, error_after, error_floor, trials, value
-        )
+        flops = max(sum(site.flops for site in sites), 1)
+        rules = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / flops) for k in keys]
+        errors = error_before, error(frozenset(keys), value), error_floor
+        report = SuggestionReport(tuple(rules), form.name, tol, *errors, error.cache_info().misses, value)
         return Suggestion(dict.fromkeys(keys, value), report)
 
     return suggest
@@ -208,11 +206,8 @@ def _candidates(sites: Iterable[OpSite]) -> list[Any]:
     """Returns the modules of the sites, as patterns, and their primitives, except those that only move values."""
     modules = dict.fromkeys(site.module for site in sites if site.module)
     names = dict.fromkeys(site.primitive for site in sites if site.primitive in _PRIMITIVES)
-    rules = {name: RULES[name] for name in names}
-    return [
-        *modules,
-        *(_PRIMITIVES[name] for name, rule in rules.items() if not (isinstance(rule, Rule) and rule.moves)),
-    ]
+    moving = {name for name in names if isinstance(rule := RULES[name], Rule) and rule.moves}
+    return [*modules, *(_PRIMITIVES[name] for name in names if name not in moving)]
 
 
 def _cost(key: Any, sites: Sequence[OpSite]) -> tuple[int, int]:

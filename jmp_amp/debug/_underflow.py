@@ -15,6 +15,7 @@ from jmp_amp._loss_scale import to_number
 from jmp_amp._policy import is_inexact
 from jmp_amp.debug._report import check_concrete, flat_on_host, format_percent, format_table, leaf_name, module_name
 
+_SHARES = ("zero", "subnormal", "zero_unscaled", "subnormal_unscaled", "overflow")
 _IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
 
@@ -98,9 +99,9 @@ def _leaf_row(path: str, scaled: np.ndarray, scale: float, dtype: Any) -> "LeafU
 
 def _total_row(rows: Sequence["LeafUnderflow"]) -> "LeafUnderflow":
     sizes = [row.size for row in rows]
-    shares = np.average([row[2:7] for row in rows], axis=0, weights=sizes).tolist()  # from `zero` to `overflow`
+    shares = {name: np.average([getattr(row, name) for row in rows], weights=sizes).item() for name in _SHARES}
     largest = max((row.largest for row in rows if row.largest is not None), default=None)
-    return LeafUnderflow("all", sum(sizes), *shares, largest)
+    return LeafUnderflow("all", sum(sizes), **shares, largest=largest)
 
 
 def _shares(magnitudes: np.ndarray, dtype: Any) -> tuple[float, float, float]:
