@@ -6,18 +6,26 @@ computed twice), and `_` is any value. A number is a constant. A call is a primi
 """
 
 import ast
-import collections
+import bisect
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp._jaxpr import holds_jaxprs, is_inexact
-from jmp_amp.debug._evaluation import Node, NonFiniteOp, evaluate_in_float32, is_below_float32
+from jmp_amp.debug._evaluation import (
+    Evaluation,
+    Node,
+    NonFiniteOp,
+    applies_loss_scale,
+    evaluate_in_float32,
+    is_below_float32,
+)
 from jmp_amp.debug._report import location_of
 
 # Functions that may be several ops, each with one parameter `x`.
@@ -37,6 +45,7 @@ _COMMUTATIVE = {"add", "mul"}
 # The operand that must not be 0, by primitive.
 NONZERO_OPERANDS = {"div": 1, "rem": 1, "log": 0, "log2": 0, "rsqrt": 0, "integer_pow": 0, "pow": 0}
 _DEPTH = 6  # the number of ops between a value and the pattern that it was computed by
+_MOST_READERS = 200  # the number of ops, nearest first, that may be the last op of a pattern that an op is in
 
 
 class Match(NamedTuple):
@@ -115,10 +124,14 @@ def _exponent(node: Node) -> float | None:
 
 def upstream(node: Node, depth: float = math.inf) -> Iterator[Node]:
     """Yields the node and the nodes that it was computed from by at most `depth` ops, nearest first."""
+    return _connected(node, lambda x: [operand.origin for operand in x.operands], depth)
+
+
+def _connected(node: Node, neighbors: Callable[[Node], list[Node]], depth: float = math.inf) -> Iterator[Node]:
     level, seen = [node.origin], {node.origin}
     while level and depth >= 0:
         yield from level
-        level = list(dict.fromkeys(x.origin for node in level for x in node.operands if x.origin not in seen))
+        level = list(dict.fromkeys(x for node in level for x in neighbors(node) if x not in seen))
         seen.update(level)
         depth -= 1
 
@@ -142,14 +155,11 @@ class Diagnosis:
         logarithms: the logarithms that the op is the derivative of.
     """
 
-    def __init__(
-        self,
-        op: NonFiniteOp,
-        readers: Mapping[Node, list[Node]],
-        find_fitting_scale: Callable[[], int | None],
-    ) -> None:
-        """Takes the op, the `readers` of its `Evaluation`, and a function that returns the `fitting_scale`."""
-        self._readers, self._find_fitting_scale = readers, find_fitting_scale
+    divisor: Any
+    underflow: Any
+
+    def __init__(self, op: NonFiniteOp, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
         eqn, out = op.place.eqn, next(x for x in op.outs if not x.is_finite)
         self.primitive, self.location = eqn.primitive.name, location_of(op.place.eqns)
         self.operands = tuple(x.node.values for x in op.operands if x.node.values.dtype)
@@ -162,17 +172,14 @@ class Diagnosis:
         largest = max((float(np.abs(np.asarray(x)).max()) for x in in_float32 or () if is_inexact(x)), default=math.inf)
         self.excess = max(largest / self.largest_finite, 1.0) if math.isfinite(largest) else None
 
-        self.divisor: Any = None
-        self.underflow: Any = None
-        self.divides_by_zero = False
+        self.divisor, self.divides_by_zero, self.underflow = None, False, None
         if self.primitive in NONZERO_OPERANDS:
             divisor = op.operands[NONZERO_OPERANDS[self.primitive]]
             is_bad = (np.asarray(divisor.value) == 0) & ~np.isfinite(np.asarray(out.value))
             self.divisor, self.divides_by_zero, self.underflow = divisor.node.origin, is_bad.any(), divisor.underflow
-        is_derivative = self.location.backward and self.primitive == "div"
-        self.logarithms = (
-            [x for x in self.readers(self.divisor) if x.primitive in ("log", "log2")] if is_derivative else []
-        )
+        self.logarithms = []
+        if self.location.backward and self.primitive == "div":
+            self.logarithms = [x for x in self.readers(self.divisor) if x.primitive in ("log", "log2")]
 
     @functools.cached_property
     def fitting_scale(self) -> int | None:
@@ -181,7 +188,12 @@ class Diagnosis:
         0 if there is none down to a loss scale of 1; None if the op does not depend on the scale of
         `amp.value_and_grad`.
         """
-        return self._find_fitting_scale()
+        factors = [x.operands[1].values.max or 0.0 for x in upstream(self.node) if x.eqn and applies_loss_scale(x.eqn)]
+        if not factors:
+            return None
+        steps = range(1, math.floor(math.log2(max(*factors, 1.0))) + 1)
+        k = bisect.bisect_left(steps, True, key=lambda k: self._evaluation.again(loss_factor=2.0**-k).is_finite)
+        return steps[k] if k < len(steps) else 0
 
     @property
     def largest_finite(self) -> float:
@@ -215,18 +227,7 @@ class Diagnosis:
 
     def readers(self, node: Node) -> list[Node]:
         """Returns the results of the ops that read a value, also after casts and changes of shape."""
-        return self._readers.get(node.origin, [])
-
-    def _downstream(self, node: Node, limit: int = 200) -> Iterator[Node]:
-        """Yields the node and the nodes that depend on it, nearest first, `limit` at most."""
-        waiting, seen = collections.deque([node.origin]), {node.origin}
-        for _ in range(limit):
-            if not waiting:
-                return
-            yield (nearest := waiting.popleft())
-            new = [reader for reader in self.readers(nearest) if reader not in seen]
-            seen.update(new)
-            waiting.extend(new)
+        return self._evaluation.readers.get(node.origin, [])
 
     def ends(self, pattern: str) -> bool:
         """Returns whether the op is the last op of a pattern."""
@@ -237,7 +238,7 @@ class Diagnosis:
         return any(
             op in found.ops
             for op in (self.node.origin, *self.logarithms)
-            for node in self._downstream(op)
+            for node in itertools.islice(_connected(op, self.readers), _MOST_READERS)
             for found in matches(pattern, node)
         )
 

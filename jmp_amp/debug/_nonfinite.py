@@ -3,7 +3,6 @@
 import bisect
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +13,11 @@ from jmp_amp._calls import transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import is_inexact, open_jaxpr, trace_call
 from jmp_amp.debug._cures import cure_of
-from jmp_amp.debug._diagnosis import Diagnosis, upstream
+from jmp_amp.debug._diagnosis import Diagnosis
 from jmp_amp.debug._evaluation import (
     Evaluation,
-    NonFiniteOp,
     PlaceId,
     Values,
-    applies_loss_scale,
     argument_id,
     has_low_precision,
     program_in_float32,
@@ -175,7 +172,7 @@ def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
         name, result = names[cause[1]], values_of(arrays[cause[1]])
         return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
     op = evaluation.nonfinite_ops[cause]
-    d = Diagnosis(op, evaluation.readers, functools.partial(_fitting_scale, evaluation, op))
+    d = Diagnosis(op, evaluation)
     name, cure = cure_of(d)
     is_known = not d.has_lost_constant and not d.is_opaque
     in_float32 = _in_float32(evaluation, d) if is_known else (None, "")
@@ -228,14 +225,3 @@ def _in_float32(evaluation: Evaluation, d: Diagnosis) -> tuple[bool | None, str]
     if (primitive, location) == (d.primitive, d.location):
         return False, f"in float32 the same op gives {kind}: precision is not the cause"
     return False, f"in float32 `{primitive}` {location.where} gives {kind}: precision is not the only cause"
-
-
-def _fitting_scale(evaluation: Evaluation, op: NonFiniteOp) -> int | None:
-    """Returns the k for which a loss scale that is 2^k times smaller makes all results finite; see `Diagnosis`."""
-    node = next(x for x in op.outs if not x.is_finite).node
-    factors = [x.operands[1].values.max or 0.0 for x in upstream(node) if x.eqn and applies_loss_scale(x.eqn)]
-    if not factors:
-        return None
-    steps = range(1, math.floor(math.log2(max(*factors, 1.0))) + 1)
-    k = bisect.bisect_left(steps, True, key=lambda k: evaluation.again(loss_factor=2.0**-k).is_finite)
-    return steps[k] if k < len(steps) else 0

@@ -284,9 +284,7 @@ def _join_carry(init: OptionalUnit, out: OptionalUnit) -> OptionalUnit:
 
 def _describe(unit: Unit) -> str:
     power = next(filter(None, unit.powers), 0)
-    names: dict[Any, str] = {
-        0: "an unscaled value",
-        1: "a value multiplied by the loss scale",
-        -1: "a value divided by the loss scale",
-    }
-    return names.get(power, f"a value multiplied by the loss scale to the power {power}")
+    if abs(power) not in (0, 1):
+        return f"a value multiplied by the loss scale to the power {power}"
+    verb = "multiplied" if power > 0 else "divided"
+    return f"a value {verb} by the loss scale" if power else "an unscaled value"
