@@ -7,6 +7,7 @@ computed twice), and `_` is any value. A number is a constant. A call is a primi
 
 import ast
 import bisect
+import dataclasses
 import functools
 import itertools
 import math
@@ -192,7 +193,8 @@ class Diagnosis:
         if not factors:
             return None
         steps = range(1, math.floor(math.log2(max(*factors, 1.0))) + 1)
-        k = bisect.bisect_left(steps, True, key=lambda k: self._evaluation.again(loss_factor=2.0**-k).is_finite)
+        run = functools.partial(dataclasses.replace, self._evaluation)
+        k = bisect.bisect_left(steps, True, key=lambda k: run(loss_factor=2.0**-k).is_finite)
         return steps[k] if k < len(steps) else 0
 
     @property

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -216,6 +216,7 @@ class NonFiniteOp(NamedTuple):
     outs: tuple[Cell, ...]
 
 
+@dataclasses.dataclass(eq=False)
 class Evaluation:
     """One evaluation of a program.
 
@@ -232,29 +233,24 @@ class Evaluation:
         readers: the results of the ops that read a value, also after casts and changes of shape, by its `origin`.
     """
 
-    def __init__(
-        self,
-        program: Any,
-        arrays: Sequence[Any],
-        allowed: Collection[PlaceId] | None = None,
-        trip_counts: Mapping[PlaceId, int] | None = None,
-        loss_factor: float = 1.0,
-    ) -> None:
-        self.program, self.arrays, self.allowed, self.loss_factor = program, arrays, allowed, loss_factor
-        self.trip_counts = dict(trip_counts or {})
+    program: Any
+    arrays: Sequence[Any]
+    allowed: Collection[PlaceId] | None = None
+    trip_counts: dict[PlaceId, int] = dataclasses.field(default_factory=dict)
+    loss_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.trip_counts = dict(self.trip_counts)
         self.nonfinite_ops: dict[PlaceId, NonFiniteOp] = {}
         self.readers: dict[Node, list[Node]] = collections.defaultdict(list)
         self._numbers: dict[Any, int] = {}
-        self.results = self._run(program, [self._argument(x, argument_id(i)) for i, x in enumerate(arrays)], Place())
+        arguments = [self._argument(x, argument_id(i)) for i, x in enumerate(self.arrays)]
+        self.results = self._run(self.program, arguments, Place())
 
     @property
     def is_finite(self) -> bool:
         """Whether all results are finite."""
         return all(x.is_finite for x in self.results)
-
-    def again(self, **options: Any) -> "Evaluation":
-        """Returns another evaluation of the program, with `allowed` or `loss_factor`."""
-        return Evaluation(self.program, self.arrays, trip_counts=self.trip_counts, **options)
 
     def _run(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr at `place`."""

@@ -195,7 +195,7 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[PlaceId]) -> Pla
 
     def nonfinite(n: int) -> list[np.ndarray]:
         """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        results = (x.value for x in evaluation.again(allowed=set(candidates[:n])).results)
+        results = (x.value for x in dataclasses.replace(evaluation, allowed=set(candidates[:n])).results)
         return [~np.isfinite(np.asarray(x)) for x in results if is_inexact(x)]
 
     def is_harmful(n: int) -> bool:
