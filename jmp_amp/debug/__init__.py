@@ -1,15 +1,13 @@
 """Tools that debug precision: they run on the host, outside of `jit`."""
 
-# `name as name`: public as `jmp_amp.name`, not as `jmp_amp.debug.name`.
 from jmp_amp._loss_scale import describe_nonfinite, nonfinite_leaves
 from jmp_amp.debug._compare import Comparison, ErrorRow, compare
 from jmp_amp.debug._evaluation import Values
-from jmp_amp.debug._explain import PrecisionDiff as PrecisionDiff
-from jmp_amp.debug._explain import PrecisionReport as PrecisionReport
-from jmp_amp.debug._explain import explain as explain
+from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
+from jmp_amp.debug._explain import explain as explain  # public as `jmp_amp.explain`
 from jmp_amp.debug._nonfinite import NonFinite, first_nonfinite
 from jmp_amp.debug._scaling import check_loss_scaling
-from jmp_amp.debug._suggest import suggest_rules as suggest_rules
+from jmp_amp.debug._suggest import suggest_rules
 from jmp_amp.debug._underflow import LeafUnderflow, Underflow, underflow
 
 __all__ = [
@@ -17,6 +15,8 @@ __all__ = [
     "ErrorRow",
     "LeafUnderflow",
     "NonFinite",
+    "PrecisionDiff",
+    "PrecisionReport",
     "Underflow",
     "Values",
     "check_loss_scaling",
@@ -24,5 +24,6 @@ __all__ = [
     "describe_nonfinite",
     "first_nonfinite",
     "nonfinite_leaves",
+    "suggest_rules",
     "underflow",
 ]

@@ -69,7 +69,7 @@ def suggest_rules(
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
         >>> w = {"rest": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
-        >>> rules, report = amp.suggest_rules(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3), tol=1e-2)
+        >>> rules, report = amp.debug.suggest_rules(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3), tol=1e-2)
         >>> rules, report.met
         ({'rest': 'full'}, True)
         >>> loss_fn = amp.autocast(loss_fn, rules=rules)
