@@ -1,13 +1,7 @@
-"""The table of cures: the causes of non-finite values, and what to do about them.
-
-A row is a line with a cause and its conditions, and then the text of the cure. All conditions must hold: `ends PATTERN`
-(the op is the last op of a pattern of `_diagnosis`), `in PATTERN` (it is one of its ops), `behind PATTERN` (it reads
-what the pattern computed), `of OP PATTERN` (the same as `ends`, and `OP` reads the `x` of the pattern too), `op OP OP`
-(it is one of these primitives), `not NAME`, or a name. Names, also `{NAME}` in a text, are those of `_NAMES` and the
-properties of `Diagnosis`.
-"""
+"""The cures of non-finite values: what the conditions and the parts of the texts in `cures.txt` stand for."""
 
 import math
+import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,177 +14,6 @@ from jax import lax
 from jmp_amp.debug._diagnosis import NONZERO_OPERANDS, Diagnosis, upstream
 from jmp_amp.debug._evaluation import Node, Values
 from jmp_amp.debug._report import location_of
-
-# Special cures come first, general ones last.
-_TABLE = """
-# Infinite operands and constants
-masked row: infinite operand; op sub; in exp(_ - _)
-    the softmax of a fully masked row of -inf is NaN: mask with a large finite number instead,
-    `jnp.where(mask, x, jnp.finfo(x.dtype).min)`
-mask product: infinite operand; op mul
-    0 times an infinity is NaN: mask with `jnp.where(mask, x, jnp.finfo(x.dtype).min)` rather than with products and
-    sums. If the code has no infinity: a constant such as -1e9 is -inf in float16
-infinite operand: infinite operand
-    an infinity meets an infinity here: replace infinities by a large finite number, `jnp.finfo(x.dtype).max` or `.min`.
-    If the code has none: a constant such as -1e9 is -inf in float16
-large constant: constant; op convert_element_type; not backward
-    the constant {first operand} exceeds {largest}, the largest finite {dtype}: use `jnp.finfo(x.dtype).min` in a mask,
-    or keep the ops that read the constant in float32 (autocast does so if the code is written in float32)
-
-# Formulas that lose their values half-way, and that have a function, or another form, that does not
-variance: variance
-    `mean(x**2) - mean(x)**2` subtracts numbers that are equal but for rounding, so its result may be 0 or negative.
-    Subtract the mean first: `jnp.mean((x - m)**2)` with `m = jnp.mean(x)` over the same axes, as `jnp.var` does; where
-    all x may be equal, add an eps of {eps of rsqrt} inside the square root
-log(1 + exp(x)): in log(1 + exp(x)) | log1p(exp(x))
-    `log(1 + exp(x))` overflows half-way: use `jax.nn.softplus(x)`, which is `jnp.logaddexp(x, 0)`
-log(exp(x) + exp(y)): in log(exp(x) + exp(y))
-    `log(exp(x) + exp(y))` overflows or underflows half-way: use `jnp.logaddexp(x, y)`
-log(cosh(x)): in log(cosh(x))
-    `log(cosh(x))` overflows half-way: use `jnp.logaddexp(x, -x) - jnp.log(2.0)`
-log(softmax(x)): in log(softmax(x)) | log(sum(softmax(x) * _))
-    the logarithm of a probability that rounds to 0: use `jax.nn.log_softmax(x, axis)`, which computes the logarithm
-    without the probability
-log(sum(exp(x))): in log(sum(exp(x))) | log(sum(exp(x) * w))
-    `log(sum(exp(x)))` overflows or underflows half-way: use `jax.nn.logsumexp(x, axis)`; for weights,
-    `jax.nn.logsumexp(x, axis, b=w)`
-log(mean(exp(x))): in log(mean(exp(x)))
-    `log(mean(exp(x)))` overflows or underflows half-way: use `jax.nn.logsumexp(x, axis) - jnp.log(n)`, for a mean over
-    n values
-log(sigmoid(x)): in log(sigmoid(x))
-    the logarithm of a probability that rounds to 0: use `jax.nn.log_sigmoid(x)`
-log(1 - sigmoid(x)): in log(1 - sigmoid(x))
-    the logarithm of a probability that rounds to 0: use `jax.nn.log_sigmoid(-x)`
-log(1 - tanh(x)**2): in log(1 - square(tanh(x)))
-    `1 - tanh(x)**2` rounds to 0: use `2 * (jnp.log(2.0) - x - jax.nn.softplus(-2 * x))`
-log(1 - exp(x)): in log(1 - exp(x))
-    `1 - exp(x)` rounds to 0 for small x: use `jnp.log(-jnp.expm1(x))`
-log(exp(x)): in log(exp(x)) | log(exp(x) * _) | log(exp(x) / _)
-    the logarithm of an exponential: leave both out. `jnp.log(exp(x) * c)` is `x + jnp.log(c)`, and
-    `jnp.log(exp(x) / c)` is `x - jnp.log(c)`
-log(prod(x)): in log(prod(_)) | log(_ * _); nonzero factors
-    the product overflows or underflows before its logarithm: add the logarithms, `jnp.sum(jnp.log(x), axis)` instead of
-    `jnp.log(jnp.prod(x, axis))`, and `jnp.log(x) + jnp.log(y)` instead of `jnp.log(x * y)`
-tanh by hand: in (exp(x) - exp(-x)) / (exp(x) + exp(-x)) | (exp(x) - 1) / (exp(x) + 1)
-    the exponential overflows: use `jnp.tanh(x)`; `(exp(x) - 1) / (exp(x) + 1)` is `jnp.tanh(x / 2)`
-sigmoid by hand: in sigmoid(x) | _ / (1 + exp(_))
-    the exponential overflows: use `jax.nn.sigmoid(x)` for `1 / (1 + exp(-x))`, `jax.nn.sigmoid(-x)` for
-    `1 / (1 + exp(x))`, and `y * jax.nn.sigmoid(x)` for `y / (1 + exp(-x))`
-softmax by hand: in weights(x) / (sum(exp(x)) | sum(exp(x) * _))
-    use `jax.nn.softmax(x, axis)`, with `where=mask` for a mask: it subtracts the maximum before the exponential
-x * log(x): divides by zero; in x * log(x)
-    0 times the logarithm of 0 is NaN: `x * jnp.log(jnp.maximum(x, eps))` is 0 there, with an eps of {eps of log}, whose
-    derivative is finite, too
-x * log(x / y): in x * log(x / y)
-    a probability of 0 in a Kullback-Leibler divergence:
-    `p * (jnp.log(jnp.maximum(p, eps)) - jnp.log(jnp.maximum(q, eps)))`, with an eps of {eps of log}; or with logits,
-    `jax.nn.log_softmax`
-sin(x) / x: in sin(x) / x
-    `sin(x) / x` is 0 / 0 at 0: use `jnp.sinc(x / jnp.pi)`
-exp: exponential; not fits in float32
-    `{primitive}` overflows {dtype}: its operand reaches {largest operand}. Compute with the logarithm as long as
-    possible (`jax.nn.logsumexp`, `jax.nn.softplus`), or bound the operand:
-    `jnp.clip(x, -{largest exponent}, {largest exponent})`
-
-# Divisions by zero, and operands outside of the domain of their op
-gradient that underflows: divides by zero; underflow; backward underflow
-    the operand is 0 because {rounded to 0} in float16, whose smallest positive value is 6e-8. Gradients that underflow
-    need a loss scale, or a larger one: `amp.value_and_grad(fun, loss_scale=scale)`, with the scale of
-    `amp.dynamic_loss_scale`
-underflow: divides by zero; underflow
-    the operand is 0 because {rounded to 0} in float16, whose smallest positive value is 6e-8. To run that op in
-    float32, {run in float32}; or use {a larger eps}; or avoid the small value: `jax.nn.log_softmax` and
-    `jax.nn.log_sigmoid` compute the logarithm without the probability
-eps that rounds to 0: divides by zero; has lost constant
-    an eps of the code is 0 in {eps dtype}. To run the ops around it in float32, {run in float32}; or use {a larger eps}
-branch of `where`: divides by zero; is under grad; other branch
-    the gradient of both branches of `jnp.where` is computed, and 0 times an infinity is NaN. Replace the bad values
-    before the op, too: `safe = jnp.where(mask, x, 1)`, then `jnp.where(mask, f(safe), other)`
-derivative of a norm: divides by zero; is under grad; ends 0.5 / norm(_)
-    this is the derivative of a norm at 0, which is infinite. Write the norm with an eps inside the square root:
-    `jnp.sqrt(jnp.sum(x**2, axis) + {eps of rsqrt})` instead of `jnp.linalg.norm(x)`
-derivative of a standard deviation: divides by zero; is under grad; ends 0.5 / sqrt(_); behind sum(square(_ - _)) / _
-    this is the derivative of a standard deviation at 0, which is infinite. Add an eps inside the square root:
-    `jnp.sqrt(jnp.var(x, axis) + {eps of rsqrt})` instead of `jnp.std(x, axis)`
-derivative of sqrt: divides by zero; is under grad; ends 0.5 / sqrt(_)
-    this is the derivative of a square root at 0, which is infinite. Add an eps inside the square root,
-    `jnp.sqrt(x + {eps of rsqrt})`; or replace the zeros before and after it:
-    `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`
-derivative of cbrt: divides by zero; ends cbrt(_) ** -2
-    this is the derivative of a cube root at 0, which is infinite. Replace the zeros before and after it:
-    `jnp.where(x == 0, 0, jnp.cbrt(jnp.where(x == 0, 1, x)))`
-derivative of an inverse function: divides by zero; arc
-    this is the derivative of `{arc}` at the end of its domain, which is infinite. Stay inside: {bounded arc}
-derivative of arctan2: divides by zero; of atan2 _ / (square(x) + square(_))
-    this is the derivative of `arctan2` at (0, 0), where the angle is not defined. Replace the zeros before it:
-    `jnp.arctan2(y, jnp.where((x == 0) & (y == 0), 1, x))`
-power of 0: divides by zero; op pow
-    a power of 0 with a negative exponent, as in the derivative of `x ** p` for p below 1, is infinite:
-    `(x + eps) ** p`, with an eps of {eps of sqrt}, whose derivative is finite, too
-division by a norm: divides by zero; ends _ / norm(_)
-    the norm is 0. Add an eps inside the square root (outside, the gradient is NaN):
-    `x / jnp.sqrt(jnp.sum(x**2, axis, keepdims=True) + {eps of rsqrt})`
-division by a standard deviation: divides by zero; ends _ / sqrt(_)
-    the square root is 0, as the standard deviation of constants is. Add an eps inside it (outside, the gradient is
-    NaN): `x / jnp.sqrt(jnp.var(x, axis) + {eps of rsqrt})`
-mean over nothing: divides by zero; ends sum(_) / sum(_)
-    the sum of the mask, or of the weights, is 0: `total = jnp.sum(mask)`, then
-    `jnp.sum(x * mask) / jnp.where(total == 0, 1, total)`, which is 0 there
-log of 0: divides by zero; logarithm
-    the operand is 0: bound it, {bounded log}, with which the derivative is finite, too. For the logarithm of a
-    probability, use `jax.nn.log_softmax` or `jax.nn.log_sigmoid`
-rsqrt of 0: divides by zero; op rsqrt
-    the operand is 0: add an eps, `jax.lax.rsqrt(x + {eps of rsqrt})`, with which the derivative is finite, too
-division by 0: divides by zero
-    the divisor is 0. Replace the zeros before and after the division:
-    `jnp.where(y == 0, limit, x / jnp.where(y == 0, 1, y))`, with the value that the quotient should have there; after
-    it alone, the gradient is still NaN
-small divisor: of div x ** -2
-    this is the derivative of a division, 1 / y**2, and y is as small as {smallest operand}. If y is positive, add an
-    eps of {eps of 1 / x}: with it the division and its derivative are finite in {eps dtype}
-small operand of rsqrt: is under grad; ends rsqrt(x) / x
-    this is the derivative of `rsqrt`, and its operand is as small as {smallest operand}. Add an eps of {eps of rsqrt}:
-    with it `rsqrt` and its derivative are finite in {eps dtype}
-outside of the domain: has a domain; not fits in float32
-    the operand is outside of the domain, or at its end: bound it, {bounded op}, with which the derivative is finite,
-    too
-singular matrix: linear algebra
-    the matrix is singular, or not positive definite, up to rounding: add a multiple of the identity,
-    `a + eps * jnp.eye(n)`, with an eps of 1e-3 times its largest element, and compute the matrix in float32
-
-# Finite values that exceed a dtype, and everything else
-loss scale: fitting scale
-    the loss scale is too large: a scale that is 2^{fitting scale} times smaller fits. Dynamic loss scaling finds it by
-    skipping one step for each halving; a smaller `init_scale` avoids the skips
-gradient at every loss scale: fits in float32; backward; no scale fits
-    the gradient is {times too large}, and no smaller loss scale makes all results finite. To run this op in float32,
-    {run in float32}
-gradient: fits in float32; backward
-    the gradient is {times too large}. If the loss is scaled, the scale is too large, by 2^{excess exponent} at least;
-    `amp.value_and_grad` and `amp.dynamic_loss_scale` find one that fits. If it is not, run this op in float32:
-    {run in float32}
-sum of squares: fits in float32; in norm(_) | sqrt(mean(square(_)))
-    {too large}: the squares of a norm overflow before their root. To compute the norm in float32, {run in float32}
-sum of squares in float32: not fits in float32; in norm(_)
-    the squares of a norm overflow before their root: take the largest magnitude out,
-    `m = jax.lax.stop_gradient(jnp.max(jnp.abs(x)))`, then `m * jnp.sqrt(jnp.sum((x / m)**2))`
-sum: fits in float32; sum
-    {too large}: sum in float32, and keep the sum there, `jnp.sum(x, axis, dtype=jnp.float32)`, likewise with `jnp.mean`
-    and `jnp.cumsum`; or {run in float32}
-residual stream: fits in float32; op add add_any
-    {too large}: keep this sum in float32. Under `autocast`, leave out `residual_stream`, or {run in float32}
-cast: fits in float32; op convert_element_type
-    {too large}: the value does not fit in the dtype that it is cast to. To run the op that reads it in float32,
-    {run in float32}; or scale the value down before
-kernel: is opaque
-    `{primitive}` counts as one op: call `first_nonfinite` on the function inside it, on one shard or block; or run it
-    in float32 to check whether precision is the cause
-overflow: fits in float32
-    {too large}. To run this op in float32, {run in float32}; or scale its operands down
-overflow in float32: any op
-    the result exceeds {largest}, the largest finite {dtype}, so low precision is not the cause. Check the inputs, the
-    initial values and the learning rate
-"""
 
 # The functions that an eps must keep finite, by the primitive that computes them, or their derivative.
 _NEEDS_EPS: Mapping[str, Callable[[Any], Any]] = {
@@ -232,10 +55,9 @@ _READ_VARIANCES = {"sqrt", "rsqrt", "div", "log", "pow", "integer_pow"}
 
 def cure_of(d: Diagnosis) -> tuple[str, str]:
     """Returns the cause and the cure of a non-finite op: the first row that applies; the last applies to every op."""
-    for cause, (conditions, text) in CURES.items():
-        if all(_holds(condition, d) for condition in conditions.split("; ")):
-            return cause, _filled(text, d)
-    raise AssertionError("the last row applies to every op")
+    rows = (row for row in CURES.items() if all(_holds(each, d) for each in row[1][0].split("; ")))
+    cause, (_, text) = next(rows)
+    return cause, _filled(text, d)
 
 
 def _holds(condition: str, d: Diagnosis) -> Any:
@@ -391,4 +213,6 @@ _NAMES: Mapping[str, str | Callable[[Diagnosis], Any]] = {
 
 
 # The conditions and the text of each cause.
-CURES = {row[1]: row.group(2, 3) for row in re.finditer(r"^([^\s#].*): (.*)\n((?: .*\n)+)", _TABLE, re.MULTILINE)}
+_ROWS = re.compile(r"^([^\s#].*): (.*)\n((?: .*\n)+)", re.MULTILINE)
+_TABLE = pathlib.Path(__file__).with_name("cures.txt").read_text("utf-8")
+CURES = {row[1]: row.group(2, 3) for row in _ROWS.finditer(_TABLE)}

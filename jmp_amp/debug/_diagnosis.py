@@ -19,14 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp._jaxpr import holds_jaxprs, is_inexact
-from jmp_amp.debug._evaluation import (
-    Evaluation,
-    Node,
-    NonFiniteOp,
-    applies_loss_scale,
-    evaluate_in_float32,
-    is_below_float32,
-)
+from jmp_amp.debug._evaluation import Evaluation, Node, NonFiniteOp, applies_loss_scale, evaluate_in_float32, is_low
 from jmp_amp.debug._report import location_of
 
 # Functions that may be several ops, each with one parameter `x`.
@@ -167,8 +160,8 @@ class Diagnosis:
         self.node, self.result = out.node, out.node.values
         self.is_under_grad = any("jvp(" in str(outer.source_info.name_stack) for outer in op.place.eqns)
 
-        is_low = is_below_float32(out.value.dtype)
-        in_float32 = evaluate_in_float32(eqn, [x.value for x in op.operands]) if is_low else []
+        values = [x.value for x in op.operands]
+        in_float32 = evaluate_in_float32(eqn, values) if is_low(out.value.dtype) else []
         self.is_opaque = in_float32 is None or holds_jaxprs(eqn)
         largest = max((float(np.abs(np.asarray(x)).max()) for x in in_float32 or () if is_inexact(x)), default=math.inf)
         self.excess = max(largest / self.largest_finite, 1.0) if math.isfinite(largest) else None
@@ -193,8 +186,8 @@ class Diagnosis:
         if not factors:
             return None
         steps = range(1, math.floor(math.log2(max(*factors, 1.0))) + 1)
-        run = functools.partial(dataclasses.replace, self._evaluation)
-        k = bisect.bisect_left(steps, True, key=lambda k: run(loss_factor=2.0**-k).is_finite)
+        scaled = functools.partial(dataclasses.replace, self._evaluation)
+        k = bisect.bisect_left(steps, True, key=lambda k: scaled(loss_factor=2.0**-k).is_finite)
         return steps[k] if k < len(steps) else 0
 
     @property
@@ -209,7 +202,7 @@ class Diagnosis:
         Tracing rounds constants, so the constant of the code is not known.
         """
         pairs = [(reader, x) for reader in upstream(self.node, _DEPTH) for x in reader.operands]
-        lows = [(reader, x) for reader, x in pairs if x.values.dtype and is_below_float32(jnp.dtype(x.values.dtype))]
+        lows = [(reader, x) for reader, x in pairs if x.values.dtype and is_low(jnp.dtype(x.values.dtype))]
         return any(
             x.values.min is None or (x.constant == 0 and reader.primitive in ("add", "max"))
             for reader, x in lows

@@ -106,7 +106,7 @@ def _summary(x: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers of zeros, infinities and NaNs, and the smallest and the largest finite value."""
     counts = [jnp.sum(flags, dtype=jnp.int32) for flags in (x == jnp.zeros((), x.dtype), jnp.isinf(x), jnp.isnan(x))]
     real, is_finite = jnp.real(x), jnp.isfinite(x)
-    real = real.astype(jnp.float32) if is_below_float32(real.dtype) else real
+    real = real.astype(jnp.float32) if is_low(real.dtype) else real
     inf = jnp.asarray(jnp.inf, real.dtype)
     low = jnp.min(jnp.where(is_finite, real, inf), initial=inf)
     high = jnp.max(jnp.where(is_finite, real, -inf), initial=-inf)
@@ -381,16 +381,16 @@ def _literal(atom: Any) -> np.ndarray:
     return np.asarray(atom.val, dtype_of(atom))
 
 
-def is_below_float32(dtype: Any) -> bool:
+def is_low(dtype: Any) -> bool:
     """Returns whether `dtype` is a floating dtype of less than 32 bits."""
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
 def evaluate_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     """Evaluates a low-precision op in float32; returns None if the op does not run in float32."""
-    params = {name: np.dtype(np.float32) if is_below_float32(value) else value for name, value in eqn.params.items()}
+    params = {name: np.dtype(np.float32) if is_low(value) else value for name, value in eqn.params.items()}
     try:
-        wide = [lax.convert_element_type(x, np.float32) if is_below_float32(x.dtype) else x for x in operands]
+        wide = [lax.convert_element_type(x, np.float32) if is_low(x.dtype) else x for x in operands]
         return bind(eqn, wide, **params)
     except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
         return None
@@ -400,7 +400,7 @@ def has_low_precision(jaxpr: Any) -> bool:
     """Returns whether a program reads or computes values of less than 32 bits."""
     opened, _ = open_jaxpr(jaxpr)
     variables = [*opened.invars, *opened.constvars, *(var for eqn in opened.eqns for var in eqn.outvars)]
-    if any(is_below_float32(dtype_of(var)) for var in variables):
+    if any(is_low(dtype_of(var)) for var in variables):
         return True
     return any(has_low_precision(inner) for eqn in opened.eqns for inner, _ in inner_jaxprs(eqn))
 
@@ -422,7 +422,7 @@ def _in_float32(jaxpr: Any) -> Body:
         return evaluate(jaxpr, wide, _apply_in_float32, _widened, lambda atom: _widened(_literal(atom)))
 
     inputs = open_jaxpr(jaxpr)[0].invars
-    return Body(run, [aval_with(x.aval, np.float32 if is_below_float32(dtype_of(x)) else None) for x in inputs])
+    return Body(run, [aval_with(x.aval, np.float32 if is_low(dtype_of(x)) else None) for x in inputs])
 
 
 def _apply_in_float32(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
@@ -438,7 +438,7 @@ def _apply_in_float32(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
                 return outs
         dtypes = [dtype_of(atom) for atom in eqn.invars]
         pairs = zip(operands, dtypes, strict=True)
-        narrow = [lax.convert_element_type(x, dtype) if is_below_float32(dtype) else x for x, dtype in pairs]
+        narrow = [lax.convert_element_type(x, dtype) if is_low(dtype) else x for x, dtype in pairs]
         return [_widened(x) for x in bind(eqn, narrow)]
 
 
@@ -454,5 +454,4 @@ def _jaxprs_of(structure: Structure) -> Sequence[Any]:
 
 
 def _widened(x: Any) -> Any:
-    is_low = is_inexact(x) and is_below_float32(x.dtype)
-    return lax.convert_element_type(x, np.float32) if is_low else x
+    return lax.convert_element_type(x, np.float32) if is_inexact(x) and is_low(x.dtype) else x
