@@ -446,7 +446,7 @@ def test_an_argument_that_is_not_finite_is_named_by_its_path(bad):
     params, x = {"dense": [EYE[0]], "name": "mlp"}, EYE[0]
     assert find(params, x, x, scale=1.0) is None
     found = find(params, x, bad * np.ones(4, np.float32), scale=1.0)
-    assert (found.primitive, found.source) == ("argument", "args[2]")
+    assert (found.primitive, found.source) == ("argument", "batch[1]")
     found = find({"dense": [np.float32([1, bad, 1, 1])]}, x, x, scale=1.0)
     assert (found.source, found.result.infs + found.result.nans) == ("params['dense'][0]", 1)
     assert "`params['dense'][0]` is not finite: float32[4] = 1, 1 of 4" in str(found)

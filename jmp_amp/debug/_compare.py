@@ -1,20 +1,65 @@
 """`compare`: the errors of the loss, the gradients and the activations of a program in several precisions."""
 
+import dataclasses
 import functools
+import math
+import os
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import transformation
+from jmp_amp._calls import extra, transformation
+from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
+from jmp_amp._jaxpr import (
+    Call,
+    Loop,
+    apply_as_traced,
+    evaluate,
+    frames_of,
+    is_floating,
+    scope_path,
+    split_arrays,
+    structure_of,
+    trace_call,
+)
+from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
-from jmp_amp.debug._activations import activations
-from jmp_amp.debug._arguments import check_concrete, check_without_autocast
-from jmp_amp.debug._comparison import Comparison, ErrorRow
-from jmp_amp.debug._measure import Measurement, cast_to_float64, floating_value_and_grad, measure, measure_reference
-from jmp_amp.debug._relative_error import norm, relative_error
+from jmp_amp._trees import cast_floating
+from jmp_amp.debug._report import check_concrete, check_without_autocast, flat_on_host, format_table, module_name
+
+R = TypeVar("R")
+
+Results = OrderedDict[str, Any]  # the last result of each module
+
+_INIT_SCALE = 2.0**16
+_COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
+
+
+def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
+    """Returns `jax.value_and_grad(fun)` for arguments with any leaves; non-floating leaves have the gradient None."""
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        def of_floats(*floats: Any) -> Any:
+            combined = jax.tree.map(lambda f, x: x if f is None else f, floats, args, is_leaf=lambda x: x is None)
+            return fun(*combined, **kwargs)
+
+        floats = jax.tree.map(lambda x: x if _is_floating_array(x) else None, args)
+        return jax.value_and_grad(of_floats, argnums, has_aux)(*floats)
+
+    return evaluate
+
+
+def _is_floating_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and is_floating(x)
 
 
 @transformation
@@ -27,7 +72,7 @@ def compare(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
-) -> Callable[..., Comparison]:
+) -> "Callable[..., Comparison]":
     """Returns a function that compares `fun` in several precisions with `fun` in float32 or float64.
 
     Use it to find the module that loses accuracy, on a small batch, outside of training: it evaluates all policies on
@@ -91,9 +136,15 @@ def compare(
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
         exact = measure_reference(fun, args, kwargs, reference, **options)
-        exact_activations = _reference_activations(fun, args, kwargs, reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        rows = [*_gradient_rows(exact, measured), *_activation_rows(exact_activations, programs, args, kwargs)]
+        expected = _arrays(exact, run_exactly(activations, fun, args, kwargs, reference))
+        found = {name: _arrays(x, activations(programs[name], args, kwargs)) for name, x in measured.items()}
+        rows = []
+        for (kind, module), arrays in expected.items():
+            others = {name: by_module.get((kind, module), []) for name, by_module in found.items()}
+            if all([x.size for x in other] == [x.size for x in arrays] for other in others.values()):
+                errors = {name: relative_error(other, arrays) for name, other in others.items()}
+                rows.append(ErrorRow(kind, module, norm(arrays), errors))
         gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
         return Comparison(tuple(rows), gradient, {name: x.loss_scale for name, x in measured.items()}, reference)
 
@@ -115,33 +166,344 @@ def _apply_policy(fun: Callable, policy: Any) -> Callable:
     return autocast(fun, policy)
 
 
-def _gradient_rows(exact: Measurement, measured: Mapping[str, Measurement]) -> list[ErrorRow]:
-    losses = {name: relative_error([x.loss], [exact.loss]) for name, x in measured.items()}
-    rows = [ErrorRow("loss", "", norm([exact.loss]), losses)]
-    for module, grads in exact.grads.items():
-        errors = {name: relative_error(x.grads[module], grads) for name, x in measured.items()}
-        rows.append(ErrorRow("gradient", module, norm(grads), errors))
-    return rows
+def _arrays(found: "Measurement", activations: Mapping[str, np.ndarray]) -> dict[tuple[str, str], list[np.ndarray]]:
+    """Returns the arrays that are compared, by kind and module."""
+    grads = {("gradient", module): arrays for module, arrays in found.grads.items()}
+    return {("loss", ""): [found.loss], **grads, **{("activation", module): [x] for module, x in activations.items()}}
 
 
-def _reference_activations(fun: Callable, args: Any, kwargs: Any, dtype: str) -> dict[str, Any]:
+class ErrorRow(NamedTuple):
+    """The relative error of one result, for each policy.
+
+    Attributes:
+        kind: `"loss"`, `"gradient"` or `"activation"`.
+        name: the module: for a gradient, the container of the parameters, `"decoder/norm"`; for an activation, a named
+            scope or a function, `"model.py:attention"`.
+        norm: the norm of the reference.
+        errors: by policy, the norm of the difference over the norm of the reference; infinite if the result is not
+            finite.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> row = next(row for row in report.rows if row.kind == "gradient")
+        >>> row.name, row.errors["float16"] < 1e-3
+        ('w', True)
+    """
+
+    kind: str
+    name: str
+    norm: float
+    errors: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The errors of a function under several policies; `compare` returns it. `print` shows a table.
+
+    A gradient that is 0 except for rounding, such as that of a bias before a norm, has no meaningful relative error.
+    If the norm of a gradient is below 1e-5 of the norm of all gradients, the table shows its error in parentheses and
+    the plot omits it.
+
+    Attributes:
+        rows: the loss, the gradients by module, and the activations in program order.
+        gradient: the error of all gradients together, by policy.
+        loss_scale: the loss scale, by policy.
+        reference: the dtype of the reference.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> report.reference, sorted({row.kind for row in report.rows})
+        ('float32', ['activation', 'gradient', 'loss'])
+    """
+
+    rows: tuple[ErrorRow, ...]
+    gradient: dict[str, float]
+    loss_scale: dict[str, float]
+    reference: str
+
+    def worst(self, policy: str | None = None) -> str:
+        """Returns the module that causes the error: the one whose activation increases it by the largest factor.
+
+        The factor is the error over the largest error of all earlier activations, or over a tenth of the largest finite
+        error if that is larger. The first module with a non-finite activation takes precedence over all others.
+
+        Args:
+            policy: the name of the policy; None for the first.
+
+        Returns:
+            The name of the module; empty if there is no error.
+
+        Raises:
+            ValueError: the comparison has no such policy.
+        """
+        policy = next(iter(self.gradient)) if policy is None else policy
+        if policy not in self.gradient:
+            raise ValueError(f"`policy` must be one of {', '.join(map(repr, self.gradient))}, got {policy!r}")
+        errors = {row.name: row.errors[policy] for row in self._of("activation")}
+        largest = max((e for e in errors.values() if math.isfinite(e)), default=0) / 10 or 1.0
+        worst, worst_factor = "", 0.0
+        for name, error in errors.items():
+            if error > largest * worst_factor:
+                worst, worst_factor = name, error / largest
+            largest = max(largest, error)
+        return worst
+
+    def _of(self, kind: str) -> list[ErrorRow]:
+        return [row for row in self.rows if row.kind == kind]
+
+    def _is_rounding(self, row: ErrorRow) -> bool:
+        return row.kind == "gradient" and row.norm < 1e-5 * math.hypot(*(row.norm for row in self._of("gradient")))
+
+    def __str__(self) -> str:
+        policies = list(self.gradient)
+        worst = {policy: self.worst(policy) for policy in policies}
+        lines = [(f"error against {self.reference}", "norm", *policies)]
+        for row in self.rows:
+            form = "({:.1e})" if self._is_rounding(row) else "{:.1e} "
+            starred = {p for p in policies if row.kind == "activation" and worst[p] == row.name}
+            errors = (f"{row.errors[p]:.1e}*" if p in starred else form.format(row.errors[p]) for p in policies)
+            lines.append((f"{row.kind} {row.name}".strip(), f"{row.norm:.1e}", *errors))
+            if row.kind == "loss":
+                lines.append(("all gradients", "", *(f"{self.gradient[p]:.1e} " for p in policies)))
+        scales = ", ".join(f"2^{math.log2(scale):g} ({policy})" for policy, scale in self.loss_scale.items())
+        return f"{format_table(lines)}\n* where the error increases most. Loss scale: {scales}."
+
+    def plot(self, path: str | os.PathLike | None = None) -> Any:
+        """Plots the errors as bars, one row for each module and one color for each policy.
+
+        A cross marks a result that is not finite.
+
+        Args:
+            path: the file to save the plot to, in the format of its extension; None saves nothing.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        titles = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}
+        most_rows = max(len(self._of(kind)) for kind in titles)
+        n = len(self.gradient)
+        figure = extra("matplotlib.figure", "`plot`").Figure(
+            figsize=(11, 1.6 + most_rows * (0.14 + 0.14 * n)), dpi=120, layout="constrained"
+        )
+        plotted = [row for row in self.rows if not self._is_rounding(row)]
+        finite = [e for row in plotted for e in row.errors.values() if 0 < e < math.inf]
+        xlim = min(finite, default=1e-8) / 3, max(finite, default=1.0) * 3
+        for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+            _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim)
+            axes.set(title=title, xlabel=f"relative error against {self.reference}")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], xlim: tuple[float, float]) -> None:
+    right, n = xlim[1], len(policies)
+    for i, policy in enumerate(policies):
+        positions = [k + (i - (n - 1) / 2) * 0.8 / n for k in range(len(rows))]
+        widths = [min(row.errors[policy], right) for row in rows]
+        axes.barh(positions, widths, 0.8 / n, color=f"C{i}", label=policy)
+        infinite = [position for position, row in zip(positions, rows, strict=True) if math.isinf(row.errors[policy])]
+        axes.plot([right / 1.3] * len(infinite), infinite, "kx", ms=5)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlim=xlim)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+class Measurement(NamedTuple):
+    """The loss and the unscaled gradients of one evaluation.
+
+    Attributes:
+        loss: float64[1].
+        grads: the unscaled gradients by the module of their parameters, each float64[size].
+        loss_scale: the loss scale of the evaluation.
+    """
+
+    loss: np.ndarray
+    grads: dict[str, list[np.ndarray]]
+    loss_scale: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return all(np.isfinite(x).all() for x in (self.loss, *self.all_grads))
+
+    @property
+    def all_grads(self) -> list[np.ndarray]:
+        """The gradients of all modules."""
+        return [x for xs in self.grads.values() for x in xs]
+
+
+@emulated()  # the tools measure what float8 does, on every machine
+def measure(
+    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], loss_scale: float | None = None, **options: Any
+) -> Measurement:
+    """Evaluates the loss and its gradients.
+
+    Args:
+        fun: the loss function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale until the loss and the gradients are
+            finite, or the scale is 1.
+        **options: the options of `amp.value_and_grad`.
+    """
+    arrays, rebuild = split_arrays((args, kwargs))
+    has_aux = options.get("has_aux", False)
+
+    @jax.jit
+    def run(arrays: list[Any], scale: jax.Array) -> tuple[Any, Any]:
+        args, kwargs = rebuild(arrays)
+        value, grads = value_and_grad(fun, loss_scale=scale, **options)(*args, **kwargs)
+        return (value[0] if has_aux else value), grads
+
+    scale = _INIT_SCALE if loss_scale is None else to_number("loss_scale", loss_scale)
+    while True:
+        loss, grads = run(arrays, jnp.float32(scale))
+        by_module: dict[str, list[np.ndarray]] = {}
+        for path, leaf in jax.tree.leaves_with_path(grads):
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                by_module.setdefault(module_name(path), []).append(flat_on_host(leaf) / scale)
+        measurement = Measurement(flat_on_host(loss), by_module, scale)
+        if measurement.is_finite or loss_scale is not None or scale == 1:
+            return measurement
+        scale /= 2
+
+
+def measure_reference(
+    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
+) -> Measurement:
+    """Evaluates the loss and its gradients in float32 or float64, with `precision="highest"`, at loss scale 1.
+
+    Raises:
+        TypeError: there are no gradients.
+        ValueError: the loss or its gradients are not finite.
+    """
+    measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
+    if not measurement.grads:
+        raise TypeError(
+            "there are no floating arrays to differentiate with respect to; "
+            "set `argnums` to the arguments that hold the parameters"
+        )
+    if not measurement.is_finite:
+        raise ValueError(
+            f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
+            "find the cause with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
+        )
+    return measurement
+
+
+def run_exactly(
+    tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
+) -> R:
+    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
     with jax.default_matmul_precision("highest"):
         if dtype == "float32":
-            return activations(fun, args, kwargs)
-        args, kwargs = cast_to_float64((args, kwargs))
+            return tool(fun, args, kwargs, **options)
+        # Outside of `enable_x64`, JAX arrays cannot be float64.
+        on_host = jax.tree.map(lambda x: np.asarray(x) if _is_floating_array(x) else x, (args, kwargs))
+        args, kwargs = cast_floating(on_host, np.float64)
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            return activations(fun, args, kwargs)
+            return tool(fun, args, kwargs, **options)
 
 
-def _activation_rows(
-    exact: Mapping[str, Any], programs: Mapping[str, Callable], args: Any, kwargs: Any
-) -> list[ErrorRow]:
-    """Returns a row for each module whose activation has the same size in all programs."""
-    by_program = {name: activations(program, args, kwargs) for name, program in programs.items()}
-    rows = []
-    for module, x in exact.items():
-        others = {name: by_module[module] for name, by_module in by_program.items() if module in by_module}
-        if len(others) == len(by_program) and all(other.size == x.size for other in others.values()):
-            errors = {name: relative_error([other], [x]) for name, other in others.items()}
-            rows.append(ErrorRow("activation", module, norm([x]), errors))
-    return rows
+def relative_error(x: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
+    """Returns the norm of `x - reference`, for all arrays together, over the norm of `reference`.
+
+    The error is infinite if `x` is not finite, or if `reference` is 0 and `x` is not.
+    """
+    if not all(np.isfinite(a).all() for a in x):
+        return math.inf
+    difference = norm([a - b for a, b in zip(x, reference, strict=True)])
+    size = norm(reference)
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+def norm(arrays: Sequence[np.ndarray]) -> float:
+    """Returns the Euclidean norm of all arrays together."""
+    return math.hypot(*(float(np.linalg.norm(x)) for x in arrays))
+
+
+@emulated()
+def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Evaluates a function and returns the last floating-point result of each module, in program order.
+
+    A module is a named scope, such as a Flax or Haiku module, or a scope around it. An op outside of all scopes belongs
+    to the user's function that contains it. If a module runs several times, its last run counts; the results of all
+    iterations of a `scan` are stacked.
+
+    Returns:
+        A float64[size] NumPy array for each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
+    """
+    program, arrays, _ = trace_call(fun, args, kwargs)
+
+    @jax.jit
+    def run(*arrays: Any) -> Results:
+        results: Results = OrderedDict()  # `jit` would sort the keys of a `dict`
+        _evaluate(program, arrays, results, "", "")
+        return results
+
+    return {name: flat_on_host(x) for name, x in run(*arrays).items()}
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, scope: str, function: str) -> list[Any]:
+    """Evaluates a jaxpr and adds the last result of each module to `results`.
+
+    Calls and `scan` are entered; a `while` loop, a `cond` and a kernel count as one op.
+    """
+
+    def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        inner_scope = scope_path(scope, eqn.source_info.name_stack)
+        inner_function = _function_of(eqn) or function
+        match structure_of(eqn):
+            case Call(inner, inputs, is_inline=True):
+                return _evaluate(inner, [operands[i] for i in inputs], results, inner_scope, inner_function)
+            case Loop(cond=None) as loop:
+                return _scan(eqn, loop, operands, results, inner_scope, inner_function)
+        outs = apply_as_traced(eqn, operands)
+        floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if is_floating(var)]
+        module = inner_scope or inner_function
+        if floating and module:  # its first result is that of the modules around it, too
+            parts = module.split("/")
+            _set_last(results, {"/".join(parts[:n]): floating[0] for n in range(len(parts), 0, -1)})
+        return outs
+
+    return evaluate(jaxpr, args, apply)
+
+
+def _scan(eqn: JaxprEqn, loop: Loop, operands: Sequence[Any], results: Results, scope: str, function: str) -> list[Any]:
+    """Evaluates a `scan` that also stacks the results of its modules."""
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], Results]]:
+        inner: Results = OrderedDict()
+        outs = _evaluate(loop.body, [*operands[loop.consts], *carry, *x], inner, scope, function)
+        return outs[: loop.n_carry], (outs[loop.n_carry :], inner)
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (ys, stacked) = lax.scan(body, list(operands[loop.carry]), list(operands[loop.xs]), **options)
+    _set_last(results, stacked)
+    return [*carry, *ys]
+
+
+def _set_last(results: Results, new: Mapping[str, Any]) -> None:
+    for name, x in new.items():
+        results[name] = x
+        results.move_to_end(name)  # modules are in the order of their last results
+
+
+def _function_of(eqn: JaxprEqn) -> str:
+    """Returns the file and the name of the user's function that an equation comes from; empty if unknown."""
+    for frame in frames_of(eqn):
+        name = _COMPREHENSION.sub("", frame.function).rpartition("<locals>.")[2]
+        return f"{os.path.basename(frame.file)}:{name}"
+    return ""

@@ -1,18 +1,28 @@
 """`explain`: the dtypes that autocast chooses for each op of a function, and the reasons."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import html
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jmp_amp._autocast import explain_call, parse_settings
+from jmp_amp._autocast import REASONS, OpSite, explain_call, matches, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp._jaxpr import api_boundary
-from jmp_amp.debug._arguments import check_callable
-from jmp_amp.debug._precision_report import PrecisionReport
+from jmp_amp.debug._report import check_callable, format_table
+
+_COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
+_SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+_SHORT_DTYPES |= {"float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"}
+_LOW_PRECISION = re.compile(r"float(16|[84]_)")
 
 
 @transformation
-def explain(fun: Callable, dtype: Any = None, **options: Any) -> Callable[..., PrecisionReport]:
+def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., PrecisionReport]":
     """Returns a function that reports, for each op of `fun`, the dtypes that `autocast` chooses, and why.
 
     The returned function takes the arguments of `fun`. It traces the forward and the backward pass (of all floating
@@ -68,3 +78,255 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> Callable[..., P
         return PrecisionReport(tuple(sites), settings.format.name, casts, kept, explain_again)
 
     return explained
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport:
+    """The dtypes that autocast chose for each op of a program, and why; `explain` returns it.
+
+    `print` shows a table of the op sites, grouped by module; modules that differ in numbers only (`layer_0`, `layer_1`)
+    share a group. `rich.print` adds colors. A notebook shows a page with a collapsible section for each module.
+
+    Attributes:
+        rows: an `OpSite` for each op: direction, module, source, primitive, class, reason, input, compute and output
+            dtypes, number of runs, FLOPs and bytes.
+        dtype: the compute dtype.
+        casts: the number of casts between floating dtypes that the program runs, including the backward pass.
+        kept: by dtype, the bytes of the residuals: values that the backward pass reads from the forward pass, except
+            arguments. None if JAX cannot differentiate the program, such as a `while_loop`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> [(row.primitive, row.compute) for row in report.select(direction="forward").rows]
+        [('dot_general', 'float16'), ('exp', 'float32')]
+        >>> report.summary()["matmul_flops"]
+        {'float16': 1.0}
+    """
+
+    rows: tuple[OpSite, ...]
+    dtype: str
+    casts: int
+    kept: dict[str, int] | None
+    _explain_again: Callable[..., "PrecisionReport"] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the summary of the report.
+
+        Returns:
+            A dict with `dtype`; `matmul_flops`, the shares of the FLOPs of products and convolutions by compute dtype,
+            including the backward pass, where `"float8"` counts all float8 dtypes; `activation_bytes`, the share of
+            dtypes of less than 32 bits in the bytes of the residuals, before XLA rematerializes any (None without a
+            backward pass); `casts`; and `unknown`, the names of the primitives without a rule.
+        """
+        flops: Counter[str] = Counter()
+        for row in self.rows:
+            flops["float8" if row.compute.startswith("float8") else row.compute] += row.flops
+        low_share = None
+        if self.kept is not None:
+            low = sum(size for dtype, size in self.kept.items() if _LOW_PRECISION.search(dtype))
+            low_share = low / max(sum(self.kept.values()), 1)
+        return {
+            "dtype": self.dtype,
+            "matmul_flops": {dtype: n / flops.total() for dtype, n in flops.most_common() if n},
+            "activation_bytes": low_share,
+            "casts": self.casts,
+            "unknown": sorted({row.primitive for row in self.rows if row.why == "unknown"}),
+        }
+
+    def select(self, pattern: str = "*", **fields: str) -> "PrecisionReport":
+        """Returns a report with the rows whose module matches `pattern` and whose fields equal `fields`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import jmp_amp as amp
+            >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+            >>> [row.compute for row in report.select(primitive="dot_general").rows]
+            ['float16', 'float16', 'float16']
+        """
+        matching = (row for row in self.rows if matches(row.module, pattern))
+        rows = tuple(row for row in matching if all(getattr(row, name) == value for name, value in fields.items()))
+        return dataclasses.replace(self, rows=rows)
+
+    def diff(self, other: "PrecisionReport | None" = None, **options: Any) -> "PrecisionDiff":
+        """Returns the differences to another report, or to the same call under other options of `autocast`.
+
+        Args:
+            other: the other report. None explains the call again with `options`.
+            **options: `dtype` and the other options of `explain`.
+
+        Raises:
+            TypeError: `other` is None, and the report does not come from `explain`.
+        """
+        if other is None:
+            if self._explain_again is None:
+                raise TypeError("this report does not come from `explain`, so `diff` needs another report as `other`")
+            other = self._explain_again(**options)
+        return PrecisionDiff(self, other)
+
+    def to_json(self, **options: Any) -> str:
+        """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
+        return json.dumps({"summary": self.summary(), "rows": [row._asdict() for row in self.rows]}, **options)
+
+    def __str__(self) -> str:
+        lines, printed = [_headline(self.summary())], self._printed_rows()
+        for title, rows in _grouped_rows(printed):
+            lines += ["", title, format_table([_COLUMNS, *rows], align_right=False)]
+        return "\n".join([*lines, "", *_notes(printed, self.rows)])
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.table import Column, Table
+
+        printed = self._printed_rows()
+        yield _headline(self.summary())
+        for title, rows in _grouped_rows(printed):
+            yield f"\n[bold]{title}"
+            widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+            widths[-1] = 0  # a narrow console truncates the source first
+            columns = [Column(name, no_wrap=True, min_width=n) for name, n in zip(_COLUMNS, widths, strict=True)]
+            table = Table(*columns, box=None, padding=(0, 1, 0, 0), header_style="dim")
+            for row in rows:
+                table.add_row(*row, style="" if row[4] == _short_dtype("float32") else "green")
+            yield table
+        yield "\n".join(["", *_notes(printed, self.rows)])
+
+    def _printed_rows(self) -> tuple[OpSite, ...]:
+        """Returns the rows of the forward pass; all rows if none belongs to the forward pass."""
+        return tuple(row for row in self.rows if row.direction == "forward") or self.rows
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{html.escape(_headline(self.summary()))}</p>"]
+        for title, rows in _grouped_rows(self.rows):
+            cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+            head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
+            parts.append(f"<details><summary>{html.escape(title)}</summary><table>{head}{cells}</table></details>")
+        return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in _notes(self.rows, self.rows))])
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionDiff:
+    """The differences between two reports of one program. `print` shows a line for each op with other dtypes.
+
+    Attributes:
+        before: the first report.
+        after: the second report.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w) @ w.T)(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> diff = report.diff(rules={jax.lax.tanh_p: "full"})
+        >>> [(before.compute, after.compute) for before, after in diff.changes]
+        [('float16', 'float32')]
+    """
+
+    before: PrecisionReport
+    after: PrecisionReport
+
+    @property
+    def changes(self) -> list[tuple[OpSite, OpSite]]:
+        """The forward op sites with another compute or output dtype, before and after."""
+        befores, afters = _by_position(self.before), _by_position(self.after)
+        pairs = [(row, afters[key]) for key, row in befores.items() if key in afters]
+        return [(a, b) for a, b in pairs if (a.compute, a.output) != (b.compute, b.output)]
+
+    def __str__(self) -> str:
+        before, after = self.before.summary(), self.after.summary()
+        lines = [f"{name}: {_format(before[name])} -> {_format(after[name])}" for name in before]
+        modules: dict[tuple[str, ...], list[str]] = {}
+        for a, b in self.changes:
+            change = a.primitive, f"{_short_dtype(a.compute)} -> {_short_dtype(b.compute)}", b.why, a.source
+            modules.setdefault(change, []).append(a.module)
+        rows = [
+            (op, compute, why, str(len(sites)), _format_modules(sites), source)
+            for (op, compute, why, source), sites in modules.items()
+        ]
+        header = ("op", "compute", "why", "sites", "module", "source")
+        return "\n".join([*lines, "", format_table([header, *rows], align_right=False)])
+
+
+def _by_position(report: PrecisionReport) -> dict[Any, OpSite]:
+    """Returns the forward rows by their position in the program, and by the earlier rows at the same position."""
+    counts: Counter = Counter()
+    by_position = {}
+    for row in report.select(direction="forward").rows:
+        position = row.module, row.source, row.primitive, row.runs
+        by_position[position, counts[position]] = row
+        counts[position] += 1
+    return by_position
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{share:.1%} {dtype}" for dtype, share in value.items())
+    return f"{value:.1%}" if isinstance(value, float) else str(value)
+
+
+def _headline(summary: dict[str, Any]) -> str:
+    """Returns a summary of a `PrecisionReport` as one line."""
+    flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in summary["matmul_flops"].items())
+    share = summary["activation_bytes"]
+    saved = "JAX cannot differentiate it"
+    if share is not None:
+        saved = f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
+    return (
+        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}. "
+        f"{summary['casts']} casts. Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
+    )
+
+
+def _grouped_rows(sites: Iterable[OpSite]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yields a title and the table rows for each module and direction.
+
+    Modules that differ in numbers only, such as `layer_0` and `layer_1`, share a group. Sites of a group that differ in
+    their module and their number of runs only share a row.
+    """
+    groups: dict[tuple[str, str], dict[OpSite, list[OpSite]]] = {}
+    for site in sites:
+        group = groups.setdefault((_without_numbers(_module_or_function(site)), site.direction), {})
+        group.setdefault(site._replace(module="", runs=0, flops=0, bytes=0), []).append(site)
+    for (_, direction), group in groups.items():
+        modules = [_module_or_function(site) for equal in group.values() for site in equal]
+        yield f"{_format_modules(modules)}, {direction}", [_row(equal) for equal in group.values()]
+
+
+def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
+    """Returns the meaning of each reason among the printed sites, and the number of sites that are not printed."""
+    reasons = {site.why for site in printed}
+    hidden = Counter(site.direction for site in sites) - Counter(site.direction for site in printed)
+    more = [f'{count} more op sites: `report.select(direction="{name}")`' for name, count in hidden.items()]
+    return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in reasons] + more
+
+
+def _format_modules(modules: Iterable[str]) -> str:
+    """Returns the name of a module, or a pattern for several: `layer_* (3 modules)`."""
+    different = set(modules)
+    if len(different) == 1:
+        return different.pop() or "-"
+    return f"{_without_numbers(min(different))} ({len(different)} modules)"
+
+
+def _short_dtype(dtype: str) -> str:
+    """Returns `f16` for `float16`, and so on."""
+    return " ".join(_SHORT_DTYPES.get(each, each) for each in dtype.split())
+
+
+def _row(sites: list[OpSite]) -> tuple[str, ...]:
+    """Returns the table row of sites that differ in their module and their number of runs only."""
+    site, runs, size = sites[0], sum(site.runs for site in sites), sum(site.bytes for site in sites)
+    dtypes = " ".join(map(_short_dtype, site.inputs)), _short_dtype(site.compute), _short_dtype(site.output)
+    return site.primitive, site.op_class, site.why, *dtypes, str(runs), _format_bytes(size), site.source
+
+
+def _module_or_function(site: OpSite) -> str:
+    return site.module or site.source.rpartition("(")[2].replace(")", "()")
+
+
+def _without_numbers(module: str) -> str:
+    return re.sub(r"\d+", "*", module)
+
+
+def _format_bytes(n: float) -> str:
+    power = min(int(math.log10(max(n, 1)) // 3), 3)
+    return f"{n / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -1,9 +1,98 @@
-"""`NonFinite`: the report of `first_nonfinite`."""
+"""`first_nonfinite`: the op that made the results of a program non-finite, and its cure."""
 
+import bisect
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from jmp_amp.debug._location import Location
-from jmp_amp.debug._values import Values
+import jax
+import numpy as np
+
+from jmp_amp._calls import transformation
+from jmp_amp._float8 import emulated
+from jmp_amp._jaxpr import is_inexact, open_jaxpr, trace_call
+from jmp_amp.debug._cures import cure_of
+from jmp_amp.debug._diagnosis import Diagnosis
+from jmp_amp.debug._evaluation import (
+    Evaluation,
+    PlaceId,
+    Values,
+    argument_id,
+    has_low_precision,
+    program_in_float32,
+    values_of,
+)
+from jmp_amp.debug._report import Location, check_callable, check_concrete, location_of
+
+_CURE_OF_ARGUMENTS = (
+    "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"
+)
+_CURE_OF_CONSTANTS = "search the code for `jnp.inf` and `jnp.nan`"
+
+
+@transformation
+def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
+    """Returns a function that evaluates `fun` op by op and reports the op that made its results non-finite.
+
+    Use it on the arguments of a step that failed, not in every step: it runs on the host, one op at a time. Pass the
+    function that you train: `amp.autocast(loss_fn)` or, to include the backward pass,
+    `amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale)` with the current scale. The evaluation enters calls,
+    branches and `jax.checkpoint`. It enters loops with non-finite results, iteration by iteration. `shard_map` and
+    kernels count as one op.
+
+    The reported op is the first, in program order, that computes non-finite values from finite operands, if these
+    values reach a result. Infinities from constants, -inf in arguments (a mask), and infinities that `jnp.where` or an
+    exponential removes again are considered intended. If an intended infinity is the only cause, the report names the
+    op that turned it into NaN, such as the softmax of a fully masked row. Other non-finite arguments are reported
+    like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
+
+    It then evaluates `fun` in float32, without any casts to low precision, and reports whether precision is the cause.
+    The cure depends on the ops around the reported op, such as `log(1 + exp(x))`. If the loss scale of
+    `amp.value_and_grad` is the cause, it evaluates `fun` again to find a scale that fits.
+
+    Args:
+        fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
+            `autocast`.
+
+    Returns:
+        A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
+        The compiled program may overflow elsewhere: where XLA fuses float16 ops, it rounds less often than this
+        evaluation, which fuses only in loops with finite results.
+
+    Raises:
+        TypeError: `fun` is not callable; or the returned function is called inside `jit` or another transformation.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> @amp.autocast
+        ... def loss_fn(w, x):
+        ...     scores = x @ w
+        ...     return jnp.mean(scores)
+        >>> report = amp.debug.first_nonfinite(loss_fn)(jnp.full((4, 2), 300.0), jnp.full((3, 4), 300.0))
+        >>> print(report.primitive, *report.operands, report.result, sep="; ")
+        dot_general; float16[3,4] = 300; float16[4,2] = 300; float16[3,2], 6 of 6 inf
+        >>> print(report.cure)
+        the result is 5.5 times too large for float16, whose largest finite value is 65504. To run this op in ...
+        >>> print(amp.debug.first_nonfinite(loss_fn)(jnp.ones((4, 2)), jnp.ones((3, 4))))
+        None
+    """
+    check_callable(fun, "first_nonfinite")
+
+    @functools.wraps(fun, updated=())
+    def find(*args: Any, **kwargs: Any) -> NonFinite | None:
+        with emulated():
+            program, arrays, _ = trace_call(fun, args, kwargs)
+        _, consts = open_jaxpr(program)
+        check_concrete(
+            [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"
+        )
+        # JAX's own checks would raise at the first op that returns NaN.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return _find(program, arrays)
+
+    return find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,27 +140,88 @@ class NonFinite:
     in_float32: str = ""
 
     def __str__(self) -> str:
-        match self.primitive:
-            case "argument":
-                head = f"`{self.source}` is not finite: {self.result}"
-            case "constant":
-                head = "the results contain an infinite constant that no op produced"
-            case _:
-                head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
-        lines = [head]
-        lines += [f"  operand  {x}" for x in self.operands]
-        if self.primitive != "argument":
+        lines = [f"  operand  {x}" for x in self.operands]
+        if self.primitive == "argument":
+            head = f"`{self.source}` is not finite: {self.result}"
+        else:
             lines.append(f"  result   {self.result}")
+            head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
+        if self.primitive == "constant":
+            head = "the results contain an infinite constant that no op produced"
         if self.in_float32:
             lines.append(f"  float32  {self.in_float32}")
-        return "\n".join([*lines, f"  cure     {self.cure}"])
+        return "\n".join([head, *lines, f"  cure     {self.cure}"])
 
     def _where(self) -> str:
         where = Location(self.source, self.library, self.scope, self.backward).where
-        if self.library:
-            where += f", in {self.library}"
-        if self.scope:
-            where += f", scope {self.scope}"
-        if self.iteration:
-            where += f", iteration {', '.join(map(str, self.iteration))}"
-        return where
+        where += f", in {self.library}" if self.library else ""
+        where += f", scope {self.scope}" if self.scope else ""
+        return where + (f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else "")
+
+
+def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
+    evaluation = Evaluation(program, arrays)
+    if evaluation.is_finite:
+        return None
+    cause = _cause(evaluation)
+    if cause is None:
+        result = next(x.node.values for x in evaluation.results if not x.is_finite)
+        return NonFinite("constant", "", "", "", False, (), (), result, "constant", _CURE_OF_CONSTANTS)
+    if cause not in evaluation.nonfinite_ops:
+        names: Any = open_jaxpr(program)[0].debug_info.arg_names
+        name, result = names[cause[1]], values_of(arrays[cause[1]])
+        return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
+    op = evaluation.nonfinite_ops[cause]
+    d = Diagnosis(op, evaluation)
+    name, cure = cure_of(d)
+    is_known = not d.has_lost_constant and not d.is_opaque
+    in_float32 = _in_float32(evaluation, d) if is_known else (None, "")
+    return NonFinite(d.primitive, *d.location, op.place.iteration, d.operands, d.result, name, cure, *in_float32)
+
+
+def _cause(evaluation: Evaluation) -> PlaceId | None:
+    """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
+    arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
+    reaches_result = frozenset[PlaceId]().union(*(x.causes for x in evaluation.results))
+    candidates = [cause for cause in (*arguments, *evaluation.nonfinite_ops) if cause in reaches_result]
+    if candidates:
+        return _first_harmful(evaluation, candidates)
+    # All infinities were considered intended, so one of them is the cause.
+    return next((cause for cause, x in arguments.items() if not values_of(x).is_finite), None)
+
+
+def _first_harmful(evaluation: Evaluation, candidates: Sequence[PlaceId]) -> PlaceId:
+    """Returns the first candidate that makes a result non-finite, by bisection."""
+
+    def nonfinite(n: int) -> list[np.ndarray]:
+        """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
+        results = (x.value for x in dataclasses.replace(evaluation, allowed=set(candidates[:n])).results)
+        return [~np.isfinite(np.asarray(x)) for x in results if is_inexact(x)]
+
+    def is_harmful(n: int) -> bool:
+        return any((more & ~less).any() for more, less in zip(nonfinite(n), baseline, strict=True))
+
+    if len(candidates) == 1:
+        return candidates[0]
+    baseline = nonfinite(0)
+    return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
+
+
+def _in_float32(evaluation: Evaluation, d: Diagnosis) -> tuple[bool | None, str]:
+    """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
+    if not has_low_precision(evaluation.program):
+        return False, "the program computes nothing in low precision: precision is not the cause"
+    try:
+        wide = Evaluation(program_in_float32(evaluation.program, evaluation.arrays), evaluation.arrays)
+    except Exception:  # a custom primitive may reject other dtypes with any error
+        return None, ""
+    if wide.is_finite:
+        return True, "in float32 all results are finite: precision is the cause"
+    op = wide.nonfinite_ops.get(_cause(wide) or ())
+    if op is None:
+        return None, ""
+    kind = "NaN" if any(x.node.values.nans for x in op.outs) else "inf"
+    location, primitive = location_of(op.place.eqns), op.place.eqn.primitive.name
+    if (primitive, location) == (d.primitive, d.location):
+        return False, f"in float32 the same op gives {kind}: precision is not the cause"
+    return False, f"in float32 `{primitive}` {location.where} gives {kind}: precision is not the only cause"

@@ -1,22 +1,25 @@
 """`underflow`: the share of the gradients that underflows or overflows in a low-precision dtype."""
 
+import dataclasses
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp._calls import extra
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
-from jmp_amp.debug._arguments import check_concrete
-from jmp_amp.debug._leaf_names import leaf_name, module_name
-from jmp_amp.debug._relative_error import flat_on_host
-from jmp_amp.debug._underflow_report import LeafUnderflow, Underflow, range_of
+from jmp_amp.debug._report import check_concrete, flat_on_host, format_percent, format_table, leaf_name, module_name
+
+_SHARES = ("zero", "subnormal", "zero_unscaled", "subnormal_unscaled", "overflow")
+_IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
 
-def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> Underflow:
+def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> "Underflow":
     """Returns the share of each gradient that is zero, subnormal or too large in a low-precision dtype.
 
     Use it to choose a loss scale, or to find the modules that no scale fits.
@@ -70,33 +73,42 @@ def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> Unde
     return Underflow(tuple(rows), _total_row(rows), scale if form.float8 is None else None, low.name, exponents)
 
 
+def _range_of(dtype: Any) -> tuple[int, int, int]:
+    """Returns the exponents of the smallest subnormal and normal numbers, and the exponent above the largest number."""
+    info = jnp.finfo(dtype)
+    return info.minexp - info.nmant, info.minexp, info.maxexp
+
+
+def _largest_finite(x: np.ndarray) -> float:
+    return float(x[np.isfinite(x)].max(initial=0))
+
+
 def _scale_to_range(magnitudes: np.ndarray, dtype: Any) -> float:
     """Returns the power of two with which the largest finite magnitude is just below the largest number of `dtype`."""
-    largest = magnitudes[np.isfinite(magnitudes)].max(initial=0)
+    largest = _largest_finite(magnitudes)
     return float(2.0 ** np.floor(np.log2(float(jnp.finfo(dtype).max) / largest))) if largest else 1.0
 
 
-def _leaf_row(path: str, scaled: np.ndarray, scale: float, dtype: Any) -> LeafUnderflow:
+def _leaf_row(path: str, scaled: np.ndarray, scale: float, dtype: Any) -> "LeafUnderflow":
     zero, subnormal, overflow = _shares(scaled, dtype)
     zero_unscaled, subnormal_unscaled, _ = _shares(scaled / scale, dtype)
-    largest = scaled[np.isfinite(scaled)].max(initial=0)
+    largest = _largest_finite(scaled)
     exponent = int(np.frexp(largest)[1]) - 1 if largest else None
     return LeafUnderflow(path, scaled.size, zero, subnormal, zero_unscaled, subnormal_unscaled, overflow, exponent)
 
 
-def _total_row(rows: Sequence[LeafUnderflow]) -> LeafUnderflow:
-    size = sum(row.size for row in rows)
-    shares = np.average([row[2:7] for row in rows], axis=0, weights=[row.size for row in rows])
-    zero, subnormal, zero_unscaled, subnormal_unscaled, overflow = shares.tolist()
+def _total_row(rows: Sequence["LeafUnderflow"]) -> "LeafUnderflow":
+    sizes = [row.size for row in rows]
+    shares = {name: np.average([getattr(row, name) for row in rows], weights=sizes).item() for name in _SHARES}
     largest = max((row.largest for row in rows if row.largest is not None), default=None)
-    return LeafUnderflow("all", size, zero, subnormal, zero_unscaled, subnormal_unscaled, overflow, largest)
+    return LeafUnderflow("all", sum(sizes), **shares, largest=largest)
 
 
 def _shares(magnitudes: np.ndarray, dtype: Any) -> tuple[float, float, float]:
     """Returns the shares that are zero, subnormal and not finite after rounding to `dtype`."""
     with np.errstate(over="ignore", under="ignore"):
         low = magnitudes.astype(dtype).astype(np.float64)
-    subnormal = (low > 0) & (low < 2.0 ** range_of(dtype).normal)
+    subnormal = (low > 0) & (low < 2.0 ** jnp.finfo(dtype).minexp)
     return float(np.mean(low == 0)), float(np.mean(subnormal)), float(np.mean(~np.isfinite(low)))
 
 
@@ -108,3 +120,137 @@ def _count_exponents(magnitudes: np.ndarray) -> dict[int | None, int]:
     if zeros := int(np.sum(magnitudes == 0)):
         by_exponent[None] = zeros
     return by_exponent
+
+
+class LeafUnderflow(NamedTuple):
+    """The shares of one gradient that are zero, subnormal and too large in a dtype.
+
+    Attributes:
+        path: the path of the parameter, such as `layers/0/w`.
+        size: the number of values.
+        zero: the share that is 0 in the dtype with the scale, including exact zeros.
+        subnormal: the share that is subnormal with the scale: in float16, below 2^-14, with less than 11 bits.
+        zero_unscaled: the share that is 0 in the dtype at scale 1.
+        subnormal_unscaled: the share that is subnormal in the dtype at scale 1.
+        overflow: the share that is infinite, NaN, or too large for the dtype with the scale.
+        largest: the exponent (floor of log2) of the largest finite value with the scale; the largest exponent of
+            float16 is 15. None if all values are 0.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> row = amp.debug.underflow({"w": jnp.array([1024.0, 1e-6])}, loss_scale=2.0**10).rows[0]
+        >>> row.path, row.zero_unscaled, row.zero, row.subnormal
+        ('w', 0.5, 0.0, 0.5)
+    """
+
+    path: str
+    size: int
+    zero: float
+    subnormal: float
+    zero_unscaled: float
+    subnormal_unscaled: float
+    overflow: float
+    largest: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Underflow:
+    """The shares of gradients that underflow or overflow in a dtype; `underflow` returns it.
+
+    `print` shows a table with one line for each parameter.
+
+    Attributes:
+        rows: a `LeafUnderflow` for each floating leaf.
+        total: the shares of all leaves together; its path is `all`.
+        loss_scale: the scale that multiplies the gradients; None for float8, where each gradient has its own.
+        dtype: the dtype, such as float16.
+        exponents: for each module, the number of *unscaled* gradients with each exponent (floor of log2), and the
+            number of zeros under None.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> report = amp.debug.underflow({"w": jnp.array([1.0, 1e-9]), "b": jnp.ones(2)})
+        >>> [row.path for row in report.rows], report.total.zero
+        (['b', 'w'], 0.25)
+    """
+
+    rows: tuple[LeafUnderflow, ...]
+    total: LeafUnderflow
+    loss_scale: float | None
+    dtype: str
+    exponents: dict[str, dict[int | None, int]] = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        scale = "scaled" if self.loss_scale is None else f"x2^{np.log2(self.loss_scale):g}"
+        titles = ("gradient", "size", f"zero {scale}", "subnormal", "zero x1", "subnormal", "overflow", "largest")
+        lines = [titles, *(_cells_of(row) for row in (*self.rows, self.total))]
+        return format_table(line if self.loss_scale != 1 else (*line[:4], *line[6:]) for line in lines)
+
+    def plot(self, path: str | os.PathLike | None = None) -> Any:
+        """Plots a histogram of the exponents of the unscaled gradients for each module.
+
+        Shaded areas show the range of the dtype with the scale: dark for normal numbers, light for subnormal numbers.
+        Values to the left round to 0, values to the right overflow. A dashed line shows where the range starts at
+        scale 1.
+
+        Args:
+            path: the file to save the plot to, in the format of its extension; None saves nothing.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure = extra("matplotlib.figure", "`plot`").Figure(
+            figsize=(8, 1.5 + 0.55 * len(self.exponents)), dpi=120, layout="constrained"
+        )
+        limits = _range_of(self.dtype)
+        smallest, _, overflow = limits
+        log_scales = {name: self._log_scale(counts) for name, counts in self.exponents.items()}
+        rows = figure.subplots(len(self.exponents), 1, sharex=True, squeeze=False)[:, 0]
+        present = [k for counts in self.exponents.values() for k in counts if k is not None]
+        low = min([*present, *(smallest - shift for shift in log_scales.values()), smallest]) - 2
+        high = max([*present, *(overflow - shift for shift in log_scales.values())]) + 2
+        for axes, (name, counts) in zip(rows, self.exponents.items(), strict=True):
+            _plot_module(axes, name, counts, log_scales[name], limits)
+            axes.set(xlim=(low, high))
+        text, position = f"{self.dtype} starts here at scale 1 ", rows[0].get_xaxis_transform()
+        rows[0].text(smallest, 1.02, text, transform=position, ha="right", size=8)
+        rows[-1].set_xlabel("log2 of the magnitude of the unscaled gradients")
+        scale = "the scale of each module" if self.loss_scale is None else f"loss scale 2^{np.log2(self.loss_scale):g}"
+        figure.suptitle(f"Shaded: the range of {self.dtype} at {scale} (light: subnormal)", size=10)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _log_scale(self, counts: dict[int | None, int]) -> float:
+        """Returns the logarithm of the scale of a module."""
+        if self.loss_scale is not None:
+            return float(np.log2(self.loss_scale))
+        return _range_of(self.dtype)[2] - 1 - max((k for k in counts if k is not None), default=0)
+
+
+def _plot_module(
+    axes: Any, name: str, counts: dict[int | None, int], log_scale: float, limits: tuple[int, int, int]
+) -> None:
+    smallest, normal, overflow = (exponent - log_scale for exponent in limits)
+    size = sum(counts.values())
+    bars = {k: n / size for k, n in counts.items() if k is not None}
+    axes.axvspan(smallest, normal, color=_RANGE, alpha=0.5, lw=0)
+    axes.axvspan(normal, overflow, color=_RANGE, lw=0)
+    axes.axvline(limits[0], color="0.35", ls="--", lw=1)
+    colors = [_IN_RANGE if smallest <= k < overflow else _OUT_OF_RANGE for k in bars]
+    axes.bar(bars.keys(), bars.values(), 0.9, align="edge", color=colors)
+    axes.set(yticks=[])
+    axes.set_ylabel(name, rotation=0, ha="right", va="center")
+    zeros = counts.get(None, 0) / size
+    axes.text(0.005, 0.9, f"{format_percent(zeros)} zeros" if zeros else "", transform=axes.transAxes, va="top", size=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _cells_of(row: LeafUnderflow) -> tuple[str, ...]:
+    path, size, *shares, largest = row
+    return (path, f"{size}", *map(format_percent, shares), "-" if largest is None else f"2^{largest}")

@@ -1,21 +1,23 @@
 """`suggest_rules`: finds the modules and primitives of a program that need float32."""
 
+import dataclasses
 import functools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
 from jmp_amp._calls import transformation
-from jmp_amp.debug._arguments import check_concrete, check_without_autocast
+from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
 from jmp_amp.debug._explain import explain
-from jmp_amp.debug._measure import floating_value_and_grad, measure, measure_reference
-from jmp_amp.debug._relative_error import relative_error
-from jmp_amp.debug._suggestion import SuggestedRule, Suggestion, SuggestionReport
+from jmp_amp.debug._report import check_concrete, check_without_autocast, format_percent, format_table
+
+_INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
+_PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
 @transformation
@@ -28,7 +30,7 @@ def suggest_rules(
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
     **options: Any,
-) -> Callable[..., Suggestion]:
+) -> "Callable[..., Suggestion]":
     """Returns a function that finds a minimal set of rules with which the gradient of `fun` is accurate.
 
     The rules are `"full"`. For float8, rules that name the base dtype are tried first. Each rule selects a named scope
@@ -99,27 +101,93 @@ def suggest_rules(
         keys: list[Any] = []
         sites: list[OpSite] = []
         if error_before > tol:
-            rows = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
-            sites = [site for site in rows if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
+            forward = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
+            sites = [site for site in forward if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
             of_float8 = [site for site in sites if site.compute.startswith("float8") and site.module]
             # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
             patterns = frozenset(site.module for site in of_float8)
             if of_float8 and error(patterns, form.dtype.name) <= tol:
                 sites, value = [site._replace(primitive="") for site in of_float8], form.dtype.name
             keys, error_floor = _search(sites, lambda keys: error(keys, value), tol)
-        total = max(sum(site.flops for site in sites), 1)
-        suggested = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / total) for k in keys]
-        error_after, trials = error(frozenset(keys), value), error.cache_info().misses
-        report = SuggestionReport(
-            tuple(suggested), form.name, tol, error_before, error_after, error_floor, trials, value
-        )
+        flops = max(sum(site.flops for site in sites), 1)
+        rules = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / flops) for k in keys]
+        errors = error_before, error(frozenset(keys), value), error_floor
+        report = SuggestionReport(tuple(rules), form.name, tol, *errors, error.cache_info().misses, value)
         return Suggestion(dict.fromkeys(keys, value), report)
 
     return suggest
 
 
-_INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
-_PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
+class SuggestedRule(NamedTuple):
+    """A suggested rule, its effect and its cost.
+
+    Attributes:
+        key: a pattern of named scopes, or a primitive.
+        error_without: the gradient error with all suggested rules but this one.
+        flops: the share of the FLOPs of products and convolutions in the forward pass that the rule selects.
+    """
+
+    key: Any
+    error_without: float
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SuggestionReport:
+    """The errors behind the rules of `suggest_rules`. `print` shows a table.
+
+    A gradient error is the norm of the difference to the float32 gradients, for all parameters together, over the norm
+    of the float32 gradients; it is infinite if the loss or the gradients are not finite.
+
+    Attributes:
+        rows: a `SuggestedRule` for each rule.
+        dtype: the compute dtype.
+        tol: the `tol` of the call.
+        error_before: the gradient error without rules.
+        error: the gradient error with the suggested rules.
+        error_floor: the gradient error with a rule for every module and primitive; NaN if `error_before` meets `tol`.
+        trials: the number of sets of rules that were tried; each compiles once.
+        value: the value of all suggested rules: `"full"`, or the base dtype of a float8 format.
+    """
+
+    rows: tuple[SuggestedRule, ...]
+    dtype: str
+    tol: float
+    error_before: float
+    error: float
+    error_floor: float
+    trials: int
+    value: str = "full"
+
+    @property
+    def met(self) -> bool:
+        """Whether `error` is at most `tol`."""
+        return self.error <= self.tol
+
+    def __str__(self) -> str:
+        lines = [f"gradient error in {self.dtype}: {self.error_before:.1e} without rules"]
+        if self.rows:
+            lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.trials} trials)"
+            cells = [(f"{row.key}", f"{row.error_without:.1e}", format_percent(row.flops)) for row in self.rows]
+            lines.append(format_table([(self.value, "without it", "FLOPs"), *cells]))
+        if not self.met:
+            lines.append(
+                f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
+                "and `precision` regions, and the gradients for overflow at every loss scale."
+            )
+        return "\n".join(lines)
+
+
+class Suggestion(NamedTuple):
+    """The result of `suggest_rules`.
+
+    Attributes:
+        rules: for `autocast(fun, rules=rules)` or `policy.with_rules(rules)`; empty if no rule is needed.
+        report: the errors behind the rules.
+    """
+
+    rules: dict[Any, str]
+    report: SuggestionReport
 
 
 def _search(sites: Sequence[OpSite], error: Callable[[frozenset[Any]], float], tol: float) -> tuple[list[Any], float]:
@@ -136,14 +204,10 @@ def _search(sites: Sequence[OpSite], error: Callable[[frozenset[Any]], float], t
 
 def _candidates(sites: Iterable[OpSite]) -> list[Any]:
     """Returns the modules of the sites, as patterns, and their primitives, except those that only move values."""
-    modules = {site.module: None for site in sites if site.module}
-    names = {site.primitive: None for site in sites if site.primitive in _PRIMITIVES}
-    return [*modules, *(_PRIMITIVES[name] for name in names if not _moves_values(name))]
-
-
-def _moves_values(name: str) -> bool:
-    rule = RULES[name]
-    return isinstance(rule, Rule) and rule.moves
+    modules = dict.fromkeys(site.module for site in sites if site.module)
+    names = dict.fromkeys(site.primitive for site in sites if site.primitive in _PRIMITIVES)
+    moving = {name for name in names if isinstance(rule := RULES[name], Rule) and rule.moves}
+    return [*modules, *(_PRIMITIVES[name] for name in names if name not in moving)]
 
 
 def _cost(key: Any, sites: Sequence[OpSite]) -> tuple[int, int]:

@@ -1,0 +1,118 @@
+"""What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
+
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jmp_amp._jaxpr import Frame, frames_of, is_backward, is_recomputed, scope_path
+
+_KERNELS = str(pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels") + os.sep
+_SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
+
+
+def check_callable(fun: Any, name: str) -> None:
+    """Raises `TypeError` if `fun`, the first argument of the tool `name`, is not callable."""
+    if not callable(fun):
+        raise TypeError(f"`{name}` takes a function, got {type(fun).__name__}")
+
+
+def check_without_autocast(fun: Any, name: str, cure: str = "") -> None:
+    """Raises `TypeError` if `fun` is not callable, or is already under `autocast`."""
+    check_callable(fun, name)
+    if hasattr(fun, "autocast_of"):
+        raise TypeError(f"`fun` is already under `autocast`; pass the function without it to `{name}`{cure}")
+
+
+def check_concrete(arguments: Any, name: str, cure: str = "call it on concrete arguments") -> None:
+    """Raises `TypeError` if a leaf of `arguments` is a tracer."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)):
+        raise TypeError(f"`{name}` reads values, so it cannot run inside `jit` or another transformation; {cure}")
+
+
+class Location(NamedTuple):
+    """The position of an equation in the user's code.
+
+    Attributes:
+        source: `file.py:12 (function)`, the innermost line outside of libraries; the innermost line of all if every
+            line belongs to a library, and empty if the equation has no line.
+        library: the innermost line of all, if it differs from `source`; else empty.
+        scope: the named scopes around the equation, such as Flax modules.
+        backward: whether the equation belongs to a backward pass; `source` is then the forward line.
+    """
+
+    source: str
+    library: str
+    scope: str
+    backward: bool
+
+    @property
+    def where(self) -> str:
+        """`at file.py:12 (function)`, or `in the backward pass of file.py:12 (function)`."""
+        return ("in the backward pass of " if self.backward else "at ") + (self.source or "an unknown line")
+
+
+def location_of(eqns: Sequence[JaxprEqn]) -> Location:
+    """Returns the location of the last of `eqns`; the others contain it, outermost first."""
+    scope, backward = "", False
+    frames: list[Frame] = []
+    for eqn in eqns:
+        stack = eqn.source_info.name_stack
+        scope = scope_path(scope, stack)
+        # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
+        backward = not is_recomputed(stack) and (backward or is_backward(stack))
+        # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
+        frames = frames_of(eqn, limit=10_000) or frames
+    outside_libraries = [x for x in frames if not (x.file.startswith(_KERNELS) or _SITE_PACKAGES.match(x.file))]
+    source, innermost = (outside_libraries or frames)[:1], frames[:1]
+    library = innermost if innermost != source else []
+    return Location("".join(map(_format, source)), "".join(map(_format, library)), scope, backward)
+
+
+def _format(frame: Frame) -> str:
+    """Formats a frame; its path is relative to `site-packages` or to the working directory where possible."""
+    path = pathlib.Path(_SITE_PACKAGES.sub("", frame.file))
+    if path.is_relative_to(pathlib.Path.cwd()):
+        path = path.relative_to(pathlib.Path.cwd())
+    return f"{path}:{frame.line} ({frame.function})"
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """Returns the name of the leaf at a key path, such as `layers/0/w`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(leaf)"
+
+
+def module_name(path: tuple[Any, ...]) -> str:
+    """Returns the name of the container of a leaf, such as `layers/0`; a top-level leaf is its own module."""
+    return leaf_name(path[:-1] or path)
+
+
+def flat_on_host(x: Any) -> np.ndarray:
+    """Returns an array as a float64[size] NumPy array."""
+    return np.asarray(jax.device_get(x)).astype(np.float64).ravel()
+
+
+def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str:
+    """Returns rows of equal length as lines with aligned columns.
+
+    Args:
+        rows: the cells, by row.
+        align_right: whether to align all columns but the first to the right, as for numbers.
+    """
+    rows = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligns = "<" + (">" if align_right else "<") * len(widths[1:])
+    form = "  ".join(f"{{:{align}{width}}}" for align, width in zip(aligns, widths, strict=True))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
+
+
+def format_percent(share: float) -> str:
+    """Returns a share in percent; a small positive share is `<0.1%` rather than `0.0%`."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    return "0" if share == 0 else f"{share:.1%}"

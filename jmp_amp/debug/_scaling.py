@@ -1,0 +1,290 @@
+"""`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from jmp_amp._autocast import RULES, OpClass, Rule
+from jmp_amp._calls import transformation
+from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, open_jaxpr, structure_of, trace_call
+from jmp_amp._loss_scale import LossScaleState
+from jmp_amp.debug._report import location_of
+
+_MAX_ERRORS = 5
+_STILL_SCALED = (
+    "the gradients are still scaled here; unscale them first, with `dynamic_loss_scale` around the whole optimizer"
+)
+_NEVER_SCALED = (
+    "the gradients are unscaled twice, or were never scaled by this scale, or a factor comes from the norm of "
+    "gradients that are still scaled; pass `opt_state=opt_state` to `amp.value_and_grad`, unscale once, then clip"
+)
+
+Powers = Sequence[int | Fraction]
+
+
+def _constant_exponent(eqn: JaxprEqn) -> Powers | None:
+    """Returns the exponent of a `pow`, which float32 rounds (1/3); None if it is not a constant."""
+    exponent = eqn.invars[1]
+    return [Fraction(float(exponent.val)).limit_denominator(100)] if isinstance(exponent, Literal) else None
+
+
+# The result has the product of the units of the operands, each to this power.
+_POWERS: Mapping[str, Powers | Callable[[JaxprEqn], Powers | None]] = {
+    **dict.fromkeys(("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"), (1, 1)),
+    "div": (1, -1),
+    "sqrt": (Fraction(1, 2),),
+    "rsqrt": (Fraction(-1, 2),),
+    "cbrt": (Fraction(1, 3),),
+    "square": (2,),
+    "integer_pow": lambda eqn: (eqn.params["y"],),
+    "pow": _constant_exponent,
+}
+
+# The operands have any units, and the result has none.
+_UNITLESS = {"is_finite", "sign", "argmax", "argmin"}
+
+# Each result has the unit of the operand at the same position.
+_PAIRWISE = {"optimization_barrier", "psum", "psum_invariant", "sort", "copy", "split"}
+
+# All operands and the result have one unit, as for the primitives whose `Rule` says `passes_on`.
+_LINEAR = {
+    *("convert_element_type", "reduce_precision", "real", "imag", "conj", "complex", "rem", "nextafter"),
+    *("reduce_sum", "cumsum", "cummax", "cummin", "reduce_window_sum", "top_k"),
+    *("pmax", "pmin", "reduce_scatter", "all_to_all", "eq", "ne", "lt", "le", "gt", "ge"),
+}
+
+# What an error message says of a primitive, if not "applies `primitive` to {}"; `{}` stands for its operands.
+_PREDICATES = {
+    **dict.fromkeys(("add", "add_any"), "adds {}"),
+    "sub": "subtracts {}",
+    "select_n": "selects between {}",
+    **dict.fromkeys(("max", "min", "eq", "ne", "lt", "le", "gt", "ge"), "compares {}"),
+    "clamp": "clips {}",
+    "concatenate": "concatenates {}",
+}
+
+
+@transformation
+def check_loss_scaling(step: Callable) -> Callable[..., None]:
+    """Returns a function that raises if a train step does not scale and unscale its gradients consistently.
+
+    It traces `step` and runs nothing. The check is a dimensional analysis with the loss scale as its unit: the loss has
+    no unit, the scaled loss and its gradients have the unit of the scale, and unscaled gradients have none. Values that
+    are added, compared or selected between must have the same unit; exponentials and logarithms take values without a
+    unit. The check finds these errors, in any optimizer:
+
+    - The loss is not scaled, or scaled by another scale than the one that divides the gradients. If the step uses
+      `dynamic_loss_scale`, tracing the step already raises for this.
+    - The gradients are unscaled twice, in part, or not at all, before they reach the optimizer state or the parameters.
+    - The gradients are clipped, or weight decay or noise is added, while they are scaled.
+
+    Args:
+        step: the train step, jitted or not. Its arguments contain the loss scale, as the state of `dynamic_loss_scale`
+            or as a `LossScaleState`.
+
+    Returns:
+        A function with the signature of `step` that returns None. Its array arguments may be `jax.ShapeDtypeStruct`.
+
+    Raises:
+        TypeError: `step` is not callable.
+        ValueError: the returned function found an error, and names its lines; or its arguments contain no loss scale.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import jmp_amp as amp
+        >>> tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+        >>> def step(params, state, decay=0.0):
+        ...     scale = amp.get_loss_scale(state)
+        ...     loss, grads = amp.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=scale)(params)
+        ...     grads = grads + decay * params if decay else grads
+        ...     updates, state = tx.update(grads, state, params)
+        ...     return optax.apply_updates(params, updates), state, loss
+        >>> params = jnp.ones(3)
+        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params))
+        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params), decay=0.1)
+        Traceback (most recent call last):
+          ...
+        ValueError: `step` does not scale and unscale its gradients consistently:
+        - at ... (step), the program adds a value multiplied by the loss scale and an unscaled value: the ...
+
+    References:
+        torch's `GradScaler` records a stage for each optimizer, and raises if `unscale_` is called twice.
+    """
+    if not callable(step):
+        raise TypeError(f"`step` must be a function, got {type(step).__name__}")
+
+    @functools.wraps(step, updated=())
+    def check(*args: Any, **kwargs: Any) -> None:
+        program, arrays, _ = trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
+        # The loss scale of each `LossScaleState`, by its position among the arrays.
+        states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
+        found = [jax.tree.leaves(x.loss_scale)[0] for x in states if isinstance(x, LossScaleState)]
+        scales = [i for i, x in enumerate(arrays) if any(x is scale for scale in found)]
+        if not scales:
+            raise ValueError(
+                "the arguments contain no loss scale; pass the state of `dynamic_loss_scale`, or a `LossScaleState`"
+            )
+        errors = UnitChecker(scales).errors(program)
+        if errors:
+            lines = "\n".join(f"- {error}" for error in errors[:_MAX_ERRORS])
+            raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
+
+    return check
+
+
+class Unit(NamedTuple):
+    """The power of each loss scale that multiplies a value.
+
+    Attributes:
+        powers: the power of each loss scale; all 0 for an unscaled value.
+        is_data_free: whether the value was computed from loss scales and constants alone. Such a value is compatible
+            with every unit.
+    """
+
+    powers: tuple[Fraction, ...]
+    is_data_free: bool = False
+
+
+# None is the unit of constants that contain only 0, infinities and NaN; it is compatible with every unit.
+OptionalUnit = Unit | None
+
+
+class UnitChecker:
+    """Infers the unit of each value of a program and collects an error for each equation with incompatible units.
+
+    Attributes:
+        scales: the indices of the program's inputs that are loss scales.
+    """
+
+    def __init__(self, scales: Sequence[int]) -> None:
+        self.scales = scales
+        self._errors: dict[str, None] = {}
+
+    def errors(self, program: Any) -> list[str]:
+        """Returns the errors of a closed jaxpr, in the order of its equations."""
+        inputs = [self._unscaled()] * len(open_jaxpr(program)[0].invars)
+        for k, i in enumerate(self.scales):
+            inputs[i] = Unit(tuple(Fraction(int(j == k)) for j in range(len(self.scales))), is_data_free=True)
+        self._infer(program, inputs, ())
+        return list(self._errors)
+
+    def _unscaled(self, *, is_data_free: bool = False) -> Unit:
+        return Unit((Fraction(0),) * len(self.scales), is_data_free)
+
+    def _infer(self, jaxpr: Any, inputs: Sequence[OptionalUnit], outer: tuple[JaxprEqn, ...]) -> list[OptionalUnit]:
+        """Returns the units of the results of a jaxpr that the equations `outer` contain."""
+
+        def apply(eqn: JaxprEqn, operands: list[OptionalUnit]) -> list[OptionalUnit]:
+            units = self._infer_equation(eqn, operands, (*outer, eqn))
+            return [unit if is_inexact(var) else self._unscaled() for unit, var in zip(units, eqn.outvars, strict=True)]
+
+        return evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
+
+    def _constant(self, x: Any) -> OptionalUnit:
+        if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return self._unscaled(is_data_free=True)
+        values = np.asarray(x).ravel().astype(np.complex128)
+        return None if np.all((values == 0) | ~np.isfinite(values)) else self._unscaled(is_data_free=True)
+
+    def _infer_equation(
+        self, eqn: JaxprEqn, operands: list[OptionalUnit], path: tuple[JaxprEqn, ...]
+    ) -> list[OptionalUnit]:
+        name, found = eqn.primitive.name, RULES.get(eqn.primitive.name)
+        rule = found if isinstance(found, Rule | None) else found(eqn.params, [atom.aval for atom in eqn.invars])
+        # A linear solve counts as one op: its result is linear in the right-hand side, however it iterates.
+        match None if rule and rule.reads else structure_of(eqn):
+            case Call(jaxpr, inputs):
+                return self._infer(jaxpr, [operands[i] for i in inputs], path)
+            case Branches(jaxprs, inputs):
+                branches = [self._infer(jaxpr, [operands[i] for i in inputs], path) for jaxpr in jaxprs]
+                predicate = "returns from different branches"
+                return [self._unify(units, path, predicate) for units in zip(*branches, strict=True)]
+            case Loop() as loop:
+                return self._infer_loop(loop, operands, path)
+        if name in _PAIRWISE and len(operands) == len(eqn.outvars):
+            return operands
+        units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if is_inexact(atom)]
+        return [self._infer_op(eqn, rule, units, path)] * len(eqn.outvars)
+
+    def _infer_op(
+        self, eqn: JaxprEqn, rule: Rule | None, units: list[OptionalUnit], path: tuple[JaxprEqn, ...]
+    ) -> OptionalUnit:
+        name = eqn.primitive.name
+        unscaled = self._unscaled(is_data_free=bool(units) and all(unit is None or unit.is_data_free for unit in units))
+        if not units or name in _UNITLESS:
+            return unscaled
+        powers = _POWERS.get(name)
+        powers = powers(eqn) if callable(powers) else powers
+        if powers is not None:
+            return _product(list(zip(units, powers, strict=False)))
+        if name == "select_n":  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
+            units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
+        predicate = _PREDICATES.get(name, f"applies `{name}` to {{}}")
+        if name in _LINEAR or (rule is not None and rule.passes_on):
+            return self._unify(units, path, predicate)
+        scaled = [unit for unit in units if unit and any(unit.powers)]
+        if scaled and (rule is None or rule.op_class is OpClass.ORIGINAL):
+            return scaled[0]  # a solver or a kernel, which may be linear in this operand
+        if scaled and not unscaled.is_data_free:
+            self._add_error(path, predicate, scaled[0])
+        return unscaled
+
+    def _unify(self, units: Sequence[OptionalUnit], path: tuple[JaxprEqn, ...], predicate: str) -> OptionalUnit:
+        """Returns the common unit of several values; adds an error if they are incompatible."""
+        known = [unit for unit in units if unit is not None]
+        if not known:
+            return None
+        different = {unit.powers for unit in known}
+        is_data_free = all(unit.is_data_free for unit in known)
+        if len(different) > 1 and not is_data_free:
+            scaled, *_, other = sorted(known, key=lambda unit: not any(unit.powers))
+            self._add_error(path, predicate, scaled, other)
+        return Unit(max(different), is_data_free)
+
+    def _add_error(self, path: tuple[JaxprEqn, ...], predicate: str, *units: Unit) -> None:
+        cure = _STILL_SCALED if sum(units[0].powers) > 0 else _NEVER_SCALED
+        predicate = predicate.format(" and ".join(map(_describe, units)))
+        self._errors[f"{location_of(path).where}, the program {predicate}: {cure}"] = None
+
+    def _infer_loop(self, loop: Loop, operands: list[OptionalUnit], path: tuple[JaxprEqn, ...]) -> list[OptionalUnit]:
+        consts, carry, xs = operands[loop.consts], operands[loop.carry], operands[loop.xs]
+        while True:  # a carry that starts as zeros takes the unit that the body returns
+            errors_before = dict(self._errors)
+            outs = self._infer(loop.body, [*consts, *carry, *xs], path)
+            new = [_join_carry(init, out) for init, out in zip(carry, outs[: loop.n_carry], strict=True)]
+            if new == carry:
+                break
+            carry, self._errors = new, errors_before
+        predicate = "carries {} through a loop"
+        results = [self._unify(units, path, predicate) for units in zip(carry, outs[: loop.n_carry], strict=True)]
+        return [*results, *outs[loop.n_carry :]]
+
+
+def _product(factors: Sequence[tuple[OptionalUnit, int | Fraction]]) -> OptionalUnit:
+    """Returns the unit of a product of values, each to a power."""
+    known = [(unit, power) for unit, power in factors if unit is not None]
+    if len(known) < len(factors):
+        return None
+    powers = zip(*([p * power for p in unit.powers] for unit, power in known), strict=True)
+    return Unit(tuple(sum(of_scale, Fraction(0)) for of_scale in powers), all(unit.is_data_free for unit, _ in known))
+
+
+def _join_carry(init: OptionalUnit, out: OptionalUnit) -> OptionalUnit:
+    """Returns the unit of a carry, from its initial unit and the unit that the body returns."""
+    if init is None or out is None:
+        return init or out
+    return init._replace(is_data_free=init.is_data_free and out.is_data_free)
+
+
+def _describe(unit: Unit) -> str:
+    power = next(filter(None, unit.powers), 0)
+    if abs(power) not in (0, 1):
+        return f"a value multiplied by the loss scale to the power {power}"
+    verb = "multiplied" if power > 0 else "divided"
+    return f"a value {verb} by the loss scale" if power else "an unscaled value"
