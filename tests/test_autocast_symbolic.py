@@ -78,7 +78,7 @@ def with_gradients(fun, args):
     return jax.value_and_grad(loss, argnums=floating, has_aux=True)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("fun", "args", "backward"), [*cases()])
 def test_an_exported_program_of_any_batch_size_is_the_program_of_each(fun, args, backward):
     params, *data = args
