@@ -1,4 +1,4 @@
-"""The layout of the code: where JAX's private names are, and how long files are. `lint-imports` checks the imports."""
+"""The layout of the code: where JAX's private names are. `lint-imports` checks the imports."""
 
 import pathlib
 import subprocess
@@ -27,10 +27,6 @@ print(amp.autocast(lambda x: x @ x.T)(jax.numpy.ones((2, 3))).dtype)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "float32\n"), done.stderr
-
-
-def test_no_file_has_more_than_300_lines():
-    assert {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 300} == {}
 
 
 def test_the_debugging_tools_are_imported_on_first_use():
