@@ -1,6 +1,7 @@
 """Strict settings for every test: no silent dtype or rank promotion, eight simulated CPU devices."""
 
 import collections
+import gc
 import importlib.util
 import os
 import zlib
@@ -10,7 +11,7 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=8"
+    "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,6 +28,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_runtest_setup(item):
     for_gpu = any(map(item.get_closest_marker, ("aot", "gpu")))
     jax.config.update("jax_disable_most_optimizations", not for_gpu)  # there, programs are what is tested
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what was imported lives to the end, so that collecting garbage need not visit it
+    gc.set_threshold(10_000, 20, 20)  # nor every few functions that are traced
 
 
 def pytest_addoption(parser):

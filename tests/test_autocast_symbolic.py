@@ -52,16 +52,17 @@ FORWARD_ONLY = {"while loop", "while loop that ends by a float"}
 
 
 def cases():
-    for name, (fun, x) in OWN.items():
-        yield pytest.param(fun, (WEIGHTS, x), True, id=name)
+    """Functions that make a program and its arguments, since to make them takes time, and whether it has a gradient."""
+    for name, case in OWN.items():
+        yield pytest.param(lambda case=case: (case[0], (WEIGHTS, case[1])), True, id=name)
     for name, fun in CONTROL_FLOW.items():
         if name != "shard_map":
-            yield pytest.param(lambda _, x, fun=fun: fun(x), (0.0, X), name in {*BACKWARD, "custom_jvp"}, id=name)
+            backward = name in {*BACKWARD, "custom_jvp"}
+            yield pytest.param(lambda fun=fun: (lambda _, x: fun(x), (0.0, X)), backward, id=name)
     for name, program in programs.PROGRAMS.items():
         if name not in FIXED and program.group not in {*MANY_ROWS, "frameworks"}:  # which need not be there
-            fun, args = program.make()
             backward = name not in FORWARD_ONLY and program.group != "loops that end by a float"
-            yield pytest.param(fun, args, backward, id=f"{program.group}: {name}")
+            yield pytest.param(program.make, backward, id=f"{program.group}: {name}")
 
 
 def with_gradients(fun, args):
@@ -78,9 +79,10 @@ def with_gradients(fun, args):
     return jax.value_and_grad(loss, argnums=floating, has_aux=True)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize(("fun", "args", "backward"), [*cases()])
-def test_an_exported_program_of_any_batch_size_is_the_program_of_each(fun, args, backward):
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize(("make", "backward"), [*cases()])
+def test_an_exported_program_of_any_batch_size_is_the_program_of_each(make, backward):
+    fun, args = make()
     params, *data = args
     (batch,) = export.symbolic_shape("batch")
     shapes = [

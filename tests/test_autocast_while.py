@@ -22,7 +22,7 @@ HERE = pathlib.Path(__file__).parent
 X, W = jnp.ones((4, 4)) / 4, jnp.eye(4) / 2
 
 
-@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("low", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_loops_that_settle_to_1e_5_end_where_they_do_without_autocast(low):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(HERE / "while_worker.py"), low]

@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("users_code")
 pytest.importorskip("sklearn", reason="the examples train on scikit-learn's digits")
-EXAMPLES = {  # what an example needs, and how far the scores of float16 may be from those of float32 after 20 steps
+EXAMPLES = {  # what an example needs, and how far the scores of float16 may be from those of float32 after 10 steps
     "cnn_flax_nnx": ("flax", {"accuracy": 0.03}),
     "transformer_flax_linen": ("flax", {"val_loss": 0.02}),
     "vit_equinox": ("equinox", {"accuracy": 0.03}),
@@ -26,7 +26,7 @@ def run(name, library, *argv):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_float16_scores_as_float32_does(name, tmp_path, capsys):
     library, tolerances = EXAMPLES[name]
-    scores = run(name, library, "--steps", "20", "--out", str(tmp_path))
+    scores = run(name, library, "--steps", "10", "--out", str(tmp_path))
     assert scores["float32"].keys() == scores["float16"].keys() == tolerances.keys()
     for score, tolerance in tolerances.items():
         assert scores["float16"][score] == pytest.approx(scores["float32"][score], abs=tolerance)

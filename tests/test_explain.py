@@ -234,9 +234,9 @@ def test_shapes_are_enough_and_nothing_is_compiled_or_run():
     assert [row.compute for row in report.select(primitive="dot_general").rows] == [F16, F16, F16]
 
 
-def test_twelve_layers_take_little_more_than_their_tracing():
-    """Half a second on a quiet machine; measured against the tracing, which load slows as much."""
-    loss_fn, args = gpt_case(None, layers=12)
+def test_six_layers_take_little_more_than_their_tracing():
+    """Measured against the tracing, which load slows as much."""
+    loss_fn, args = gpt_case(None, layers=6)
 
     def seconds(fun):
         start = time.process_time()

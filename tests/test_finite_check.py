@@ -156,7 +156,7 @@ def test_values_are_rounded_once_and_the_sum_is_that_of_float64(way):
     sizes = [1, 7, 8, 9, 127, 128, 129, 255, 1000, 1023, 1024, 1025, block - 1, block, block + 1, 2 * block + 129]
     shapes = [*((size,) for size in sizes), (), (3, 1, 5), (33, 5), (0,), (0, 3)]
     tree = {f"{k}": normal(shape, READ[k % 3], seed=k) for k, shape in enumerate(shapes)}
-    assert_right(way, tree, 1 / 3)
+    assert_unscaled(program(way, jnp.float32), tree, 1 / 3)
 
 
 PAIRS = [(7777 * 77, 555 * 555), (777, 555), (555, 65537), (65537, 555), (555, 65536), (33333, 555)]
@@ -269,8 +269,8 @@ def test_one_bad_element_is_found_wherever_it_is_and_all_others_are_written(way)
     for name, (_, _, positions) in leaves.items():
         for position in positions:
             spoilt = tree | {name: with_value(tree[name], position, next(bad))}
-            assert_is(check(way, spoilt, 0.5), False, np.nan)
             assert_unscaled(program(way, jnp.float32), spoilt, 0.5)
+        assert_is(check(way, spoilt, 0.5), False, np.nan)  # without results, the same kernel reads the last element
 
 
 def with_value(x, position, value):

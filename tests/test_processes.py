@@ -70,7 +70,9 @@ def test_two_processes_train_as_one_device_does_and_skip_the_overflow_of_one(tmp
                 jax.tree.map(close, {name: np.float32(p) for name, p in mine["params"][step].items()}, params)
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["coordinator", "other"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(0, id="coordinator"), pytest.param(1, id="other", marks=pytest.mark.slow)]
+)
 def test_when_one_process_dies_the_other_fails_and_does_not_hang(killed, tmp_path):
     steps = tmp_path / f"{killed}.out"
     with two_processes(tmp_path, "endless") as processes:

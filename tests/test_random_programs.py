@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.sweep(77),
     pytest.mark.filterwarnings("ignore:autocast has no rule for `custom_vmap_call`"),
 ]
-SEEDS = range(2000)
+SEEDS = range(1000)
 
 
 # An evaluator of jaxprs that runs op by op, since programs take longer to compile than to run.

@@ -18,7 +18,7 @@ import pytest
 import jmp_amp as amp
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-TINY = "--dim 16 --layers 2 --context 16 --batch 8 --steps 30 --lr 1e-2 --init-scale 1024"
+TINY = "--dim 16 --layers 1 --context 16 --batch 8 --steps 30 --lr 1e-2 --init-scale 1024"
 
 
 def load_example() -> ModuleType:
@@ -99,6 +99,7 @@ def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys):
     assert "…" not in output.partition("Wrote")[0]
 
 
+@pytest.mark.slow
 def test_float8_trains_in_the_layers_alone(example, tmp_path, monkeypatch):
     monkeypatch.setenv("JMP_AMP_EMULATE_FLOAT8", "")
     monkeypatch.delenv("JMP_AMP_EMULATE_FLOAT8")  # the example sets it, until the test ends
