@@ -1,10 +1,15 @@
 """The layout of the code: where JAX's private names are, and what is imported when."""
 
+import ast
 import pathlib
+import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend.core import JaxprEqn
 
 import jmp_amp
 
@@ -12,9 +17,56 @@ ROOT = pathlib.Path(jmp_amp.__file__).parent
 FILES = [*ROOT.rglob("*.py"), *(ROOT.parent / "pallas_kernels").rglob("*.py")]
 
 
-def test_private_names_of_jax_are_in_one_file_of_each_package():
-    named = {path.relative_to(ROOT.parent).as_posix() for path in FILES if "jax._src" in path.read_text()}
-    assert named <= {"jmp_amp/_jaxpr/_versions.py", "pallas_kernels/_compat.py"}
+KNOWS_JAX = {"jmp_amp/_jaxpr/_versions.py", "pallas_kernels/_compat.py"}
+PUBLIC_MODULES = re.compile(
+    r"jax(\.(numpy|lax|typing|stages|tree|tree_util|random|custom_derivatives|ad_checkpoint|sharding|dtypes|core"
+    r"|extend(\.\w+)*|experimental(\.\w+)*|interpreters))?"
+)
+
+
+def private_attributes():
+    """The attributes of the objects that JAX keeps to itself, and that no public object of JAX or Python has."""
+    from jax._src import core
+    from jax._src.interpreters import mlir, partial_eval
+
+    private = [partial_eval.DynamicJaxprTracer, partial_eval.TracingEqn, mlir.LoweringRuleContext, mlir.ModuleContext]
+    private += [core.Trace, partial_eval.JaxprTrace]
+    public = [
+        jax.Array,
+        type(jnp.zeros(())),
+        jax.ShapeDtypeStruct,
+        JaxprEqn,
+        jax.core.ShapedArray,
+        core.Var,
+        core.Literal,
+        dict,
+        list,
+        str,
+    ]
+    names = {name for cls in private for name in (*dir(cls), *getattr(cls, "__annotations__", ()), *slots(cls))}
+    return names - {name for cls in public for name in (*dir(cls), *slots(cls))} - OF_BOTH
+
+
+def slots(cls):
+    return [name for base in cls.__mro__ for name in getattr(base, "__slots__", ())]
+
+
+# JAX documents `avals_in` and `replace` of the context of a lowering rule; the others are names of this package, too.
+OF_BOTH = {"replace", "ctx", "val", "main", "name_stack", "source_info", "module", "platforms", "avals_in"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT.parent).as_posix())
+def test_jaxs_internals_are_named_in_one_file_of_each_package(path):
+    if path.relative_to(ROOT.parent).as_posix() in KNOWS_JAX:
+        return
+    tree = ast.parse(path.read_text())
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imported += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    of_jax = [name for name in imported if name.split(".")[0] in ("jax", "jaxlib")]
+    assert [name for name in of_jax if not PUBLIC_MODULES.fullmatch(name)] == []
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert attributes & private_attributes() - defined == set()
 
 
 def test_a_private_name_that_jax_moves_does_not_break_the_import():

@@ -3,14 +3,13 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp._autocast._higher_order import plan_higher_order
-from jmp_amp._autocast._nnx import with_modules
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
@@ -19,6 +18,7 @@ from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import transformation
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._jaxpr import HIGHER_ORDER, as_type, marked, open_jaxpr, trace_call
+from jmp_amp._modules import with_modules
 from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
 from jmp_amp._trees import cast_floating
 
@@ -93,30 +93,21 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class _Options(TypedDict, total=False):
+    policy: Policy | str | None
+    rules: Mapping[Any, Any] | None
+    save: str
+    weight_grad_dtype: Any
+    residual_stream: str
+    enabled: bool
+
+
 @overload
 def autocast(
-    fun: None = None,
-    dtype: Any = ...,
-    *,
-    policy: Policy | str | None = ...,
-    rules: Mapping[Any, Any] | None = ...,
-    save: str = ...,
-    weight_grad_dtype: Any = ...,
-    residual_stream: str = ...,
-    enabled: bool = ...,
+    fun: None = None, dtype: Any = ..., **options: Unpack[_Options]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 @overload
-def autocast(
-    fun: Callable[P, R],
-    dtype: Any = ...,
-    *,
-    policy: Policy | str | None = ...,
-    rules: Mapping[Any, Any] | None = ...,
-    save: str = ...,
-    weight_grad_dtype: Any = ...,
-    residual_stream: str = ...,
-    enabled: bool = ...,
-) -> Callable[P, R]: ...
+def autocast(fun: Callable[P, R], dtype: Any = ..., **options: Unpack[_Options]) -> Callable[P, R]: ...
 @transformation
 def autocast(
     fun: Callable | None = None,

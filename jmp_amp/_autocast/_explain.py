@@ -11,7 +11,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
-from jmp_amp._autocast._nnx import unbound
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
@@ -35,6 +34,7 @@ from jmp_amp._jaxpr import (
     shape_of,
     split_arrays,
 )
+from jmp_amp._modules import unbound
 
 
 class OpSite(NamedTuple):
@@ -261,14 +261,13 @@ def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite
     outputs = [dtype_of(var) for var in eqn.outvars if is_floating(var)]
     if not outputs or holds_jaxprs(eqn):
         return None
-    avals = [atom.aval for atom in eqn.invars]
     inputs = [dtype_of(atom) for atom in eqn.invars if is_floating(atom)]
     return OpSite(
         "recomputed" if is_recomputed(provenance.stack) else "backward",
         provenance.module,
         provenance.source,
         eqn.primitive.name,
-        planner.rule(eqn.primitive, eqn.params, avals).op_class.value,
+        planner.rule_of(eqn).op_class.value,
         "derivative",
         tuple(map(str, inputs)),
         _computed_in(eqn, inputs or outputs),

@@ -24,6 +24,7 @@ from jmp_amp._jaxpr import (
     Body,
     apply,
     aval_with,
+    call_of,
     context_of,
     dtype_of,
     evaluate_steps,
@@ -273,8 +274,7 @@ def _call(step: Step) -> tuple[Any, ...] | None:
     """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
     if not isinstance(step.run, Op) or step.eqn.effects or not _is_hashable(step.run):
         return None
-    source = step.eqn.source_info
-    return source.traceback, source.name_stack, step.eqn.ctx
+    return call_of(step.eqn)
 
 
 def _is_hashable(x: Any) -> bool:

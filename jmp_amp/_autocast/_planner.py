@@ -14,7 +14,7 @@ from jmp_amp._autocast._decide import Context, decide, params_for, results
 from jmp_amp._autocast._known import Knowledge, Whole
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
-from jmp_amp._autocast._primitives import ORIGINAL, Facts, OpClass, Reads, Rule, Rules
+from jmp_amp._autocast._primitives import Facts, OpClass, Reads, Rule, Rules, find_rule, rule_of
 from jmp_amp._autocast._readers import Readers, why
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
@@ -74,14 +74,9 @@ class Planner:
         """Describes the constants of an open jaxpr, and reads them only once."""
         return self._constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
 
-    def rule(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
-        """Returns the rule for a first-order op."""
-        rule = self._rules.get(primitive.name, ORIGINAL)
-        return rule if isinstance(rule, Rule) else rule(params, avals)
-
     def rule_of(self, eqn: JaxprEqn) -> Rule:
         """Returns the rule for a first-order equation."""
-        return self.rule(eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars])
+        return rule_of(eqn, self._rules)
 
     def facts_of(self, jaxpr: Jaxpr) -> list[Facts]:
         """Returns the facts of each equation of an open jaxpr."""
@@ -132,7 +127,7 @@ class Planner:
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
         if primitive.name not in self._rules:
             return any(jnp.issubdtype(dtype, jnp.floating) for dtype in filter(None, map(dtype_of_aval, avals)))
-        return self.rule(primitive, params, avals).costly
+        return find_rule(primitive, params, avals, self._rules).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Primitive, Var
 
 from jmp_amp._autocast._shapes import (
     Axes,
@@ -98,6 +98,8 @@ class Rule(NamedTuple):
         move_axes: for an op that moves elements, how it moves the axes of an operand.
         takes: the op takes some elements of an array, such as a diagonal.
         makes_gates: `f(z)` is a gate, as `exp(-z)`.
+        keeps_unit: its operands and results have one physical unit, although it does not pass elements on.
+        drops_unit: its operands may have any unit, and its results have none.
     """
 
     op_class: OpClass
@@ -114,6 +116,8 @@ class Rule(NamedTuple):
     move_axes: MoveAxes = same_axes
     takes: bool = False
     makes_gates: bool = False
+    keeps_unit: bool = False
+    drops_unit: bool = False
 
     @property
     def moves(self) -> bool:
@@ -205,7 +209,7 @@ _OUTER_PRODUCT = Rule(OpClass.PROMOTE, Makes.OUTER_PRODUCT, dtype_params=("prefe
 _SCATTER = Rule(OpClass.PROMOTE, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
 _SCATTER_SUM = Rule(OpClass.FULL, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
 _WINDOW = Rule(OpClass.FOLLOW, stores=True)
-_COMPARE = Rule(OpClass.PROMOTE, fuses=True)
+_COMPARE = Rule(OpClass.PROMOTE, fuses=True, keeps_unit=True)
 _CHOOSE_OF = Rule(OpClass.PROMOTE, Makes.CHOSEN, fuses=True)
 _SELECT = Rule(OpClass.PROMOTE, Makes.SELECTED, fuses=True)
 _ADD = Rule(OpClass.PROMOTE, Makes.SUM, fuses=True, fold=lambda _, x, y: x + y)
@@ -340,7 +344,8 @@ RULES: Rules = _table(
         "clamp": _CHOOSE_OF,
         "select_n": _SELECT,
         "eq ne lt le gt ge": _COMPARE,
-        "rem atan2 nextafter": _PROMOTE,
+        "rem nextafter": _PROMOTE._replace(keeps_unit=True),
+        "atan2": _PROMOTE,
         "scatter scatter-min scatter-max": _SCATTER,
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _UPDATE,
         "concatenate pad": _JOIN._replace(move_axes=no_axes),
@@ -350,14 +355,18 @@ RULES: Rules = _table(
         "abs": _CHOOSE._replace(fold=lambda _, x: np.abs(x)),
         "reduce_max reduce_min": _CHOOSE,
         "square": _SQUARE,
-        "sign one_minus_square is_finite": _ELEMENTWISE,
+        "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
+        "one_minus_square": _ELEMENTWISE,
         "sin cos": _ANGLE,
         "sqrt": _ROOT,
-        "floor ceil round cbrt tanh logistic erf erfc": _ELEMENTWISE,
-        "argmax argmin cummax cummin sort top_k approx_top_k": _FOLLOW,
+        "cbrt": _ELEMENTWISE._replace(power=1 / 3),
+        "floor ceil round tanh logistic erf erfc": _ELEMENTWISE,
+        "argmax argmin": _FOLLOW._replace(drops_unit=True),
+        "cummax cummin sort top_k": _FOLLOW._replace(keeps_unit=True),
+        "approx_top_k": _FOLLOW,
         "reduce_window_max reduce_window_min": _WINDOW,
         "psum psum_invariant": _FOLLOW._replace(makes=Makes.TOTAL),
-        "pmax pmin reduce_scatter all_to_all": _FOLLOW,
+        "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
         "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=broadcast_axes),
@@ -375,10 +384,22 @@ RULES: Rules = _table(
         "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
         "fft ffi_call pallas_call float8_dot_general": _COSTLY,
         # Bits, complex numbers, and reductions by any function.
-        "bitcast_convert_type reduce_precision complex conj imag real": ORIGINAL,
+        "bitcast_convert_type": ORIGINAL,
+        "reduce_precision complex conj imag real": ORIGINAL._replace(keeps_unit=True),
         "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
     }
 )
+
+
+def rule_of(eqn: JaxprEqn, rules: Rules = RULES) -> Rule:
+    """Returns the rule for a first-order equation."""
+    return find_rule(eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars], rules)
+
+
+def find_rule(primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any], rules: Rules) -> Rule:
+    """Returns the rule for a first-order op, from its parameters and the types of its operands."""
+    rule = rules.get(primitive.name, ORIGINAL)
+    return rule if isinstance(rule, Rule) else rule(params, avals)
 
 
 class Facts(NamedTuple):

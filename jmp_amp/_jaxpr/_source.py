@@ -1,7 +1,7 @@
 """Where an equation comes from: the lines and the named scopes of the user, and the marks of this package."""
 
 import functools
-import os
+import pathlib
 import re
 import sys
 from collections.abc import Iterator
@@ -12,9 +12,12 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._jaxpr._structures import inner_jaxprs
-from jmp_amp._jaxpr._versions import open_jaxpr
+from jmp_amp._jaxpr._versions import is_of_derivative, open_jaxpr, scopes_of
 
 _FRAME = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)")
+
+
+_SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
 
 
 class Frame(NamedTuple):
@@ -23,6 +26,18 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether it is in an installed package."""
+        return _SITE_PACKAGES.match(self.file) is not None
+
+    def __str__(self) -> str:
+        """Returns `train.py:12 (loss_fn)`; the path is relative to `site-packages` or to the working directory."""
+        path = pathlib.Path(_SITE_PACKAGES.sub("", self.file))
+        if path.is_relative_to(pathlib.Path.cwd()):
+            path = path.relative_to(pathlib.Path.cwd())
+        return f"{path}:{self.line} ({self.function})"
 
 
 def frames_of(eqn: JaxprEqn, limit: int = 1) -> list[Frame]:
@@ -55,16 +70,6 @@ def _cell_name(file: str) -> str:
 _PREFIX = "jmp_amp:"  # not to be used in a scope of the user
 _MARK = re.compile(rf"(?<![^/(]){_PREFIX}(\w+)(?![^/)])")  # a whole scope, in `jvp(...)` or not
 
-_TRANSFORM = re.compile(r"\w+\(|\)")  # `jvp(encoder)/dense` is `encoder/dense`, differentiated
-
-# An equation that `jax.checkpoint` recomputes or transposes has its path twice, `transpose(jvp(net))/jvp(net)/layer`,
-# in its own name stack or together with that of the equation around it.
-_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
-
-_NO_MODULE = re.compile(
-    rf"^$|->|^checkpoint$|^rematted_computation$|^{_PREFIX}\w+$"
-)  # `->` is in the name of an einsum
-
 
 def marked(name: str) -> Any:
     """Returns a context that marks new equations. Tracing and differentiation keep the mark."""
@@ -83,21 +88,9 @@ def scope_path(outer: str, name_stack: Any) -> str:
         outer: the scopes of the jaxpr, such as `"encoder/Dense_0"`.
         name_stack: the name stack of the equation. The result has no marks and no names that JAX adds.
     """
-    stack = _REPEATED.sub("", str(name_stack))
-    names = _TRANSFORM.sub("", stack).split("/")
-    path = "/".join(name for name in names if not _NO_MODULE.search(name))
-    repeats = "jvp(" in stack and f"{path}/".startswith(f"{outer}/")
+    path = "/".join(name for name in scopes_of(name_stack) if not name.startswith(_PREFIX))
+    repeats = is_of_derivative(name_stack) and f"{path}/".startswith(f"{outer}/")
     return path if repeats else f"{outer}/{path}".strip("/")
-
-
-def is_backward(name_stack: Any) -> bool:
-    """Whether an equation is part of a backward pass."""
-    return "transpose(" in str(name_stack)
-
-
-def is_recomputed(name_stack: Any) -> bool:
-    """Whether `jax.checkpoint` made an equation, which computes the forward pass again."""
-    return "rematted_computation" in str(name_stack)
 
 
 class Provenance(NamedTuple):
@@ -120,17 +113,11 @@ class Provenance(NamedTuple):
         # What JAX traced once for all its callers has no source of its own.
         names = eqn.source_info.name_stack
         frames = frames_of(eqn)
-        source = _shown(frames[0]) if frames else self.source
+        source = str(frames[0]) if frames else self.source
         return Provenance(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
 
 
 TOP = Provenance("", "", "", 1)
-
-
-def _shown(frame: Frame) -> str:
-    """Returns the file, with its folder, the line and the function of a frame."""
-    file = "/".join(frame.file.replace(os.sep, "/").split("/")[-2:])
-    return f"{file}:{frame.line} ({frame.function})"
 
 
 def equations_in(jaxpr: Any, outer: Provenance) -> Iterator[tuple[JaxprEqn, Provenance]]:

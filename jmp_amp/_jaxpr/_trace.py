@@ -4,9 +4,7 @@ import collections
 import contextlib
 import functools
 import inspect
-import re
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -17,7 +15,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._versions import apply, context_of, is_constant, is_users_file, open_jaxpr, parent_of, source_of
+from jmp_amp._jaxpr._versions import (
+    apply,
+    context_of,
+    is_constant,
+    open_jaxpr,
+    parent_of,
+    source_of,
+    tracers_read,
+)
 
 
 def dtype_of(atom: Any) -> Any:
@@ -250,7 +256,7 @@ def tracers_behind(*tracers: Any, enters: Callable[[Any], bool] = lambda eqn: Tr
         eqn = parent_of(tracer)
         if eqn is not None and id(eqn) not in seen:
             seen.add(id(eqn))
-            waiting.extend(eqn.in_tracers if enters(eqn) else ())
+            waiting.extend(tracers_read(eqn) if enters(eqn) else ())
 
 
 def equations_behind(x: Any) -> Iterable[Any]:
@@ -259,7 +265,7 @@ def equations_behind(x: Any) -> Iterable[Any]:
     waiting = [source_of(x)]
     while waiting:
         eqn = parent_of(waiting[-1])
-        operands = [] if eqn is None or id(eqn) in eqns else map(source_of, eqn.in_tracers)
+        operands = [] if eqn is None or id(eqn) in eqns else map(source_of, tracers_read(eqn))
         missing = [y for y in operands if (parent := parent_of(y)) is not None and id(parent) not in eqns]
         waiting.extend(missing)
         if not missing:
@@ -267,21 +273,6 @@ def equations_behind(x: Any) -> Iterable[Any]:
             if eqn is not None:
                 eqns.setdefault(id(eqn), eqn)
     return eqns.values()
-
-
-# Where JAX cannot differentiate an op, and does not raise `NotImplementedError`: a loop, a callback, an FFI call, an op
-# in the forward pass of a `custom_vjp`, a solver without a transpose.
-_NO_DERIVATIVE = re.compile(
-    "Reverse-mode differentiation does not work|callbacks do not support (JVP|transpose)|cannot be differentiated"
-    "|does not support reverse-mode autodiff|can't apply forward-mode autodiff|transpose_solve required"
-)
-
-
-def has_no_derivative(error: Exception) -> bool:
-    """Whether JAX raised an error because it cannot differentiate an op, and not the code that it differentiates."""
-    if any(is_users_file(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
-        return False
-    return isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error)) is not None
 
 
 class Step(Protocol):

@@ -5,6 +5,7 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 
 import contextlib
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -63,6 +64,11 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = map(tuple, eqn.params["ft_in"].unpack())
         return len(consts), len(carry)
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def call_of(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """Returns a key that is equal for the equations that one call in the user's code makes."""
+    return eqn.source_info.traceback, eqn.source_info.name_stack, eqn.ctx
 
 
 @contextlib.contextmanager
@@ -197,6 +203,11 @@ def parent_of(tracer: Any) -> Any:
     return getattr(tracer, "parent", None)
 
 
+def tracers_read(eqn: Any) -> Sequence[Any]:
+    """Returns the tracers that the equation of a tracer reads; see `parent_of`."""
+    return eqn.in_tracers
+
+
 def source_of(tracer: Any) -> Any:
     """Returns the value of an outer function that a tracer stands for, if the traced function closes over one."""
     return tracer.get_referent() if hasattr(tracer, "parent") else tracer
@@ -279,3 +290,49 @@ def lowered_once(ctx: Any, key: Any, lower: Callable[[], Any]) -> Any:
     if key not in cache or cache[key][0] != block:  # a value of another block may not be visible here
         cache[key] = block, lower()
     return cache[key][1]
+
+
+# Where JAX cannot differentiate an op, and does not raise `NotImplementedError`: a loop, a callback, an FFI call, an op
+# in the forward pass of a `custom_vjp`, a solver without a transpose.
+_NO_DERIVATIVE = re.compile(
+    "Reverse-mode differentiation does not work|callbacks do not support (JVP|transpose)|cannot be differentiated"
+    "|does not support reverse-mode autodiff|can't apply forward-mode autodiff|transpose_solve required"
+)
+
+
+def has_no_derivative(error: Exception) -> bool:
+    """Whether JAX raised an error because it cannot differentiate an op, and not the code that it differentiates."""
+    if any(is_users_file(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return False
+    return isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error)) is not None
+
+
+# A name stack as text, such as `transpose(jvp(net))/layer`: `jvp(encoder)/dense` is `encoder/dense`, differentiated.
+_TRANSFORM = re.compile(r"\w+\(|\)")
+
+# An equation that `jax.checkpoint` recomputes or transposes has its path twice, `transpose(jvp(net))/jvp(net)/layer`,
+# in its own name stack or together with that of the equation around it.
+_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
+
+_OF_JAX = re.compile(r"^$|->|^checkpoint$|^rematted_computation$")  # `->` is in the name of an einsum
+
+
+def scopes_of(name_stack: Any) -> list[str]:
+    """Returns the named scopes of an equation, the outermost first, without those that JAX adds."""
+    names = _TRANSFORM.sub("", _REPEATED.sub("", str(name_stack))).split("/")
+    return [name for name in names if not _OF_JAX.search(name)]
+
+
+def is_of_derivative(name_stack: Any) -> bool:
+    """Whether an equation is part of a program that JAX differentiates."""
+    return "jvp(" in str(name_stack)
+
+
+def is_backward(name_stack: Any) -> bool:
+    """Whether an equation is part of a backward pass."""
+    return "transpose(" in str(name_stack)
+
+
+def is_recomputed(name_stack: Any) -> bool:
+    """Whether `jax.checkpoint` made an equation, which computes the forward pass again."""
+    return "rematted_computation" in str(name_stack)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._jaxpr import holds_jaxprs, is_inexact
+from jmp_amp._jaxpr import holds_jaxprs, is_inexact, is_of_derivative
 from jmp_amp.debug._evaluation import Evaluation, Node, NonFiniteOp, applies_loss_scale, evaluate_in_float32, is_low
 from jmp_amp.debug._report import location_of
 
@@ -158,7 +158,7 @@ class Diagnosis:
         self.primitive, self.location = eqn.primitive.name, location_of(op.place.eqns)
         self.operands = tuple(x.node.values for x in op.operands if x.node.values.dtype)
         self.node, self.result = out.node, out.node.values
-        self.is_under_grad = any("jvp(" in str(outer.source_info.name_stack) for outer in op.place.eqns)
+        self.is_under_grad = any(is_of_derivative(outer.source_info.name_stack) for outer in op.place.eqns)
 
         values = [x.value for x in op.operands]
         in_float32 = evaluate_in_float32(eqn, values) if is_low(out.value.dtype) else []

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmp_amp._autocast import rule_of
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
     Body,
@@ -28,19 +29,24 @@ from jmp_amp._jaxpr import (
     evaluate,
     holds_jaxprs,
     inner_jaxprs,
+    is_floating,
     is_inexact,
     marks_in,
     open_jaxpr,
+    shape_of,
     structure_of,
     trace,
 )
 from jmp_amp._loss_scale import LOSS_SCALE
 
-# Ops that move or cast the values of their first operand and compute nothing.
-_MOVES = {
-    *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather", "name", "pad"),
-    *("reduce_precision", "reshape", "rev", "slice", "squeeze", "stop_gradient", "transpose"),
-}
+
+def _moves_one_array(eqn: JaxprEqn) -> bool:
+    """Whether an op only moves, pads or casts the elements of its first operand."""
+    rule = rule_of(eqn)
+    arrays = [atom for atom in eqn.invars if is_floating(atom) and shape_of(atom)]
+    is_cast = rule.is_cast or eqn.primitive.name == "reduce_precision"
+    return is_cast or (rule.moves and len(arrays) < 2)
+
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
@@ -133,7 +139,7 @@ class Node:
         self.values, self.eqn, self.operands, self.is_constant = values, eqn, operands, is_constant
         self.primitive = eqn.primitive.name if eqn is not None else ""
         self.constant = values.min if is_constant and values.min == values.max else None
-        is_moved = self.primitive in _MOVES or (eqn is None and len(operands) == 1)
+        is_moved = len(operands) == 1 if eqn is None else _moves_one_array(eqn)
         self.origin: Node = operands[0].origin if operands and is_moved else self
 
     @property

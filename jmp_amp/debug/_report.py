@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._jaxpr import Frame, frames_of, is_backward, is_recomputed, scope_path
 
 _KERNELS = str(pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels") + os.sep
-_SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
 
 
 def check_callable(fun: Any, name: str) -> None:
@@ -68,18 +66,10 @@ def location_of(eqns: Sequence[JaxprEqn]) -> Location:
         backward = not is_recomputed(stack) and (backward or is_backward(stack))
         # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
         frames = frames_of(eqn, limit=10_000) or frames
-    outside_libraries = [x for x in frames if not (x.file.startswith(_KERNELS) or _SITE_PACKAGES.match(x.file))]
+    outside_libraries = [x for x in frames if not (x.file.startswith(_KERNELS) or x.is_of_library)]
     source, innermost = (outside_libraries or frames)[:1], frames[:1]
     library = innermost if innermost != source else []
-    return Location("".join(map(_format, source)), "".join(map(_format, library)), scope, backward)
-
-
-def _format(frame: Frame) -> str:
-    """Formats a frame; its path is relative to `site-packages` or to the working directory where possible."""
-    path = pathlib.Path(_SITE_PACKAGES.sub("", frame.file))
-    if path.is_relative_to(pathlib.Path.cwd()):
-        path = path.relative_to(pathlib.Path.cwd())
-    return f"{path}:{frame.line} ({frame.function})"
+    return Location("".join(map(str, source)), "".join(map(str, library)), scope, backward)
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

@@ -1,7 +1,7 @@
 """`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jmp_amp._autocast import RULES, OpClass, Rule
+from jmp_amp._autocast import Makes, OpClass, Rule, rule_of
 from jmp_amp._calls import transformation
 from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, open_jaxpr, structure_of, trace_call
 from jmp_amp._loss_scale import LossScaleState
@@ -28,36 +28,20 @@ _NEVER_SCALED = (
 Powers = Sequence[int | Fraction]
 
 
-def _constant_exponent(eqn: JaxprEqn) -> Powers | None:
-    """Returns the exponent of a `pow`, which float32 rounds (1/3); None if it is not a constant."""
-    exponent = eqn.invars[1]
-    return [Fraction(float(exponent.val)).limit_denominator(100)] if isinstance(exponent, Literal) else None
+def _powers(eqn: JaxprEqn, rule: Rule) -> Powers | None:
+    """Returns the powers of the units of the operands, whose product is the unit of the result; None if it is not one.
 
+    The exponent of a `pow` counts if it is a constant. float32 rounds 1/3.
+    """
+    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT, Makes.MATRIX_PRODUCT):
+        return 1, 1
+    if rule.makes is Makes.QUOTIENT:
+        return 1, -1
+    power = rule.power
+    if rule.makes is Makes.POWER and power is None and isinstance(eqn.invars[1], Literal):
+        power = float(eqn.invars[1].val)
+    return None if power is None else [Fraction(power).limit_denominator(100)]
 
-# The result has the product of the units of the operands, each to this power.
-_POWERS: Mapping[str, Powers | Callable[[JaxprEqn], Powers | None]] = {
-    **dict.fromkeys(("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"), (1, 1)),
-    "div": (1, -1),
-    "sqrt": (Fraction(1, 2),),
-    "rsqrt": (Fraction(-1, 2),),
-    "cbrt": (Fraction(1, 3),),
-    "square": (2,),
-    "integer_pow": lambda eqn: (eqn.params["y"],),
-    "pow": _constant_exponent,
-}
-
-# The operands have any units, and the result has none.
-_UNITLESS = {"is_finite", "sign", "argmax", "argmin"}
-
-# Each result has the unit of the operand at the same position.
-_PAIRWISE = {"optimization_barrier", "psum", "psum_invariant", "sort", "copy", "split"}
-
-# All operands and the result have one unit, as for the primitives whose `Rule` says `passes_on`.
-_LINEAR = {
-    *("convert_element_type", "reduce_precision", "real", "imag", "conj", "complex", "rem", "nextafter"),
-    *("reduce_sum", "cumsum", "cummax", "cummin", "reduce_window_sum", "top_k"),
-    *("pmax", "pmin", "reduce_scatter", "all_to_all", "eq", "ne", "lt", "le", "gt", "ge"),
-}
 
 # What an error message says of a primitive, if not "applies `primitive` to {}"; `{}` stands for its operands.
 _PREDICATES = {
@@ -195,10 +179,9 @@ class UnitChecker:
     def _infer_equation(
         self, eqn: JaxprEqn, operands: list[OptionalUnit], path: tuple[JaxprEqn, ...]
     ) -> list[OptionalUnit]:
-        name, found = eqn.primitive.name, RULES.get(eqn.primitive.name)
-        rule = found if isinstance(found, Rule | None) else found(eqn.params, [atom.aval for atom in eqn.invars])
+        rule = rule_of(eqn)
         # A linear solve counts as one op: its result is linear in the right-hand side, however it iterates.
-        match None if rule and rule.reads else structure_of(eqn):
+        match None if rule.reads else structure_of(eqn):
             case Call(jaxpr, inputs):
                 return self._infer(jaxpr, [operands[i] for i in inputs], path)
             case Branches(jaxprs, inputs):
@@ -207,29 +190,28 @@ class UnitChecker:
                 return [self._unify(units, path, predicate) for units in zip(*branches, strict=True)]
             case Loop() as loop:
                 return self._infer_loop(loop, operands, path)
-        if name in _PAIRWISE and len(operands) == len(eqn.outvars):
+        if rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1:
             return operands
         units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if is_inexact(atom)]
         return [self._infer_op(eqn, rule, units, path)] * len(eqn.outvars)
 
     def _infer_op(
-        self, eqn: JaxprEqn, rule: Rule | None, units: list[OptionalUnit], path: tuple[JaxprEqn, ...]
+        self, eqn: JaxprEqn, rule: Rule, units: list[OptionalUnit], path: tuple[JaxprEqn, ...]
     ) -> OptionalUnit:
         name = eqn.primitive.name
         unscaled = self._unscaled(is_data_free=bool(units) and all(unit is None or unit.is_data_free for unit in units))
-        if not units or name in _UNITLESS:
+        if not units or rule.drops_unit:
             return unscaled
-        powers = _POWERS.get(name)
-        powers = powers(eqn) if callable(powers) else powers
+        powers = _powers(eqn, rule)
         if powers is not None:
             return _product(list(zip(units, powers, strict=False)))
-        if name == "select_n":  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
+        if rule.makes is Makes.SELECTED:  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
             units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
         predicate = _PREDICATES.get(name, f"applies `{name}` to {{}}")
-        if name in _LINEAR or (rule is not None and rule.passes_on):
+        if rule.passes_on or rule.sums or rule.is_cast or rule.keeps_unit:
             return self._unify(units, path, predicate)
         scaled = [unit for unit in units if unit and any(unit.powers)]
-        if scaled and (rule is None or rule.op_class is OpClass.ORIGINAL):
+        if scaled and rule.op_class is OpClass.ORIGINAL:
             return scaled[0]  # a solver or a kernel, which may be linear in this operand
         if scaled and not unscaled.is_data_free:
             self._add_error(path, predicate, scaled[0])
