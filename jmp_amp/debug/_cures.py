@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_amp.debug._diagnosis import NONZERO_OPERANDS, Diagnosis, upstream
+from jmp_amp.debug._diagnosis import LOGARITHMS, NONZERO_OPERANDS, Diagnosis, upstream
 from jmp_amp.debug._evaluation import Node, Values
 from jmp_amp.debug._report import location_of
 
@@ -179,7 +179,7 @@ _NAMES: Mapping[str, str | Callable[[Diagnosis], Any]] = {
     "backward underflow": lambda d: location_of(d.underflow.eqns).backward,
     "infinite operand": lambda d: any(x.infs for x in d.operands),
     "constant": lambda d: d.node.is_constant,
-    "logarithm": lambda d: d.primitive in ("log", "log2") or d.logarithms,
+    "logarithm": lambda d: d.primitive in LOGARITHMS or d.logarithms,
     "nonzero factors": _has_nonzero_factors,
     "other branch": _is_in_other_branch,
     "variance": _is_variance,

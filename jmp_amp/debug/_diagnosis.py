@@ -36,6 +36,8 @@ _PRIMITIVES = {"sum": "reduce_sum", "max": "reduce_max", "prod": "reduce_prod"}
 _OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _COMMUTATIVE = {"add", "mul"}
 
+LOGARITHMS = ("log", "log2")
+
 # The operand that must not be 0, by primitive.
 NONZERO_OPERANDS = {"div": 1, "rem": 1, "log": 0, "log2": 0, "rsqrt": 0, "integer_pow": 0, "pow": 0}
 _DEPTH = 6  # the number of ops between a value and the pattern that it was computed by
@@ -173,7 +175,7 @@ class Diagnosis:
             self.divisor, self.divides_by_zero, self.underflow = divisor.node.origin, is_bad.any(), divisor.underflow
         self.logarithms = []
         if self.location.backward and self.primitive == "div":
-            self.logarithms = [x for x in self.readers(self.divisor) if x.primitive in ("log", "log2")]
+            self.logarithms = [x for x in self.readers(self.divisor) if x.primitive in LOGARITHMS]
 
     @functools.cached_property
     def fitting_scale(self) -> int | None:
