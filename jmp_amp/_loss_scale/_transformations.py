@@ -99,9 +99,7 @@ def unscale_and_check(
         check_scaled(updates)
         factor = 1 / to_scale(loss_scale)
         is_finite = check_grads(updates, factor, axis_name, implementation).is_finite
-        unscaled_grads = unscale(updates, factor)
-        zeros = jax.tree.map(jnp.zeros_like, unscaled_grads)
-        return select_tree(is_finite, unscaled_grads, zeros), UnscaleAndCheckState(last_finite=is_finite)
+        return _zeros_unless(is_finite, unscale(updates, factor)), UnscaleAndCheckState(last_finite=is_finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -295,7 +293,11 @@ def _zeros_on_eager_overflow(grads: optax.Updates, is_finite: jax.Array) -> opta
     """
     if isinstance(is_finite, jax.core.Tracer):
         return grads
-    return select_tree(is_finite, grads, jax.tree.map(jnp.zeros_like, grads))
+    return _zeros_unless(is_finite, grads)
+
+
+def _zeros_unless(is_finite: jax.Array, tree: Any) -> Any:
+    return select_tree(is_finite, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 def _is_same(x: Any, tree: Any) -> bool:
