@@ -69,7 +69,7 @@ def test_explain_and_the_check_of_loss_scaling_know_it(toy_root):
     sites = {
         site.primitive: site for site in amp.explain(lambda w: toy_root(X @ w))(X).select(direction="forward").rows
     }
-    assert (sites["toy_root"].op_class, sites["toy_root"].why) == ("follow", "rule")
+    assert (sites["toy_root"].op_class, sites["toy_root"].why) == ("follow", "readers")
 
     def step(root, state, w):
         scale = amp.get_loss_scale(state)
