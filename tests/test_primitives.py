@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
@@ -66,17 +67,15 @@ def test_autocast_treats_it_by_its_line_alone(toy_root, program):
 
 
 def test_explain_and_the_check_of_loss_scaling_know_it(toy_root):
-    sites = {
-        site.primitive: site for site in amp.explain(lambda w: toy_root(X @ w))(X).select(direction="forward").rows
-    }
-    assert (sites["toy_root"].op_class, sites["toy_root"].why) == ("follow", "readers")
+    (row,) = amp.explain(lambda w: toy_root(X @ w))(X).select(direction="forward", primitive="toy_root").rows
+    assert (row.op_class, row.why) == ("follow", "readers")
 
     def step(root, state, w):
-        scale = amp.get_loss_scale(state)
-        grads = jax.grad(lambda w: scale.scale(jnp.sum(w**2)))(w)
-        return w - root(grads * grads) / scale.loss_scale
+        _, grads = amp.value_and_grad(lambda w: jnp.sum(w**2), opt_state=state)(w)
+        updates, state = tx.update(root(grads * grads), state, w)
+        return w + updates, state
 
-    state = amp.dynamic_loss_scale(amp.unscale_and_check()).init(X)
-    amp.debug.check_loss_scaling(lambda state, w: step(toy_root, state, w))(state, X)
-    with pytest.raises(ValueError, match="scaled"):
-        amp.debug.check_loss_scaling(lambda state, w: step(lambda x: toy_root(toy_root(x)), state, w))(state, X)
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+    amp.debug.check_loss_scaling(lambda state, w: step(toy_root, state, w))(tx.init(X), X)
+    with pytest.raises(ValueError, match="scale"):
+        amp.debug.check_loss_scaling(lambda state, w: step(lambda x: x, state, w))(tx.init(X), X)
