@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import dtypes, equations
+from jax import lax
+from jaxprs import dtypes, equations, read_low
 from rounding import EPSILON, error
 
 import jmp_amp as amp
@@ -94,3 +95,28 @@ def test_a_constant_that_the_low_dtype_holds_leaves_its_product_low():
     assert set(dtypes(fun, W, primitive="dot_general")) == {"bfloat16 bfloat16 -> bfloat16"}
     fun = amp.autocast(lambda w: (X @ w) @ np.float32([3.4e38, 1]), "bfloat16")
     assert dtypes(fun, W, primitive="dot_general")[1] == FULL
+
+
+# Arithmetic on numbers, whose results float16 cannot hold, and the same on others, whose results it can.
+NUMBERS = {
+    "add": (lambda x: x + 6e4, 6e4, 1.0),
+    "sub": (lambda x: x - 6e4, -6e4, 1.0),
+    "mul": (lambda x: x * 1e3, 1e3, 1.0),
+    "div": (lambda x: 1e4 / x, 1e-3, 1e3),
+    "pow": (lambda x: lax.pow(x, jnp.float32(2.5)), 1e3, 2.0),
+    "integer_pow": (lambda x: x**3, 1e2, 2.0),
+    "square": (jnp.square, 1e3, 2.0),
+    "sqrt": (jnp.sqrt, 1e12, 4e6),
+    "rsqrt": (lax.rsqrt, 1e-12, 4e-6),
+    "exp": (jnp.exp, 12.0, 2.0),
+    "log": (jnp.log, 1 + 2.0**-20, 1e9),  # 1e-6 is subnormal
+    "stop_gradient": (lax.stop_gradient, 1e6, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_known_however_it_was_computed(name):
+    fun, large, fits = NUMBERS[name]
+    for number, dtype in ((large, "float32"), (fits, "float16")):
+        autocast = amp.autocast(read_low(lambda w, number=number: X @ w + fun(jnp.float32(number))))
+        assert dtypes(autocast, W, primitive="add")[-1].endswith(f"-> {dtype}"), number
