@@ -1,12 +1,10 @@
 """What is known of a value that does not depend on dtypes, from its inputs on: why a product of it is float32."""
 
 import enum
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -14,9 +12,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
 from jmp_amp._autocast._shapes import varying
 from jmp_amp._jaxpr import Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
-
-# Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
-_READABLE = 2**24
 
 
 class Squares(enum.IntEnum):
@@ -82,10 +77,15 @@ class Knowledge(Forward[Facts, Known]):
 
     bottom = NOTHING
 
-    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]], constants_of: Callable[..., Any]) -> None:
-        """Takes functions that return the facts of each equation of an open jaxpr, and the values of its constants."""
+    def __init__(
+        self,
+        facts_of: Callable[[Jaxpr], Sequence[Facts]],
+        constants_of: Callable[[Jaxpr, Sequence[Any]], Sequence[Any]],
+        constant_of: Callable[[Any], Any],
+    ) -> None:
+        """Takes functions that return the facts of each equation of an open jaxpr, its constants, and a literal."""
         super().__init__(facts_of)
-        self.paths, self._constants_of = Paths(facts_of), constants_of
+        self.paths, self._constants_of, self._constant_of = Paths(facts_of), constants_of, constant_of
 
     def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[Known]:
         """Returns what is known of constants; the planner reads each once."""
@@ -93,7 +93,7 @@ class Knowledge(Forward[Facts, Known]):
 
     def constant(self, x: Any) -> Known:
         """Returns what is known of a literal."""
-        return known_number(float(x)) if is_number(x) else known_constant(readable(x))
+        return self._constant_of(x).known
 
     def join(self, a: Known, b: Known) -> Known:
         """Returns what is known of a value that is either of two."""
@@ -154,45 +154,6 @@ def _of(var: Any, known: Known) -> Known:
 
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
 _SOURCES = {Makes.LOGARITHM, Makes.PRODUCT, Makes.MATRIX_PRODUCT}
-
-
-def readable(x: Any) -> np.ndarray | None:
-    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or too large."""
-    if isinstance(x, jax.Array):  # those of a tracer, or of an array of several processes, are not known
-        is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    else:
-        is_known = isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
-    aval = jax.typeof(x) if is_known else None
-    if aval is None or not (aval.dtype == np.float32 or (aval.shape == () and jnp.issubdtype(aval.dtype, np.number))):
-        return None
-    return np.asarray(x, aval.dtype) if aval.size <= _READABLE else None
-
-
-def known_constant(x: np.ndarray | None) -> Known:
-    """Returns what is known of a constant from its elements; None if these are not known."""
-    if x is None or x.dtype != np.float32:
-        return NOTHING
-    with np.errstate(all="ignore"):
-        is_whole = bool(np.all(x == np.rint(x)))
-    return Known(size=magnitudes(x)[1], whole=Whole.CONSTANT if is_whole else Whole.NO)
-
-
-def is_number(x: Any) -> bool:
-    """Whether `x` is a float32 number, as most literals are."""
-    return isinstance(x, np.ndarray | np.generic) and x.ndim == 0 and x.dtype == np.float32
-
-
-@functools.lru_cache(maxsize=1024)
-def known_number(x: float) -> Known:
-    """Returns what is known of a float32 number."""
-    return known_constant(np.asarray(x, np.float32))
-
-
-def magnitudes(x: np.ndarray) -> tuple[float, float]:
-    """Returns the smallest nonzero and the largest finite magnitude; infinity and 0 if there is no such element."""
-    size = np.abs(x)
-    size = size[np.isfinite(size) & (size > 0)]
-    return float(size.min(initial=np.inf)), float(size.max(initial=0))
 
 
 def _size(facts: Facts, operands: Sequence[Known], read: Sequence[Known]) -> float:

@@ -81,23 +81,24 @@ def _format_of_scopes(pattern: str, value: Any) -> Format:
         ) from None
 
 
-def _override(name: str, value: Any) -> Rule | RuleOf:
+def _override(name: str, value: Any) -> RuleOf:
     """Returns the rule of a primitive with another class; its other properties stay as in the table."""
     op_class = _op_class(name, value)
     known = RULES.get(name, Rule(OpClass.ORIGINAL, dtype_params=("preferred_element_type",)))
-    if isinstance(known, Rule):
-        if name in RULES and known.op_class is OpClass.ORIGINAL and op_class not in (OpClass.FULL, OpClass.ORIGINAL):
-            raise ValueError(
-                f"`{name}` runs in the dtypes that it was traced in: its class can be `full` or `original`, "
-                f"got {value!r}; where it takes 16 bits, cast its operands in the function"
-            )
-        return lambda params, avals: _with_class(known, op_class, avals)
-    return lambda params, avals: _of_program(known(params, avals), op_class, avals)
+    is_as_traced = name in RULES and isinstance(known, Rule) and known.op_class is OpClass.ORIGINAL
+    if is_as_traced and op_class not in (OpClass.FULL, OpClass.ORIGINAL):
+        raise ValueError(
+            f"`{name}` runs in the dtypes that it was traced in: its class can be `full` or `original`, "
+            f"got {value!r}; where it takes 16 bits, cast its operands in the function"
+        )
 
+    def rule(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+        rule = known if isinstance(known, Rule) else known(params, avals)
+        # The program asks for the dtype of this op, by a cast or by `precision`.
+        is_asked = rule is not known and rule.op_class is OpClass.ORIGINAL
+        return rule if is_asked else _with_class(rule, op_class, avals)
 
-def _of_program(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    """Changes the class of an op, unless the program asks for its dtype by a cast or by `precision`."""
-    return rule if rule.op_class is OpClass.ORIGINAL else _with_class(rule, op_class, avals)
+    return rule
 
 
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:

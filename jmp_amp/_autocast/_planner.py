@@ -46,7 +46,7 @@ class Planner:
         self._rules: Mapping[str, Any] = {**rules, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.knowledge = Knowledge(self.facts_of, self.constants)
+        self.knowledge = Knowledge(self.facts_of, self.constants, constant)
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
         self._plans, self._bodies, self._facts, self._constants = Kept(), Kept(), Kept(), Kept()

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._autocast._known import NOTHING, Known, is_number, known_constant, magnitudes, readable
+from jmp_amp._autocast._known import NOTHING, Known, Whole
 from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._shapes import Axes, varying
 from jmp_amp._formats import FLOAT32
@@ -135,7 +136,8 @@ def unknown(aval: Any) -> Value:
 
 def constant(x: Any) -> Value:
     """Describes a constant of the program. A traced one counts as an input."""
-    return _number(float(x)) if is_number(x) else _constant(x)
+    is_number = isinstance(x, np.ndarray | np.generic) and x.ndim == 0 and x.dtype == FLOAT32  # as most literals are
+    return _number(float(x)) if is_number else _constant(x)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,16 +146,44 @@ def _number(x: float) -> Value:
 
 
 def _constant(x: Any) -> Value:
-    value, read = unknown(jax.typeof(x)), readable(x)
+    value, read = unknown(jax.typeof(x)), _elements(x)
     if read is None:
         return value
     value = value._replace(scalar=read.item() if read.shape == () else None)
-    return value._replace(magnitudes=magnitudes(read), known=known_constant(read)) if read.dtype == FLOAT32 else value
+    if read.dtype != FLOAT32:
+        return value
+    with np.errstate(all="ignore"):
+        whole = Whole.CONSTANT if np.all(read == np.rint(read)) else Whole.NO
+    sizes = _magnitudes(read)
+    return value._replace(magnitudes=sizes, known=Known(size=sizes[1], whole=whole))
+
+
+# Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
+_READABLE = 2**24
+
+
+def _elements(x: Any) -> np.ndarray | None:
+    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or too large."""
+    if isinstance(x, jax.Array):  # those of a tracer, or of an array of several processes, are not known
+        is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    else:
+        is_known = isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
+    aval = jax.typeof(x) if is_known else None
+    if aval is None or not (aval.dtype == np.float32 or (aval.shape == () and jnp.issubdtype(aval.dtype, np.number))):
+        return None
+    return np.asarray(x, aval.dtype) if aval.size <= _READABLE else None
+
+
+def _magnitudes(x: np.ndarray) -> tuple[float, float]:
+    """Returns the smallest nonzero and the largest finite magnitude; infinity and 0 if there is no such element."""
+    size = np.abs(x)
+    size = size[np.isfinite(size) & (size > 0)]
+    return float(size.min(initial=np.inf)), float(size.max(initial=0))
 
 
 def folded(value: Value, scalar: Any) -> Value:
     """Returns the value as a known scalar."""
-    return value._replace(magnitudes=magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
+    return value._replace(magnitudes=_magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
 
 
 def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
