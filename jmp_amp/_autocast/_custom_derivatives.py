@@ -4,6 +4,7 @@
 planned and run like any other, as the derivative of a new function with a custom rule.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from jmp_amp._autocast._values import Use, Value
 from jmp_amp._jaxpr import (
     bind,
     closed_over_error,
+    combine,
     custom_rule,
     define_vjp,
     dtype_of,
@@ -36,12 +38,12 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    symbolic_zeros, n_closed_over = custom_rule(eqn)
+    symbolic_zeros, _ = custom_rule(eqn)
     inexact_outs = list(map(is_inexact, eqn.outvars))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        differentiable = _differentiable(eqn)
-        perturbed = [d and not isinstance(t, SymbolicZero) for d, t in zip(differentiable, tangents, strict=True)]
+        pairs = zip(_differentiable(eqn), tangents, strict=True)
+        perturbed = [d and not isinstance(t, SymbolicZero) for d, t in pairs]
 
         def as_traced(*args: Any) -> list[Any]:
             primals, tangents = args[: len(perturbed)], args[len(perturbed) :]
@@ -56,20 +58,15 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         rule = planner.plan(program, inputs, (Use(),) * len(outs), plan.region)
         results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
-        given = iter(result_tangents)
-        return results, [next(given) if m else _no_tangent(x) for m, x in zip(inexact_outs, results, strict=True)]
+        it, pairs = iter(result_tangents), zip(inexact_outs, results, strict=True)
+        return results, [next(it) if is_one else np.zeros(jnp.shape(x), jax.dtypes.float0) for is_one, x in pairs]
 
-    def run(args: Sequence[Any]) -> Sequence[Any]:
-        function = jax.custom_jvp(_named(plan, eqn))
-        function.defjvp(jvp, symbolic_zeros=symbolic_zeros)
-        return function(*map(_closed_over, args[:n_closed_over]), *args[n_closed_over:])
-
-    return run
+    return _with_rule(plan, eqn, jax.custom_jvp, lambda f: f.defjvp(jvp, symbolic_zeros=symbolic_zeros))
 
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`. Its residuals may be low precision."""
-    symbolic_zeros, n_closed_over = custom_rule(eqn)
+    symbolic_zeros, _ = custom_rule(eqn)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         perturbed = _differentiable(eqn)
@@ -78,17 +75,26 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             args = tuple(arg.value for arg in args)
         return _forward(planner, eqn, plan, perturbed, args)
 
+    return _with_rule(plan, eqn, jax.custom_vjp, lambda f: define_vjp(f, forward, operator.call, symbolic_zeros))
+
+
+def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[[Any], Any]) -> Run:
+    """Returns the planned function with a derivative rule, which `define` gives to what `transform` returns."""
+    _, n_closed_over = custom_rule(eqn)
+
+    def call(*args: Any) -> list[Any]:
+        return plan(*args)
+
+    call.__name__ = eqn.params.get("name", eqn.primitive.name)
+
     def run(args: Sequence[Any]) -> Sequence[Any]:
-        function = jax.custom_vjp(_named(plan, eqn))
-        define_vjp(function, forward, lambda pull, cotangents: pull(cotangents), symbolic_zeros)
-        return function(*map(_closed_over, args[:n_closed_over]), *args[n_closed_over:])
+        function = transform(call)
+        define(function)
+        # JAX refuses to differentiate what the function closes over.
+        closed_over = [_refuses_tangents(x) if isinstance(x, jax.core.Tracer) else x for x in args[:n_closed_over]]
+        return function(*closed_over, *args[n_closed_over:])
 
     return run
-
-
-def _closed_over(x: Any) -> Any:
-    """Returns a value that a function with a custom rule closes over, which JAX refuses to differentiate."""
-    return _refuses_tangents(x) if isinstance(x, jax.core.Tracer) else x
 
 
 @jax.custom_jvp
@@ -101,17 +107,9 @@ def _(primals: Any, tangents: Any) -> NoReturn:  # is not called for a tangent t
     raise closed_over_error()
 
 
-def _named(plan: Plan, eqn: JaxprEqn) -> Callable[..., list[Any]]:
-    def call(*args: Any) -> list[Any]:
-        return plan(*args)
-
-    call.__name__ = eqn.params.get("name", eqn.primitive.name)
-    return call
-
-
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
     """Returns whether each operand may be differentiated."""
-    n_closed_over = custom_rule(eqn).n_closed_over
+    _, n_closed_over = custom_rule(eqn)
     return [i >= n_closed_over and is_inexact(var) for i, var in enumerate(eqn.invars)]
 
 
@@ -145,14 +143,14 @@ def _forward(
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         pairs = zip(eqn.outvars, cotangents, strict=True)
         given = [is_inexact(var) and not isinstance(cotangent, SymbolicZero) for var, cotangent in pairs]
-        cotangents = list(compress(cotangents, given))
+        cotangents, primals = list(compress(cotangents, given)), list(compress(eqn.invars, perturbed))
         n_grads, logs_tree = sum(perturbed), None
 
         def as_traced(*args: Any) -> list[Any]:
             nonlocal logs_tree
             pullback = jax.tree.unflatten(pullback_tree, args[: len(types)])
             zeros = [zero_cotangent(var.aval) for var in eqn.outvars]
-            grads, logs = pull_with_logs(pullback, list(_combine(given, args[len(types) :], zeros)))
+            grads, logs = pull_with_logs(pullback, combine(given, args[len(types) :], zeros))
             logged, logs_tree = jax.tree.flatten(logs)
             return [*grads, *logged]
 
@@ -163,12 +161,10 @@ def _forward(
         # A rule may return float32 for a bfloat16 operand; JAX keeps it.
         of_grads = [
             Value(value.dtype if dtype_of(var) == dtype_of(primal) else dtype_of(var))
-            for var, primal, value in zip(
-                outvars, compress(eqn.invars, perturbed), compress(plan.inputs, perturbed), strict=False
-            )
+            for var, primal, value in zip(outvars, primals, compress(plan.inputs, perturbed), strict=False)
         ]
         results = with_results(rule, (*of_grads, *rule.outs[n_grads:]))(*residuals, *cotangents)
-        grads = _combine(perturbed, results[:n_grads], [None] * len(perturbed))
+        grads = combine(perturbed, results[:n_grads], [None] * len(perturbed))
         return tuple(grads), jax.tree.unflatten(logs_tree, results[n_grads:])
 
     return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
@@ -176,13 +172,7 @@ def _forward(
 
 def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
     """Returns the traced call as a function of its perturbed operands."""
-    return lambda *values: bind(eqn, _combine(perturbed, values, args))
-
-
-def _combine(mask: Sequence[bool], items: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """Returns `others`, with `items` at the places at which the mask is true."""
-    it = iter(items)
-    return [next(it) if is_item else other for is_item, other in zip(mask, others, strict=True)]
+    return lambda *values: bind(eqn, combine(perturbed, values, args))
 
 
 def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:
@@ -193,7 +183,3 @@ def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:
 def _types(args: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns the types of `args` in the dtypes that the variables were traced in."""
     return [with_dtype(x, dtype_of(var)) for x, var in zip(args, variables, strict=True)]
-
-
-def _no_tangent(x: Any) -> np.ndarray:
-    return np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -16,23 +17,26 @@ from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, OpClass
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
-from jmp_amp._autocast._values import Origin, Value, constant
+from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._float8 import PRIMITIVE
 from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._jaxpr import (
     TOP,
     Provenance,
+    combine,
     dtype_of,
     equations_in,
     has_no_derivative,
     holds_jaxprs,
     is_backward,
     is_floating,
+    is_inexact,
     is_recomputed,
     is_reference,
     open_jaxpr,
     shape_of,
     split_arrays,
+    trace,
 )
 from jmp_amp._modules import unbound
 
@@ -100,12 +104,12 @@ REASONS = {
 }
 
 
-def widest_of(dtypes: Sequence[Any]) -> np.dtype:
+def _widest(dtypes: Sequence[Any]) -> np.dtype:
     """Returns the floating dtype with the most bits."""
     return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
-def flops_of(eqn: Any) -> int:
+def _flops(eqn: Any) -> int:
     """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
     if eqn.primitive.name in ("dot_general", PRIMITIVE):
         (contracting, _), _ = eqn.params["dimension_numbers"]
@@ -118,7 +122,7 @@ def flops_of(eqn: Any) -> int:
     return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
 
 
-def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Provenance, forced: str | None) -> Iterator[OpSite]:
+def _forward(planner: Planner, plan: Plan, top: Format, outer: Provenance, forced: str | None) -> Iterator[OpSite]:
     """Yields the op sites of a plan and of the plans inside it.
 
     Args:
@@ -140,60 +144,72 @@ def forward_sites(planner: Planner, plan: Plan, top: Format, outer: Provenance, 
         elif step.as_traced is not None:
             why, region = step.as_traced, region._replace(format=FORMATS["float32"])
         for inner, runs in step.inner:
-            if inner.region.format is not AS_TRACED:
-                inside = why
-            else:
+            inside = why
+            if inner.region.format is AS_TRACED:
                 inside = "reference" if any(map(is_reference, eqn.invars)) else "decomposition"
-            yield from forward_sites(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
+            yield from _forward(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
         if not step.inner and any(map(is_floating, (*eqn.invars, *eqn.outvars))):
-            yield _forward_site(
-                planner, plan, step, region.format, provenance, why if region.format is not top else None
-            )
+            reason = why if region.format is not top else None
+            yield _forward_site(planner, plan, step, region.format, provenance, reason)
 
 
 def _forward_site(
     planner: Planner, plan: Plan, step: Step, form: Format, provenance: Provenance, forced: str | None
 ) -> OpSite:
-    eqn, times = step.eqn, provenance.times
+    eqn, name = step.eqn, step.eqn.primitive.name
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
     each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
-    floating = [i for i, atom in enumerate(eqn.invars) if is_floating(atom)]
-    outputs = [value.dtype for value, var in zip(step.outs, eqn.outvars, strict=True) if is_floating(var)]
-    compute = widest_of([operands[i] for i in floating] or outputs)
-    rule = planner.rule_of(eqn)
-    if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
+    is_float = list(map(is_floating, eqn.invars))
+    results = [(var, value.dtype) for var, value in zip(eqn.outvars, step.outs, strict=True)]
+    compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if is_floating(var)])
+    if form.float8 is not None and planner.rule_of(eqn).op_class is OpClass.LOWER and compute == form.dtype:
         forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
     if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
         compute = step.run.rewrite.float8.operands
-    return OpSite(
-        "forward",
-        provenance.module,
-        provenance.source,
-        eqn.primitive.name,
-        rule.op_class.value,
-        forced or _of_rules(planner, eqn) or step.why,
-        tuple(str(values[i].dtype) for i in floating),
-        str(compute),
-        str(widest_of(outputs)) if outputs else str(dtype_of(eqn.outvars[0])) if eqn.outvars else "",
-        times,
-        times * flops_of(eqn),
-        times * sum(math.prod(shape_of(v) or ()) * o.dtype.itemsize for v, o in _results(eqn, step)),
-    )
-
-
-def _results(eqn: JaxprEqn, step: Step) -> Iterator[tuple[Any, Value]]:
-    return ((v, o) for v, o in zip(eqn.outvars, step.outs, strict=True) if hasattr(o.dtype, "itemsize"))
-
-
-def _of_rules(planner: Planner, eqn: JaxprEqn) -> str | None:
-    """Returns what explains an op whose class is not that of the table; None if it is."""
-    name = eqn.primitive.name
+    why = step.why
     if name in planner.options.overrides.primitives:
-        return "override"
-    if name in RULES:
+        why = "override"
+    elif name not in RULES:
+        why = "opaque" if planner.hides_products(eqn) else "unknown"
+    inputs = [value.dtype for value in compress(values, is_float)]
+    return _site("forward", planner, eqn, provenance, forced or why, inputs, str(compute), results)
+
+
+def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite | None:
+    results = [(var, dtype_of(var)) for var in eqn.outvars if is_floating(var)]
+    if not results or holds_jaxprs(eqn):
         return None
-    return "opaque" if planner.hides_products(eqn) else "unknown"
+    direction = "recomputed" if is_recomputed(provenance.stack) else "backward"
+    inputs = [dtype_of(atom) for atom in eqn.invars if is_floating(atom)]
+    if eqn.primitive.name == PRIMITIVE:
+        compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
+    else:
+        compute = str(_widest(inputs or [dtype for _, dtype in results]))
+    return _site(direction, planner, eqn, provenance, "derivative", inputs, compute, results)
+
+
+def _site(
+    direction: str,
+    planner: Planner,
+    eqn: Any,
+    provenance: Provenance,
+    why: str,
+    inputs: Any,
+    compute: str,
+    outs: Any,
+) -> OpSite:
+    """Returns the site of an op, given the dtypes of its floating operands, and its results with their dtypes."""
+    times, floating = provenance.times, [dtype for var, dtype in outs if is_floating(var)]
+    output = _widest(floating) if floating else dtype_of(eqn.outvars[0]) if eqn.outvars else ""
+    where = provenance.module, provenance.source, eqn.primitive.name, planner.rule_of(eqn).op_class.value
+    nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
+    costs = times, times * _flops(eqn), times * nbytes
+    return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
+
+
+def _nbytes(var: Any, dtype: Any) -> int:
+    return math.prod(shape_of(var) or ()) * dtype.itemsize
 
 
 class Explanation(NamedTuple):
@@ -224,7 +240,7 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
     plans: list[Plan] = []
     autocasted = autocast_with(fun, settings, plans.append)
     arrays, rebuild = split_arrays((args, kwargs), jax.ShapeDtypeStruct)
-    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    is_float = list(map(is_floating, arrays))
 
     def call(*arrays: Any) -> list[Any]:
         args, kwargs = rebuild(arrays)
@@ -232,56 +248,25 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
 
     def call_and_pull(*arrays: Any) -> Any:
         def of_floats(*floats: Any) -> list[Any]:
-            it = iter(floats)
-            out = call(*[next(it) if f else x for x, f in zip(arrays, is_float, strict=True)])
-            return [x for x in out if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return list(filter(is_inexact, call(*combine(is_float, floats, arrays))))
 
-        out, pull = jax.vjp(of_floats, *[x for x, f in zip(arrays, is_float, strict=True) if f])
+        out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
         return out, pull([jnp.ones_like(x) for x in out])
 
+    is_differentiable = True
     try:
-        program, differentiable = jax.make_jaxpr(call_and_pull)(*arrays), True
+        program = trace(call_and_pull, arrays)
     except Exception as error:
         if not has_no_derivative(error):
             raise
         plans.clear()
-        program, differentiable = jax.make_jaxpr(call)(*arrays), False
-    planner, plan = planner_of(settings.options), plans[0]
-    equations = list(equations_in(program, TOP))
-    backward = [
-        _backward_site(planner, eqn, provenance) for eqn, provenance in equations if is_backward(provenance.stack)
-    ]
-    sites = [*forward_sites(planner, plan, settings.format, TOP, None), *filter(None, backward)]
-    casts = sum(provenance.times for eqn, provenance in equations if _is_cast(eqn))
-    return Explanation(sites, casts, _kept(program) if differentiable else None)
-
-
-def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite | None:
-    times = provenance.times
-    outputs = [dtype_of(var) for var in eqn.outvars if is_floating(var)]
-    if not outputs or holds_jaxprs(eqn):
-        return None
-    inputs = [dtype_of(atom) for atom in eqn.invars if is_floating(atom)]
-    return OpSite(
-        "recomputed" if is_recomputed(provenance.stack) else "backward",
-        provenance.module,
-        provenance.source,
-        eqn.primitive.name,
-        planner.rule_of(eqn).op_class.value,
-        "derivative",
-        tuple(map(str, inputs)),
-        _computed_in(eqn, inputs or outputs),
-        str(widest_of(outputs)),
-        times,
-        times * flops_of(eqn),
-        times * sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars if is_floating(var)),
-    )
-
-
-def _computed_in(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
-    if eqn.primitive.name == PRIMITIVE:
-        return " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
-    return str(widest_of(dtypes))
+        program, is_differentiable = trace(call, arrays), False
+    planner, equations = planner_of(settings.options), list(equations_in(program, TOP))
+    forward = _forward(planner, plans[0], settings.format, TOP, None)
+    backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if is_backward(origin.stack)]
+    casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
+    sites = [*forward, *filter(None, backward)]
+    return Explanation(sites, casts, _kept(program) if is_differentiable else None)
 
 
 def _kept(program: Any) -> dict[str, int]:
@@ -293,7 +278,7 @@ def _kept(program: Any) -> dict[str, int]:
             made.update(eqn.outvars)
     kept: Counter[str] = Counter()
     for var in filter(is_floating, made & read):
-        kept[str(dtype_of(var))] += math.prod(var.aval.shape) * var.aval.dtype.itemsize
+        kept[str(dtype_of(var))] += _nbytes(var, dtype_of(var))
     return dict(kept)
 
 

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._autocast._decide import Context, decide, params_for, results
@@ -27,8 +26,8 @@ from jmp_amp._jaxpr import (
     Kept,
     Memo,
     dtype_of,
-    dtype_of_aval,
     inner_jaxprs,
+    is_floating,
     jaxprs_in,
     open_jaxpr,
     scope_path,
@@ -126,7 +125,7 @@ class Planner:
             inside = [eqn for inner in jaxprs for eqn in open_jaxpr(inner)[0].eqns]
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
         if primitive.name not in self._rules:
-            return any(jnp.issubdtype(dtype, jnp.floating) for dtype in filter(None, map(dtype_of_aval, avals)))
+            return any(map(is_floating, avals))
         return find_rule(primitive, params, avals, self._rules).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:

@@ -8,8 +8,8 @@ of it add up over many steps.
 """
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -18,8 +18,6 @@ from jmp_amp._autocast._shapes import is_smaller
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
 from jmp_amp._jaxpr import Branches, Call, Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
-
-_FactsOf = Callable[[Jaxpr], Sequence[Facts]]
 
 # The value that another is made of, element by element: a result of an op, or the index of an input of the jaxpr.
 _Root = Var | int
@@ -85,21 +83,21 @@ class _Norms(NamedTuple):
 class Streams:
     """Finds the residual streams of jaxprs; a jaxpr that many equations hold is read once."""
 
-    def __init__(self, facts_of: _FactsOf) -> None:
+    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
         self._norms, self._layers = Kept(), _Layers(facts_of)
 
-    def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], wanted: Sequence[Stream]) -> dict[Var, Stream]:
+    def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], uses: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
 
         Args:
             jaxpr: an open jaxpr.
             is_computed: whether the program computes each of its inputs.
-            wanted: how its results are read.
+            uses: how its results are read.
         """
-        norms = self._of(jaxpr, _inputs(is_computed))
-        outs = [(part, reads) for part, reads in zip(norms.outs, wanted, strict=True) if part and not part.is_normal]
+        norms = self._of(jaxpr, tuple([_Part(i, is_layers=each) for i, each in enumerate(is_computed)]))
+        outs = [(part, reads) for part, reads in zip(norms.outs, uses, strict=True) if part and not part.is_normal]
         norms = norms._replace(streams=dict(norms.streams))
         for part, reads in outs:
             if reads in (Stream.RESNET, Stream.NORM):
@@ -109,7 +107,7 @@ class Streams:
         found |= dict.fromkeys(returned, Stream.RETURNED)
         return {root: reads for root, reads in found.items() if isinstance(root, Var)}
 
-    def carries(self, loop: Loop, is_weight: Sequence[bool], wanted: Sequence[Stream]) -> list[bool]:
+    def carries(self, loop: Loop, is_weight: Sequence[bool], uses: Sequence[Stream]) -> list[bool]:
         """Returns whether each carry of a `scan` over layers is a residual stream, or the result of a norm.
 
         A scan over layers slices the weights that its products read. One over time has the same weights in each
@@ -118,17 +116,15 @@ class Streams:
         Args:
             loop: the loop.
             is_weight: whether each of its `xs` is an input of the program.
-            wanted: how its results are read.
+            uses: how its results are read.
         """
-        body, _ = open_jaxpr(loop.body)
         slices = [_From.SLICES if weight else _From.CONSTANTS for weight in is_weight]
         inputs = [*[_From.CONSTANTS] * loop.n_consts, *[_From.CARRIES] * loop.n_carry, *slices]
         if _From.LAYERS not in self._layers.outs(loop.body, inputs):
             return [False] * loop.n_carry
-        norms = self._of(body, _inputs([False] * len(body.invars)))
-        returned = norms.reached(
-            out.root for out, reads in zip(norms.outs, wanted, strict=True) if out and reads is Stream.RETURNED
-        )
+        norms = self._of(loop.body)
+        pairs = zip(norms.outs, uses, strict=True)
+        returned = norms.reached(out.root for out, reads in pairs if out and reads is Stream.RETURNED)
         return [
             out is not None
             and out.root not in returned
@@ -136,8 +132,11 @@ class Streams:
             for i, out in enumerate(norms.outs[: loop.n_carry])
         ]
 
-    def _of(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
-        return self._norms(jaxpr, inputs, lambda: self._find(jaxpr, inputs))
+    def _of(self, jaxpr: Any, inputs: tuple[_Part | None, ...] = ()) -> _Norms:
+        """Returns the norms of a jaxpr. By default, its inputs are values of their own, which no layer computes."""
+        opened, _ = open_jaxpr(jaxpr)
+        inputs = inputs or tuple(map(_Part, range(len(opened.invars))))
+        return self._norms(opened, inputs, lambda: self._find(opened, inputs))
 
     def _find(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
         parts = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -145,14 +144,15 @@ class Streams:
         for facts in self._facts_of(jaxpr):
             eqn = facts.eqn
             operands = [parts.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
-            match facts.structure:
-                case Loop() as loop:
-                    outs: Sequence[_Part | None] = self._enter_loop(eqn, loop, operands, norms)
-                case Call() | Branches() as structure:
-                    outs = self._enter(facts, structure, parts, norms)
-                case _:
-                    is_one = len(eqn.outvars) == 1
-                    outs = [_first_order(eqn, facts.rule, operands, norms)] if is_one else [*map(_Part, eqn.outvars)]
+            outs: Sequence[_Part | None]
+            if isinstance(facts.structure, Loop):
+                outs = self._enter_loop(eqn, facts.structure, operands, norms)
+            elif facts.structure is not None:
+                outs = self._enter(eqn, facts.structure, operands, norms)
+            elif len(eqn.outvars) == 1:
+                outs = [_first_order(eqn, facts.rule, operands, norms)]
+            else:
+                outs = list(map(_Part, eqn.outvars))
             if facts.rule.op_class is OpClass.LOWER or any(part and part.is_layers for part in operands):
                 outs = [part and part._replace(is_layers=True) for part in outs]
             norms.layers.update(part.root for part in outs if part and part.is_layers)
@@ -163,23 +163,21 @@ class Streams:
         return norms._replace(outs=tuple(outs))
 
     def _enter(
-        self, facts: Facts, structure: Call | Branches, parts: Mapping[Var, _Part | None], norms: _Norms
+        self, eqn: JaxprEqn, structure: Call | Branches, operands: Sequence[_Part | None], norms: _Norms
     ) -> list[_Part | None]:
         """Notes the residual streams that a call or branches read, and returns what the results hold."""
-        inner = [structure.jaxpr] if isinstance(structure, Call) else structure.jaxprs
-        atoms = [facts.eqn.invars[i] for i in structure.operands]
-        given = [parts.get(atom) if isinstance(atom, Var) else None for atom in atoms]
+        given = [operands[i] for i in structure.operands]
         # Equal calls have equal keys: inside, roots are numbered.
         roots = list(dict.fromkeys(part.root for part in given if part))
         inputs = tuple([part and part._replace(root=roots.index(part.root)) for part in given])
         results: list[list[_Part | None]] = []
-        for jaxpr in inner:
-            found = self._of(open_jaxpr(jaxpr)[0], inputs)
+        for jaxpr in structure.jaxprs:
+            found = self._of(jaxpr, inputs)
             for root, reads in found.streams.items():
                 if isinstance(root, int):
                     norms.add(roots[root], reads)
             results.append([])
-            for var, part in zip(facts.eqn.outvars, found.outs, strict=True):
+            for var, part in zip(eqn.outvars, found.outs, strict=True):
                 if part is not None and isinstance(part.root, int):
                     part = part._replace(root=roots[part.root])
                 elif part is not None:
@@ -187,15 +185,14 @@ class Streams:
                     norms.terms.setdefault(var, set()).update(roots[i] for i in reached if isinstance(i, int))
                     part = part._replace(root=var)
                 results[-1].append(part)
-        outs = zip(facts.eqn.outvars, zip(*results, strict=True), strict=True)
+        outs = zip(eqn.outvars, zip(*results, strict=True), strict=True)
         return [each[0] if len(set(each)) == 1 else _Part(var) for var, each in outs]
 
     def _enter_loop(
         self, eqn: JaxprEqn, loop: Loop, operands: Sequence[_Part | None], norms: _Norms
     ) -> list[_Part | None]:
         """Notes the residual streams that the body of a loop reads; each result is a value of its own."""
-        body, _ = open_jaxpr(loop.body)
-        found = self._of(body, _inputs([False] * len(body.invars)))
+        found = self._of(loop.body)
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
         for i, part in enumerate(inputs):
             if part and i in found.streams:
@@ -206,10 +203,6 @@ class Streams:
             if part and part.adds_norm and out and out.adds_norm:
                 norms.add(part.root, Stream.RESNET)
         return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
-
-
-def _inputs(is_layers: Sequence[bool]) -> tuple[_Part, ...]:
-    return tuple([_Part(i, is_layers=each) for i, each in enumerate(is_layers)])
 
 
 def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
@@ -232,16 +225,15 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
         return known[0]._replace(holds=_Holds.STATISTIC)
     if rule.is_root and statistics:
         return statistics[0]._replace(holds=_Holds.DEVIATION)
-    if rule.op_class is OpClass.LOWER:
-        for part in known:
-            if part.adds_norm:
-                norms.add(part.root, Stream.RESNET)
+    for part in known:
+        if part.adds_norm and rule.op_class is OpClass.LOWER:
+            norms.add(part.root, Stream.RESNET)
     if not (rule.passes_on or (rule.makes is Makes.POWER and not rule.is_root)):
         return _Part(result)
-    if rule.scales and any(each.holds is _Holds.DEVIATION and each.root in roots for each in statistics):
-        root = next(each.root for each in statistics if each.holds is _Holds.DEVIATION and each.root in roots)
-        norms.add(root, Stream.NORM)
-        return _Part(root, is_normal=True)
+    scaled = [part.root for part in statistics if part.holds is _Holds.DEVIATION and part.root in roots]
+    if rule.scales and scaled:
+        norms.add(scaled[0], Stream.NORM)
+        return _Part(scaled[0], is_normal=True)
     if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
     if rule.adds:

@@ -3,49 +3,33 @@
 An analysis is a lattice (`bottom` and `join`), and a function that passes facts through a first-order equation. This
 module passes them through calls, branches and loops, and reads a jaxpr once for each set of facts about its inputs
 (Kildall, A unified approach to global program optimization, 1973). Facts must be hashable.
+
+An analysis reads equations that have three attributes: `eqn`, the equation; `enters`, how analyses enter its jaxprs, or
+None for an op; and `op`, a number that is the same for equal ops of equal types, so that facts pass through each only
+once, or None.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
-from jmp_amp._jaxpr._structures import Branches, Call, Loop, Structure
+from jmp_amp._jaxpr._structures import Loop
 from jmp_amp._jaxpr._trace import Kept, Memo
 from jmp_amp._jaxpr._versions import open_jaxpr
 
+E = TypeVar("E", bound=Any)
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Equation(Protocol):
-    """An equation.
-
-    Attributes:
-        eqn: the equation.
-        enters: how analyses enter its jaxprs; None for an op.
-        op: a number that is the same for equal ops of equal types, so that facts pass through each only once; or None.
-    """
-
-    @property
-    def eqn(self) -> JaxprEqn: ...
-    @property
-    def enters(self) -> Structure | None: ...
-    @property
-    def op(self) -> int | None: ...
-
-
-def _transferred(memo: Memo, fun: Callable[..., Any], equation: Equation, *facts: Any) -> Any:
+def _transferred(memo: Memo, fun: Callable[..., Any], equation: Any, *facts: Any) -> Any:
     """Returns the result of a function of an equation and of facts, the same for equal ops."""
     if equation.op is None:
         return fun(equation, *facts)
     return memo((equation.op, facts), lambda: fun(equation, *facts))
-
-
-E = TypeVar("E", bound=Equation)
-EquationsOf = Callable[[Jaxpr], Sequence[E]]
 
 
 class Forward(Generic[E, T]):
@@ -57,7 +41,7 @@ class Forward(Generic[E, T]):
 
     bottom: T
 
-    def __init__(self, equations_of: EquationsOf[E]) -> None:
+    def __init__(self, equations_of: Callable[[Jaxpr], Sequence[E]]) -> None:
         """Takes a function that returns the equations of an open jaxpr."""
         self._equations_of = equations_of
         self._found, self._carries, self._ops = Kept(), Kept(), Memo()
@@ -104,18 +88,16 @@ class Forward(Generic[E, T]):
         return self._found(opened, given, lambda: self._find(opened, given))
 
     def _find(self, jaxpr: Jaxpr, given: Sequence[T]) -> Mapping[Var, T]:
-        known = {
-            var: fact for var, fact in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True) if fact != self.bottom
-        }
+        pairs = zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)
+        known = {var: fact for var, fact in pairs if fact != self.bottom}
         for equation in self._equations_of(jaxpr):
             operands = self.of(known, equation.eqn.invars)
             if equation.enters is None:
                 outs = _transferred(self._ops, self.transfer, equation, operands)
             else:
                 outs = self._through(equation, operands)
-            for var, fact in zip(equation.eqn.outvars, outs, strict=True):
-                if fact is not self.bottom:
-                    known[var] = fact
+            pairs = zip(equation.eqn.outvars, outs, strict=True)
+            known |= {var: fact for var, fact in pairs if fact is not self.bottom}
         return known
 
     def of(self, known: Mapping[Var, T], atoms: Sequence[Any]) -> tuple[T, ...]:
@@ -128,24 +110,18 @@ class Forward(Generic[E, T]):
 
     def inside(self, equation: E, operands: Sequence[T]) -> list[tuple[Any, tuple[T, ...]]]:
         """Returns the jaxprs of an equation, the condition of a loop first, and what is known of the inputs of each."""
-        match equation.enters:
-            case Call(jaxpr, places):
-                return [(jaxpr, tuple([operands[i] for i in places]))]
-            case Branches(jaxprs, places):
-                return [(branch, tuple([operands[i] for i in places])) for branch in jaxprs]
-            case Loop() as loop:
-                consts, xs = operands[loop.consts], operands[loop.xs]
-                carry = self.settle(loop, consts, operands[loop.carry], xs)
-                body = [(loop.body, (*consts, *carry, *xs))]
-                return body if loop.cond is None else [(loop.cond, (*operands[loop.cond_consts], *carry)), *body]
-        return []
-
-    def settle(self, loop: Loop, consts: Sequence[T], carry: Sequence[T], xs: Sequence[T]) -> Sequence[T]:
-        """Returns what is known of the carries of a loop in every iteration."""
-        opened, given = open_jaxpr(loop.body)[0], (tuple(consts), tuple(carry), tuple(xs))
-        return self._carries(opened, given, lambda: self._settle(loop, *given))
+        structure = equation.enters
+        if not isinstance(structure, Loop):
+            inputs = tuple([operands[i] for i in structure.operands])
+            return [(jaxpr, inputs) for jaxpr in structure.jaxprs]
+        loop, opened = structure, open_jaxpr(structure.body)[0]
+        given = tuple(operands[loop.consts]), tuple(operands[loop.carry]), tuple(operands[loop.xs])
+        carry = self._carries(opened, given, lambda: self._settle(loop, *given))
+        body = [(loop.body, (*given[0], *carry, *given[2]))]
+        return body if loop.cond is None else [(loop.cond, (*operands[loop.cond_consts], *carry)), *body]
 
     def _settle(self, loop: Loop, consts: tuple[T, ...], carry: tuple[T, ...], xs: tuple[T, ...]) -> tuple[T, ...]:
+        """Returns what is known of the carries of a loop in every iteration."""
         carry = tuple(self.carried(loop, carry))
         for iteration in itertools.count():
             outs = self.outs(loop.body, (*consts, *carry, *xs))[: loop.n_carry]
@@ -158,18 +134,13 @@ class Forward(Generic[E, T]):
         return carry
 
     def _through(self, equation: E, operands: Sequence[T]) -> Sequence[T]:
-        inside = self.inside(equation, operands)
-        match equation.enters:
-            case Call():
-                return self.outs(*inside[0])
-            case Branches():
-                outs_of_branches = [self.outs(*branch) for branch in inside]
-                return [functools.reduce(self.join, facts) for facts in zip(*outs_of_branches, strict=True)]
-            case Loop() as loop:
-                jaxpr, inputs = inside[-1]
-                outs, carry = self.outs(jaxpr, inputs), inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-                return self.left(loop, outs if loop.cond is None else carry)
-        raise TypeError(equation.enters)
+        inside, loop = self.inside(equation, operands), equation.enters
+        if not isinstance(loop, Loop):
+            outs_of_each = [self.outs(*each) for each in inside]
+            return [functools.reduce(self.join, facts) for facts in zip(*outs_of_each, strict=True)]
+        body, inputs = inside[-1]
+        carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
+        return self.left(loop, self.outs(body, inputs) if loop.cond is None else carry)
 
 
 class Backward(Generic[E, S, T]):
@@ -183,7 +154,7 @@ class Backward(Generic[E, S, T]):
     bottom: T
     condition: T
 
-    def __init__(self, equations_of: EquationsOf[E], known: Forward[E, S]) -> None:
+    def __init__(self, equations_of: Callable[[Jaxpr], Sequence[E]], known: Forward[E, S]) -> None:
         """Takes a function that returns the equations of an open jaxpr, and the other analysis."""
         self._equations_of, self.known = equations_of, known
         self._found, self._ops = Kept(), Memo()
@@ -248,18 +219,15 @@ class Backward(Generic[E, S, T]):
         self, equation: E, operands: Sequence[S], outs: Sequence[T]
     ) -> list[tuple[Any, tuple[S, ...], tuple[T, ...]]]:
         """Returns the jaxprs of an equation, what is known of the inputs of each, and what is said of its results."""
-        inside = self.known.inside(equation, operands)
+        *cond, (body, inputs) = self.known.inside(equation, operands)
         if not isinstance(loop := equation.enters, Loop):
-            return [(jaxpr, inputs, tuple(outs)) for jaxpr, inputs in inside]
-        *cond, (body, inputs) = inside
-        conditions = [(jaxpr, given, (self.condition,)) for jaxpr, given in cond]
-        first, ys = loop.n_consts, outs[loop.n_carry :]
-        carry = tuple(self.carried(loop, inputs, outs[: loop.n_carry]))
+            return [(*each, tuple(outs)) for each in (*cond, (body, inputs))]
+        conditions = [(*each, (self.condition,)) for each in cond]
+        carry, ys = tuple(self.carried(loop, inputs, outs[: loop.n_carry])), outs[loop.n_carry :]
         for condition in conditions:
-            of_cond = self._said(*condition)
-            carry = tuple(map(self.join, carry, of_cond[len(of_cond) - loop.n_carry :]))
+            carry = tuple(map(self.join, carry, self._said(*condition)[loop.cond_consts.stop :]))
         while True:
-            said = self._said(body, inputs, (*carry, *ys))[first : first + loop.n_carry]
+            said = self._said(body, inputs, (*carry, *ys))[loop.n_consts : loop.n_consts + loop.n_carry]
             new = tuple(map(self.join, carry, said))
             if new == carry:
                 return [*conditions, (body, inputs, (*carry, *ys))]
@@ -271,21 +239,17 @@ class Backward(Generic[E, S, T]):
         return [said.get(var, self.bottom) for var in open_jaxpr(jaxpr)[0].invars]
 
     def _through(self, equation: E, operands: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
-        inside = [self._said(*each) for each in self.inside(equation, operands, outs)]
-        match equation.enters:
-            case Call(_, places) | Branches(_, places):
-                said = [self.control(outs)] * len(operands)
-                for i, facts in zip(places, zip(*inside, strict=True), strict=True):
-                    said[i] = functools.reduce(self.join, facts)
-                return said
-            case Loop() as loop:
-                *cond, body = inside
-                first, last = loop.n_consts, loop.n_consts + loop.n_carry
-                said = [self.bottom] * len(operands)
-                said[loop.consts], said[loop.carry], said[loop.xs] = body[:first], body[first:last], body[last:]
-                for of_cond in cond:
-                    n_consts = len(of_cond) - loop.n_carry
-                    said[loop.cond_consts] = of_cond[:n_consts]
-                    said[loop.carry] = list(map(self.join, of_cond[n_consts:], said[loop.carry]))
-                return self.left(loop, outs, said)
-        raise TypeError(equation.enters)
+        inside, structure = [self._said(*each) for each in self.inside(equation, operands, outs)], equation.enters
+        if not isinstance(structure, Loop):
+            said = [self.control(outs)] * len(operands)
+            for i, facts in zip(structure.operands, zip(*inside, strict=True), strict=True):
+                said[i] = functools.reduce(self.join, facts)
+            return said
+        # The operands of a loop are the constants of its condition, and the inputs of its body in order.
+        *cond, body = inside
+        n = structure.cond_consts.stop
+        said = [self.bottom] * n + body
+        for of_cond in cond:
+            said[:n] = of_cond[:n]
+            said[structure.carry] = list(map(self.join, of_cond[n:], said[structure.carry]))
+        return self.left(structure, outs, said)

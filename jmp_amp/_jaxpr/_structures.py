@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,11 @@ class Call(NamedTuple):
     operands: Sequence[int]
     is_inline: bool = True
     rule: str | None = None
+
+    @property
+    def jaxprs(self) -> tuple[Any]:
+        """The jaxpr, as the one branch."""
+        return (self.jaxpr,)
 
 
 class Branches(NamedTuple):
@@ -107,37 +113,30 @@ def _hi_jaxpr(eqn: JaxprEqn) -> Any:
 
     def expand(*args: Any) -> list[Any]:
         it = iter(args)
-        parts = [[next(it) for _ in each] for each in arrays]
-        pairs = zip(avals, parts, strict=True)
-        operands = [aval.raise_val(*part) if is_hi_type(aval) else part[0] for aval, part in pairs]
+        pairs = zip(avals, arrays, strict=True)
+        operands = [aval.raise_val(*islice(it, len(part))) if is_hi_type(aval) else next(it) for aval, part in pairs]
         return split_arrays(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))[0]
 
-    return _expanded(primitive, (), lambda: trace(expand, [aval for each in arrays for aval in each]))
+    return _expanded(primitive, (), lambda: trace(expand, list(chain(*arrays))))
 
 
 _expanded = Kept()
-
-
-def _branches(eqn: JaxprEqn) -> Branches:
-    """Returns the structure of a `cond`."""
-    return Branches(eqn.params["branches"], range(1, len(eqn.invars)))
 
 
 def _scan(eqn: JaxprEqn) -> Loop:
     """Returns the structure of a `scan`."""
     n_consts, n_carry = scan_sizes(eqn)
     first, last = n_consts + n_carry, len(eqn.invars)
-    return Loop(
-        eqn.params["jaxpr"], slice(0, n_consts), slice(n_consts, first), slice(first, last), eqn.params["length"]
-    )
+    consts, carry, xs = slice(0, n_consts), slice(n_consts, first), slice(first, last)
+    return Loop(eqn.params["jaxpr"], consts, carry, xs, eqn.params["length"])
 
 
 def _while_loop(eqn: JaxprEqn) -> Loop:
     """Returns the structure of a `while`."""
-    n_cond, n_body, last = eqn.params["cond_nconsts"], eqn.params["body_nconsts"], len(eqn.invars)
-    consts, carry = slice(n_cond, n_cond + n_body), slice(n_cond + n_body, last)
-    cond = eqn.params["cond_jaxpr"]
-    return Loop(eqn.params["body_jaxpr"], consts, carry, slice(last, last), None, cond, slice(0, n_cond))
+    n_cond, last = eqn.params["cond_nconsts"], len(eqn.invars)
+    first = n_cond + eqn.params["body_nconsts"]
+    consts, carry, xs = slice(n_cond, first), slice(first, last), slice(last, last)
+    return Loop(eqn.params["body_jaxpr"], consts, carry, xs, None, eqn.params["cond_jaxpr"], slice(0, n_cond))
 
 
 def _linear_solve(eqn: JaxprEqn) -> Call:
@@ -171,15 +170,8 @@ def _run_inline(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> S
 
 
 def _run_with(*params: str) -> Run:
-    """Returns a function that binds the primitive again, with new jaxprs as these parameters.
-
-    All other parameters stay as they are, those that future versions of JAX add too.
-    """
-
-    def run(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
-        return bind(eqn, args, **{param: body.jaxpr for param, body in zip(params, bodies, strict=True)})
-
-    return run
+    """Returns a function that binds the primitive again, with new jaxprs as these parameters, and all others kept."""
+    return lambda eqn, bodies, args: bind(eqn, args, **{k: b.jaxpr for k, b in zip(params, bodies, strict=True)})
 
 
 def _run_cond(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
@@ -197,12 +189,10 @@ def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Se
 
 def _run_hi_primitive(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     primitive = hi_primitive(eqn)
-    match hi_kind(primitive):
-        case "remat":
-            return _run_remat(eqn, bodies, args)
-        case "name":
-            return [type(primitive)(primitive.name, jax.typeof(args[0]))(args[0])]
-    return bodies[0](*args)
+    kind = hi_kind(primitive)
+    if kind == "name":
+        return [type(primitive)(primitive.name, jax.typeof(args[0]))(args[0])]
+    return (_run_remat if kind == "remat" else _run_inline)(eqn, bodies, args)
 
 
 def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
@@ -229,20 +219,19 @@ class HigherOrder(NamedTuple):
 
 def structure_of(eqn: JaxprEqn) -> Structure | None:
     """Returns how an equation holds jaxprs; None if it holds none, or if its primitive is not registered."""
-    entry = HIGHER_ORDER.get(eqn.primitive.name)
-    structure = None if entry is None else entry.enter(eqn)
+    name = eqn.primitive.name
+    structure = HIGHER_ORDER[name].enter(eqn) if name in HIGHER_ORDER else None
     # A loop over a type of the user counts its operands otherwise.
     is_opaque = isinstance(structure, Loop) and any(is_hi_type(atom.aval) for atom in eqn.invars)
     return None if is_opaque else structure
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[tuple[Any, Any]]:
-    """Yields all jaxprs in the parameters of an equation, and how often each runs; 1 if that is not known."""
+    """Returns all jaxprs in the parameters of an equation, and how often each runs; 1 if that is not known."""
     structure = structure_of(eqn)
     times = structure.length if isinstance(structure, Loop) and structure.length is not None else 1
     inside = jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)])
-    for inner in inside:
-        yield inner, times
+    return ((inner, times) for inner in inside)
 
 
 def holds_jaxprs(eqn: JaxprEqn) -> bool:
@@ -260,7 +249,7 @@ HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "custom_vjp_call": HigherOrder(_call("call_jaxpr", rule="custom_vjp_call"), _run_inline, keeps_inputs=True),
     "call_hi_primitive": HigherOrder(_hi_call, _run_hi_primitive, keeps_inputs=True),
     "shard_map": HigherOrder(_call("jaxpr", is_inline=False), _run_shard_map, keeps_inputs=True),
-    "cond": HigherOrder(_branches, _run_cond),
+    "cond": HigherOrder(lambda eqn: Branches(eqn.params["branches"], range(1, len(eqn.invars))), _run_cond),
     "scan": HigherOrder(_scan, _run_with("jaxpr")),
     "while": HigherOrder(_while_loop, _run_with("cond_jaxpr", "body_jaxpr")),
     "custom_linear_solve": HigherOrder(_linear_solve),

@@ -7,7 +7,8 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from itertools import compress
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +16,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._versions import (
-    apply,
-    context_of,
-    is_constant,
-    open_jaxpr,
-    parent_of,
-    source_of,
-    tracers_read,
-)
+from jmp_amp._jaxpr._versions import apply, context_of, is_constant, open_jaxpr, parent_of, source_of, tracers_read
 
 
-def dtype_of(atom: Any) -> Any:
-    """Returns the dtype that a variable or literal was traced in; None unless it is an array."""
-    return dtype_of_aval(atom.aval)
-
-
-def dtype_of_aval(aval: Any) -> Any:
-    """Returns the dtype of the arrays of a type; None for tokens, references and types of the user."""
-    return aval.dtype if isinstance(aval, jax.core.ShapedArray) else None
+def dtype_of(x: Any) -> Any:
+    """Returns the dtype of a variable, a literal, a type or an array; None for tokens, references and user types."""
+    aval = getattr(x, "aval", x)
+    has_dtype = isinstance(aval, jax.core.ShapedArray) or not isinstance(aval, jax.core.AbstractValue)
+    return getattr(aval, "dtype", None) if has_dtype else None
 
 
 def shape_of(atom: Any) -> tuple[int, ...] | None:
@@ -57,21 +47,18 @@ def is_inexact(x: Any) -> bool:
 
 
 def _has_dtype(x: Any, kind: Any) -> bool:
-    aval = getattr(x, "aval", x)
-    dtype = dtype_of_aval(aval) if isinstance(aval, jax.core.AbstractValue) else getattr(aval, "dtype", None)
+    dtype = dtype_of(x)
     return dtype is not None and jnp.issubdtype(dtype, kind)
 
 
 class Kept:
     """Values by object and key. JAX keeps the jaxprs of inner functions, so what is found out about them is kept too.
 
-    The objects are held weakly and compared by identity. For each, at most `size` values are kept, the newest ones.
-    Several threads may use it.
+    The objects are held weakly and compared by identity. For each, the newest 64 values are kept. Several threads may
+    use it.
     """
 
-    def __init__(self, size: int = 64) -> None:
-        """Takes the number of values to keep for each object."""
-        self._size = size
+    def __init__(self) -> None:
         self._values: dict[int, tuple[Any, dict[Hashable, Any]]] = {}
         self._lock = threading.RLock()
 
@@ -84,7 +71,7 @@ class Kept:
             _, values = self._values[number]
             if key not in values:
                 value = make()
-                while len(values) >= self._size:
+                while len(values) >= 64:
                     del values[next(iter(values))]
                 values[key] = value
             return values[key]
@@ -120,15 +107,15 @@ def split_arrays(tree: Any, *also: type) -> tuple[list[Any], Callable[..., Any]]
     """
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [_is_array(x, also) for x in leaves]
-    arrays = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
-    others = [None if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]  # arrays may be tracers
+    others = [None if drop else x for x, drop in zip(leaves, is_array, strict=True)]  # it must not hold tracers
+    arrays = list(compress(leaves, is_array))
+    return arrays, lambda arrays: jax.tree.unflatten(treedef, combine(is_array, arrays, others))
 
-    def rebuild(arrays: Any) -> Any:
-        it = iter(arrays)
-        pairs = zip(others, is_array, strict=True)
-        return jax.tree.unflatten(treedef, [next(it) if is_one else x for x, is_one in pairs])
 
-    return arrays, rebuild
+def combine(mask: Sequence[bool], items: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Returns `others`, with `items` in the places where the mask is true."""
+    it = iter(items)
+    return [next(it) if is_item else other for is_item, other in zip(mask, others, strict=True)]
 
 
 def _is_array(x: Any, also: tuple[type, ...]) -> bool:
@@ -139,33 +126,9 @@ def _is_array(x: Any, also: tuple[type, ...]) -> bool:
     return isinstance(x, (jax.Array, *also)) or (isinstance(x, jax.core.Tracer) and not is_reference(x))
 
 
-class _Static:
-    """A leaf that is not traced, as a pytree without leaves."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-jax.tree_util.register_static(_Static)
-
-
-class TracedCall(NamedTuple):
-    """A call of a function of pytrees, traced.
-
-    Attributes:
-        jaxpr: the closed jaxpr, from the arrays among the arguments to those among the results.
-        arrays: the arrays among the arguments.
-        rebuild: returns the results, given their arrays.
-    """
-
-    jaxpr: Any
-    arrays: list[Any]
-    rebuild: Callable[..., Any]
-
-
 def trace_call(
     fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], *also: type, cast: Callable[[Any], Any] = lambda x: x
-) -> TracedCall:
+) -> tuple[Any, list[Any], Callable[..., Any]]:
     """Traces a call. JAX's errors name the function and its arguments, as those of `jax.jit` do.
 
     Args:
@@ -174,7 +137,12 @@ def trace_call(
         kwargs: likewise.
         also: more types of leaves that count as arrays.
         cast: is applied to the arrays before they are traced.
+
+    Returns:
+        The closed jaxpr, from the arrays among the arguments to those among the results; the arrays among the
+        arguments; and a function that returns the results, given their arrays.
     """
+    arrays, with_arrays = split_arrays((args, kwargs), *also)
     rebuild: Callable[..., Any]
     named: Any = fun
     while isinstance(named, functools.partial):
@@ -183,17 +151,15 @@ def trace_call(
     @functools.wraps(named if hasattr(named, "__code__") else type(named).__call__, updated=())
     def call(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal rebuild
-        args, kwargs = jax.tree.map(
-            lambda x: x.value if isinstance(x, _Static) else x, (args, kwargs), is_leaf=lambda x: isinstance(x, _Static)
-        )
+        args, kwargs = with_arrays(jax.tree.leaves((args, kwargs)))
         results, rebuild = split_arrays(fun(*args, **kwargs), jax.core.Tracer)
         return results
 
     with contextlib.suppress(TypeError, ValueError):  # a builtin has none
         call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
-    tree = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else _Static(x), (args, kwargs))
-    traced = jax.make_jaxpr(call)(*tree[0], **tree[1])
-    return TracedCall(traced, split_arrays((args, kwargs), *also)[0], rebuild)
+    # Only arrays are leaves of these; JAX names them as in the call.
+    args, kwargs = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else None, (args, kwargs))
+    return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
@@ -275,18 +241,6 @@ def equations_behind(x: Any) -> Iterable[Any]:
     return eqns.values()
 
 
-class Step(Protocol):
-    """A unit of evaluation: an equation, or a group of equations."""
-
-    @property
-    def invars(self) -> Sequence[Any]: ...
-    @property
-    def outvars(self) -> Sequence[Any]: ...
-
-
-S = TypeVar("S", bound=Step)
-
-
 def evaluate(
     jaxpr: Any,
     args: Sequence[Any],
@@ -310,13 +264,13 @@ def evaluate(
 
 
 def evaluate_steps(
-    steps: Iterable[tuple[S, Sequence[Var]]],
+    steps: Iterable[tuple[Any, Sequence[Var]]],
     outvars: Sequence[Any],
     env: dict[Var, Any],
-    apply: Callable[[S, list[Any]], Sequence[Any]],
+    apply: Callable[[Any, list[Any]], Sequence[Any]],
     literal: Callable[[Literal], Any] = lambda atom: atom.val,
 ) -> list[Any]:
-    """Evaluates steps one after the other; see `evaluate`.
+    """Evaluates steps one after the other: equations or groups of them; see `evaluate`.
 
     Args:
         steps: from `with_last_reads`.
@@ -336,7 +290,7 @@ def evaluate_steps(
     return [read(atom) for atom in outvars]
 
 
-def with_last_reads(steps: Sequence[S], outvars: Sequence[Any]) -> list[tuple[S, list[Var]]]:
+def with_last_reads(steps: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[Any, list[Var]]]:
     """Pairs each step with the variables that no later step reads, so that they can be freed outside `jit`."""
     read_later = {atom for atom in outvars if isinstance(atom, Var)}
     pairs = []

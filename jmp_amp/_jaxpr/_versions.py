@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax._src.xla_metadata_lib import current_xla_metadata  # no public function says what is set
@@ -40,13 +40,6 @@ def api_boundary(fun: Callable) -> Callable:
         return fun
 
 
-def is_users_file(name: str) -> bool:
-    """Whether a file is neither JAX's, nor Python's, nor this package's. JAX has no public function for it."""
-    from jax._src.source_info_util import is_user_filename
-
-    return is_user_filename(name)
-
-
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns a jaxpr and the values of its constants; a plain jaxpr has none.
 
@@ -75,19 +68,11 @@ def call_of(eqn: JaxprEqn) -> tuple[Any, ...]:
 def context_of(eqn: JaxprEqn) -> Iterator[None]:
     """A context in which new equations have the source line, the scopes and the settings of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
-    ):
-        around = _metadata_around(eqn)
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        # The context of `eqn` does not take back the XLA metadata that is set around it.
+        around = (current_xla_metadata() or {}).keys() - (eqn.ctx.xla_metadata or {}).keys()
         with set_xla_metadata(**dict.fromkeys(around)) if around else contextlib.nullcontext():
             yield
-
-
-def _metadata_around(eqn: JaxprEqn) -> set[str]:
-    """Returns the names of XLA metadata that is set here, but not for `eqn`: its context does not take them back."""
-    around = current_xla_metadata()
-    return around.keys() - (eqn.ctx.xla_metadata or {}).keys() if around else set()
 
 
 # The value of `jax.jit(inline=...)` for a call that no jaxpr shows; from JAX 0.12 on, True means another one.
@@ -133,13 +118,13 @@ def hi_kind(primitive: Any) -> str | None:
         `"remat"`, `"name"` for `checkpoint_name`, `"custom_jvp_call"` or `"custom_vjp_call"` for the derivative rule
         that it has; None if it has rules that no public function takes: of its transpose, or for both modes.
     """
-    names = [cls.__name__ for cls in type(primitive).__mro__]
-    known = next((_HI_KINDS[name] for name in names if name in _HI_KINDS), None)
-    if known is not None:
-        return known
-    if "VmapOf" in names:
+    classes = {cls.__name__: cls for cls in type(primitive).__mro__}
+    kinds = [kind for name, kind in _HI_KINDS.items() if name in classes]
+    if kinds:
+        return kinds[0]
+    if "VmapOf" in classes:
         return hi_kind(primitive.prim)
-    base = next(cls for cls in type(primitive).__mro__ if cls.__name__ in ("HiPrim", "VJPHiPrimitive"))
+    base = classes.get("HiPrim") or classes["VJPHiPrimitive"]
 
     def has(rule: str) -> bool:
         return getattr(type(primitive), rule, None) is not getattr(base, rule, None)
@@ -173,8 +158,9 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[Any] | None:
     primitive = params.get("_prim")
     if primitive is None:
         return list(jaxprs_in_params(params))
-    held = [primitive.params.get("jaxpr"), getattr(primitive.params.get("traced"), "jaxpr", None)]
-    return [jaxpr for jaxpr in held if jaxpr is not None] if type(primitive).__name__ in _HI_KINDS else None
+    if type(primitive).__name__ not in _HI_KINDS:
+        return None
+    return list(filter(None, [primitive.params.get("jaxpr"), getattr(primitive.params.get("traced"), "jaxpr", None)]))
 
 
 def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
@@ -220,8 +206,7 @@ def is_constant(x: Any) -> bool:
 
 def operands_of(eqn: Any) -> list[Any]:
     """Returns the variables and literals that an equation reads, while it is traced or afterwards."""
-    sources = map(source_of, eqn.invars)
-    return [getattr(x, "val", x) if isinstance(x, jax.core.Tracer) else x for x in sources]
+    return [getattr(x, "val", x) if isinstance(x, jax.core.Tracer) else x for x in map(source_of, eqn.invars)]
 
 
 def zero_cotangent(aval: Any) -> Any:
@@ -229,32 +214,25 @@ def zero_cotangent(aval: Any) -> Any:
     return ad.Zero(aval.to_tangent_aval())
 
 
-class CustomRule(NamedTuple):
-    """How an equation uses the derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
+def custom_rule(eqn: JaxprEqn) -> tuple[bool, int]:
+    """Describes the derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
 
-    Attributes:
-        symbolic_zeros: whether the rule gets symbolic zeros.
-        n_closed_over: how many of the first operands are values that the function closes over.
+    Returns:
+        Whether the rule gets symbolic zeros, and how many of the first operands are values that the function closes
+        over.
     """
-
-    symbolic_zeros: bool
-    n_closed_over: int
-
-
-def custom_rule(eqn: JaxprEqn) -> CustomRule:
-    """Returns how an equation uses its derivative rule."""
-    primitive, params = hi_primitive(eqn), params_of(eqn)
+    primitive = hi_primitive(eqn)
     if primitive is None:
-        return CustomRule(params["symbolic_zeros"], params["num_consts"])
+        return eqn.params["symbolic_zeros"], eqn.params["num_consts"]
     while hasattr(primitive, "prim"):  # `VmapOf`, up to JAX 0.11
         primitive = primitive.prim
     # Of `jax.custom_jvp` and `jax.custom_vjp`, what the function closes over is the first argument since JAX 0.11.
     # Since 0.12, a second argument is for rules that JAX makes.
     is_first = {"with_logs", "jvp_rule"} & primitive.params.keys()
     n = 2 if hasattr(primitive, "drop_fwd_consts") else 1 if is_first else 0
-    n_closed_over = len(jax.tree.leaves(primitive.in_avals[:n]))
     # A primitive of the user always learns which operands are differentiated.
-    return CustomRule(primitive.params.get("symbolic_zeros", "traced" not in primitive.params), n_closed_over)
+    symbolic_zeros = primitive.params.get("symbolic_zeros", "traced" not in primitive.params)
+    return symbolic_zeros, len(jax.tree.leaves(primitive.in_avals[:n]))
 
 
 def closed_over_error() -> type[Exception]:
@@ -302,7 +280,9 @@ _NO_DERIVATIVE = re.compile(
 
 def has_no_derivative(error: Exception) -> bool:
     """Whether JAX raised an error because it cannot differentiate an op, and not the code that it differentiates."""
-    if any(is_users_file(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+    from jax._src.source_info_util import is_user_filename  # neither JAX's, nor Python's, nor this package's
+
+    if any(is_user_filename(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return False
     return isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error)) is not None
 
