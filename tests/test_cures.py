@@ -13,8 +13,7 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.debug import first_nonfinite
-from jmp_amp.debug._cures import CURES
-from jmp_amp.debug._diagnosis import matches
+from jmp_amp.debug._cures import CURES, matches
 from jmp_amp.debug._evaluation import Evaluation
 
 pytestmark = pytest.mark.usefixtures("users_code")

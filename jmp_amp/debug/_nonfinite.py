@@ -12,8 +12,7 @@ import numpy as np
 from jmp_amp._calls import transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import is_inexact, open_jaxpr, trace_call
-from jmp_amp.debug._cures import cure_of
-from jmp_amp.debug._diagnosis import Diagnosis
+from jmp_amp.debug._cures import Diagnosis, cure_of
 from jmp_amp.debug._evaluation import (
     Evaluation,
     PlaceId,
