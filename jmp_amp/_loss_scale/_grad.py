@@ -13,7 +13,7 @@ from jax import lax
 
 from jmp_amp._calls import describe, transformation
 from jmp_amp._jaxpr import marked
-from jmp_amp._loss_scale._arguments import to_scale
+from jmp_amp._loss_scale._rule import to_scale
 from jmp_amp._loss_scale._state import get_loss_scale
 from jmp_amp._modules import (
     arrays_by_path,

@@ -1,7 +1,7 @@
 """What is read of the scaled gradients: unscaled values, whether they are finite, scaled, and match the parameters."""
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +28,9 @@ from jmp_amp._jaxpr import (
     tracers_behind,
     varying_axes,
 )
-from jmp_amp._loss_scale._arguments import AxisName
 from jmp_amp._trees import is_value, multiply_wide
 
+AxisName = Hashable | tuple[Hashable, ...]
 UNSCALE_SCOPE = "amp.unscale"
 
 
@@ -136,7 +136,7 @@ def _any_over_axes(flag: jax.Array, names: tuple[Any, ...]) -> jax.Array:
 _LeavesByPath = dict[tuple[Any, ...], Any]
 
 
-def check_same_leaves(grads: Any, params: Any) -> None:
+def check_leaves(grads: Any, params: Any) -> None:
     """Raises ValueError unless every gradient has a parameter of its shape at the same path, and vice versa.
 
     Frozen and static leaves have no gradient, so `params` may hold anything at the paths where `grads` holds None or

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from jmp_amp._loss_scale._arguments import to_number
-from jmp_amp._loss_scale._rule import LossScaleState
+from jmp_amp._loss_scale._rule import LossScaleState, to_number
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState, UnscaleAndCheckState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact

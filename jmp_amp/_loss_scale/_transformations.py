@@ -1,6 +1,7 @@
 """The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,8 @@ from jax import lax
 
 from jmp_amp._calls import describe
 from jmp_amp._jaxpr import varying_axes
-from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, check_inner, to_flag, to_number, to_scale
-from jmp_amp._loss_scale._gradients import check_grads, check_same_leaves, check_scaled, check_updates, is_hole, unscale
-from jmp_amp._loss_scale._rule import LossScale, LossScaleState
+from jmp_amp._loss_scale._gradients import AxisName, check_grads, check_leaves, check_scaled, check_updates, unscale
+from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
 from jmp_amp._trees import select_tree
 
 
@@ -94,7 +94,7 @@ def unscale_and_check(
                 "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
-        for path, x in jax.tree.leaves_with_path(updates, is_leaf=is_hole):
+        for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
             if isinstance(x, optax.MaskedNode):
                 raise ValueError(
                     f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled, because "
@@ -233,7 +233,7 @@ def dynamic_loss_scale(
                 "`dynamic_loss_scale`, and replace its `inner_state` to restore a state of `inner`"
             )
         if params is not None:
-            check_same_leaves(updates, params)
+            check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
@@ -319,3 +319,16 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
                 f"that varies along the mapped axis {named} of `shard_map`, as its gradients do; average the gradients "
                 f"first, `grads = jax.lax.pmean(grads, {named})`"
             )
+
+
+def check_axis_name(value: Any) -> None:
+    """Raises TypeError unless `value` can name one or several mapped axes."""
+    if not isinstance(value, Hashable):
+        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {value!r}")
+
+
+def check_inner(inner: Any, wrapper: str) -> None:
+    """Raises TypeError unless `inner`, the argument of the function `wrapper`, is an optax transformation."""
+    if not isinstance(inner, optax.GradientTransformation):
+        call = f"{inner.__name__}(...)" if inspect.isfunction(inner) else "optax.adam(1e-3)"
+        raise TypeError(f"`inner` must be an optax transformation, got {describe(inner)}; write `{wrapper}({call})`")
