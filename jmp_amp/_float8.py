@@ -102,9 +102,10 @@ def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    if not params["emulated"] and (device := _device_without_float8(lowering_platforms(ctx))) is not None:
+    lacking = [device for platform in lowering_platforms(ctx) if (device := _without_float8(platform)) is not None]
+    if lacking and not params["emulated"]:
         warnings.warn(
-            f"{device} has no float8 units, so products run in {params['base']} instead of float8; "
+            f"{lacking[0]} has no float8 units, so products run in {params['base']} instead of float8; "
             f"set the environment variable {EMULATE}=1 to compute them as a device with float8 units does",
             stacklevel=2,
         )
@@ -249,16 +250,12 @@ _TPUS_WITH = re.compile("TPU7|TPU v7")
 _LEAST_CAPABILITY = (8, 9)
 
 
-def _device_without_float8(platforms: Sequence[str]) -> str | None:
-    """Returns the name of a device that a program is lowered for and that has no float8 units; None if all have them.
+def _without_float8(platform: str) -> str | None:
+    """Returns the name of the device that a program for a platform runs on, or None if it has float8 units.
 
     Args:
-        platforms: the platforms that the program is lowered for: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
+        platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
     """
-    return next((name for platform in platforms if (name := _without_float8(platform)) is not None), None)
-
-
-def _without_float8(platform: str) -> str | None:
     kind, capability = _target(platform)
     if platform == "cuda":
         is_old = bool(_GPUS_WITHOUT.search(kind)) if capability is None else capability < _LEAST_CAPABILITY

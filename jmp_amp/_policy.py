@@ -70,12 +70,10 @@ class Policy:
         rules: tuple[tuple[Any, Any], ...] = (),
         compute_format: str = "",
     ) -> None:
-        dtype, name = parse_compute_dtype(compute_dtype, compute_format)
-        object.__setattr__(self, "param_dtype", parse_dtype(param_dtype, "param_dtype"))
-        object.__setattr__(self, "compute_dtype", dtype)
-        object.__setattr__(self, "output_dtype", parse_dtype(output_dtype, "output_dtype"))
-        object.__setattr__(self, "rules", tuple(rules))
-        object.__setattr__(self, "compute_format", name)
+        compute, name = parse_compute_dtype(compute_dtype, compute_format)
+        params, output = parse_dtype(param_dtype, "param_dtype"), parse_dtype(output_dtype, "output_dtype")
+        for field, value in zip(dataclasses.fields(self), (params, compute, output, tuple(rules), name), strict=True):
+            object.__setattr__(self, field.name, value)
 
     def __str__(self) -> str:
         return f"params={self.param_dtype},compute={self.compute_format},output={self.output_dtype}"

@@ -95,15 +95,10 @@ def all_finite(tree: Any) -> jax.Array:
     References:
         `all_finite` of jmp 0.0.4.
     """
-    flags = [_leaf_is_finite(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
-
-
-def _leaf_is_finite(leaf: Any) -> jax.Array | np.bool_:
     # Check numpy values with numpy: without x64, JAX would round a large finite float64 to infinity.
-    if isinstance(leaf, jax.Array):
-        return jnp.isfinite(leaf).all()
-    return np.isfinite(leaf).all()
+    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+    flags = [(jnp if isinstance(x, jax.Array) else np).isfinite(x).all() for x in leaves]
+    return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:

@@ -131,13 +131,13 @@ def live(
             view.refresh()
 
 
-_PANELS = {
-    "Loss": ("loss", "val_loss"),
-    "Loss scale": ("loss_scale",),
-    "Norm of the unscaled gradients": ("grad_norm",),
+_PANELS = {  # the columns, and the base of a logarithmic axis
+    "Loss": (("loss", "val_loss"), None),
+    "Loss scale": (("loss_scale",), 2),
+    "Norm of the unscaled gradients": (("grad_norm",), 10),
 }
-_LOG_BASES = {"Loss scale": 2, "Norm of the unscaled gradients": 10}
-_COLUMNS = ("step", *sum(_PANELS.values(), ()), "skipped", "total_notfinite", "last_finite")
+_PLOTTED = [name for names, _ in _PANELS.values() for name in names]
+_COLUMNS = ("step", *_PLOTTED, "skipped", "total_notfinite", "last_finite")
 _CSV_VALUES = {"True": 1.0, "False": 0.0, "": math.nan}  # the strings that Python writes to CSV files
 
 
@@ -178,24 +178,25 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
             rows = list(csv.DictReader(file))
     runs = _columns_by_run(rows)
     columns = {name for run in runs.values() for name in run}
-    panels = [title for title, names in _PANELS.items() if columns.intersection(names)]
+    panels = [(title, *panel) for title, panel in _PANELS.items() if columns.intersection(panel[0])]
     if not panels:
-        known = ", ".join(name for names in _PANELS.values() for name in names)
-        raise ValueError(f"`rows` must have at least one of the columns {known}, got {', '.join(rows[0])}")
+        raise ValueError(
+            f"`rows` must have at least one of the columns {', '.join(_PLOTTED)}, got {', '.join(rows[0])}"
+        )
     figure = extra("matplotlib.figure", "`plot_history`").Figure(
         figsize=(8, 0.6 + 1.9 * len(panels)), dpi=120, layout="constrained"
     )
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axes, title in zip(all_axes, panels, strict=True):
+    for axes, (title, names, log_base) in zip(all_axes, panels, strict=True):
         for i, (label, run) in enumerate(runs.items()):
-            names = [name for name in _PANELS[title] if name in run]
             # The first of several runs is the baseline: a wide and pale curve, visible behind the others.
             style = {"lw": 4, "color": "0.75"} if i == 0 and len(runs) > 1 else {"lw": 1.4, "color": f"C{i}"}
-            _PLOT_FUNCTIONS.get(title, _plot_curves)(axes, run, names, label=label, **style)
+            plot = _plot_steps if title == "Loss scale" else _plot_curves
+            plot(axes, run, [name for name in names if name in run], label=label, **style)
         axes.set_title(title, size=10)
         axes.spines[["top", "right"]].set_visible(False)
-        if title in _LOG_BASES:
-            axes.set_yscale("log", base=_LOG_BASES[title])
+        if log_base is not None:
+            axes.set_yscale("log", base=log_base)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8)
     all_axes[-1].set_xlabel("step")
@@ -206,13 +207,10 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
 
 def _plot_curves(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
     for name in names:
-        is_faint = name != names[-1]  # the training loss, if there is also a validation loss
         finite = np.isfinite(run[name])
-        changes = (
-            {"lw": style["lw"] / 2, "alpha": 0.4, "label": None}
-            if is_faint
-            else {"marker": "." if finite.sum() < 2 else ""}
-        )
+        changes: dict[str, Any] = {"marker": "." if finite.sum() < 2 else ""}
+        if name != names[-1]:  # the training loss, if there is also a validation loss
+            changes = {"lw": style["lw"] / 2, "alpha": 0.4, "label": None}
         axes.plot(run["step"][finite], run[name][finite], **(style | changes))
 
 
@@ -222,9 +220,6 @@ def _plot_steps(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], 
         axes.step(run["step"], run[name], where="post", **style)
         mark = "skipped" if skipped.any() else ""
         axes.plot(run["step"][skipped], run[name][skipped], "x", color="#c8443c", ms=6, mew=1.6, label=mark, zorder=3)
-
-
-_PLOT_FUNCTIONS = {"Loss scale": _plot_steps}
 
 
 def _skipped_steps(run: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -651,7 +651,7 @@ def test_gradients_that_do_not_match_the_parameters_are_named_by_their_path(grad
     ("change", "message"),
     [
         (lambda state: {"m": state["m"].astype(jnp.float16)}, "['m'] from float32[2] to float16[2]"),
-        (lambda state: {"m": state["m"][None]}, "['m'] from float32[2] to float32[1, 2]"),
+        (lambda state: {"m": state["m"][None]}, "['m'] from float32[2] to float32[1,2]"),
         (lambda state: {"m": state["m"], "extra": state["m"]}, "structure"),
         (lambda state: {}, "structure"),
     ],

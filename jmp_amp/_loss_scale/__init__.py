@@ -1,9 +1,8 @@
 """Loss scaling: the rule, scaled gradients, the optax transformations, and functions of their state."""
 
-from jmp_amp._loss_scale._arguments import LARGEST_SCALE, SMALLEST_SCALE, check_inner, to_count, to_number
 from jmp_amp._loss_scale._grad import LOSS_SCALE, grad, value_and_grad
 from jmp_amp._loss_scale._gradients import is_hole
-from jmp_amp._loss_scale._rule import LossScale, LossScaleState
+from jmp_amp._loss_scale._rule import LARGEST_SCALE, SMALLEST_SCALE, LossScale, LossScaleState, to_count, to_number
 from jmp_amp._loss_scale._state import (
     LossScaleError,
     check_health,
@@ -17,6 +16,7 @@ from jmp_amp._loss_scale._state import (
 from jmp_amp._loss_scale._transformations import (
     DynamicLossScaleState,
     UnscaleAndCheckState,
+    check_inner,
     dynamic_loss_scale,
     unscale_and_check,
 )

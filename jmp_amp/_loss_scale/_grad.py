@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss."""
+"""Gradients of a scaled loss, of one batch or accumulated over micro-batches."""
 
 import functools
 import operator
@@ -9,12 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp_amp._calls import describe, transformation
 from jmp_amp._jaxpr import marked
-from jmp_amp._loss_scale._accumulate import REDUCTIONS, accumulate
-from jmp_amp._loss_scale._arguments import to_scale
-from jmp_amp._loss_scale._state import find_state
+from jmp_amp._loss_scale._rule import to_scale
+from jmp_amp._loss_scale._state import get_loss_scale
+from jmp_amp._modules import (
+    arrays_by_path,
+    changed_state,
+    holds_modules,
+    is_module,
+    split_modules,
+    state_of_modules,
+    update_modules,
+)
 from jmp_amp._trees import multiply_wide, wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
@@ -97,24 +106,29 @@ def value_and_grad(
         `scale_wrt_gas=False`.
     """
     _check_grad_arguments(argnums, has_aux)
-    scale = _scale_of(opt_state, loss_scale)
+    if opt_state is not None:
+        if loss_scale is not None:
+            raise TypeError(
+                "pass either `opt_state` or `loss_scale`; `opt_state=opt_state` is short for "
+                "`loss_scale=amp.get_loss_scale(opt_state)`"
+            )
+        loss_scale = get_loss_scale(opt_state)
+    scale = to_scale(1.0 if loss_scale is None else loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
-    if reduction not in REDUCTIONS:
+    if reduction not in ("mean", "sum"):
         raise ValueError(f'`reduction` must be "mean" or "sum", got {reduction!r}')
     if argnums != 0:  # some transforms, such as Equinox's, have no `argnums`
         kwargs = {"argnums": argnums, **kwargs}
     takes_floats_only = transform is jax.value_and_grad and not kwargs.get("allow_int")
-    evaluate_batch = _scaled_value_and_grad(fun, has_aux, scale, functools.partial(transform, **kwargs))
+    evaluate = _scaled_value_and_grad(fun, has_aux, scale, functools.partial(transform, **kwargs))
+    if accumulate_steps > 1:
+        evaluate = _accumulate(evaluate, accumulate_steps, reduction, argnums, batch_argnums)
 
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if takes_floats_only:
             _check_differentiable(args, argnums)
-        evaluate = evaluate_batch
-        if accumulate_steps > 1:
-            to_split = None if batch_argnums is None else _argnums_as_tuple(batch_argnums)
-            evaluate = accumulate(evaluate_batch, accumulate_steps, reduction, _argnums_as_tuple(argnums), to_split)
         value, grads = evaluate(*args, **kwargs)
         return (value if has_aux else value[0]), grads
 
@@ -150,7 +164,13 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
     @functools.wraps(fun, updated=())
     def scaled_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         out = fun(*args, **kwargs)
-        loss, aux = _loss_and_aux(out) if has_aux else (out, None)
+        try:
+            loss, aux = out if has_aux else (out, None)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"with `has_aux=True` the function must return `(loss, aux)`, got {describe(out)}; write "
+                "`return loss, aux` in it, or leave out `has_aux`"
+            ) from None
         wide_loss = _to_wide(loss)
         loss_factor, grad_factor = _split_scale(scale.astype(wide_loss.dtype), jnp.result_type(loss))
         with marked(LOSS_SCALE):  # for the tools that debug
@@ -166,28 +186,6 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
         return (loss, aux), grads
 
     return evaluate_batch
-
-
-def _scale_of(opt_state: Any, loss_scale: jax.typing.ArrayLike | None) -> jax.Array:
-    if opt_state is None:
-        return to_scale(1.0 if loss_scale is None else loss_scale)
-    if loss_scale is not None:
-        raise TypeError(
-            "pass either `opt_state` or `loss_scale`; `opt_state=opt_state` is short for "
-            "`loss_scale=amp.get_loss_scale(opt_state)`"
-        )
-    return to_scale(find_state(opt_state).loss_scale)
-
-
-def _loss_and_aux(out: Any) -> tuple[Any, Any]:
-    try:
-        loss, aux = out
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"with `has_aux=True` the function must return `(loss, aux)`, got {describe(out)}; write "
-            "`return loss, aux` in it, or leave out `has_aux`"
-        ) from None
-    return loss, aux
 
 
 def _split_scale(scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -215,6 +213,95 @@ def _to_wide(loss: Any) -> jax.Array:
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss must be a real floating-point scalar, got dtype {loss.dtype}")
     return loss.astype(wide_dtype(loss.dtype))
+
+
+def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: Any, batch_argnums: Any) -> Callable:
+    """Returns a function that evaluates `value_and_grad` on one micro-batch after the other, in one `lax.scan`.
+
+    Args:
+        value_and_grad: returns `((loss, aux), grads)`.
+        steps: the number of micro-batches.
+        reduction: `"mean"` or `"sum"`, applied to the losses and gradients of the micro-batches.
+        argnums: the arguments that `value_and_grad` differentiates.
+        batch_argnums: the arguments to split along their first axes. None splits all others but NNX modules.
+
+    Returns:
+        A function that also returns `((loss, aux), grads)`. Losses and gradients are reduced in float32 or wider, and
+        `aux` is stacked along a new first axis. The state of NNX modules goes from one micro-batch to the next, and
+        into the modules at the end.
+    """
+
+    def accumulated(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        if batch_argnums is None:
+            differentiated = _argnums_as_tuple(argnums)
+            to_split = tuple(i for i, x in enumerate(args) if i not in differentiated and not is_module(x))
+        else:
+            to_split = _argnums_as_tuple(batch_argnums)
+        batches = {i: _split_into_micro_batches(i, args[i], steps) for i in to_split}
+        if not jax.tree.leaves(batches):
+            raise ValueError(
+                f"accumulate_steps={steps} splits the batch, but there is no batch among the {len(args)} arguments of "
+                "the loss; pass the batch as an argument, `value_and_grad(...)(params, batch)`, instead of closing "
+                "over it"
+            )
+        modules = [{i: x for i, x in group if holds_modules(x)} for group in (enumerate(args), kwargs.items())]
+        state, merge = split_modules(modules)
+
+        def evaluate(state: Any, batch: dict[int, Any]) -> tuple[tuple[tuple[jax.Array, Any], Any], Any]:
+            copies = positional, named = merge(state)
+            inputs = [(positional | batch).get(i, x) for i, x in enumerate(args)]
+            return value_and_grad(*inputs, **{**kwargs, **named}), state_of_modules(copies)
+
+        def step(carry: Any, batch: dict[int, Any]) -> tuple[Any, Any]:
+            total, state = carry
+            ((loss, aux), grads), state = evaluate(state, batch)
+            total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, _without_float0((loss, grads)))
+            return (total, state), aux
+
+        ((loss, _), grads), after = jax.eval_shape(evaluate, state, jax.tree.map(lambda x: x[0], batches))
+        for path in dict(jax.tree.leaves_with_path(after)).keys() - dict(jax.tree.leaves_with_path(state)).keys():
+            raise ValueError(
+                f"the loss adds the variable `{jax.tree_util.keystr(path[2:])}` to a module, so the state changes its "
+                "structure between micro-batches; create the variable in the constructor, or return the value as `aux`"
+            )
+        before = arrays_by_path(state)
+        # `zeros_like`: also with the axes of `shard_map` along which a gradient varies.
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), _without_float0((loss, grads)))
+        (total, state), aux = lax.scan(step, (zeros, state), batches)
+        update_modules(modules, changed_state(before, state))
+        divisor = steps if reduction == "mean" else 1
+        loss, grads = jax.tree.map(
+            lambda like, x: np.zeros(like.shape, like.dtype) if x is None else x / divisor, (loss, grads), total
+        )
+        return (loss, aux), grads
+
+    return accumulated
+
+
+def _split_into_micro_batches(i: int, tree: Any, steps: int) -> Any:
+    if holds_modules(tree):
+        raise ValueError(
+            f"accumulate_steps={steps} splits argument {i}, which holds a Flax NNX module; pass the module as an "
+            "argument of its own, and do not name it in `batch_argnums`"
+        )
+
+    def split(path: Any, x: Any) -> jax.Array:
+        size = jnp.shape(x)[0] if jnp.ndim(x) else None
+        if size is None or size % steps:
+            raise ValueError(
+                f"accumulate_steps={steps} splits the first axis of the batch into {steps} equal parts, but argument "
+                f"{i}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}; "
+                "pad the batch, or select the arguments to split with `batch_argnums`"
+            )
+        # A micro-batch takes every `steps`-th example, so a batch that is sharded over devices is not resharded.
+        return jnp.moveaxis(jnp.reshape(x, (size // steps, steps, *jnp.shape(x)[1:])), 1, 0)
+
+    return jax.tree_util.tree_map_with_path(split, tree)
+
+
+def _without_float0(tree: Any) -> Any:
+    """Returns None in place of the float0 gradients of integer arguments (`allow_int=True`)."""
+    return jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, tree)
 
 
 def _argnums_as_tuple(argnums: Any) -> tuple[int, ...]:
@@ -245,10 +332,9 @@ def _check_differentiable(args: Sequence[Any], argnums: Any) -> None:
     """Raises TypeError if `jax.value_and_grad` refuses a leaf of a module, which `transform` could leave out."""
     for i in _argnums_as_tuple(argnums):
         arg = args[i] if -len(args) <= i < len(args) else None
-        if all(map(_has_gradient, jax.tree.leaves(arg))):
-            continue
-        if transform := _transform_of_modules(arg):
-            path, x = next(leaf for leaf in jax.tree.leaves_with_path(arg) if not _has_gradient(leaf[1]))
+        refused = [(path, x) for path, x in jax.tree.leaves_with_path(arg) if not _has_gradient(x)]
+        if refused and (transform := _transform_of_modules(arg)):
+            path, x = refused[0]
             raise TypeError(
                 f"`jax.value_and_grad` differentiates with respect to floating arrays, got {describe(x)} at "
                 f"`args[{i}]{jax.tree_util.keystr(path)}`; write `amp.value_and_grad(fun, transform={transform})`, "

@@ -1,18 +1,36 @@
-"""What is read of the scaled gradients: unscaled values, whether they are finite, and their leaves."""
+"""What is read of the scaled gradients: unscaled values, whether they are finite, scaled, and match the parameters."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import Literal
 
-from jmp_amp._jaxpr import varying_axes
-from jmp_amp._loss_scale._arguments import AxisName
+from jmp_amp._jaxpr import (
+    Branches,
+    Call,
+    Loop,
+    Structure,
+    equations_behind,
+    inner_jaxprs,
+    is_backward,
+    is_floating,
+    is_recomputed,
+    open_jaxpr,
+    operands_of,
+    parent_of,
+    shape_of,
+    structure_of,
+    tracers_behind,
+    varying_axes,
+)
 from jmp_amp._trees import is_value, multiply_wide
 
+AxisName = Hashable | tuple[Hashable, ...]
 UNSCALE_SCOPE = "amp.unscale"
 
 
@@ -69,7 +87,15 @@ def check_grads(
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)
-    _check_axes(leaves, factor, names)
+    if missing := sorted(frozenset[Any]().union(*map(varying_axes, leaves)) - {*names} - varying_axes(factor), key=str):
+        axes = (*names, *missing)
+        named = repr(axes[0] if len(axes) == 1 else axes)
+        raise ValueError(
+            f"gradients vary along the mapped axes {missing}, but the loss scale does not, so devices could disagree "
+            "on whether to skip a step; average the gradients first, "
+            f"`grads = jax.lax.pmean(grads, {named})`, or, if the parameters are sharded along these axes, pass "
+            f"`axis_name={named}`"
+        )
     # The leaves to check together, by the axes along which they are sharded.
     groups: dict[tuple[tuple[Any, ...], int], list[int]] = collections.defaultdict(list)
     for i, x in enumerate(leaves):
@@ -103,18 +129,6 @@ def _is_typed(name: Any) -> bool:
         ) from None
 
 
-def _check_axes(leaves: Sequence[Any], factor: jax.Array, names: tuple[Any, ...]) -> None:
-    missing = frozenset[Any]().union(*map(varying_axes, leaves)) - {*names} - varying_axes(factor)
-    if missing:
-        axes = (*names, *sorted(missing, key=str))
-        named = repr(axes[0] if len(axes) == 1 else axes)
-        raise ValueError(
-            f"gradients vary along the mapped axes {sorted(missing, key=str)}, but the loss scale does not, so devices "
-            f"could disagree on whether to skip a step; average the gradients first, `grads = jax.lax.pmean(grads, "
-            f"{named})`, or, if the parameters are sharded along these axes, pass `axis_name={named}`"
-        )
-
-
 def _any_over_axes(flag: jax.Array, names: tuple[Any, ...]) -> jax.Array:
     return lax.psum(flag.astype(jnp.float32), names) > 0
 
@@ -122,7 +136,7 @@ def _any_over_axes(flag: jax.Array, names: tuple[Any, ...]) -> jax.Array:
 _LeavesByPath = dict[tuple[Any, ...], Any]
 
 
-def check_same_leaves(grads: Any, params: Any) -> None:
+def check_leaves(grads: Any, params: Any) -> None:
     """Raises ValueError unless every gradient has a parameter of its shape at the same path, and vice versa.
 
     Frozen and static leaves have no gradient, so `params` may hold anything at the paths where `grads` holds None or
@@ -141,7 +155,8 @@ def check_same_leaves(grads: Any, params: Any) -> None:
                 f"the gradients {extra} the parameters do not have; pass `tx.update` gradients with respect to the "
                 "same tree as `params`"
             )
-    if not _are_per_example(arrays, params_by_path):
+    shapes = [(jnp.shape(x), jnp.shape(params_by_path[path])) for path, x in arrays.items()]
+    if any(shape[1:] != want for shape, want in shapes) or len({shape[:1] for shape, _ in shapes}) > 1:
         _check_shapes("gradient", arrays, params_by_path, "reduce or index it to the shape of the parameter")
     for path, x in params_by_path.items():
         if is_value(x) and path not in grads_by_path and not any(path[: len(hole)] == hole for hole in holes):
@@ -160,11 +175,6 @@ def check_updates(updates: Any, params: Any) -> None:
     _check_shapes("update", updates_by_path, params_by_path, "reduce its per-example gradients, or correct `inner`")
 
 
-def _are_per_example(grads: _LeavesByPath, params: _LeavesByPath) -> bool:
-    shapes = [(jnp.shape(x), jnp.shape(params[path])) for path, x in grads.items()]
-    return all(shape[1:] == want for shape, want in shapes) and len({shape[:1] for shape, _ in shapes}) <= 1
-
-
 def _check_shapes(name: str, leaves: _LeavesByPath, params: _LeavesByPath, cure: str) -> None:
     for path, x in leaves.items():
         if jnp.shape(x) != jnp.shape(params[path]):
@@ -181,3 +191,111 @@ def is_hole(x: Any) -> bool:
 
 def _leaves_by_path(tree: Any) -> _LeavesByPath:
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_hole))
+
+
+def check_scaled(grads: Any, scale: Any = None) -> None:
+    """Raises ValueError if the traced program shows that `grads` are not the gradients of a loss times `scale`.
+
+    The gradients are wrong if they come from `unscale`, also through a chain of transformations. If `scale` is traced,
+    they are also wrong if the backward pass of a loss that nothing scales is behind them, and nothing that depends on
+    `scale`. A step may be split into `jit`s, so any argument that can hold the scale counts as the scale. The check
+    inspects only the first leaves, and passes whatever it cannot prove wrong.
+    """
+    leaves = jax.tree.leaves_with_path(grads)
+    for path, x in leaves[:_CHECKED_LEAVES]:
+        if _is_unscaled(x):
+            raise ValueError(
+                f"the gradient at `{jax.tree_util.keystr(path)}` was already unscaled: `unscale_and_check` is in front "
+                "of another `unscale_and_check` or of `dynamic_loss_scale`; keep only one, and put it inside "
+                "`dynamic_loss_scale` if there is one"
+            )
+    for path, x in leaves[:1] if isinstance(scale, jax.core.Tracer) else ():
+        if not _may_depend_on(x, scale) and set(_has_constant_factors(equations_behind(x), {})) == {True}:
+            raise ValueError(
+                f"the gradient at `{jax.tree_util.keystr(path)}` does not depend on the loss scale, so it must not be "
+                "divided by it; write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
+                "`dynamic_loss_scale(inner, LossScale.none())`, or pass the number that multiplied the loss as "
+                "`tx.update(..., loss_scale=number)`"
+            )
+
+
+_CHECKED_LEAVES = 4
+
+
+def _is_unscaled(grad: Any) -> bool:
+    """Whether a gradient is the result of `unscale`, or of transformations of it.
+
+    A gradient is not if it was differentiated after that, as where a loss reads updated parameters. It may not be if an
+    argument is behind both the unscaled gradients and what was done to them: that may have scaled them again.
+    """
+    tracers = list(tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn))))
+    unscaled = [x for x in tracers if (eqn := parent_of(x)) is not None and _is_unscale(eqn)]
+    arguments = {id(x) for x in tracers if parent_of(x) is None}
+    return bool(unscaled) and arguments.isdisjoint(map(id, tracers_behind(*unscaled)))
+
+
+def _may_depend_on(grad: Any, scale: Any) -> bool:
+    """Whether a gradient and the scale depend on one value, or the gradient on an argument that can hold the scale."""
+    behind_scale = list(tracers_behind(scale))
+    if all(parent_of(x) is not None for x in behind_scale):
+        return True  # a constant, as `set_loss_scale` writes; the gradient may depend on an equal one
+    if any(parent_of(x) is None for x in tracers_behind(grad, enters=lambda eqn: not _differentiates(eqn))):
+        return True  # an argument that changed the gradient after the backward pass
+    ids = {id(x) for x in behind_scale}
+    return any(id(x) in ids or _can_be_scale(x) for x in tracers_behind(grad))
+
+
+def _can_be_scale(x: Any) -> bool:
+    """Whether a tracer is a floating-point scalar that is an argument, or was computed outside of any derivative."""
+    eqn = parent_of(x)
+    return shape_of(x) == () and is_floating(x) and (eqn is None or not _differentiates(eqn))
+
+
+def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_inside: bool = False) -> Iterator[bool]:
+    """Yields, for each backward pass that begins here, whether its first equation reads constants alone.
+
+    This equation reads the cotangent of the loss, which is 1. If a scale multiplies the loss, it also reads that scale.
+
+    Args:
+        eqns: equations in the order of the program.
+        constants: the values of the variables that are constant, by their ids.
+        is_inside: whether the equations are part of a backward pass.
+    """
+    for eqn in eqns:
+        stack = eqn.source_info.name_stack
+        is_inner = (is_inside or is_backward(stack)) and not is_recomputed(stack)
+        operands = operands_of(eqn)
+        values = [x.val if isinstance(x, Literal) else constants.get(id(x)) for x in operands]
+        is_constant = not any(value is None for value in values)
+        reads_one = any(is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))
+        if is_inner and reads_one and (is_constant or all(shape_of(x) == () for x in operands)):
+            yield is_constant
+        if is_constant:
+            constants |= {id(x): "computed" for x in eqn.outvars}
+        for jaxpr, indices in _fixed_inputs(structure_of(eqn)):
+            opened, _ = open_jaxpr(jaxpr)
+            known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
+            yield from _has_constant_factors(opened.eqns, known, is_inner)
+
+
+def _fixed_inputs(structure: Structure | None) -> Sequence[tuple[Any, Sequence[int]]]:
+    """Returns the jaxprs of an equation, each with the operands that its first inputs are in every iteration."""
+    match structure:
+        case Call(jaxpr, operands):
+            return [(jaxpr, operands)]
+        case Branches(jaxprs, operands):
+            return [(jaxpr, operands) for jaxpr in jaxprs]
+        case Loop(body, consts):
+            return [(body, range(consts.start, consts.stop))]
+    return []
+
+
+def _is_unscale(eqn: Any) -> bool:
+    return UNSCALE_SCOPE in str(eqn.source_info.name_stack).split("/")
+
+
+def _differentiates(eqn: Any) -> bool:
+    """Whether an equation is part of a derivative, or calls a function that computes one."""
+    stack = str(eqn.source_info.name_stack)
+    inside = (inner for jaxpr, _ in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr)[0].eqns)
+    return "jvp(" in stack or "transpose(" in stack or any(map(_differentiates, inside))

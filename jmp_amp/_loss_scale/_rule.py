@@ -1,15 +1,19 @@
-"""The rule by which a loss scale adapts, and its state."""
+"""The rule by which a loss scale adapts, its state, and the numbers that it takes."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jmp_amp._loss_scale._arguments import LARGEST_SCALE, SMALLEST_SCALE, to_count, to_flag, to_number
 from jmp_amp._trees import multiply_wide
+
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+"""Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero."""
 
 
 class LossScaleState(NamedTuple):
@@ -103,7 +107,7 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             object.__setattr__(self, name, to_number(name, getattr(self, name)))
-        for name, minimum in _COUNTS.items():
+        for name, minimum in {"growth_interval": 1, "hysteresis": 1, "overflow_delay": 0, "growth_delay": 0}.items():
             object.__setattr__(self, name, to_count(name, getattr(self, name), minimum))
         for name, cure in _FLAGS.items():
             if not isinstance(getattr(self, name), bool):
@@ -187,27 +191,22 @@ class LossScale:
         overflows_left = jnp.maximum(state.hysteresis_tracker - 1, 0)
         refills = grows | (is_finite & self.consecutive_hysteresis)
         hysteresis = jnp.where(refills, self.hysteresis, state.hysteresis_tracker)
+        scale = state.loss_scale
+        is_valid = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
+        if not self.is_static:
+            grown, ceiling = scale * self.growth_factor, jnp.maximum(scale, self.max_scale)
+            grown = jnp.where(grown <= self.max_scale, grown, ceiling if self.clamp_growth else scale)
+            backed_off = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+            after_overflow = jnp.where(overflows_left == 0, backed_off, scale)
+            scale = jnp.where(is_finite, jnp.where(grows, grown, scale), after_overflow)
         return LossScaleState(
-            loss_scale=self._next_scale(state.loss_scale, is_finite, grows, overflows_left),
+            loss_scale=jnp.where(is_valid, scale, self.init_scale),
             growth_tracker=jnp.where(is_finite, jnp.where(grows, -self.growth_delay, tracker), -self.overflow_delay),
             hysteresis_tracker=jnp.where(is_finite, hysteresis, overflows_left),
             last_finite=is_finite,
             notfinite_count=jnp.where(is_finite, 0, optax.safe_increment(state.notfinite_count)),
             total_notfinite=jnp.where(is_finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)),
         )
-
-    def _next_scale(
-        self, scale: jax.Array, is_finite: jax.Array, grows: jax.Array, overflows_left: jax.Array
-    ) -> jax.Array:
-        grown = scale * self.growth_factor
-        ceiling = jnp.maximum(scale, self.max_scale) if self.clamp_growth else scale
-        grown = jnp.where(grown <= self.max_scale, grown, ceiling)
-        backed_off = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        after_overflow = jnp.where(overflows_left == 0, backed_off, scale)
-        adapted = jnp.where(is_finite, jnp.where(grows, grown, scale), after_overflow)
-        adapted = scale if self.is_static else adapted
-        is_valid = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
-        return jnp.where(is_valid, adapted, self.init_scale)
 
     @classmethod
     def static(cls, scale: float) -> Self:
@@ -222,12 +221,12 @@ class LossScale:
     @classmethod
     def torch(cls, **overrides: Any) -> Self:
         """The rule of `torch.amp.GradScaler`."""
-        return cls._preset({"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}, overrides)
+        return cls._preset(overrides, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 
     @classmethod
     def apex(cls, **overrides: Any) -> Self:
         """The rule of apex's `amp.LossScaler`: torch's rule, clamped to at most 2^24."""
-        return cls._preset({"min_scale": SMALLEST_SCALE, "clamp_growth": True}, overrides)
+        return cls._preset(overrides, min_scale=SMALLEST_SCALE, clamp_growth=True)
 
     @classmethod
     def deepspeed(cls, **overrides: Any) -> Self:
@@ -236,8 +235,7 @@ class LossScale:
         It tolerates one overflow between growths. The first growth after the start or an overflow takes one step more
         than later growths.
         """
-        preset = {"growth_interval": 1000, "max_scale": LARGEST_SCALE, "hysteresis": 2, "overflow_delay": 1}
-        return cls._preset(preset, overrides)
+        return cls._preset(overrides, growth_interval=1000, max_scale=LARGEST_SCALE, hysteresis=2, overflow_delay=1)
 
     @classmethod
     def deepspeed_consecutive(cls, **overrides: Any) -> Self:
@@ -247,8 +245,7 @@ class LossScale:
     @classmethod
     def megatron(cls, **overrides: Any) -> Self:
         """The rule of Megatron-LM's `DynamicGradScaler`."""
-        preset = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE, "hysteresis": 2}
-        return cls._preset(preset, overrides)
+        return cls._preset(overrides, init_scale=2.0**32, growth_interval=1000, max_scale=LARGEST_SCALE, hysteresis=2)
 
     @classmethod
     def keras(cls, **overrides: Any) -> Self:
@@ -263,18 +260,19 @@ class LossScale:
     @classmethod
     def jmp(cls, **overrides: Any) -> Self:
         """The rule of jmp's `DynamicLossScale`, with an initial scale of 2^15; jmp has no default."""
-        return cls._preset({"init_scale": 2.0**15, "max_scale": LARGEST_SCALE}, overrides)
+        return cls._preset(overrides, init_scale=2.0**15, max_scale=LARGEST_SCALE)
 
     @classmethod
-    def _preset(cls, preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Self:
+    def _preset(cls, overrides: dict[str, Any], **preset: Any) -> Self:
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in overrides.items():
             if name not in names:
-                cure = f"; write `{_NAMES_ELSEWHERE[name]}={value!r}`" if name in _NAMES_ELSEWHERE else ""
+                cures = [f"; write `{ours}={value!r}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others]
                 raise TypeError(
-                    f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got `{name}={value!r}`{cure}"
+                    f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got `{name}={value!r}`"
+                    + "".join(cures)
                 )
-        return cls(**{**preset, **overrides})
+        return cls(**preset | overrides)
 
 
 _FLAGS = {
@@ -282,15 +280,58 @@ _FLAGS = {
     "clamp_growth": "pass the upper bound as `max_scale`",
 }
 _NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
-    "scale": "init_scale",
-    "loss_scale": "init_scale",
-    "initial_scale": "init_scale",
-    "minimum_scale": "min_scale",
-    "min_loss_scale": "min_scale",
-    "max_loss_scale": "max_scale",
-    "scale_window": "growth_interval",
-    "dynamic_growth_steps": "growth_interval",
-    "period": "growth_interval",
-    "delayed_shift": "hysteresis",
+    "init_scale": ("scale", "loss_scale", "initial_scale"),
+    "growth_interval": ("scale_window", "dynamic_growth_steps", "period"),
+    "min_scale": ("minimum_scale", "min_loss_scale"),
+    "max_scale": ("max_loss_scale",),
+    "hysteresis": ("delayed_shift",),
 }
-_COUNTS = {"growth_interval": 1, "hysteresis": 1, "overflow_delay": 0, "growth_delay": 0}
+
+
+def to_number(name: str, value: Any) -> float:
+    """Returns `value` as a positive float that, like its reciprocal, is a normal float32 number."""
+    try:
+        if isinstance(value, bool | np.bool_ | str | bytes):
+            raise TypeError
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except TypeError:
+        raise TypeError(f"`{name}` must be a number, got {value!r} of type {type(value).__name__}") from None
+    if not (math.isfinite(number) and SMALLEST_SCALE <= number <= LARGEST_SCALE):
+        raise ValueError(
+            f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {value!r}"
+        )
+    return number
+
+
+def to_count(name: str, value: Any, minimum: int) -> int:
+    """Returns `value` as a number of steps that fits in int32."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"`{name}` must be an integer, got {value!r} of type {type(value).__name__}")
+    if not minimum <= value <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be an integer from {minimum} to 2^31 - 1, got {value}")
+    return int(value)
+
+
+def to_scale(value: Any) -> jax.Array:
+    """Returns a user's loss scale as float32[]; the value of a traced scale is not checked."""
+    is_number = hasattr(value, "shape") or type(value) in (int, float)
+    if not is_number or jnp.shape(value) != ():
+        raise TypeError(
+            f"`loss_scale` must be a scalar, got {type(value).__name__}; "
+            "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
+        )
+    is_concrete = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    if is_concrete and not 0 < float(value) <= float(np.finfo(np.float32).max):
+        raise ValueError(
+            f"`loss_scale` must be positive and finite in float32, got {value}; pass 1.0 to disable scaling"
+        )
+    return jnp.asarray(value, jnp.float32)
+
+
+def to_flag(name: str, value: Any) -> jax.Array:
+    """Returns a user's flag as bool[]."""
+    if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
+        raise TypeError(f"`{name}` must be a bool, got {value!r}; `amp.all_finite(grads)` returns one")
+    return jnp.asarray(value)

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from jmp_amp._loss_scale._arguments import to_number
-from jmp_amp._loss_scale._rule import LossScaleState
+from jmp_amp._loss_scale._rule import LossScaleState, to_number
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState, UnscaleAndCheckState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
@@ -76,14 +75,11 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
         new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
     new = jax.tree.map(lambda x, like: jnp.broadcast_to(x.astype(like.dtype), like.shape), new, old)
 
-    def is_state(x: Any) -> bool:
-        return isinstance(x, LossScaleState)
-
     def replace(x: Any) -> Any:
         # The structure of `x`, because Flax NNX boxes arrays.
-        return jax.tree.unflatten(jax.tree.structure(x), new) if is_state(x) else x
+        return jax.tree.unflatten(jax.tree.structure(x), new) if isinstance(x, LossScaleState) else x
 
-    new_state = jax.tree.map(replace, opt_state, is_leaf=is_state)
+    new_state = jax.tree.map(replace, opt_state, is_leaf=lambda x: isinstance(x, LossScaleState))
     if not is_module(opt_state):
         return new_state
     update_modules(opt_state, state_of_modules(new_state))
@@ -184,44 +180,35 @@ def check_health(
             "call it on the outputs of the jitted step, or log `amp.metrics(opt_state)`"
         )
     state = jax.device_get(state)
-    diagnosis = _diagnose(state, params, max_skips, min_scale)
-    if diagnosis is None:
+    consecutive_skips, cure = state.notfinite_count.max(), _CURE
+    if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
+        fact = "the loss scale in the state is not positive and finite"
+        cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
+    elif description := describe_nonfinite(count_nonfinite(params), params):
+        fact = f"parameters are not finite: {description}"
+        cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
+    elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
+        fact = "the gradients overflow although the loss scale is at its minimum"
+    elif consecutive_skips >= max_skips:
+        fact = f"the last {consecutive_skips} steps overflowed"
+    else:
         return
-    fact, cure = diagnosis
     flags = [x.nonfinite_leaves for _, x in _nodes(opt_state, DynamicLossScaleState)]
-    if description := _describe_tree(grads) or describe_nonfinite(flags[0] if flags else ()):
+    if description := describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(
+        flags[0] if flags else ()
+    ):
         fact += f"; non-finite gradients: {description}"
     raise LossScaleError(
         f"{fact}. Loss scale: {state.loss_scale.min()}; skipped steps: {state.total_notfinite.max()}, of which "
-        f"{state.notfinite_count.max()} in a row until now; finite steps since the last overflow or change of the "
+        f"{consecutive_skips} in a row until now; finite steps since the last overflow or change of the "
         f"scale: {max(state.growth_tracker.min(), 0)}. Cure: {cure}"
     )
-
-
-def _diagnose(state: LossScaleState, params: Any, max_skips: int, min_scale: float) -> tuple[str, str] | None:
-    """Returns a fact and its cure, or None if the run is healthy."""
-    consecutive_skips = state.notfinite_count.max()
-    if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
-        cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
-        return "the loss scale in the state is not positive and finite", cure
-    if description := _describe_tree(params):
-        cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
-        return f"parameters are not finite: {description}", cure
-    if ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
-        return "the gradients overflow although the loss scale is at its minimum", _CURE
-    if consecutive_skips >= max_skips:
-        return f"the last {consecutive_skips} steps overflowed", _CURE
-    return None
 
 
 _CURE = (
     "check for non-finite inputs or parameters, a division by zero, the logarithm of zero, or a value outside the "
     "range of the compute dtype; run the affected code under `amp.full_precision()`"
 )
-
-
-def _describe_tree(tree: Any) -> str:
-    return describe_nonfinite(count_nonfinite(tree), tree)
 
 
 def count_nonfinite(tree: Any) -> Any:
@@ -245,9 +232,7 @@ def count_nonfinite(tree: Any) -> Any:
     """
 
     def count(x: Any) -> jax.Array:
-        if not is_inexact(x):
-            return jnp.int32(0)
-        return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
+        return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) if is_inexact(x) else jnp.int32(0)
 
     return jax.tree.map(count, tree)
 
@@ -291,15 +276,13 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
         if got != want:
             raise ValueError(f"`tree` must have the structure of `counts`, {want}, got {got}")
         sizes = [f" of {getattr(x, 'size', 1)} values" for x in jax.tree.leaves(tree)]
-    leaves = zip(jax.tree.leaves_with_path(jax.device_get(counts)), sizes, strict=True)
-    nonfinite = [_describe_leaf(path, count, size) for (path, count), size in leaves if np.any(count)]
+    nonfinite = []
+    for (path, count), size in zip(jax.tree.leaves_with_path(jax.device_get(counts)), sizes, strict=True):
+        if np.any(count):
+            is_flag = np.result_type(count) == np.bool_
+            nonfinite.append(keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})"))
     more = f" and {len(nonfinite) - shown} more leaves" if len(nonfinite) > shown else ""
     return ", ".join(nonfinite[:shown]) + more
-
-
-def _describe_leaf(path: Any, count: Any, size: str) -> str:
-    is_flag = np.result_type(count) == np.bool_
-    return jax.tree_util.keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})")
 
 
 def find_state(opt_state: Any) -> LossScaleState:

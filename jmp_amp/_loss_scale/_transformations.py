@@ -1,6 +1,7 @@
 """The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +11,8 @@ from jax import lax
 
 from jmp_amp._calls import describe
 from jmp_amp._jaxpr import varying_axes
-from jmp_amp._loss_scale._arguments import AxisName, check_axis_name, check_inner, to_flag, to_number, to_scale
-from jmp_amp._loss_scale._check_scaled import check_scaled
-from jmp_amp._loss_scale._gradients import check_grads, check_same_leaves, check_updates, unscale
-from jmp_amp._loss_scale._rule import LossScale, LossScaleState
+from jmp_amp._loss_scale._gradients import AxisName, check_grads, check_leaves, check_scaled, check_updates, unscale
+from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
 from jmp_amp._trees import select_tree
 
 
@@ -95,23 +94,19 @@ def unscale_and_check(
                 "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
-        _check_unmasked(updates)
+        for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
+            if isinstance(x, optax.MaskedNode):
+                raise ValueError(
+                    f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled, because "
+                    "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
+                    "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
+                )
         check_scaled(updates)
         factor = 1 / to_scale(loss_scale)
         is_finite = check_grads(updates, factor, axis_name, implementation).is_finite
         return _zeros_unless(is_finite, unscale(updates, factor)), UnscaleAndCheckState(last_finite=is_finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_unmasked(updates: optax.Updates) -> None:
-    for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
-        if isinstance(x, optax.MaskedNode):
-            raise ValueError(
-                f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled, because it is "
-                "inside `optax.masked` or one branch of `optax.partition`; put it in front of that transformation, or "
-                "wrap the whole optimizer in `dynamic_loss_scale`"
-            )
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -217,7 +212,7 @@ def dynamic_loss_scale(
             f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "
             "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
         )
-    if skip not in _STEP_IF_FINITE:
+    if skip not in ("cond", "select"):
         raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
@@ -225,7 +220,8 @@ def dynamic_loss_scale(
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         flags = jax.tree.map(lambda _: jnp.zeros((), bool), params) if nonfinite_leaves else None
-        inner_state = _disable_checks(inner.init(params))
+        kinds = DynamicLossScaleState, UnscaleAndCheckState
+        inner_state = jax.tree.map_with_path(_disable_check, inner.init(params), is_leaf=lambda x: isinstance(x, kinds))
         return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
 
     def update(
@@ -237,7 +233,7 @@ def dynamic_loss_scale(
                 "`dynamic_loss_scale`, and replace its `inner_state` to restore a state of `inner`"
             )
         if params is not None:
-            check_same_leaves(updates, params)
+            check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
@@ -245,55 +241,38 @@ def dynamic_loss_scale(
         factor = 1 / scale
         stats = check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite = stats.is_finite & to_flag("grads_finite", extra_args.pop("grads_finite", True))
-        flags = _flags_of_parameters(stats.nonfinite_leaves, state.nonfinite_leaves) if nonfinite_leaves else None
+        flags = None
+        if nonfinite_leaves:
+            by_path = dict(jax.tree.leaves_with_path(stats.nonfinite_leaves))  # frozen parameters may have no gradient
+            flags = jax.tree.map_with_path(lambda path, x: by_path.get(path, jnp.zeros_like(x)), state.nonfinite_leaves)
         if max_norm is not None:
             factor *= jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.abs(stats.sum_of_squares)))
 
         def step() -> tuple[optax.Updates, optax.OptState]:
-            unscaled_grads = unscale(_zeros_on_eager_overflow(updates, is_finite), factor)
+            # Outside `jit`, `jax.debug_nans` raises on a NaN that `inner` computes, even if the result is discarded.
+            is_traced = isinstance(is_finite, jax.core.Tracer)
+            unscaled_grads = unscale(updates if is_traced else _zeros_unless(is_finite, updates), factor)
             extras = {name: unscaled_grads if _is_same(x, updates) else x for name, x in extra_args.items()}
             new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extras)
             if params is not None:
                 check_updates(new_updates, params)
             return new_updates, inner_state
 
-        new_updates, inner_state = _STEP_IF_FINITE[skip](is_finite, step, state.inner_state)
+        new_updates, inner_state = _step_if_finite(skip, is_finite, step, state.inner_state)
         new_scale = loss_scale.update(state.loss_scale, is_finite)
         return new_updates, DynamicLossScaleState(new_scale, inner_state, stats.sum_of_squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _disable_checks(inner_state: optax.OptState) -> optax.OptState:
-    """Returns the state of `inner` with every `unscale_and_check` disabled."""
-
-    def disable(path: Any, x: Any) -> Any:
-        if isinstance(x, DynamicLossScaleState):
-            raise ValueError(
-                f"there is a `dynamic_loss_scale` inside another one, at `inner`{jax.tree_util.keystr(path)}, so "
-                "gradients would be unscaled twice; wrap the whole optimizer once"
-            )
-        return UnscaleAndCheckState(last_finite=None) if isinstance(x, UnscaleAndCheckState) else x
-
-    return jax.tree.map_with_path(
-        disable, inner_state, is_leaf=lambda x: isinstance(x, DynamicLossScaleState | UnscaleAndCheckState)
-    )
-
-
-def _flags_of_parameters(flags: Any, old_flags: Any) -> Any:
-    """Returns a flag for each parameter; frozen parameters, which may have no gradient, get False."""
-    by_path = dict(jax.tree.leaves_with_path(flags))
-    return jax.tree.map_with_path(lambda path, old: by_path.get(path, jnp.zeros_like(old)), old_flags)
-
-
-def _zeros_on_eager_overflow(grads: optax.Updates, is_finite: jax.Array) -> optax.Updates:
-    """Returns zeros in place of overflowed gradients outside `jit`.
-
-    There, `jax.debug_nans` raises on a NaN that `inner` computes, even though the result is discarded.
-    """
-    if isinstance(is_finite, jax.core.Tracer):
-        return grads
-    return _zeros_unless(is_finite, grads)
+def _disable_check(path: Any, x: Any) -> Any:
+    """Returns a node of the state of `inner`, disabled if it is that of `unscale_and_check`."""
+    if isinstance(x, DynamicLossScaleState):
+        raise ValueError(
+            f"there is a `dynamic_loss_scale` inside another one, at `inner`{jax.tree_util.keystr(path)}, so gradients "
+            "would be unscaled twice; wrap the whole optimizer once"
+        )
+    return UnscaleAndCheckState(last_finite=None) if isinstance(x, UnscaleAndCheckState) else x
 
 
 def _zeros_unless(is_finite: jax.Array, tree: Any) -> Any:
@@ -306,56 +285,50 @@ def _is_same(x: Any, tree: Any) -> bool:
     return len(leaves) == len(others) > 0 and all(a is b for a, b in zip(leaves, others, strict=True))
 
 
-_Step = Callable[[], tuple[optax.Updates, optax.OptState]]
-
-
-def _cond(is_finite: jax.Array, step: _Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    if not isinstance(is_finite, jax.core.Tracer):  # outside `jit`, `lax.cond` would recompile in every step
-        return _select(is_finite, step, state)
-    step = jax.jit(step)  # traced once, for both its shapes and the branch
-    updates, new_state = jax.eval_shape(step)
-    _check_same_structure(state, new_state)
-    _check_same_axes(state, new_state)
-    return lax.cond(is_finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
-
-
-def _select(is_finite: jax.Array, step: _Step, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    updates, new_state = step()
-    _check_same_structure(state, new_state)
+def _step_if_finite(
+    skip: str, is_finite: jax.Array, step: Callable[[], tuple[optax.Updates, optax.OptState]], state: optax.OptState
+) -> tuple[optax.Updates, optax.OptState]:
+    """Returns the result of `step()` if `is_finite`, otherwise zero updates and the old state."""
+    # Outside `jit`, `lax.cond` would recompile in every step.
+    has_branches = skip == "cond" and isinstance(is_finite, jax.core.Tracer)
+    step = jax.jit(step) if has_branches else step  # traced once, for both its shapes and the branch
+    updates, new_state = jax.eval_shape(step) if has_branches else step()
+    _check_same_structure(state, new_state, checks_axes=has_branches)
+    if has_branches:
+        return lax.cond(is_finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
     return select_tree(is_finite, (updates, new_state), (jax.tree.map(jnp.zeros_like, updates), state))
 
 
-_STEP_IF_FINITE = {"cond": _cond, "select": _select}
-"""Functions that return the result of `step()` if `is_finite`, otherwise zero updates and the old state."""
-
-
-def _check_same_structure(state: optax.OptState, new_state: optax.OptState) -> None:
+def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, checks_axes: bool) -> None:
     before, after = map(str, map(jax.tree.structure, (state, new_state)))
     if before != after:
         raise TypeError(
             f"`inner` changes the structure of its state from {before} to {after}, so a step cannot be skipped; "
             "`inner.update` must return the structure that `inner.init` returns"
         )
-    for path, x, y in _pairs(state, new_state):
+    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
             raise TypeError(
-                f"`inner` changes its state{path} from {describe(x)} to {describe(y)}, so a step cannot be skipped; "
-                "initialize it with the dtype and shape that `inner.update` returns"
+                f"`inner` changes its state{jax.tree_util.keystr(path)} from {describe(x)} to {describe(y)}, so a step "
+                "cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
             )
-
-
-def _check_same_axes(state: optax.OptState, new_state: optax.OptState) -> None:
-    for path, x, y in _pairs(state, new_state):
-        axes = sorted(varying_axes(y) - varying_axes(x), key=str)
-        if axes:
+        if checks_axes and (axes := sorted(varying_axes(y) - varying_axes(x), key=str)):
             named = repr(axes[0] if len(axes) == 1 else tuple(axes))
             raise ValueError(
-                f"the state of `inner`{path} is the same on all devices, but `inner` returns one that varies along the "
-                f"mapped axis {named} of `shard_map`, as its gradients do; average the gradients first, "
-                f"`grads = jax.lax.pmean(grads, {named})`"
+                f"the state of `inner`{jax.tree_util.keystr(path)} is the same on all devices, but `inner` returns one "
+                f"that varies along the mapped axis {named} of `shard_map`, as its gradients do; average the gradients "
+                f"first, `grads = jax.lax.pmean(grads, {named})`"
             )
 
 
-def _pairs(state: optax.OptState, new_state: optax.OptState) -> Iterator[tuple[str, Any, Any]]:
-    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
-        yield jax.tree_util.keystr(path), x, y
+def check_axis_name(value: Any) -> None:
+    """Raises TypeError unless `value` can name one or several mapped axes."""
+    if not isinstance(value, Hashable):
+        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {value!r}")
+
+
+def check_inner(inner: Any, wrapper: str) -> None:
+    """Raises TypeError unless `inner`, the argument of the function `wrapper`, is an optax transformation."""
+    if not isinstance(inner, optax.GradientTransformation):
+        call = f"{inner.__name__}(...)" if inspect.isfunction(inner) else "optax.adam(1e-3)"
+        raise TypeError(f"`inner` must be an optax transformation, got {describe(inner)}; write `{wrapper}({call})`")

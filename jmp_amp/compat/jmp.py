@@ -8,9 +8,8 @@ are cast to float32 before they are scaled, and the scale neither falls to 0 nor
 """
 
 import dataclasses
-import functools
 import warnings
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -148,9 +147,18 @@ def _boolean_scalar_error(name: str, value: Any) -> AssertionError:
     return AssertionError(f"expected boolean scalar for `{name}`, got {got}; compute it with `all_finite` or `jnp.all`")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
+class _Constant:
+    """`adjust` of `NoOpLossScale` and `StaticLossScale`."""
+
+    def adjust(self, grads_finite: Any) -> Self:
+        """Returns the same loss scale."""
+        del grads_finite
+        return self
+
+
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_Constant):
     """A loss scale of 1, which changes nothing.
 
     Examples:
@@ -159,23 +167,14 @@ class NoOpLossScale:
         3.0
     """
 
-    @property
-    def loss_scale(self) -> int:
-        """The factor of the loss."""
-        return 1
+    loss_scale: ClassVar[int] = 1
+    """The factor of the loss."""
 
     def scale(self, tree: T) -> T:
         """Returns the tree unchanged."""
         return tree
 
-    def unscale(self, tree: T) -> T:
-        """Returns the tree unchanged."""
-        return tree
-
-    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Returns the same loss scale."""
-        del grads_finite
-        return self
+    unscale = scale
 
 
 class _Scaling:
@@ -192,9 +191,9 @@ class _Scaling:
         return multiply_wide(tree, 1 / jnp.asarray(self.loss_scale, jnp.float32))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("loss_scale",))
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(_Scaling):
+class StaticLossScale(_Constant, _Scaling):
     """A constant loss scale.
 
     Args:
@@ -211,11 +210,6 @@ class StaticLossScale(_Scaling):
     def __post_init__(self) -> None:
         # `jit` compares static values, and the comparison of arrays returns an array.
         object.__setattr__(self, "loss_scale", getattr(self.loss_scale, "item", lambda: self.loss_scale)())
-
-    def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Returns the same loss scale."""
-        del grads_finite
-        return self
 
 
 @jax.tree_util.register_pytree_node_class

@@ -37,11 +37,10 @@ def from_config(config: Mapping[str, Any]) -> LossScale:
         True
     """
     section = _section(config)
-    values = {name: _parse(name, section[name]) if name in section else _FIELDS[name].default for name in _FIELDS}
-    if not values["enabled"]:
-        return _static(1.0)
-    if values["loss_scale"]:
-        return _static(_in_range("loss_scale", values))
+    values = {name: _parse(name, section.get(name, field.default)) for name, field in _FIELDS.items()}
+    if not values["enabled"] or values["loss_scale"]:
+        scale = _in_range("loss_scale", values) if values["enabled"] else 1.0
+        return LossScale.deepspeed(init_scale=scale, min_scale=scale, max_scale=scale)
     init_scale, min_scale = 2.0 ** _in_range("initial_scale_power", values), _in_range("min_loss_scale", values)
     return LossScale.deepspeed(
         init_scale=max(init_scale, min_scale),
@@ -50,10 +49,6 @@ def from_config(config: Mapping[str, Any]) -> LossScale:
         consecutive_hysteresis=values["consecutive_hysteresis"],
         min_scale=min_scale,
     )
-
-
-def _static(scale: float) -> LossScale:
-    return LossScale.deepspeed(init_scale=scale, min_scale=scale, max_scale=scale)
 
 
 def _section(config: Any) -> Mapping[str, Any]:
@@ -89,7 +84,7 @@ def _parse(name: str, value: Any) -> Any:
         raise ValueError("`fp16.enabled` must be true or false, got 'auto', a placeholder for trainers; set it")
     try:
         return field.parse(value)
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         raise _error(name, value) from None
 
 
@@ -104,7 +99,12 @@ def _error(name: str, value: Any) -> ValueError:
 
 
 def _to_bool(value: Any) -> bool:
-    return _BOOLS[value.lower() if isinstance(value, str) else value]
+    text = value.lower() if isinstance(value, str) else value
+    if text in (1, "1", "t", "true", "y", "yes", "on"):  # True and 1.0 equal 1
+        return True
+    if text in (0, "0", "f", "false", "n", "no", "off"):
+        return False
+    raise ValueError
 
 
 def _to_float(value: Any) -> float:
@@ -116,17 +116,9 @@ def _to_float(value: Any) -> float:
 def _to_int(value: Any) -> int:
     if isinstance(value, str):
         return int(re.sub(r"\.0+\s*$", "", value))
-    number = _to_float(value)
-    if not number.is_integer():
+    if not (number := _to_float(value)).is_integer():
         raise ValueError
     return int(number)
-
-
-# The key 1 also matches True and 1.0, since they are equal and have the same hash.
-_BOOLS: dict[Any, bool] = {
-    **dict.fromkeys((1, "1", "t", "true", "y", "yes", "on"), True),
-    **dict.fromkeys((0, "0", "f", "false", "n", "no", "off"), False),
-}
 
 
 class _Field(NamedTuple):
@@ -137,17 +129,18 @@ class _Field(NamedTuple):
     maximum: float = 1
 
 
+_BOOL = _Field(False, _to_bool, "true or false")
+_COUNT = _Field(None, _to_int, "an integer from 1 to 2^31 - 1", 1, 2**31 - 1)
 _A_SCALE = "a number from 2^-126 to 2^126, so that float32 holds its reciprocal"
-_A_COUNT = "an integer from 1 to 2^31 - 1"
 
 _FIELDS = {
-    "enabled": _Field(False, _to_bool, "true or false"),
-    "auto_cast": _Field(False, _to_bool, "true or false"),
+    "enabled": _BOOL,
+    "auto_cast": _BOOL,
     "loss_scale": _Field(0.0, _to_float, f"0 (dynamic) or {_A_SCALE}", SMALLEST_SCALE, LARGEST_SCALE),
     "initial_scale_power": _Field(16, _to_int, "an integer from -126 to 126", -126, 126),
-    "loss_scale_window": _Field(1000, _to_int, _A_COUNT, 1, 2**31 - 1),
-    "hysteresis": _Field(2, _to_int, _A_COUNT, 1, 2**31 - 1),
-    "consecutive_hysteresis": _Field(False, _to_bool, "true or false"),
+    "loss_scale_window": _COUNT._replace(default=1000),
+    "hysteresis": _COUNT._replace(default=2),
+    "consecutive_hysteresis": _BOOL,
     "min_loss_scale": _Field(1.0, _to_float, _A_SCALE, SMALLEST_SCALE, LARGEST_SCALE),
-    "fp16_master_weights_and_grads": _Field(False, _to_bool, "true or false"),
+    "fp16_master_weights_and_grads": _BOOL,
 }
