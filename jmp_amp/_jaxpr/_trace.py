@@ -167,15 +167,6 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     return apply(eqn.primitive, eqn.params | params, args)
 
 
-def hoist_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a closed jaxpr whose constants are its first inputs, and their values."""
-    opened, consts = open_jaxpr(jaxpr)
-    if not consts:
-        return jaxpr, ()
-    n, avals = len(consts), [var.aval for var in (*opened.constvars, *opened.invars)]
-    return trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[:n], *xs[n:]), avals), consts
-
-
 def retyped(jaxpr: Any, dtype: Any) -> Jaxpr:
     """Returns an open jaxpr without constants, traced again with inputs of another dtype."""
     opened, consts = open_jaxpr(jaxpr)
