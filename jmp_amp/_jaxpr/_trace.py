@@ -232,12 +232,11 @@ def equations_behind(x: Any) -> Iterable[Any]:
     return eqns.values()
 
 
+Apply = Callable[[Any, list[Any]], Sequence[Any]]
+
+
 def evaluate(
-    jaxpr: Any,
-    args: Sequence[Any],
-    apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
-    constant: Callable[[Any], Any] = lambda x: x,
-    literal: Callable[[Literal], Any] = lambda atom: atom.val,
+    jaxpr: Any, args: Sequence[Any], apply: Apply, constant: Callable = lambda x: x, literal: Callable = lambda x: x.val
 ) -> list[Any]:
     """Evaluates a jaxpr on arrays, or on other values that `apply` understands.
 
@@ -255,11 +254,7 @@ def evaluate(
 
 
 def evaluate_steps(
-    steps: Iterable[tuple[Any, Sequence[Var]]],
-    outvars: Sequence[Any],
-    env: dict[Var, Any],
-    apply: Callable[[Any, list[Any]], Sequence[Any]],
-    literal: Callable[[Literal], Any] = lambda atom: atom.val,
+    steps: Iterable[Any], outvars: Sequence[Any], env: dict[Var, Any], apply: Apply, literal: Callable = lambda x: x.val
 ) -> list[Any]:
     """Evaluates steps one after the other: equations or groups of them; see `evaluate`.
 
