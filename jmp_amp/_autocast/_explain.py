@@ -15,13 +15,12 @@ from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, OpClass
+from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._float8 import PRIMITIVE
 from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._jaxpr import (
-    TOP,
     Provenance,
     combine,
     dtype_of,
@@ -129,7 +128,7 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: Provenance, force
         planner: the planner that made the plan.
         plan: the plan.
         top: the format of the whole program.
-        outer: the provenance of the equation that holds the plan; `TOP` for the program.
+        outer: the provenance of the equation that holds the plan; `Provenance()` for the program.
         forced: why all of it runs in another format than `top`; None if it does not.
     """
     for step in plan.steps:
@@ -156,24 +155,24 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: Provenance, force
 def _forward_site(
     planner: Planner, plan: Plan, step: Step, form: Format, provenance: Provenance, forced: str | None
 ) -> OpSite:
-    eqn, name = step.eqn, step.eqn.primitive.name
+    eqn, rule = step.eqn, planner.rule_of(step.eqn)
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
     each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
     is_float = list(map(is_floating, eqn.invars))
     results = [(var, value.dtype) for var, value in zip(eqn.outvars, step.outs, strict=True)]
     compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if is_floating(var)])
-    if form.float8 is not None and planner.rule_of(eqn).op_class is OpClass.LOWER and compute == form.dtype:
+    if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
         forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
     if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
         compute = step.run.rewrite.float8.operands
     why = step.why
-    if name in planner.options.overrides.primitives:
+    if eqn.primitive.name in planner.options.overrides.primitives:
         why = "override"
-    elif name not in RULES:
+    elif eqn.primitive.name not in RULES:
         why = "opaque" if planner.hides_products(eqn) else "unknown"
     inputs = [value.dtype for value in compress(values, is_float)]
-    return _site("forward", planner, eqn, provenance, forced or why, inputs, str(compute), results)
+    return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
 
 
 def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite | None:
@@ -186,23 +185,16 @@ def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))
-    return _site(direction, planner, eqn, provenance, "derivative", inputs, compute, results)
+    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", inputs, compute, results)
 
 
 def _site(
-    direction: str,
-    planner: Planner,
-    eqn: Any,
-    provenance: Provenance,
-    why: str,
-    inputs: Any,
-    compute: str,
-    outs: Any,
+    direction: str, eqn: Any, provenance: Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
 ) -> OpSite:
     """Returns the site of an op, given the dtypes of its floating operands, and its results with their dtypes."""
     times, floating = provenance.times, [dtype for var, dtype in outs if is_floating(var)]
     output = _widest(floating) if floating else dtype_of(eqn.outvars[0]) if eqn.outvars else ""
-    where = provenance.module, provenance.source, eqn.primitive.name, planner.rule_of(eqn).op_class.value
+    where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
     costs = times, times * _flops(eqn), times * nbytes
     return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
@@ -261,8 +253,8 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
             raise
         plans.clear()
         program, is_differentiable = trace(call, arrays), False
-    planner, equations = planner_of(settings.options), list(equations_in(program, TOP))
-    forward = _forward(planner, plans[0], settings.format, TOP, None)
+    planner, equations = planner_of(settings.options), list(equations_in(program, Provenance()))
+    forward = _forward(planner, plans[0], settings.format, Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = [*forward, *filter(None, backward)]
@@ -270,12 +262,10 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
 
 
 def _kept(program: Any) -> dict[str, int]:
-    made, read = set[Any](), set[Any]()
-    for eqn in open_jaxpr(program)[0].eqns:
-        if is_backward(eqn.source_info.name_stack):
-            read.update(atom for atom in eqn.invars if isinstance(atom, Var))
-        else:
-            made.update(eqn.outvars)
+    eqns = open_jaxpr(program)[0].eqns
+    is_late = [is_backward(eqn.source_info.name_stack) for eqn in eqns]
+    made = {var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars}
+    read = {atom for eqn in compress(eqns, is_late) for atom in eqn.invars if isinstance(atom, Var)}
     kept: Counter[str] = Counter()
     for var in filter(is_floating, made & read):
         kept[str(dtype_of(var))] += _nbytes(var, dtype_of(var))

@@ -2,7 +2,6 @@
 
 from jmp_amp._jaxpr._dataflow import Backward, Forward
 from jmp_amp._jaxpr._source import (
-    TOP,
     Frame,
     Provenance,
     equations_in,

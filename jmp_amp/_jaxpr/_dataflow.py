@@ -25,21 +25,10 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-def _transferred(memo: Memo, fun: Callable[..., Any], equation: Any, *facts: Any) -> Any:
-    """Returns the result of a function of an equation and of facts, the same for equal ops."""
-    if equation.op is None:
-        return fun(equation, *facts)
-    return memo((equation.op, facts), lambda: fun(equation, *facts))
-
-
-class Forward(Generic[E, T]):
-    """An analysis that goes from the inputs of a jaxpr to its results.
-
-    Attributes:
-        bottom: what is known of a value of which nothing is known.
-    """
-
+class _Analysis(Generic[E, T]):
     bottom: T
+    transfer: Callable[..., Sequence[T]]
+    _through: Callable[..., Sequence[T]]
 
     def __init__(self, equations_of: Callable[[Jaxpr], Sequence[E]]) -> None:
         """Takes a function that returns the equations of an open jaxpr."""
@@ -47,8 +36,26 @@ class Forward(Generic[E, T]):
         self._found, self._carries, self._ops = Kept(), Kept(), Memo()
 
     def join(self, a: T, b: T) -> T:
-        """Returns what is known of a value that is either of two."""
+        """Returns the fact that covers two."""
         raise NotImplementedError
+
+    def _pass(self, equation: E, *facts: Any) -> Sequence[T]:
+        """Passes facts through an equation, and only once through equal ops."""
+        if equation.enters is not None:
+            return self._through(equation, *facts)
+        if equation.op is None:
+            return self.transfer(equation, *facts)
+        return self._ops((equation.op, facts), lambda: self.transfer(equation, *facts))
+
+
+class Forward(_Analysis[E, T]):
+    """An analysis that goes from the inputs of a jaxpr to its results.
+
+    A fact is what is known of a value, and `join` returns what is known of a value that is either of two.
+
+    Attributes:
+        bottom: what is known of a value of which nothing is known.
+    """
 
     def transfer(self, equation: E, operands: Sequence[T]) -> Sequence[T]:
         """Returns what is known of the results of a first-order equation."""
@@ -91,11 +98,7 @@ class Forward(Generic[E, T]):
         pairs = zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)
         known = {var: fact for var, fact in pairs if fact != self.bottom}
         for equation in self._equations_of(jaxpr):
-            operands = self.of(known, equation.eqn.invars)
-            if equation.enters is None:
-                outs = _transferred(self._ops, self.transfer, equation, operands)
-            else:
-                outs = self._through(equation, operands)
+            outs = self._pass(equation, self.of(known, equation.eqn.invars))
             pairs = zip(equation.eqn.outvars, outs, strict=True)
             known |= {var: fact for var, fact in pairs if fact is not self.bottom}
         return known
@@ -143,25 +146,22 @@ class Forward(Generic[E, T]):
         return self.left(loop, self.outs(body, inputs) if loop.cond is None else carry)
 
 
-class Backward(Generic[E, S, T]):
+class Backward(_Analysis[E, T], Generic[E, S, T]):
     """An analysis that goes from the results of a jaxpr to its inputs, and reads what a `Forward` one found.
+
+    A fact is what readers say of a value, and `join` returns what two readers say of it.
 
     Attributes:
         bottom: what is said of a value that nothing reads.
         condition: what is said of the result of the condition of a loop.
     """
 
-    bottom: T
     condition: T
 
     def __init__(self, equations_of: Callable[[Jaxpr], Sequence[E]], known: Forward[E, S]) -> None:
         """Takes a function that returns the equations of an open jaxpr, and the other analysis."""
-        self._equations_of, self.known = equations_of, known
-        self._found, self._ops = Kept(), Memo()
-
-    def join(self, a: T, b: T) -> T:
-        """Returns what two readers say of a value."""
-        raise NotImplementedError
+        super().__init__(equations_of)
+        self.known = known
 
     def transfer(self, equation: E, operands: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
         """Returns what a first-order equation says of its operands; `operands` is what is known of them."""
@@ -208,11 +208,7 @@ class Backward(Generic[E, S, T]):
         for equation in reversed(self._equations_of(opened)):
             operands = self.known.of(known, equation.eqn.invars)
             of_results = tuple([said.get(var, self.bottom) for var in equation.eqn.outvars])
-            if equation.enters is None:
-                of_operands = _transferred(self._ops, self.transfer, equation, operands, of_results)
-            else:
-                of_operands = self._through(equation, operands, of_results)
-            say(equation.eqn.invars, of_operands)
+            say(equation.eqn.invars, self._pass(equation, operands, of_results))
         return said
 
     def inside(

@@ -14,9 +14,7 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._jaxpr._structures import inner_jaxprs
 from jmp_amp._jaxpr._versions import is_of_derivative, open_jaxpr, scopes_of
 
-_FRAME = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)")
-
-
+_FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)")
 _SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
 
 
@@ -48,14 +46,13 @@ def frames_of(eqn: JaxprEqn, limit: int = 1) -> list[Frame]:
         limit: how many lines to return at most.
     """
     lines = source_info_util.summarize(eqn.source_info, num_frames=limit).splitlines()
-    frames = [frame for frame in map(_parsed, reversed(lines)) if frame is not None]
-    return [frame._replace(file=_cell_name(frame.file)) for frame in frames]
+    return [frame._replace(file=_cell_name(frame.file)) for frame in filter(None, map(_parsed, reversed(lines)))]
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(line: str) -> Frame | None:
     match = _FRAME.fullmatch(line)
-    return Frame(match["file"], int(match["line"]), match["function"]) if match else None
+    return Frame(match[1], int(match[2]), match[3]) if match else None
 
 
 def _cell_name(file: str) -> str:
@@ -103,21 +100,17 @@ class Provenance(NamedTuple):
         times: how often it runs.
     """
 
-    stack: str
-    module: str
-    source: str
-    times: int
+    stack: str = ""
+    module: str = ""
+    source: str = ""
+    times: int = 1
 
     def of(self, eqn: JaxprEqn) -> "Provenance":
         """Returns the provenance of an equation of this jaxpr."""
         # What JAX traced once for all its callers has no source of its own.
         names = eqn.source_info.name_stack
-        frames = frames_of(eqn)
-        source = str(frames[0]) if frames else self.source
+        source = next(map(str, frames_of(eqn)), self.source)
         return Provenance(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
-
-
-TOP = Provenance("", "", "", 1)
 
 
 def equations_in(jaxpr: Any, outer: Provenance) -> Iterator[tuple[JaxprEqn, Provenance]]:

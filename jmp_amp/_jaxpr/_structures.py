@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._trace import Kept, bind, hoist_consts, split_arrays, trace
+from jmp_amp._jaxpr._trace import Kept, bind, split_arrays, trace
 from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, open_jaxpr, params_of, scan_sizes, with_params
 
 
@@ -179,7 +179,11 @@ def _run_cond(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Seq
 
 
 def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
-    jaxpr, consts = hoist_consts(bodies[0].jaxpr)
+    jaxpr = bodies[0].jaxpr
+    opened, consts = open_jaxpr(jaxpr)
+    if consts:  # they become its first inputs
+        avals = [var.aval for var in (*opened.constvars, *opened.invars)]
+        jaxpr = trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[: len(consts)], *xs[len(consts) :]), avals)
     new: dict[str, Any] = {"jaxpr": open_jaxpr(jaxpr)[0] if hi_primitive(eqn) is None else jaxpr}
     prevent_cse = params_of(eqn).get("prevent_cse")
     if isinstance(prevent_cse, tuple):  # one for each operand
@@ -241,9 +245,8 @@ def holds_jaxprs(eqn: JaxprEqn) -> bool:
 
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
     "jit": HigherOrder(_call("jaxpr"), _run_with("jaxpr")),
-    "call": HigherOrder(_call("call_jaxpr"), _run_inline),
-    "closed_call": HigherOrder(_call("call_jaxpr"), _run_inline),
-    "eval_jaxpr": HigherOrder(_call("call_jaxpr"), _run_inline),  # the name of both from JAX 0.12 on
+    # From JAX 0.12 on, both are `eval_jaxpr`.
+    **dict.fromkeys(("call", "closed_call", "eval_jaxpr"), HigherOrder(_call("call_jaxpr"), _run_inline)),
     "remat2": HigherOrder(_call("jaxpr"), _run_remat, keeps_inputs=True),
     "custom_jvp_call": HigherOrder(_call("call_jaxpr", rule="custom_jvp_call"), _run_inline),
     "custom_vjp_call": HigherOrder(_call("call_jaxpr", rule="custom_vjp_call"), _run_inline, keeps_inputs=True),

@@ -167,15 +167,6 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     return apply(eqn.primitive, eqn.params | params, args)
 
 
-def hoist_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a closed jaxpr whose constants are its first inputs, and their values."""
-    opened, consts = open_jaxpr(jaxpr)
-    if not consts:
-        return jaxpr, ()
-    n, avals = len(consts), [var.aval for var in (*opened.constvars, *opened.invars)]
-    return trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[:n], *xs[n:]), avals), consts
-
-
 def retyped(jaxpr: Any, dtype: Any) -> Jaxpr:
     """Returns an open jaxpr without constants, traced again with inputs of another dtype."""
     opened, consts = open_jaxpr(jaxpr)
@@ -241,12 +232,11 @@ def equations_behind(x: Any) -> Iterable[Any]:
     return eqns.values()
 
 
+Apply = Callable[[Any, list[Any]], Sequence[Any]]
+
+
 def evaluate(
-    jaxpr: Any,
-    args: Sequence[Any],
-    apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
-    constant: Callable[[Any], Any] = lambda x: x,
-    literal: Callable[[Literal], Any] = lambda atom: atom.val,
+    jaxpr: Any, args: Sequence[Any], apply: Apply, constant: Callable = lambda x: x, literal: Callable = lambda x: x.val
 ) -> list[Any]:
     """Evaluates a jaxpr on arrays, or on other values that `apply` understands.
 
@@ -264,11 +254,7 @@ def evaluate(
 
 
 def evaluate_steps(
-    steps: Iterable[tuple[Any, Sequence[Var]]],
-    outvars: Sequence[Any],
-    env: dict[Var, Any],
-    apply: Callable[[Any, list[Any]], Sequence[Any]],
-    literal: Callable[[Literal], Any] = lambda atom: atom.val,
+    steps: Iterable[Any], outvars: Sequence[Any], env: dict[Var, Any], apply: Apply, literal: Callable = lambda x: x.val
 ) -> list[Any]:
     """Evaluates steps one after the other: equations or groups of them; see `evaluate`.
 
