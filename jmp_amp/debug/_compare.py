@@ -20,13 +20,13 @@ from jmp_amp._calls import extra, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._jaxpr import (
+    TOP,
     Call,
     Loop,
+    Provenance,
     apply_as_traced,
     evaluate,
-    frames_of,
     is_floating,
-    scope_path,
     split_arrays,
     structure_of,
     trace_call,
@@ -450,29 +450,28 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> d
     @jax.jit
     def run(*arrays: Any) -> Results:
         results: Results = OrderedDict()  # `jit` would sort the keys of a `dict`
-        _evaluate(program, arrays, results, "", "")
+        _evaluate(program, arrays, results, TOP)
         return results
 
     return {name: flat_on_host(x) for name, x in run(*arrays).items()}
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, scope: str, function: str) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: Provenance) -> list[Any]:
     """Evaluates a jaxpr and adds the last result of each module to `results`.
 
     Calls and `scan` are entered; a `while` loop, a `cond` and a kernel count as one op.
     """
 
     def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        inner_scope = scope_path(scope, eqn.source_info.name_stack)
-        inner_function = _function_of(eqn) or function
+        provenance = outer.of(eqn)
         match structure_of(eqn):
             case Call(inner, inputs, is_inline=True):
-                return _evaluate(inner, [operands[i] for i in inputs], results, inner_scope, inner_function)
+                return _evaluate(inner, [operands[i] for i in inputs], results, provenance)
             case Loop(cond=None) as loop:
-                return _scan(eqn, loop, operands, results, inner_scope, inner_function)
+                return _scan(eqn, loop, operands, results, provenance)
         outs = apply_as_traced(eqn, operands)
         floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if is_floating(var)]
-        module = inner_scope or inner_function
+        module = provenance.module or _function_in(provenance.source)
         if floating and module:  # its first result is that of the modules around it, too
             parts = module.split("/")
             _set_last(results, {"/".join(parts[:n]): floating[0] for n in range(len(parts), 0, -1)})
@@ -481,12 +480,12 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, scope: str, fun
     return evaluate(jaxpr, args, apply)
 
 
-def _scan(eqn: JaxprEqn, loop: Loop, operands: Sequence[Any], results: Results, scope: str, function: str) -> list[Any]:
+def _scan(eqn: JaxprEqn, loop: Loop, operands: Sequence[Any], results: Results, outer: Provenance) -> list[Any]:
     """Evaluates a `scan` that also stacks the results of its modules."""
 
     def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], Results]]:
         inner: Results = OrderedDict()
-        outs = _evaluate(loop.body, [*operands[loop.consts], *carry, *x], inner, scope, function)
+        outs = _evaluate(loop.body, [*operands[loop.consts], *carry, *x], inner, outer)
         return outs[: loop.n_carry], (outs[loop.n_carry :], inner)
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
@@ -501,9 +500,8 @@ def _set_last(results: Results, new: Mapping[str, Any]) -> None:
         results.move_to_end(name)  # modules are in the order of their last results
 
 
-def _function_of(eqn: JaxprEqn) -> str:
-    """Returns the file and the name of the user's function that an equation comes from; empty if unknown."""
-    for frame in frames_of(eqn):
-        name = _COMPREHENSION.sub("", frame.function).rpartition("<locals>.")[2]
-        return f"{os.path.basename(frame.file)}:{name}"
-    return ""
+def _function_in(source: str) -> str:
+    """Returns `train.py:loss_fn` of the line `src/train.py:12 (loss_fn)`; empty if the line is unknown."""
+    line, _, function = source.rpartition(" (")
+    name = _COMPREHENSION.sub("", function[:-1]).rpartition("<locals>.")[2]
+    return source and f"{os.path.basename(line.rpartition(':')[0])}:{name}"

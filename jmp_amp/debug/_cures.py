@@ -315,17 +315,12 @@ def _cancels(difference: Node) -> bool:
 
 def _has_nonzero_factors(d: Diagnosis) -> bool:
     """Returns whether no factor of a product is 0; the gradient of `jnp.prod` is computed with a tree of products."""
-    waiting = list(d.logarithms or [d.node])
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.primitive in ("log", "mul", "reduce_prod"):
-            new = {x.origin for x in node.operands} - seen
-            seen |= new
-            waiting += new
-        elif node.values.zeros:
-            return False
-    return True
+
+    def factors(node: Node) -> list[Node]:
+        return [x.origin for x in node.operands] if node.primitive in ("log", "mul", "reduce_prod") else []
+
+    nodes = (node for root in d.logarithms or [d.node] for node in _connected(root, factors))
+    return not any(node.values.zeros for node in nodes if not factors(node))
 
 
 def _is_in_other_branch(d: Diagnosis) -> bool:

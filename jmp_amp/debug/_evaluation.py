@@ -16,16 +16,17 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._autocast import rule_of
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
+    TOP,
     Body,
     Branches,
     Call,
     Loop,
-    Structure,
     apply_as_traced,
     aval_with,
     bind,
     context_of,
     dtype_of,
+    equations_in,
     evaluate,
     holds_jaxprs,
     inner_jaxprs,
@@ -402,13 +403,10 @@ def evaluate_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | N
         return None
 
 
-def has_low_precision(jaxpr: Any) -> bool:
+def has_low_precision(program: Any) -> bool:
     """Returns whether a program reads or computes values of less than 32 bits."""
-    opened, _ = open_jaxpr(jaxpr)
-    variables = [*opened.invars, *opened.constvars, *(var for eqn in opened.eqns for var in eqn.outvars)]
-    if any(is_low(dtype_of(var)) for var in variables):
-        return True
-    return any(has_low_precision(inner) for eqn in opened.eqns for inner, _ in inner_jaxprs(eqn))
+    atoms = (atom for eqn, _ in equations_in(program, TOP) for atom in (*eqn.invars, *eqn.outvars))
+    return any(is_low(dtype_of(atom)) for atom in atoms)
 
 
 def program_in_float32(program: Any, arrays: Sequence[Any]) -> Any:
@@ -435,28 +433,16 @@ def _apply_in_float32(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     entry, structure = HIGHER_ORDER.get(eqn.primitive.name), structure_of(eqn)
     with context_of(eqn):
         if entry is not None and structure is not None and entry.run is not None:
-            return entry.run(eqn, [_in_float32(jaxpr) for jaxpr in _jaxprs_of(structure)], operands)
+            return entry.run(eqn, [_in_float32(jaxpr) for jaxpr, _ in inner_jaxprs(eqn)], operands)
         if isinstance(structure, Call):
             return _in_float32(structure.jaxpr)(*(operands[i] for i in structure.operands))
         if eqn.primitive.name not in _KEEP_DTYPES and not holds_jaxprs(eqn):
             outs = evaluate_in_float32(eqn, operands)
             if outs is not None:
                 return outs
-        dtypes = [dtype_of(atom) for atom in eqn.invars]
-        pairs = zip(operands, dtypes, strict=True)
+        pairs = zip(operands, map(dtype_of, eqn.invars), strict=True)
         narrow = [lax.convert_element_type(x, dtype) if is_low(dtype) else x for x, dtype in pairs]
         return [_widened(x) for x in bind(eqn, narrow)]
-
-
-def _jaxprs_of(structure: Structure) -> Sequence[Any]:
-    """Returns the jaxprs of an equation in the order of `HigherOrder.run`."""
-    match structure:
-        case Call(jaxpr):
-            return [jaxpr]
-        case Branches(jaxprs):
-            return jaxprs
-        case Loop(body, cond=cond):
-            return [body] if cond is None else [cond, body]
 
 
 def _widened(x: Any) -> Any:

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp._autocast import Makes, OpClass, Rule, rule_of
 from jmp_amp._calls import transformation
-from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, open_jaxpr, structure_of, trace_call
+from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, structure_of, trace_call
 from jmp_amp._loss_scale import LossScaleState
 from jmp_amp.debug._report import location_of
 
@@ -25,10 +25,8 @@ _NEVER_SCALED = (
     "gradients that are still scaled; pass `opt_state=opt_state` to `amp.value_and_grad`, unscale once, then clip"
 )
 
-Powers = Sequence[int | Fraction]
 
-
-def _powers(eqn: JaxprEqn, rule: Rule) -> Powers | None:
+def _powers(eqn: JaxprEqn, rule: Rule) -> Sequence[int | Fraction] | None:
     """Returns the powers of the units of the operands, whose product is the unit of the result; None if it is not one.
 
     The exponent of a `pow` counts if it is a constant. float32 rounds 1/3.
@@ -114,9 +112,11 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
             raise ValueError(
                 "the arguments contain no loss scale; pass the state of `dynamic_loss_scale`, or a `LossScaleState`"
             )
-        errors = UnitChecker(scales).errors(program)
-        if errors:
-            lines = "\n".join(f"- {error}" for error in errors[:_MAX_ERRORS])
+        checker = UnitChecker(len(scales))
+        inputs = [checker.of_scale(scales.index(i)) if i in scales else checker.unscaled for i in range(len(arrays))]
+        checker.infer(program, inputs)
+        if checker.errors:
+            lines = "\n".join(f"- {error}" for error in list(checker.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
 
     return check
@@ -143,81 +143,78 @@ class UnitChecker:
     """Infers the unit of each value of a program and collects an error for each equation with incompatible units.
 
     Attributes:
-        scales: the indices of the program's inputs that are loss scales.
+        unscaled: the unit of an unscaled value.
+        errors: the errors, in the order of the equations.
     """
 
-    def __init__(self, scales: Sequence[int]) -> None:
-        self.scales = scales
-        self._errors: dict[str, None] = {}
+    def __init__(self, n_scales: int) -> None:
+        """Takes the number of loss scales."""
+        self.unscaled, self.errors = Unit((Fraction(0),) * n_scales), dict[str, None]()
+        self._path: list[JaxprEqn] = []  # the equation, after those that contain it
 
-    def errors(self, program: Any) -> list[str]:
-        """Returns the errors of a closed jaxpr, in the order of its equations."""
-        inputs = [self._unscaled()] * len(open_jaxpr(program)[0].invars)
-        for k, i in enumerate(self.scales):
-            inputs[i] = Unit(tuple(Fraction(int(j == k)) for j in range(len(self.scales))), is_data_free=True)
-        self._infer(program, inputs, ())
-        return list(self._errors)
+    def of_scale(self, k: int) -> Unit:
+        """Returns the unit of the loss scale with index `k`."""
+        return Unit(tuple(Fraction(i == k) for i in range(len(self.unscaled.powers))), is_data_free=True)
 
-    def _unscaled(self, *, is_data_free: bool = False) -> Unit:
-        return Unit((Fraction(0),) * len(self.scales), is_data_free)
-
-    def _infer(self, jaxpr: Any, inputs: Sequence[OptionalUnit], outer: tuple[JaxprEqn, ...]) -> list[OptionalUnit]:
-        """Returns the units of the results of a jaxpr that the equations `outer` contain."""
+    def infer(self, jaxpr: Any, inputs: Sequence[OptionalUnit]) -> list[OptionalUnit]:
+        """Returns the units of the results of a jaxpr."""
 
         def apply(eqn: JaxprEqn, operands: list[OptionalUnit]) -> list[OptionalUnit]:
-            units = self._infer_equation(eqn, operands, (*outer, eqn))
-            return [unit if is_inexact(var) else self._unscaled() for unit, var in zip(units, eqn.outvars, strict=True)]
+            self._path.append(eqn)
+            units = self._infer_equation(eqn, operands)
+            self._path.pop()
+            return [unit if is_inexact(var) else self.unscaled for unit, var in zip(units, eqn.outvars, strict=True)]
 
         return evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
 
     def _constant(self, x: Any) -> OptionalUnit:
-        if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            return self._unscaled(is_data_free=True)
-        values = np.asarray(x).ravel().astype(np.complex128)
-        return None if np.all((values == 0) | ~np.isfinite(values)) else self._unscaled(is_data_free=True)
+        if not isinstance(x, jax.core.Tracer) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            values = np.asarray(x).astype(np.complex128)
+            if np.all((values == 0) | ~np.isfinite(values)):
+                return None
+        return self.unscaled._replace(is_data_free=True)
 
-    def _infer_equation(
-        self, eqn: JaxprEqn, operands: list[OptionalUnit], path: tuple[JaxprEqn, ...]
-    ) -> list[OptionalUnit]:
+    def _infer_equation(self, eqn: JaxprEqn, operands: list[OptionalUnit]) -> list[OptionalUnit]:
         rule = rule_of(eqn)
         # A linear solve counts as one op: its result is linear in the right-hand side, however it iterates.
         match None if rule.reads else structure_of(eqn):
             case Call(jaxpr, inputs):
-                return self._infer(jaxpr, [operands[i] for i in inputs], path)
+                return self.infer(jaxpr, [operands[i] for i in inputs])
             case Branches(jaxprs, inputs):
-                branches = [self._infer(jaxpr, [operands[i] for i in inputs], path) for jaxpr in jaxprs]
-                predicate = "returns from different branches"
-                return [self._unify(units, path, predicate) for units in zip(*branches, strict=True)]
+                branches = [self.infer(jaxpr, [operands[i] for i in inputs]) for jaxpr in jaxprs]
+                return [self._unify(units, "returns from different branches") for units in zip(*branches, strict=True)]
             case Loop() as loop:
-                return self._infer_loop(loop, operands, path)
+                return self._infer_loop(loop, operands)
         if rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1:
             return operands
         units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if is_inexact(atom)]
-        return [self._infer_op(eqn, rule, units, path)] * len(eqn.outvars)
+        return [self._infer_op(eqn, rule, units)] * len(eqn.outvars)
 
-    def _infer_op(
-        self, eqn: JaxprEqn, rule: Rule, units: list[OptionalUnit], path: tuple[JaxprEqn, ...]
-    ) -> OptionalUnit:
+    def _infer_op(self, eqn: JaxprEqn, rule: Rule, units: list[OptionalUnit]) -> OptionalUnit:
         name = eqn.primitive.name
-        unscaled = self._unscaled(is_data_free=bool(units) and all(unit is None or unit.is_data_free for unit in units))
+        is_data_free = bool(units) and all(unit is None or unit.is_data_free for unit in units)
+        unscaled = self.unscaled._replace(is_data_free=is_data_free)
         if not units or rule.drops_unit:
             return unscaled
-        powers = _powers(eqn, rule)
-        if powers is not None:
-            return _product(list(zip(units, powers, strict=False)))
+        exponents = _powers(eqn, rule)
+        if exponents is not None:
+            factors = list(zip(units, exponents, strict=False))
+            known = [[power * n for power in unit.powers] for unit, n in factors if unit]
+            powers = tuple(sum(each, Fraction(0)) for each in zip(*known, strict=True))
+            return Unit(powers, is_data_free) if len(known) == len(factors) else None
         if rule.makes is Makes.SELECTED:  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
             units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
         predicate = _PREDICATES.get(name, f"applies `{name}` to {{}}")
         if rule.passes_on or rule.sums or rule.is_cast or rule.keeps_unit:
-            return self._unify(units, path, predicate)
+            return self._unify(units, predicate)
         scaled = [unit for unit in units if unit and any(unit.powers)]
         if scaled and rule.op_class is OpClass.ORIGINAL:
             return scaled[0]  # a solver or a kernel, which may be linear in this operand
-        if scaled and not unscaled.is_data_free:
-            self._add_error(path, predicate, scaled[0])
+        if scaled and not is_data_free:
+            self._add_error(predicate, scaled[0])
         return unscaled
 
-    def _unify(self, units: Sequence[OptionalUnit], path: tuple[JaxprEqn, ...], predicate: str) -> OptionalUnit:
+    def _unify(self, units: Sequence[OptionalUnit], predicate: str) -> OptionalUnit:
         """Returns the common unit of several values; adds an error if they are incompatible."""
         known = [unit for unit in units if unit is not None]
         if not known:
@@ -226,35 +223,26 @@ class UnitChecker:
         is_data_free = all(unit.is_data_free for unit in known)
         if len(different) > 1 and not is_data_free:
             scaled, *_, other = sorted(known, key=lambda unit: not any(unit.powers))
-            self._add_error(path, predicate, scaled, other)
+            self._add_error(predicate, scaled, other)
         return Unit(max(different), is_data_free)
 
-    def _add_error(self, path: tuple[JaxprEqn, ...], predicate: str, *units: Unit) -> None:
+    def _add_error(self, predicate: str, *units: Unit) -> None:
         cure = _STILL_SCALED if sum(units[0].powers) > 0 else _NEVER_SCALED
         predicate = predicate.format(" and ".join(map(_describe, units)))
-        self._errors[f"{location_of(path).where}, the program {predicate}: {cure}"] = None
+        self.errors[f"{location_of(self._path).where}, the program {predicate}: {cure}"] = None
 
-    def _infer_loop(self, loop: Loop, operands: list[OptionalUnit], path: tuple[JaxprEqn, ...]) -> list[OptionalUnit]:
+    def _infer_loop(self, loop: Loop, operands: list[OptionalUnit]) -> list[OptionalUnit]:
         consts, carry, xs = operands[loop.consts], operands[loop.carry], operands[loop.xs]
         while True:  # a carry that starts as zeros takes the unit that the body returns
-            errors_before = dict(self._errors)
-            outs = self._infer(loop.body, [*consts, *carry, *xs], path)
+            errors_before = dict(self.errors)
+            outs = self.infer(loop.body, [*consts, *carry, *xs])
             new = [_join_carry(init, out) for init, out in zip(carry, outs[: loop.n_carry], strict=True)]
             if new == carry:
                 break
-            carry, self._errors = new, errors_before
+            carry, self.errors = new, errors_before
         predicate = "carries {} through a loop"
-        results = [self._unify(units, path, predicate) for units in zip(carry, outs[: loop.n_carry], strict=True)]
+        results = [self._unify(units, predicate) for units in zip(carry, outs[: loop.n_carry], strict=True)]
         return [*results, *outs[loop.n_carry :]]
-
-
-def _product(factors: Sequence[tuple[OptionalUnit, int | Fraction]]) -> OptionalUnit:
-    """Returns the unit of a product of values, each to a power."""
-    known = [(unit, power) for unit, power in factors if unit is not None]
-    if len(known) < len(factors):
-        return None
-    powers = zip(*([p * power for p in unit.powers] for unit, power in known), strict=True)
-    return Unit(tuple(sum(of_scale, Fraction(0)) for of_scale in powers), all(unit.is_data_free for unit, _ in known))
 
 
 def _join_carry(init: OptionalUnit, out: OptionalUnit) -> OptionalUnit:

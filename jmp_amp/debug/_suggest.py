@@ -206,8 +206,7 @@ def _candidates(sites: Iterable[OpSite]) -> list[Any]:
     """Returns the modules of the sites, as patterns, and their primitives, except those that only move values."""
     modules = dict.fromkeys(site.module for site in sites if site.module)
     names = dict.fromkeys(site.primitive for site in sites if site.primitive in _PRIMITIVES)
-    moving = {name for name in names if isinstance(rule := RULES[name], Rule) and rule.moves}
-    return [*modules, *(_PRIMITIVES[name] for name in names if name not in moving)]
+    return [*modules, *(_PRIMITIVES[x] for x in names if not (isinstance(rule := RULES[x], Rule) and rule.moves))]
 
 
 def _cost(key: Any, sites: Sequence[OpSite]) -> tuple[int, int]:

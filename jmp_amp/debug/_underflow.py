@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,6 @@ from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
 from jmp_amp.debug._report import check_concrete, flat_on_host, format_percent, format_table, leaf_name, module_name
 
-_SHARES = ("zero", "subnormal", "zero_unscaled", "subnormal_unscaled", "overflow")
 _IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
 
@@ -58,16 +58,13 @@ def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> "Und
     form, scale = parse_format(dtype), to_number("loss_scale", loss_scale)
     low = form.dtype if form.float8 is None else form.float8.cotangents
     rows = []
-    exponents: dict[str, dict[int | None, int]] = {}
+    exponents: dict[str, Counter[int | None]] = {}
     for path, leaf in jax.tree.leaves_with_path(grads):
-        if not is_inexact(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating) or not np.size(leaf):
-            continue
-        scaled = np.abs(flat_on_host(leaf))
-        own = scale if form.float8 is None else scale * _scale_to_range(scaled, low)
-        rows.append(_leaf_row(leaf_name(path), scaled * (own / scale), own, low))
-        counts = exponents.setdefault(module_name(path), {})
-        for k, n in _count_exponents(scaled / scale).items():
-            counts[k] = counts.get(k, 0) + n
+        if is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and np.size(leaf):
+            scaled = np.abs(flat_on_host(leaf))
+            own = scale if form.float8 is None else scale * _scale_to_range(scaled, low)
+            rows.append(_leaf_row(leaf_name(path), scaled * (own / scale), own, low))
+            exponents.setdefault(module_name(path), Counter()).update(_count_exponents(scaled / scale))
     if not rows:
         raise ValueError(f"`grads`, a {type(grads).__name__}, contains no floating arrays; pass a pytree of gradients")
     return Underflow(tuple(rows), _total_row(rows), scale if form.float8 is None else None, low.name, exponents)
@@ -98,10 +95,9 @@ def _leaf_row(path: str, scaled: np.ndarray, scale: float, dtype: Any) -> "LeafU
 
 
 def _total_row(rows: Sequence["LeafUnderflow"]) -> "LeafUnderflow":
-    sizes = [row.size for row in rows]
-    shares = {name: np.average([getattr(row, name) for row in rows], weights=sizes).item() for name in _SHARES}
-    largest = max((row.largest for row in rows if row.largest is not None), default=None)
-    return LeafUnderflow("all", sum(sizes), **shares, largest=largest)
+    _, sizes, *shares, largest = zip(*rows, strict=True)
+    means = [np.average(share, weights=sizes).item() for share in shares]
+    return LeafUnderflow._make(("all", sum(sizes), *means, max((k for k in largest if k is not None), default=None)))
 
 
 def _shares(magnitudes: np.ndarray, dtype: Any) -> tuple[float, float, float]:
@@ -116,10 +112,8 @@ def _count_exponents(magnitudes: np.ndarray) -> dict[int | None, int]:
     """Returns the number of finite values for each exponent, and the number of zeros under None."""
     is_positive = np.isfinite(magnitudes) & (magnitudes > 0)
     values, counts = np.unique(np.frexp(magnitudes[is_positive])[1] - 1, return_counts=True)
-    by_exponent: dict[int | None, int] = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    if zeros := int(np.sum(magnitudes == 0)):
-        by_exponent[None] = zeros
-    return by_exponent
+    zeros = int(np.sum(magnitudes == 0))
+    return dict(zip(values.tolist(), counts.tolist(), strict=True)) | ({None: zeros} if zeros else {})
 
 
 class LeafUnderflow(NamedTuple):
@@ -180,7 +174,7 @@ class Underflow:
     total: LeafUnderflow
     loss_scale: float | None
     dtype: str
-    exponents: dict[str, dict[int | None, int]] = dataclasses.field(repr=False)
+    exponents: Mapping[str, Mapping[int | None, int]] = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
         scale = "scaled" if self.loss_scale is None else f"x2^{np.log2(self.loss_scale):g}"
@@ -226,7 +220,7 @@ class Underflow:
             figure.savefig(path)
         return figure
 
-    def _log_scale(self, counts: dict[int | None, int]) -> float:
+    def _log_scale(self, counts: Mapping[int | None, int]) -> float:
         """Returns the logarithm of the scale of a module."""
         if self.loss_scale is not None:
             return float(np.log2(self.loss_scale))
@@ -234,7 +228,7 @@ class Underflow:
 
 
 def _plot_module(
-    axes: Any, name: str, counts: dict[int | None, int], log_scale: float, limits: tuple[int, int, int]
+    axes: Any, name: str, counts: Mapping[int | None, int], log_scale: float, limits: tuple[int, int, int]
 ) -> None:
     smallest, normal, overflow = (exponent - log_scale for exponent in limits)
     size = sum(counts.values())
