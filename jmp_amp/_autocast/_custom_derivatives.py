@@ -26,7 +26,6 @@ from jmp_amp._jaxpr import (
     define_vjp,
     dtype_of,
     is_inexact,
-    open_jaxpr,
     pull_with_logs,
     trace,
     with_dtype,
@@ -52,10 +51,9 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             return [*results, *compress(result_tangents, inexact_outs)]
 
         types = _types(primals, eqn.invars)
-        program = trace(as_traced, [*types, *compress(types, perturbed)])
         outs = (*plan.outs, *_tangents(compress(plan.outs, inexact_outs)))
         inputs = (*plan.inputs, *_tangents(compress(plan.inputs, perturbed)))
-        rule = planner.plan(program, inputs, (Use(),) * len(outs), plan.region)
+        rule = _planned(planner, trace(as_traced, [*types, *compress(types, perturbed)]), inputs, plan)
         results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
         it, pairs = iter(result_tangents), zip(inexact_outs, results, strict=True)
@@ -134,11 +132,10 @@ def _forward(
             raise
         first = list(perturbed).index(True)
         return _forward(planner, eqn, plan, [p and i > first for i, p in enumerate(perturbed)], args)
-    outvars = open_jaxpr(traced)[0].outvars
-    rule = planner.plan(traced, plan.inputs, (Use(),) * len(outvars), plan.region)
+    rule = _planned(planner, traced, plan.inputs, plan)
     outs = (*plan.outs, *rule.outs[n_outs:])
     results = with_results(rule, outs)(*args)
-    types = _types(results[n_outs:], outvars[n_outs:])
+    types = _types(results[n_outs:], rule.frame.outvars[n_outs:])
 
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         pairs = zip(eqn.outvars, cotangents, strict=True)
@@ -155,19 +152,22 @@ def _forward(
             return [*grads, *logged]
 
         traced = trace(as_traced, [*types, *_types(cotangents, list(compress(eqn.outvars, given)))])
-        outvars = open_jaxpr(traced)[0].outvars
-        inputs = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
-        rule = planner.plan(traced, inputs, (Use(),) * len(outvars), plan.region)
+        rule = _planned(planner, traced, (*outs[n_outs:], *_tangents(compress(plan.outs, given))), plan)
         # A rule may return float32 for a bfloat16 operand; JAX keeps it.
         of_grads = [
             Value(value.dtype if dtype_of(var) == dtype_of(primal) else dtype_of(var))
-            for var, primal, value in zip(outvars, primals, compress(plan.inputs, perturbed), strict=False)
+            for var, primal, value in zip(rule.frame.outvars, primals, compress(plan.inputs, perturbed), strict=False)
         ]
         results = with_results(rule, (*of_grads, *rule.outs[n_grads:]))(*residuals, *cotangents)
         grads = combine(perturbed, results[:n_grads], [None] * len(perturbed))
         return tuple(grads), jax.tree.unflatten(logs_tree, results[n_grads:])
 
     return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
+
+
+def _planned(planner: Planner, jaxpr: Any, inputs: tuple[Value, ...], outer: Plan) -> Plan:
+    """Returns the plan of a jaxpr in the region of `outer`; nothing is known of the readers of its results."""
+    return planner.plan(jaxpr, inputs, (Use(),) * len(jaxpr.out_avals), outer.region)
 
 
 def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
