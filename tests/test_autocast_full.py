@@ -291,11 +291,11 @@ class TestEqualLayers:
         return loss
 
     def test_are_differentiated_once(self, monkeypatch):
-        from jmp_amp._autocast import _op
+        from jmp_amp._autocast import _plan
 
         called = []
-        call = _op.Op.__call__
-        monkeypatch.setattr(_op.Op, "__call__", lambda op, args: called.append(op) or call(op, args))
+        call = _plan.Op.__call__
+        monkeypatch.setattr(_plan.Op, "__call__", lambda op, args: called.append(op) or call(op, args))
 
         def calls(layers, width):
             called.clear()

@@ -10,7 +10,6 @@ from random_programs import INPUTS, random_program
 from rebuilt import all_plans_changed, rebuilt_identity
 
 import jmp_amp as amp
-from jmp_amp._jaxpr._structures import scan, while_loop
 from jmp_amp._jaxpr._versions import apply, open_jaxpr
 
 pytestmark = [
@@ -51,7 +50,7 @@ def run_cond(eqn, args):
 
 
 def run_scan(eqn, args):
-    loop = scan(eqn)
+    loop = _scan(eqn)
     consts, carry, xs = args[loop.consts], args[loop.carry], args[loop.xs]
     steps, rows = range(loop.length), {}
     for i in reversed(steps) if eqn.params["reverse"] else steps:
@@ -63,7 +62,7 @@ def run_scan(eqn, args):
 
 
 def run_while(eqn, args):
-    loop = while_loop(eqn)
+    loop = _while_loop(eqn)
     carry = args[loop.carry]
     while True:
         (go,) = evaluate(loop.cond, [*args[loop.cond_consts], *carry])

@@ -85,7 +85,7 @@ def scope_path(outer: str, name_stack: Any) -> str:
         outer: the scopes of the jaxpr, such as `"encoder/Dense_0"`.
         name_stack: the name stack of the equation. The result has no marks and no names that JAX adds.
     """
-    path = "/".join(name for name in scopes_of(name_stack) if not name.startswith(_PREFIX))
+    path = "/".join(name for name in scopes_of(name_stack) if not _MARK.fullmatch(name))
     repeats = is_of_derivative(name_stack) and f"{path}/".startswith(f"{outer}/")
     return path if repeats else f"{outer}/{path}".strip("/")
 

@@ -20,7 +20,6 @@ from jmp_amp._calls import extra, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._jaxpr import (
-    TOP,
     Call,
     Loop,
     Provenance,
@@ -450,7 +449,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> d
     @jax.jit
     def run(*arrays: Any) -> Results:
         results: Results = OrderedDict()  # `jit` would sort the keys of a `dict`
-        _evaluate(program, arrays, results, TOP)
+        _evaluate(program, arrays, results, Provenance())
         return results
 
     return {name: flat_on_host(x) for name, x in run(*arrays).items()}

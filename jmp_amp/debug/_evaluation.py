@@ -16,11 +16,11 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._autocast import rule_of
 from jmp_amp._jaxpr import (
     HIGHER_ORDER,
-    TOP,
     Body,
     Branches,
     Call,
     Loop,
+    Provenance,
     apply_as_traced,
     aval_with,
     bind,
@@ -405,7 +405,7 @@ def evaluate_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | N
 
 def has_low_precision(program: Any) -> bool:
     """Returns whether a program reads or computes values of less than 32 bits."""
-    atoms = (atom for eqn, _ in equations_in(program, TOP) for atom in (*eqn.invars, *eqn.outvars))
+    atoms = (atom for eqn, _ in equations_in(program, Provenance()) for atom in (*eqn.invars, *eqn.outvars))
     return any(is_low(dtype_of(atom)) for atom in atoms)
 
 
