@@ -10,7 +10,7 @@ from random_programs import INPUTS, random_program
 from rebuilt import all_plans_changed, rebuilt_identity
 
 import jmp_amp as amp
-from jmp_amp._jaxpr._versions import apply, open_jaxpr
+from jmp_amp._jaxpr import apply, open_jaxpr, structure_of
 
 pytestmark = [
     pytest.mark.sweep(77),
@@ -50,7 +50,7 @@ def run_cond(eqn, args):
 
 
 def run_scan(eqn, args):
-    loop = _scan(eqn)
+    loop = structure_of(eqn)
     consts, carry, xs = args[loop.consts], args[loop.carry], args[loop.xs]
     steps, rows = range(loop.length), {}
     for i in reversed(steps) if eqn.params["reverse"] else steps:
@@ -62,7 +62,7 @@ def run_scan(eqn, args):
 
 
 def run_while(eqn, args):
-    loop = _while_loop(eqn)
+    loop = structure_of(eqn)
     carry = args[loop.carry]
     while True:
         (go,) = evaluate(loop.cond, [*args[loop.cond_consts], *carry])
