@@ -218,7 +218,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         dtype: the float8 dtype.
 
     Returns:
-        `x * 2**exponent` in `dtype`, of which the largest magnitude is between half of the largest finite number of
+        `x * 2**exponent` in `dtype`, whose largest magnitude is between half of the largest finite number of
         `dtype` and that number; and `exponent`, an int32 scalar.
     """
     largest = lax.reduce_max(lax.abs(x), range(x.ndim)).astype(jnp.float32)

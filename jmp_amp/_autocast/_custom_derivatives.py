@@ -176,7 +176,7 @@ def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any])
 
 
 def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:
-    """Describes tangents and cotangents, of which only the dtype is known."""
+    """Describes tangents and cotangents: only their dtypes are known."""
     return tuple(Value(value.dtype) for value in values)
 
 

@@ -225,7 +225,7 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
     Args:
         fun: any function that autocast takes.
         settings: those of autocast.
-        args: the arguments, of which arrays may be `jax.ShapeDtypeStruct`.
+        args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: likewise.
     """
     fun, args = unbound(fun, args)

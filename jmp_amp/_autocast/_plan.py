@@ -62,7 +62,7 @@ class Op:
         return apply(self.primitive, dict(self.params), args)
 
     def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:
-        """Casts the operands; those to be saved get a name for `jax.checkpoint`."""
+        """Casts the operands; those that a loop saves get a name for `jax.checkpoint`."""
         cast = [
             x if dtype is None else lax.convert_element_type(x, dtype)
             for x, dtype in zip(args, self.casts, strict=True)
@@ -71,7 +71,7 @@ class Op:
 
     @staticmethod
     def save(x: Any) -> Any:
-        """Names a value that `jax.checkpoint` is to save."""
+        """Names a value that `jax.checkpoint` saves."""
         return checkpoint_name(x, SAVED)
 
 

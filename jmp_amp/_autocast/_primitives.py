@@ -42,7 +42,7 @@ class Makes(enum.StrEnum):
     MOVED = "moved"  # the same elements in other places
     CHOSEN = "chosen"  # some of the elements, or their negatives
     SELECTED = "selected"  # elements of several operands, chosen by a condition
-    SUM = "sum"  # sums of two elements, of which one may be a bias
+    SUM = "sum"  # sums of two elements; one may be a bias
     DIFFERENCE = "difference"  # differences of two elements, or sums of two cotangents
     PRODUCT = "product"
     QUOTIENT = "quotient"
@@ -126,7 +126,7 @@ class Rule(NamedTuple):
 
     @property
     def adds(self) -> bool:
-        """Whether the op adds two arrays, of which one may be a bias."""
+        """Whether the op adds two arrays; one may be a bias."""
         return self.makes is Makes.SUM
 
     @property
@@ -258,8 +258,8 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
     rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
     # A layer with one input or one output is a layer, not a product of vectors.
-    are_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
-    return _VECTORS if are_vectors and rule.op_class is OpClass.LOWER else rule
+    is_of_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
+    return _VECTORS if is_of_vectors and rule.op_class is OpClass.LOWER else rule
 
 
 def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:

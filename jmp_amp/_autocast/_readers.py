@@ -64,7 +64,7 @@ class Readers(Backward[Facts, Known, int]):
 def why(reads: int, has_float32_range: bool) -> str | None:
     """Returns why a product is float32 for its readers, as `explain` names it; None if it is not.
 
-    Only what all readers read as an angle is one; in the other ways, one reader suffices.
+    A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
     if reads & Reads.OTHERS:
         reads &= ~Reads.ANGLE

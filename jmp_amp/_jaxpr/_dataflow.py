@@ -54,7 +54,7 @@ class Forward(_Analysis[E, T]):
     A fact is what is known of a value, and `join` returns what is known of a value that is either of two.
 
     Attributes:
-        bottom: what is known of a value of which nothing is known.
+        bottom: the fact about a value that nothing is known of.
     """
 
     def transfer(self, equation: E, operands: Sequence[T]) -> Sequence[T]:

@@ -105,7 +105,7 @@ def hi_primitive(eqn: JaxprEqn) -> Any:
 
 
 def is_hi_type(aval: Any) -> bool:
-    """Whether a type is one that a user registered, whose values consist of arrays."""
+    """Whether a user registered this type, whose values consist of arrays."""
     from jax.experimental.hijax import HiType
 
     return isinstance(aval, HiType)
@@ -154,7 +154,7 @@ def params_of(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the jaxprs in the parameters of an equation; None for a `HiPrim` of which only `expand` knows."""
+    """Returns the jaxprs in the parameters of an equation; None for a `HiPrim` that holds its function in `expand`."""
     primitive = params.get("_prim")
     if primitive is None:
         return list(jaxprs_in_params(params))
@@ -243,7 +243,7 @@ def closed_over_error() -> type[Exception]:
 
 
 def define_vjp(function: Any, forward: Callable, backward: Callable, symbolic_zeros: bool) -> None:
-    """Gives a `jax.custom_vjp` its rules; `backward` returns cotangents and logs, of which JAX 0.10 has none."""
+    """Gives a `jax.custom_vjp` its rules; `backward` returns cotangents, and logs, which JAX 0.10 does not have."""
     if hasattr(function, "defvjp_with_logs"):
         function.defvjp_with_logs(forward, backward, symbolic_zeros=symbolic_zeros)
     else:

@@ -324,7 +324,7 @@ def _has_nonzero_factors(d: Diagnosis) -> bool:
 
 
 def _is_in_other_branch(d: Diagnosis) -> bool:
-    """Returns whether `jnp.where` selects between the op of which this is the derivative, and another value."""
+    """Returns whether `jnp.where` selects between the op whose derivative this is, and another value."""
     is_root = d.divisor.primitive == "sqrt"
     for op in [d.divisor] if is_root else [x for x in d.readers(d.divisor) if x.primitive in _NONZERO_OPERANDS]:
         for result in (op, *d.readers(op)):
