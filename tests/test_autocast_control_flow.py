@@ -299,3 +299,16 @@ class TestCalls:
         for _ in range(3):
             step(X)
         assert len(traces) == 1
+
+
+@pytest.mark.parametrize("wide", [0, 1])
+def test_the_result_of_branches_has_the_widest_of_their_dtypes(wide):
+    branches = [lambda x: x @ W, lambda x: jnp.exp(2 * x)]  # exp(12) is infinite in float16
+
+    def fun(i, x):
+        return lax.switch(i, branches if wide else branches[::-1], x)
+
+    x = jnp.full((4, 8), 6.0)
+    (eqn,) = [eqn for eqn in equations(amp.autocast(fun), 0, x) if eqn.primitive.name == "cond"]
+    assert eqn.outvars[0].aval.dtype == "float32"
+    np.testing.assert_allclose(amp.autocast(fun)(wide, x), np.exp(12.0), rtol=2e-3)
