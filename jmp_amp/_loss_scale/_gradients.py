@@ -19,6 +19,7 @@ from jmp_amp._jaxpr import (
     inner_jaxprs,
     is_backward,
     is_floating,
+    is_of_derivative,
     is_recomputed,
     open_jaxpr,
     operands_of,
@@ -296,6 +297,6 @@ def _is_unscale(eqn: Any) -> bool:
 
 def _differentiates(eqn: Any) -> bool:
     """Whether an equation is part of a derivative, or calls a function that computes one."""
-    stack = str(eqn.source_info.name_stack)
+    stack = eqn.source_info.name_stack
     inside = (inner for jaxpr, _ in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr)[0].eqns)
-    return "jvp(" in stack or "transpose(" in stack or any(map(_differentiates, inside))
+    return is_of_derivative(stack) or is_backward(stack) or any(map(_differentiates, inside))
