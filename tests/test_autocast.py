@@ -437,3 +437,10 @@ class TestCasts:
 
         casts = [e for e in equations(amp.autocast(fun), X) if e.primitive.name == "convert_element_type"]
         assert sum(e.invars[0].aval.shape == X.shape and e.outvars[0].aval.dtype == F16 for e in casts) == 1
+
+    def test_a_call_and_the_ops_beside_it_share_a_cast(self):
+        def fun(x):
+            h = x @ W
+            return jax.jit(jnp.exp)(h) + jnp.exp(h)
+
+        assert dtypes(amp.autocast(fun), X, primitive="convert_element_type").count("float16 -> float32") == 1
