@@ -444,3 +444,11 @@ class TestCasts:
             return jax.jit(jnp.exp)(h) + jnp.exp(h)
 
         assert dtypes(amp.autocast(fun), X, primitive="convert_element_type").count("float16 -> float32") == 1
+
+    def test_an_op_that_moves_values_reads_the_float32_copy_of_them(self):
+        def fun(x):
+            h = x @ W
+            return jnp.exp(h), jnp.exp(jnp.concatenate([h, h]))
+
+        assert dtypes(amp.autocast(fun), X, primitive="concatenate") == ["float32 float32 -> float32"]
+        assert dtypes(amp.autocast(fun), X, primitive="convert_element_type").count("float16 -> float32") == 1
