@@ -445,6 +445,19 @@ class TestCasts:
 
         assert dtypes(amp.autocast(fun), X, primitive="convert_element_type").count("float16 -> float32") == 1
 
+    def test_the_results_of_branches_are_stored_low_though_their_readers_are_float32(self):
+        def fun(i, x):
+            return jnp.exp(lax.switch(i, [lambda x: jnp.tanh(x @ W), lambda x: x @ W], x))
+
+        (cond,) = [eqn for eqn in equations(amp.autocast(fun), 0, X) if eqn.primitive.name == "cond"]
+        assert cond.outvars[0].aval.dtype == F16
+
+    def test_an_op_on_several_arrays_leaves_each_in_its_dtype(self):
+        def fun(x):
+            return lax.sort((x @ W, jnp.exp(x)), num_keys=1)
+
+        assert dtypes(amp.autocast(fun), X, primitive="sort") == ["float16 float32 -> float16 float32"]
+
     def test_an_op_that_moves_values_reads_the_float32_copy_of_them(self):
         def fun(x):
             h = x @ W
