@@ -454,7 +454,8 @@ class TestCasts:
 
     def test_an_op_on_several_arrays_leaves_each_in_its_dtype(self):
         def fun(x):
-            return lax.sort((x @ W, jnp.exp(x)), num_keys=1)
+            a, b = lax.sort((x @ W, jnp.exp(x)), num_keys=1)
+            return a + b  # needs a cast, so the planner must know both dtypes
 
         assert dtypes(amp.autocast(fun), X, primitive="sort") == ["float16 float32 -> float16 float32"]
 
