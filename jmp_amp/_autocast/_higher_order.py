@@ -35,24 +35,18 @@ Values = tuple[Value, ...]
 
 
 def _plan_carries(
-    plan_body: Callable[[Values], Plan],
-    init: Values,
-    atoms: Sequence[Any],
-    ends_loop: Sequence[bool],
-    streams: Sequence[bool],
-    low: Any,
+    plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence[Any], streams: Sequence[bool], low: Any
 ) -> tuple[Values, Plan]:
     """Plans the body of a loop again and again until its carries have the dtypes that it returns.
 
     This ends because `join` only widens. An array that the caller passes in is state, not a bias, and keeps its dtype.
-    A constant, such as zeros, takes the dtype of the values that replace it. Accumulators, recurrences, and carries
-    that decide when the loop ends keep the dtypes that they were traced in.
+    A constant, such as zeros, takes the dtype of the values that replace it. Accumulators and recurrences keep the
+    dtypes that they were traced in.
 
     Args:
         plan_body: plans the body for the carries that enter it.
         init: the first carries, with what is known of them in every iteration.
         atoms: their variables and literals.
-        ends_loop: whether each carry decides when the loop ends.
         streams: whether each carry is a residual stream, which has the dtype `low` if it is made of such data.
         low: the compute dtype.
 
@@ -60,7 +54,7 @@ def _plan_carries(
         The carries, and the plan of the body.
     """
     adds_up = [value.known.adds_up or value.known.recurs for value in init]
-    fixed = [(a and not s) or d for a, d, s in zip(adds_up, ends_loop, streams, strict=True)]
+    fixed = [a and not s for a, s in zip(adds_up, streams, strict=True)]
 
     def settled(carry: Values, fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
         def kept(values: Iterable[Value]) -> Values:
@@ -89,11 +83,11 @@ def _plan_carries(
         kept_streams = [s and out.as_data().dtype == low for s, out in zip(streams, plan.outs, strict=False)]
         if kept_streams == list(streams):
             return carry, plan
-        return _plan_carries(plan_body, init, atoms, ends_loop, kept_streams, low)
+        return _plan_carries(plan_body, init, atoms, kept_streams, low)
     if all(is_fixed or _is_settled(value, atom) for is_fixed, value, atom in zip(fixed, start, atoms, strict=True)):
         return settled(start, fixed, none)
-    carry, plan = settled(start, ends_loop, none)
-    if fixed == list(ends_loop):
+    carry, plan = settled(start, none, none)
+    if not any(fixed):
         return carry, plan
     # A carry computed from an accumulator is stored in the dtype that it would have if the accumulator were rounded.
     rounded = [value.dtype != dtype_of(atom) for value, atom in zip(carry, atoms, strict=True)]
@@ -202,8 +196,7 @@ def _scan(planner: Planner, loop: Loop, op: Context) -> Step:
     def plan_body(carry: Values) -> Plan:
         return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)
 
-    ends_loop, atoms = [False] * loop.n_carry, eqn.invars[loop.carry]
-    carry, plan = _plan_carries(plan_body, inputs[first:last], atoms, ends_loop, streams, op.format.dtype)
+    carry, plan = _plan_carries(plan_body, inputs[first:last], eqn.invars[loop.carry], streams, op.format.dtype)
     # A stacked result that is also carried has the dtype of the carry.
     results = plan.frame.outvars
     stored = {var: value for var, value in zip(results, carry, strict=False) if isinstance(var, Var)}
@@ -227,15 +220,13 @@ def _while(planner: Planner, loop: Loop, op: Context) -> Step:
     """Plans `while_loop` and `fori_loop`; carries are as in `scan`."""
     eqn, values = op.eqn, op.values
     (_, known_of_cond, _), (_, known, reads) = op.inside
-    # A value that decides when the loop ends is not rounded: the loop might never end.
-    ends_loop, streams = [bool(each & Reads.ENDS_LOOP) for each in reads], [False] * loop.n_carry
-    uses, first = tuple(map(Use, reads)), loop.n_consts
+    uses, first, streams = tuple(map(Use, reads)), loop.n_consts, [False] * loop.n_carry
     inputs = _known_as((*values[loop.consts], *values[loop.carry]), known)
 
     def plan_body(carry: Values) -> Plan:
         return planner.plan(loop.body, (*inputs[:first], *carry), uses, op.region)
 
-    carry, body = _plan_carries(plan_body, inputs[first:], eqn.invars[loop.carry], ends_loop, streams, op.format.dtype)
+    carry, body = _plan_carries(plan_body, inputs[first:], eqn.invars[loop.carry], streams, op.format.dtype)
     of_cond = _known_as((*values[loop.cond_consts], *carry), known_of_cond)
     cond = planner.plan(loop.cond, of_cond, (Use(Reads.ENDS_LOOP),), op.region)
     casts = _casts(values, (*values[loop.cond_consts], *values[loop.consts], *carry))

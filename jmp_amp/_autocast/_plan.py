@@ -67,12 +67,7 @@ class Op:
             x if dtype is None else lax.convert_element_type(x, dtype)
             for x, dtype in zip(args, self.casts, strict=True)
         ]
-        return [self.save(x) if save and i in self.saved else x for i, x in enumerate(cast)]
-
-    @staticmethod
-    def save(x: Any) -> Any:
-        """Names a value that `jax.checkpoint` saves."""
-        return checkpoint_name(x, SAVED)
+        return [checkpoint_name(x, SAVED) if save and i in self.saved else x for i, x in enumerate(cast)]
 
 
 # From an op and its operands, which are not cast yet, to its results. Equal rewrites must compare as equal.

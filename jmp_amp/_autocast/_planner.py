@@ -244,9 +244,8 @@ class _Draft:
             streams = planner.streams.find(jaxpr, is_computed, [use.stream for use in uses])
             for var, stream in streams.items():
                 self._variables[var].stream = stream
-        large = {var: known.size for var, known in self._known.items() if known.size > _SMALL}
         self._as_traced = [""] * len(facts)
-        self._contexts = [self._context(i, each, large) for i, each in enumerate(facts)]
+        self._contexts = [self._context(i, each) for i, each in enumerate(facts)]
         self._steps: list[Step | None] = [None] * len(facts)
 
     def _connect(self, i: int, facts: Facts) -> None:
@@ -260,7 +259,7 @@ class _Draft:
         for var in facts.eqn.outvars:
             self._variables[var] = _Variable(producer=i)
 
-    def _context(self, i: int, facts: Facts, large: Mapping[Var, float]) -> Context:
+    def _context(self, i: int, facts: Facts) -> Context:
         """Returns what is known of an equation before its operands are decided; notes why it runs as it was traced."""
         eqn, rule = facts.eqn, facts.rule
         region = self._planner.enter(self._region, eqn)
@@ -277,7 +276,7 @@ class _Draft:
             if reason is not None:
                 self._as_traced[i] = reason
                 op = op._replace(region=region._replace(format=FORMATS["float32"]))
-        overflows = bool(large) and any(large.get(var, 0) > op.format.largest for var in eqn.outvars)
+        overflows = any(known.size > op.format.largest for known in self._planner.knowledge.of(self._known, eqn.outvars))
         stream = self._variables[eqn.outvars[0]].stream if rule.adds else Stream.NONE
         return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
 
@@ -373,9 +372,6 @@ class _Draft:
             isinstance(atom, Var) and self._variables[atom].is_stored and value.as_data().dtype != value.dtype
             for atom, value in zip(facts.eqn.invars, values, strict=True)
         )
-
-
-_SMALL = 2.0**15  # every low dtype holds it
 
 
 def _why_as_traced(facts: Facts, reads: int, operands: Sequence[Any], region: Region) -> str | None:

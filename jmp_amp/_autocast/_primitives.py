@@ -142,7 +142,7 @@ class Rule(NamedTuple):
     @property
     def keeps_magnitude(self) -> bool:
         """Whether a large element of an operand can be as large in the result."""
-        return self.makes in _KEEPS_MAGNITUDE
+        return self.passes_on and self.makes is not Makes.QUOTIENT
 
     @property
     def passes_on(self) -> bool:
@@ -176,16 +176,6 @@ class Rule(NamedTuple):
 
 
 _ARITHMETIC = {Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.QUOTIENT, Makes.OUTER_PRODUCT}
-_KEEPS_MAGNITUDE = {
-    Makes.MOVED,
-    Makes.CHOSEN,
-    Makes.SELECTED,
-    Makes.SUM,
-    Makes.DIFFERENCE,
-    Makes.PRODUCT,
-    Makes.OUTER_PRODUCT,
-}
-
 _PASSES_ON = {Makes.MOVED, Makes.CHOSEN, Makes.SELECTED, *_ARITHMETIC}
 
 # The rule of a primitive, or a function of the parameters of the op and the types of its operands.

@@ -172,12 +172,8 @@ def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """Returns the mesh axes along which the type of `x` varies: those of `shard_map` with `check_vma=True`.
-
-    The type has them in `mat` since JAX 0.10, in `vma` before.
-    """
-    aval = jax.typeof(x)
-    return aval.mat.varying if hasattr(aval, "mat") else aval.vma
+    """Returns the mesh axes along which the type of `x` varies: those of `shard_map` with `check_vma=True`."""
+    return jax.typeof(x).mat.varying
 
 
 def parent_of(tracer: Any) -> Any:
