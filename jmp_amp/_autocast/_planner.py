@@ -226,8 +226,6 @@ class _Draft:
         self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*planner.constants(jaxpr, consts), *values), strict=True)
         self._variables = {var: _Variable(value) for var, value in given}
-        literals = [atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal)]
-        self._literals = {id(literal): constant(literal.val) for literal in literals}
         facts = planner.facts_of(jaxpr)
         for i, each in enumerate(facts):
             self._connect(i, each)
@@ -276,7 +274,9 @@ class _Draft:
             if reason is not None:
                 self._as_traced[i] = reason
                 op = op._replace(region=region._replace(format=FORMATS["float32"]))
-        overflows = any(known.size > op.format.largest for known in self._planner.knowledge.of(self._known, eqn.outvars))
+        overflows = any(
+            known.size > op.format.largest for known in self._planner.knowledge.of(self._known, eqn.outvars)
+        )
         stream = self._variables[eqn.outvars[0]].stream if rule.adds else Stream.NONE
         return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
 
@@ -307,8 +307,9 @@ class _Draft:
         )
 
     def _read(self, atom: Any) -> Value:
-        value = self._variables[atom].value if isinstance(atom, Var) else self._literals.get(id(atom))
-        return constant(atom.val) if value is None else value
+        if isinstance(atom, Literal):
+            return constant(atom.val)
+        return self._variables[atom].value  # type: ignore[return-value] # the equation that computes it is decided
 
     def _decide(self, i: int) -> list[int]:
         """Decides an equation, and returns those to decide again because of it."""
