@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast._plan import Plan, with_results
+from jmp_amp._autocast._plan import Plan, Run, with_results
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Use, Value
 from jmp_amp._jaxpr import (
@@ -31,8 +31,6 @@ from jmp_amp._jaxpr import (
     with_dtype,
     zero_cotangent,
 )
-
-Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:

@@ -1,7 +1,7 @@
 """Plans equations that hold jaxprs: calls, branches and loops."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._known import Known
-from jmp_amp._autocast._plan import Plan, Region, Step
+from jmp_amp._autocast._plan import Plan, Region, Run, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._shapes import sliced
@@ -110,9 +110,6 @@ def _first_carry(value: Value, atom: Any) -> Value:
     return Value(value.dtype)
 
 
-Run = Callable[[Sequence[Any]], Sequence[Any]]
-
-
 def plan_higher_order(planner: Planner, op: Context) -> Step:
     """Decides an equation that holds jaxprs."""
     match op.facts.structure:
@@ -150,7 +147,8 @@ def _call(planner: Planner, call: Call, op: Context) -> Step:
     )
     plan = planner.plan(jaxpr, cast, uses, op.region)
     if call.rule is not None and plan.changed:
-        run: Run | None = _DERIVATIVES[call.rule](planner, eqn, plan)
+        with_rule = custom_jvp if call.rule == "custom_jvp_call" else custom_vjp
+        run: Run | None = with_rule(planner, eqn, plan)
     else:
         run = _run_with(eqn, [plan.body()], [plan])
     return _step(eqn, _casts(values, cast), plan.outs, run, [(plan, 1)])._replace(reads_float32=reads_float32)
@@ -272,9 +270,3 @@ def _read_by(uses: tuple[Use, ...], reads: Sequence[int]) -> tuple[Use, ...]:
 
 def _casts(values: Values, cast: Values) -> tuple[Any, ...]:
     return tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(values, cast, strict=True))
-
-
-_DERIVATIVES: Mapping[str, Callable[[Planner, JaxprEqn, Plan], Run]] = {
-    "custom_jvp_call": custom_jvp,
-    "custom_vjp_call": custom_vjp,
-}

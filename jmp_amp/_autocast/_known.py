@@ -273,14 +273,10 @@ class Paths(Forward[Facts, Sources]):
     def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         super().__init__(facts_of)
-        self._loops, self._carries_of = Kept(), Kept()
+        self._loops = Kept()
 
     def carries(self, loop: Loop) -> list[tuple[bool, bool]]:
         """Returns for each carry of a loop whether it is an accumulator, and whether it is a recurrence by products."""
-        body, _ = open_jaxpr(loop.body)
-        return self._carries_of(body, (loop.n_consts, loop.n_carry), lambda: self._find_carries(loop))
-
-    def _find_carries(self, loop: Loop) -> list[tuple[bool, bool]]:
         carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
         after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
         added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]

@@ -51,7 +51,9 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
     scopes = {}
     for key, value in rules.items():
         if isinstance(key, Primitive):
-            primitives |= {name: _override(name, value) for name in _names(key)}
+            # JAX exports `psum`, but not its variant under `shard_map` with types.
+            names = {key.name} | ({f"{key.name}_invariant"} & RULES.keys())
+            primitives |= {name: _override(name, value) for name in names}
         elif isinstance(key, str):
             pattern = key.strip("/").removeprefix("*/").removesuffix("/*")  # a pattern may start at any scope
             scopes[pattern] = _format_of_scopes(key, value)
@@ -61,11 +63,6 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
                 f"got {key!r} of type {type(key).__name__}"
             )
     return Overrides(tuple(rules.items()), primitives, scopes)
-
-
-def _names(primitive: Primitive) -> list[str]:
-    """Returns the names of a primitive: JAX exports `psum`, but not its variant under `shard_map` with types."""
-    return [primitive.name, *({f"{primitive.name}_invariant"} & RULES.keys())]
 
 
 def _format_of_scopes(pattern: str, value: Any) -> Format:

@@ -70,6 +70,8 @@ class Op:
         return [checkpoint_name(x, SAVED) if save and i in self.saved else x for i, x in enumerate(cast)]
 
 
+Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equation to its results
+
 # From an op and its operands, which are not cast yet, to its results. Equal rewrites must compare as equal.
 Rewrite = Callable[[Op, Sequence[Any]], list[Any]]
 
@@ -92,7 +94,7 @@ class Step(NamedTuple):
     eqn: JaxprEqn
     casts: tuple[Any, ...]
     outs: tuple[Value, ...]
-    run: Callable[[Sequence[Any]], Sequence[Any]]
+    run: Run
     changed: bool
     reads_float32: tuple[bool, ...]
     why: str = ""
@@ -167,8 +169,6 @@ class Plan:
                 return x
             if isinstance(atom, Literal):
                 return np.asarray(x).astype(dtype)
-            if dtype == self.values[atom].dtype:
-                return x
             if (atom, dtype) not in shared:
                 shared[atom, dtype] = convert(x, dtype)
             return shared[atom, dtype]
