@@ -8,10 +8,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import keystr
 
 from jmp_amp._calls import describe
 from jmp_amp._jaxpr import varying_axes
-from jmp_amp._loss_scale._gradients import AxisName, check_grads, check_leaves, check_scaled, check_updates, unscale
+from jmp_amp._loss_scale._gradients import (
+    AxisName,
+    average_first,
+    check_grads,
+    check_leaves,
+    check_scaled,
+    check_shapes,
+    unscale,
+)
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
 from jmp_amp._trees import select_tree
 
@@ -78,16 +87,12 @@ def unscale_and_check(
         return UnscaleAndCheckState(last_finite=jnp.asarray(True))
 
     def update(
-        updates: optax.Updates,
-        state: UnscaleAndCheckState,
-        params: optax.Params | None = None,
-        *,
-        loss_scale: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: UnscaleAndCheckState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
-        del params, extra_args
+        del params
         if state.last_finite is None:
             return updates, state
+        loss_scale = extra_args.get("loss_scale")
         if loss_scale is None:
             raise TypeError(
                 "`unscale_and_check` divides the gradients by the `loss_scale` that `update` gets, got None; write "
@@ -97,13 +102,13 @@ def unscale_and_check(
         for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
             if isinstance(x, optax.MaskedNode):
                 raise ValueError(
-                    f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled, because "
+                    f"`unscale_and_check` would leave the gradient at `{keystr(path)}` scaled, because "
                     "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
                     "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
                 )
         check_scaled(updates)
         factor = 1 / to_scale(loss_scale)
-        is_finite = check_grads(updates, factor, axis_name, implementation).is_finite
+        is_finite, *_ = check_grads(updates, factor, axis_name, implementation)
         return _zeros_unless(is_finite, unscale(updates, factor)), UnscaleAndCheckState(last_finite=is_finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -239,14 +244,13 @@ def dynamic_loss_scale(
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
         check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
         factor = 1 / scale
-        stats = check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
-        is_finite = stats.is_finite & to_flag("grads_finite", extra_args.pop("grads_finite", True))
-        flags = None
+        is_finite, squares, flags = check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
+        is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
         if nonfinite_leaves:
-            by_path = dict(jax.tree.leaves_with_path(stats.nonfinite_leaves))  # frozen parameters may have no gradient
+            by_path = dict(jax.tree.leaves_with_path(flags))  # frozen parameters may have no gradient
             flags = jax.tree.map_with_path(lambda path, x: by_path.get(path, jnp.zeros_like(x)), state.nonfinite_leaves)
         if max_norm is not None:
-            factor *= jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.abs(stats.sum_of_squares)))
+            factor *= jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.abs(squares)))
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Outside `jit`, `jax.debug_nans` raises on a NaN that `inner` computes, even if the result is discarded.
@@ -255,12 +259,12 @@ def dynamic_loss_scale(
             extras = {name: unscaled_grads if _is_same(x, updates) else x for name, x in extra_args.items()}
             new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extras)
             if params is not None:
-                check_updates(new_updates, params)
+                check_shapes("update", new_updates, params, "reduce its per-example gradients, or correct `inner`")
             return new_updates, inner_state
 
         new_updates, inner_state = _step_if_finite(skip, is_finite, step, state.inner_state)
         new_scale = loss_scale.update(state.loss_scale, is_finite)
-        return new_updates, DynamicLossScaleState(new_scale, inner_state, stats.sum_of_squares, flags)
+        return new_updates, DynamicLossScaleState(new_scale, inner_state, squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -269,7 +273,7 @@ def _disable_check(path: Any, x: Any) -> Any:
     """Returns a node of the state of `inner`, disabled if it is that of `unscale_and_check`."""
     if isinstance(x, DynamicLossScaleState):
         raise ValueError(
-            f"there is a `dynamic_loss_scale` inside another one, at `inner`{jax.tree_util.keystr(path)}, so gradients "
+            f"there is a `dynamic_loss_scale` inside another one, at `inner`{keystr(path)}, so gradients "
             "would be unscaled twice; wrap the whole optimizer once"
         )
     return UnscaleAndCheckState(last_finite=None) if isinstance(x, UnscaleAndCheckState) else x
@@ -309,15 +313,13 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
             raise TypeError(
-                f"`inner` changes its state{jax.tree_util.keystr(path)} from {describe(x)} to {describe(y)}, so a step "
+                f"`inner` changes its state{keystr(path)} from {describe(x)} to {describe(y)}, so a step "
                 "cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
             )
         if checks_axes and (axes := sorted(varying_axes(y) - varying_axes(x), key=str)):
-            named = repr(axes[0] if len(axes) == 1 else tuple(axes))
             raise ValueError(
-                f"the state of `inner`{jax.tree_util.keystr(path)} is the same on all devices, but `inner` returns one "
-                f"that varies along the mapped axis {named} of `shard_map`, as its gradients do; average the gradients "
-                f"first, `grads = jax.lax.pmean(grads, {named})`"
+                f"the state of `inner`{keystr(path)} is the same on all devices, but `inner` returns one that varies "
+                f"along the mapped axes {axes} of `shard_map`, as its gradients do; {average_first(axes)}"
             )
 
 
