@@ -1,4 +1,4 @@
-"""Errors that say what to write: for calls such as `explain(fun, params, x)`, and for packages that are missing."""
+"""Errors that say what to write: for calls such as `explain(fun, params, x)`, tracers, and missing packages."""
 
 import functools
 import importlib
@@ -58,6 +58,12 @@ def _holds_arrays(option: Any) -> bool:
         return any(x.ndim or not jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
     except (TypeError, ValueError):  # a dict of rules may have keys that JAX cannot sort
         return False
+
+
+def check_concrete(values: Any, name: str, cure: str = "call it on concrete arguments") -> None:
+    """Raises TypeError if a leaf of `values`, which the function `name` reads, is a tracer."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
+        raise TypeError(f"`{name}` reads values, so it cannot run inside `jit` or another transformation; {cure}")
 
 
 def extra(module: str, feature: str) -> Any:

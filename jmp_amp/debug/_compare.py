@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import extra, transformation
+from jmp_amp._calls import check_concrete, extra, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._jaxpr import (
@@ -33,7 +33,7 @@ from jmp_amp._jaxpr import (
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
-from jmp_amp.debug._report import check_concrete, check_without_autocast, flat_on_host, format_table, module_name
+from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
 
 R = TypeVar("R")
 

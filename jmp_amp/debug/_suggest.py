@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
-from jmp_amp._calls import transformation
+from jmp_amp._calls import check_concrete, transformation
 from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
 from jmp_amp.debug._explain import explain
-from jmp_amp.debug._report import check_concrete, check_without_autocast, format_percent, format_table
+from jmp_amp.debug._report import check_without_autocast, format_percent, format_table
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}

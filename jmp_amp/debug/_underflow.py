@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import extra
+from jmp_amp._calls import check_concrete, extra
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
-from jmp_amp.debug._report import check_concrete, flat_on_host, format_percent, format_table, leaf_name, module_name
+from jmp_amp.debug._report import flat_on_host, format_percent, format_table, leaf_name, module_name
 
 _IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
