@@ -53,18 +53,15 @@ def changed_state(before: Mapping[Any, list[Any]], after: Any) -> Any:
     if not after:
         return after
     nnx = sys.modules["flax.nnx"]
-    flat = nnx.to_flat_state(after)
-    return nnx.from_flat_state([(path, x) for path, x in flat if not _same(jax.tree.leaves(x), before.get(path, ()))])
+    old = {path: list(map(id, arrays)) for path, arrays in before.items()}
+    changed = [(path, x) for path, x in nnx.to_flat_state(after) if [*map(id, jax.tree.leaves(x))] != old.get(path, [])]
+    return nnx.from_flat_state(changed)
 
 
 def update_modules(tree: Any, state: Any) -> None:
     """Writes a state, or a part of one, into the modules of a tree."""
     if state:
         sys.modules["flax.nnx"].update(tree, state)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Callable:

@@ -199,8 +199,7 @@ def _to_wide(loss: Any) -> jax.Array:
     if not is_array or jnp.shape(loss) != ():
         got = f"shape {jnp.shape(loss)}" if is_array else type(loss).__name__
         raise TypeError(
-            f"the loss must be a scalar, got {got}; reduce it, for example with `jnp.mean`, "
-            "and return other outputs as `aux` with `has_aux=True`"
+            f"the loss must be a scalar, got {got}; reduce it with `jnp.mean`; return the rest as `aux`, `has_aux=True`"
         )
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -234,8 +233,7 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         if not jax.tree.leaves(batches):
             raise ValueError(
                 f"accumulate_steps={steps} splits the batch, but there is no batch among the {len(args)} arguments of "
-                "the loss; pass the batch as an argument, `value_and_grad(...)(params, batch)`, instead of closing "
-                "over it"
+                "the loss; pass the batch as an argument, `value_and_grad(...)(params, batch)`, not in a closure"
             )
         modules = [{i: x for i, x in group if _modules.holds_modules(x)} for group in (enumerate(args), kwargs.items())]
         state, merge = _modules.split_modules(modules)
@@ -254,8 +252,8 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         ((loss, _), grads), after = jax.eval_shape(evaluate, state, jax.tree.map(lambda x: x[0], batches))
         for path in dict(jax.tree.leaves_with_path(after)).keys() - dict(jax.tree.leaves_with_path(state)).keys():
             raise ValueError(
-                f"the loss adds the variable `{keystr(path[2:])}` to a module, so the state changes its "
-                "structure between micro-batches; create the variable in the constructor, or return the value as `aux`"
+                f"the loss adds the variable `{keystr(path[2:])}` to a module, so the state changes its structure "
+                "between micro-batches; create the variable in the constructor, or return the value as `aux`"
             )
         before = _modules.arrays_by_path(state)
         # `zeros_like`: also with the axes of `shard_map` along which a gradient varies.
@@ -282,9 +280,8 @@ def _split_into_micro_batches(i: int, tree: Any, steps: int) -> Any:
         size = jnp.shape(x)[0] if jnp.ndim(x) else None
         if size is None or size % steps:
             raise ValueError(
-                f"accumulate_steps={steps} splits the first axis of the batch into {steps} equal parts, but argument "
-                f"{i}{keystr(path)} has shape {jnp.shape(x)}; "
-                "pad the batch, or select the arguments to split with `batch_argnums`"
+                f"accumulate_steps={steps} splits first axes into {steps} equal parts, but argument {i}{keystr(path)} "
+                f"has shape {jnp.shape(x)}; pad the batch, or select the arguments to split with `batch_argnums`"
             )
         # A micro-batch takes every `steps`-th example, so a batch that is sharded over devices is not resharded.
         return jnp.moveaxis(jnp.reshape(x, (size // steps, steps, *jnp.shape(x)[1:])), 1, 0)
@@ -330,9 +327,8 @@ def _check_differentiable(args: Sequence[Any], argnums: Any) -> None:
         if transforms and refused:
             path, x = refused[0]
             raise TypeError(
-                f"`jax.value_and_grad` differentiates with respect to floating arrays, got {describe(x)} at "
-                f"`args[{i}]{keystr(path)}`; write `amp.value_and_grad(fun, transform={transforms[0]})`, "
-                "which leaves out what is not a parameter"
+                f"`jax.value_and_grad` differentiates floating arrays, got {describe(x)} at `args[{i}]{keystr(path)}`; "
+                f"write `amp.value_and_grad(fun, transform={transforms[0]})`, which leaves out all but parameters"
             )
 
 

@@ -5,12 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.tree_util import keystr
 
 from jmp_amp._calls import check_concrete
 from jmp_amp._loss_scale._rule import LossScaleState, to_number
-from jmp_amp._loss_scale._transformations import DynamicLossScaleState, UnscaleAndCheckState
+from jmp_amp._loss_scale._transformations import HARMFUL_WRAPPERS, DynamicLossScaleState, UnscaleAndCheckState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
 
@@ -309,27 +308,12 @@ def _nodes(tree: Any, *kinds: type) -> list[tuple[str, Any]]:
 
 def _check_outermost(opt_state: Any) -> None:
     """Raises if a transformation outside of `dynamic_loss_scale` would unscale its gradients or hide overflows."""
-    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *_FORBIDDEN_OUTSIDE):
+    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *HARMFUL_WRAPPERS):
         if isinstance(x, UnscaleAndCheckState) and _nodes(opt_state, DynamicLossScaleState):
             raise ValueError(
                 f"`unscale_and_check` is outside of `dynamic_loss_scale`, at opt_state{path}, so it would unscale the "
                 "gradients a second time, and replace overflows by zeros; move it inside, or remove it"
             )
-        if type(x) in _FORBIDDEN_OUTSIDE and _nodes(x, DynamicLossScaleState):
-            name, consequence, cure = _FORBIDDEN_OUTSIDE[type(x)]
-            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {consequence}; {cure}")
-
-
-_FORBIDDEN_OUTSIDE = {
-    optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite",
-        "the loss scale would not back off on overflow",
-        "remove it: `dynamic_loss_scale` skips overflows itself",
-    ),
-    optax.MultiStepsState: (
-        "optax.MultiSteps",
-        "an overflow would remain in the accumulated gradients",
-        "move it inside, `dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
-        "`amp.value_and_grad(..., accumulate_steps=)`",
-    ),
-}
+        if type(x) in HARMFUL_WRAPPERS and _nodes(x, DynamicLossScaleState):
+            name, harm = HARMFUL_WRAPPERS[type(x)]
+            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {harm}")

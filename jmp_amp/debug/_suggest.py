@@ -228,13 +228,14 @@ def _minimal_subset(keys: list[Any], suffices: Callable[[Collection[Any]], bool]
         half = len(group) // 2
         return remove(group[half:], remove(group[:half], remaining))
 
-    remaining = remove(keys, keys) if keys else keys
-    while True:  # a key may be unnecessary once later keys are removed
-        subsets = ([k for k in remaining if k != key] for key in remaining)
-        smaller = next((subset for subset in subsets if suffices(subset)), None)
-        if smaller is None:
-            return remaining
-        remaining = smaller
+    def remove_each(remaining: list[Any]) -> list[Any]:
+        for key in remaining:
+            rest = [other for other in remaining if other != key]
+            if suffices(rest):
+                return remove_each(rest)  # a key may be unnecessary once later keys are removed
+        return remaining
+
+    return remove_each(remove(keys, keys))
 
 
 def _merge_numbered(keys: list[Any], suffices: Callable[[Collection[Any]], bool]) -> list[Any]:

@@ -52,10 +52,10 @@ def from_config(config: Mapping[str, Any]) -> LossScale:
 
 
 def _section(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, str | bytes | os.PathLike):
+        raise TypeError(f"`config` must be a mapping, got {config!r}; load the file first with `json.load(file)`")
     if not isinstance(config, Mapping):
-        is_path = isinstance(config, str | bytes | os.PathLike)
-        cure = "load the file first with `json.load(file)`" if is_path else 'such as `{"fp16": {"enabled": True}}`'
-        raise TypeError(f"`config` must be a mapping, got {config!r}; {cure}")
+        raise TypeError(f'`config` must be a mapping such as `{{"fp16": {{"enabled": True}}}}`, got {config!r}')
     misplaced = [name for name in _FIELDS if name in config]
     if misplaced and "fp16" not in config:
         raise ValueError(
