@@ -1,4 +1,4 @@
-"""Errors that say what to write: for calls such as `explain(fun, params, x)`, and for packages that are missing."""
+"""Errors that say what to write: for calls such as `explain(fun, params, x)`, tracers, and missing packages."""
 
 import functools
 import importlib
@@ -43,7 +43,7 @@ def describe(value: Any) -> str:
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if inspect.isfunction(value):
         return f"the function `{value.__name__}`"
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return f"a {type(value).__name__} of {len(value)}"
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
@@ -58,6 +58,18 @@ def _holds_arrays(option: Any) -> bool:
         return any(x.ndim or not jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
     except (TypeError, ValueError):  # a dict of rules may have keys that JAX cannot sort
         return False
+
+
+def check_type(name: str, value: Any, kind: type, cure: str) -> None:
+    """Raises TypeError if the argument `name` has another type than `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` must be a `{kind.__name__}`, got {describe(value)}; {cure}")
+
+
+def check_concrete(values: Any, name: str, cure: str = "call it on concrete arguments") -> None:
+    """Raises TypeError if a leaf of `values`, which the function `name` reads, is a tracer."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
+        raise TypeError(f"`{name}` reads values, so it cannot run inside `jit` or another transformation; {cure}")
 
 
 def extra(module: str, feature: str) -> Any:

@@ -27,11 +27,10 @@ def split_modules(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
     Call the function where the state is traced: modules can change only in the trace that made them.
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not holds_modules(tree):
+    if not holds_modules(tree):
         return {}, lambda state: tree
-    graph, state = nnx.split(tree)
-    return state, functools.partial(nnx.merge, graph)
+    graph, state = sys.modules["flax.nnx"].split(tree)
+    return state, functools.partial(sys.modules["flax.nnx"].merge, graph)
 
 
 def state_of_modules(tree: Any) -> Any:
@@ -54,18 +53,15 @@ def changed_state(before: Mapping[Any, list[Any]], after: Any) -> Any:
     if not after:
         return after
     nnx = sys.modules["flax.nnx"]
-    flat = nnx.to_flat_state(after)
-    return nnx.from_flat_state([(path, x) for path, x in flat if not _same(jax.tree.leaves(x), before.get(path, ()))])
+    old = {path: list(map(id, arrays)) for path, arrays in before.items()}
+    changed = [(path, x) for path, x in nnx.to_flat_state(after) if [*map(id, jax.tree.leaves(x))] != old.get(path, [])]
+    return nnx.from_flat_state(changed)
 
 
 def update_modules(tree: Any, state: Any) -> None:
     """Writes a state, or a part of one, into the modules of a tree."""
     if state:
         sys.modules["flax.nnx"].update(tree, state)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Callable:
@@ -79,30 +75,24 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
         transform: takes a function of pytrees and returns one.
     """
     plain = transform(fun)
-    method = getattr(fun, "__func__", None)
-    owner = fun if method is None else fun.__self__  # type: ignore[attr-defined] # a method
 
     @api_boundary
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        inputs = args, kwargs, owner if is_module(owner) else None
-        if not holds_modules(inputs):
+        function, all_args = unbound(fun, args)
+        if not holds_modules((all_args, kwargs)):
             return plain(*args, **kwargs)
-        state, merge = split_modules(inputs)
+        state, merge = split_modules((all_args, kwargs))
 
         @functools.wraps(type(fun).__call__ if is_module(fun) else fun, updated=())  # JAX's errors name it
         def pure(arguments: Any) -> tuple[Any, Any]:
             before = arrays_by_path(arguments)
-            copies = args, kwargs, module = merge(arguments)
-            if module is None:
-                results = fun(*args, **kwargs)
-            else:
-                results = method(module, *args, **kwargs) if method else module(*args, **kwargs)
-            return results, changed_state(before, state_of_modules(copies))
+            copies = args, kwargs = merge(arguments)
+            return function(*args, **kwargs), changed_state(before, state_of_modules(copies))
 
         pure.__signature__ = _OF_ARGUMENTS  # type: ignore[attr-defined]
         results, changed = transform(pure)(state)
-        update_modules(inputs, changed)
+        update_modules((all_args, kwargs), changed)
         return results
 
     return call

@@ -39,7 +39,6 @@ def is_norm(path: tuple[Any, ...], leaf: Any) -> bool:
         >>> jax.tree.leaves(jax.tree_util.tree_map_with_path(amp.is_norm, params))
         [True, True, False]
     """
-    del leaf
     words = (word.lower() for key in path for word in _WORD.findall(keystr((key,), simple=True)))
     return any(map(_NORM.fullmatch, words))
 

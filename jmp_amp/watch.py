@@ -1,5 +1,6 @@
 """Monitors of a training run: a status line in the terminal, and a plot of its history."""
 
+import collections
 import contextlib
 import csv
 import math
@@ -191,8 +192,7 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
         for i, (label, run) in enumerate(runs.items()):
             # The first of several runs is the baseline: a wide and pale curve, visible behind the others.
             style = {"lw": 4, "color": "0.75"} if i == 0 and len(runs) > 1 else {"lw": 1.4, "color": f"C{i}"}
-            plot = _plot_steps if title == "Loss scale" else _plot_curves
-            plot(axes, run, [name for name in names if name in run], label=label, **style)
+            _plot_run(axes, run, [name for name in names if name in run], label=label, **style)
         axes.set_title(title, size=10)
         axes.spines[["top", "right"]].set_visible(False)
         if log_base is not None:
@@ -205,21 +205,18 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
     return figure
 
 
-def _plot_curves(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
+def _plot_run(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
     for name in names:
-        finite = np.isfinite(run[name])
+        finite, skipped = np.isfinite(run[name]), _skipped_steps(run)
         changes: dict[str, Any] = {"marker": "." if finite.sum() < 2 else ""}
         if name != names[-1]:  # the training loss, if there is also a validation loss
             changes = {"lw": style["lw"] / 2, "alpha": 0.4, "label": None}
+        if name == "loss_scale":
+            changes["drawstyle"] = "steps-post"
         axes.plot(run["step"][finite], run[name][finite], **(style | changes))
-
-
-def _plot_steps(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:
-    for name in names:
-        skipped = _skipped_steps(run)
-        axes.step(run["step"], run[name], where="post", **style)
-        mark = "skipped" if skipped.any() else ""
-        axes.plot(run["step"][skipped], run[name][skipped], "x", color="#c8443c", ms=6, mew=1.6, label=mark, zorder=3)
+        if name == "loss_scale" and skipped.any():
+            mark = {"color": "#c8443c", "ms": 6, "mew": 1.6, "label": "skipped", "zorder": 3}
+            axes.plot(run["step"][skipped], run[name][skipped], "x", **mark)
 
 
 def _skipped_steps(run: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -236,14 +233,15 @@ def _columns_by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np
     """Returns the columns of each run, as float arrays of shape `[rows]`."""
     if not rows:
         raise ValueError("`rows` is empty; pass a mapping from names to numbers for each step")
-    labels = [str(row.get("run", "")) for row in rows]
-    numbers = jax.device_get([{name: row[name] for name in _COLUMNS if name in row} for row in rows])
+    rows_by_run = collections.defaultdict(list)
+    for row in rows:
+        rows_by_run[str(row.get("run", ""))].append({name: row[name] for name in _COLUMNS if name in row})
     runs = {}
-    for label in dict.fromkeys(labels):
-        run_rows = [row for row, other in zip(numbers, labels, strict=True) if other == label]
-        names = dict.fromkeys(name for row in run_rows for name in row)
-        columns = {name: np.array([_to_float(name, row.get(name, "")) for row in run_rows]) for name in names}
-        runs[label] = {"step": np.arange(1.0, len(run_rows) + 1), **columns}
+    for label, run_rows in rows_by_run.items():
+        run = jax.device_get(run_rows)
+        names = dict.fromkeys(name for row in run for name in row)
+        columns = {name: np.array([_to_float(name, row.get(name, "")) for row in run]) for name in names}
+        runs[label] = {"step": np.arange(1.0, len(run) + 1), **columns}
     return runs
 
 

@@ -208,3 +208,38 @@ def test_inside_the_scale_multi_steps_leaves_the_micro_batch_out():
     assert list(micro_steps(tx)) == [(0, 4), (-1.5, 8), (-1.5, 16), (-5, 32)]
     # The window is filled by the two that are finite.
     assert list(micro_steps(tx, bad=[0])) == [(0, 4), (0, 2), (-2.5, 4), (-2.5, 8)]
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda update: update])
+@pytest.mark.parametrize(
+    ("around", "message"),
+    [
+        (lambda tx: optax.MultiSteps(tx, 2), "`optax.MultiSteps` wraps .*accumulated gradients.*; move it inside"),
+        (
+            lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+            "`optax.MultiSteps` wraps .*not reach the loss scale; move it inside",
+        ),
+        (lambda tx: optax.apply_if_finite(tx, 2), "`optax.apply_if_finite` wraps .*not back off.*; remove it"),
+    ],
+)
+def test_a_wrapper_that_keeps_overflows_is_found_even_if_its_inner_state_gave_the_scale(around, message, transform):
+    # `MultiSteps` would keep `inf`, and then NaN, in its sums, and so skip every later step without a word.
+    tx = around(amp.dynamic_loss_scale(optax.sgd(1.0), RULE))
+    state = tx.init(jnp.float32(0))
+    inner = state.inner_opt_state if isinstance(state, optax.MultiStepsState) else state.inner_state
+    grad = amp.grad(jnp.square, opt_state=inner)(jnp.float32(0))
+    with pytest.raises(ValueError, match=message):
+        transform(tx.update)(grad, state, jnp.float32(0))
+
+
+class MultiSteps:
+    """A class of the user, which may do better than optax's."""
+
+    def update(self, tx, *args):
+        return tx.update(*args)
+
+
+def test_a_method_of_the_user_may_have_the_name_of_optax():
+    tx = amp.dynamic_loss_scale(optax.sgd(1.0), RULE)
+    updates, _ = MultiSteps().update(tx, jnp.float32(4), tx.init(jnp.float32(0)), jnp.float32(0))
+    assert updates == -1

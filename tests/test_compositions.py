@@ -287,7 +287,7 @@ WRONG = {
     "the state of inner": (
         lambda tx, s: tx.update(PARAMS, s.inner_state, PARAMS),
         TypeError,
-        "got tuple; create it with",
+        "got a tuple of 2; create it with",
     ),
     "a flag in words": (
         lambda tx, s: tx.update(PARAMS, s, PARAMS, grads_finite="no"),
@@ -303,7 +303,7 @@ WRONG = {
     "the wrapper's state for the rule": (
         lambda tx, s: LossScale().update(s, True),
         TypeError,
-        "got DynamicLossScaleState; the state of `dynamic_loss_scale` holds it as `opt_state.loss_scale`",
+        "got a DynamicLossScaleState; `dynamic_loss_scale` holds it as `opt_state.loss_scale`",
     ),
     "a list of axes": (
         lambda tx, s: amp.dynamic_loss_scale(optax.sgd(1.0), axis_name=["data"]),

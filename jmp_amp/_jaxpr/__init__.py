@@ -30,7 +30,6 @@ from jmp_amp._jaxpr._trace import (
     bind,
     combine,
     dtype_of,
-    equations_behind,
     evaluate,
     evaluate_steps,
     is_floating,

@@ -1,12 +1,11 @@
 """Traces functions of pytrees to jaxprs, evaluates jaxprs, and keeps what is found out about them."""
 
-import collections
 import contextlib
 import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -195,41 +194,30 @@ def as_type(x: Any, aval: Any) -> Any:
     return lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
 
 
-def tracers_behind(*tracers: Any, enters: Callable[[Any], bool] = lambda eqn: True) -> Iterator[Any]:
-    """Yields tracers and those that they were computed from, the last ones first, but neither constants nor flags.
+def tracers_behind(*tracers: Any, enters: Callable[[Any], bool] = lambda eqn: True) -> list[Any]:
+    """Returns tracers and those that they were computed from, in an order in which they can be computed.
+
+    Constants and flags are left out, and what flags were computed from.
 
     Args:
         tracers: tracers, or arrays, which are constants.
-        enters: whether to yield the operands of an equation; see `parent_of`.
+        enters: whether to continue with the operands of an equation; see `parent_of`.
     """
-    waiting = collections.deque(tracers)
-    seen: set[int] = set()
+    found: dict[int, Any] = {}
+    entered: set[int] = set()
+    waiting = list(tracers)
     while waiting:
-        tracer = source_of(waiting.popleft())
-        if id(tracer) in seen or is_constant(tracer) or dtype_of(tracer) == np.bool_:
-            continue
-        seen.add(id(tracer))
-        yield tracer
+        tracer = source_of(waiting[-1])
         eqn = parent_of(tracer)
-        if eqn is not None and id(eqn) not in seen:
-            seen.add(id(eqn))
-            waiting.extend(tracers_read(eqn) if enters(eqn) else ())
-
-
-def equations_behind(x: Any) -> Iterable[Any]:
-    """Returns the equations that a tracer was computed by, in an order in which they can be evaluated."""
-    eqns: dict[int, Any] = {}
-    waiting = [source_of(x)]
-    while waiting:
-        eqn = parent_of(waiting[-1])
-        operands = [] if eqn is None or id(eqn) in eqns else map(source_of, tracers_read(eqn))
-        missing = [y for y in operands if (parent := parent_of(y)) is not None and id(parent) not in eqns]
-        waiting.extend(missing)
-        if not missing:
+        if is_constant(tracer) or dtype_of(tracer) == np.bool_:
             waiting.pop()
-            if eqn is not None:
-                eqns.setdefault(id(eqn), eqn)
-    return eqns.values()
+        elif eqn is None or id(eqn) in entered or not enters(eqn):
+            found[id(tracer)] = tracer
+            waiting.pop()
+        else:
+            entered.add(id(eqn))
+            waiting.extend(tracers_read(eqn))
+    return list(found.values())
 
 
 Apply = Callable[[Any, list[Any]], Sequence[Any]]

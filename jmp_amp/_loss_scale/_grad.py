@@ -10,20 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import keystr
 
+from jmp_amp import _modules
 from jmp_amp._calls import describe, transformation
 from jmp_amp._jaxpr import marked
 from jmp_amp._loss_scale._rule import to_scale
 from jmp_amp._loss_scale._state import get_loss_scale
-from jmp_amp._modules import (
-    arrays_by_path,
-    changed_state,
-    holds_modules,
-    is_module,
-    split_modules,
-    state_of_modules,
-    update_modules,
-)
 from jmp_amp._trees import multiply_wide, wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
@@ -206,8 +199,7 @@ def _to_wide(loss: Any) -> jax.Array:
     if not is_array or jnp.shape(loss) != ():
         got = f"shape {jnp.shape(loss)}" if is_array else type(loss).__name__
         raise TypeError(
-            f"the loss must be a scalar, got {got}; reduce it, for example with `jnp.mean`, "
-            "and return other outputs as `aux` with `has_aux=True`"
+            f"the loss must be a scalar, got {got}; reduce it with `jnp.mean`; return the rest as `aux`, `has_aux=True`"
         )
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -234,23 +226,22 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
     def accumulated(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
         if batch_argnums is None:
             differentiated = _argnums_as_tuple(argnums)
-            to_split = tuple(i for i, x in enumerate(args) if i not in differentiated and not is_module(x))
+            to_split = tuple(i for i, x in enumerate(args) if i not in differentiated and not _modules.is_module(x))
         else:
             to_split = _argnums_as_tuple(batch_argnums)
         batches = {i: _split_into_micro_batches(i, args[i], steps) for i in to_split}
         if not jax.tree.leaves(batches):
             raise ValueError(
                 f"accumulate_steps={steps} splits the batch, but there is no batch among the {len(args)} arguments of "
-                "the loss; pass the batch as an argument, `value_and_grad(...)(params, batch)`, instead of closing "
-                "over it"
+                "the loss; pass the batch as an argument, `value_and_grad(...)(params, batch)`, not in a closure"
             )
-        modules = [{i: x for i, x in group if holds_modules(x)} for group in (enumerate(args), kwargs.items())]
-        state, merge = split_modules(modules)
+        modules = [{i: x for i, x in group if _modules.holds_modules(x)} for group in (enumerate(args), kwargs.items())]
+        state, merge = _modules.split_modules(modules)
 
         def evaluate(state: Any, batch: dict[int, Any]) -> tuple[tuple[tuple[jax.Array, Any], Any], Any]:
             copies = positional, named = merge(state)
             inputs = [(positional | batch).get(i, x) for i, x in enumerate(args)]
-            return value_and_grad(*inputs, **{**kwargs, **named}), state_of_modules(copies)
+            return value_and_grad(*inputs, **{**kwargs, **named}), _modules.state_of_modules(copies)
 
         def step(carry: Any, batch: dict[int, Any]) -> tuple[Any, Any]:
             total, state = carry
@@ -261,14 +252,14 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         ((loss, _), grads), after = jax.eval_shape(evaluate, state, jax.tree.map(lambda x: x[0], batches))
         for path in dict(jax.tree.leaves_with_path(after)).keys() - dict(jax.tree.leaves_with_path(state)).keys():
             raise ValueError(
-                f"the loss adds the variable `{jax.tree_util.keystr(path[2:])}` to a module, so the state changes its "
-                "structure between micro-batches; create the variable in the constructor, or return the value as `aux`"
+                f"the loss adds the variable `{keystr(path[2:])}` to a module, so the state changes its structure "
+                "between micro-batches; create the variable in the constructor, or return the value as `aux`"
             )
-        before = arrays_by_path(state)
+        before = _modules.arrays_by_path(state)
         # `zeros_like`: also with the axes of `shard_map` along which a gradient varies.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), _without_float0((loss, grads)))
         (total, state), aux = lax.scan(step, (zeros, state), batches)
-        update_modules(modules, changed_state(before, state))
+        _modules.update_modules(modules, _modules.changed_state(before, state))
         divisor = steps if reduction == "mean" else 1
         loss, grads = jax.tree.map(
             lambda like, x: np.zeros(like.shape, like.dtype) if x is None else x / divisor, (loss, grads), total
@@ -279,7 +270,7 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
 
 
 def _split_into_micro_batches(i: int, tree: Any, steps: int) -> Any:
-    if holds_modules(tree):
+    if _modules.holds_modules(tree):
         raise ValueError(
             f"accumulate_steps={steps} splits argument {i}, which holds a Flax NNX module; pass the module as an "
             "argument of its own, and do not name it in `batch_argnums`"
@@ -289,14 +280,13 @@ def _split_into_micro_batches(i: int, tree: Any, steps: int) -> Any:
         size = jnp.shape(x)[0] if jnp.ndim(x) else None
         if size is None or size % steps:
             raise ValueError(
-                f"accumulate_steps={steps} splits the first axis of the batch into {steps} equal parts, but argument "
-                f"{i}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}; "
-                "pad the batch, or select the arguments to split with `batch_argnums`"
+                f"accumulate_steps={steps} splits first axes into {steps} equal parts, but argument {i}{keystr(path)} "
+                f"has shape {jnp.shape(x)}; pad the batch, or select the arguments to split with `batch_argnums`"
             )
         # A micro-batch takes every `steps`-th example, so a batch that is sharded over devices is not resharded.
         return jnp.moveaxis(jnp.reshape(x, (size // steps, steps, *jnp.shape(x)[1:])), 1, 0)
 
-    return jax.tree_util.tree_map_with_path(split, tree)
+    return jax.tree.map_with_path(split, tree)
 
 
 def _without_float0(tree: Any) -> Any:
@@ -312,34 +302,37 @@ def _argnums_as_tuple(argnums: Any) -> tuple[int, ...]:
 
 def _check_grad_arguments(argnums: Any, has_aux: Any) -> None:
     """Raises TypeError unless JAX takes these as `argnums` and `has_aux`."""
-    cure = (
-        "pass the scale as `loss_scale=...`, and the arguments of the function to the result: "
-        "`value_and_grad(fun)(params, x)`"
-    )
+    wrong = "" if isinstance(has_aux, int | np.bool_ | None) else f"`has_aux` must be a bool, got {describe(has_aux)}"
     try:
         for argnum in _argnums_as_tuple(argnums):
             operator.index(argnum)
     except TypeError:
+        wrong = f"`argnums` must be an integer, a sequence of integers or an `nnx.DiffState`, got {describe(argnums)}"
+    if wrong:
         raise TypeError(
-            "`argnums` must be an integer, a sequence of integers or an `nnx.DiffState`, "
-            f"got {describe(argnums)}; {cure}"
-        ) from None
-    if not isinstance(has_aux, int | np.bool_ | None):
-        raise TypeError(f"`has_aux` must be a bool, got {describe(has_aux)}; {cure}")
+            f"{wrong}; pass the scale as `loss_scale=...`, and the arguments of the function to the result: "
+            "`value_and_grad(fun)(params, x)`"
+        )
 
 
 def _check_differentiable(args: Sequence[Any], argnums: Any) -> None:
     """Raises TypeError if `jax.value_and_grad` refuses a leaf of a module, which `transform` could leave out."""
+    # A program with modules has imported their library.
+    kinds = {lib.Module: transform for name, transform in _TRANSFORMS.items() if (lib := sys.modules.get(name))}
     for i in _argnums_as_tuple(argnums):
         arg = args[i] if -len(args) <= i < len(args) else None
+        nodes = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, (*kinds,)))
+        transforms = [name for kind, name in kinds.items() if any(isinstance(x, kind) for x in nodes)]
         refused = [(path, x) for path, x in jax.tree.leaves_with_path(arg) if not _has_gradient(x)]
-        if refused and (transform := _transform_of_modules(arg)):
+        if transforms and refused:
             path, x = refused[0]
             raise TypeError(
-                f"`jax.value_and_grad` differentiates with respect to floating arrays, got {describe(x)} at "
-                f"`args[{i}]{jax.tree_util.keystr(path)}`; write `amp.value_and_grad(fun, transform={transform})`, "
-                "which leaves out what is not a parameter"
+                f"`jax.value_and_grad` differentiates floating arrays, got {describe(x)} at `args[{i}]{keystr(path)}`; "
+                f"write `amp.value_and_grad(fun, transform={transforms[0]})`, which leaves out all but parameters"
             )
+
+
+_TRANSFORMS = {"flax.nnx": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}
 
 
 def _has_gradient(x: Any) -> bool:
@@ -348,14 +341,3 @@ def _has_gradient(x: Any) -> bool:
     except TypeError:  # not an array
         return False
     return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _transform_of_modules(tree: Any) -> str | None:
-    """Returns the transformation that differentiates the modules in a tree; None if there are none."""
-    # A program with modules has imported their library.
-    kinds = {lib.Module: transform for name, transform in _TRANSFORMS.items() if (lib := sys.modules.get(name))}
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (*kinds,)))
-    return next((transform for kind, transform in kinds.items() if any(isinstance(x, kind) for x in leaves)), None)
-
-
-_TRANSFORMS = {"flax.nnx": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}

@@ -2,33 +2,16 @@
 
 import collections
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.extend.core import Literal
+from jax.tree_util import keystr
 
-from jmp_amp._jaxpr import (
-    Branches,
-    Call,
-    Loop,
-    Structure,
-    equations_behind,
-    inner_jaxprs,
-    is_backward,
-    is_floating,
-    is_of_derivative,
-    is_recomputed,
-    open_jaxpr,
-    operands_of,
-    parent_of,
-    shape_of,
-    structure_of,
-    tracers_behind,
-    varying_axes,
-)
+from jmp_amp import _jaxpr
 from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -48,24 +31,9 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
         return multiply_wide(tree, factor)
 
 
-class GradStats(NamedTuple):
-    """Statistics of the unscaled gradients.
-
-    Attributes:
-        is_finite: bool[], whether every unscaled gradient is finite on every device.
-        sum_of_squares: float32[], of the unscaled gradients; -inf if they are not finite.
-        nonfinite_leaves: tree of bool[] with the structure of the gradients, true for leaves that are not finite; None
-            unless `check_grads` was called with `by_leaf=True`.
-    """
-
-    is_finite: jax.Array
-    sum_of_squares: jax.Array
-    nonfinite_leaves: Any = None
-
-
 def check_grads(
     grads: Any, factor: jax.Array, axis_name: AxisName | None, implementation: str | None, by_leaf: bool = False
-) -> GradStats:
+) -> tuple[jax.Array, jax.Array, Any]:
     """Checks that every gradient is finite after unscaling.
 
     It reads each gradient once and writes no arrays. Over mapped axes, it adds one scalar collective, or one for each
@@ -78,7 +46,12 @@ def check_grads(
         factor: float32[], the reciprocal of the scale.
         axis_name: the mapped axes over which gradients are sharded or differ.
         implementation: as in `pallas_kernels.check_finite`.
-        by_leaf: whether to check each leaf separately and return `nonfinite_leaves`.
+        by_leaf: whether to check each leaf separately.
+
+    Returns:
+        bool[], whether every unscaled gradient is finite on every device; float32[], the sum of squares of the unscaled
+        gradients, -inf if they are not finite; and, with `by_leaf`, a tree of bool[] with the structure of the
+        gradients, true for leaves that are not finite.
 
     Raises:
         ValueError: `axis_name` is no mapped axis, or gradients vary along an axis of `shard_map` that it lacks.
@@ -88,53 +61,55 @@ def check_grads(
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)
-    if missing := sorted(frozenset[Any]().union(*map(varying_axes, leaves)) - {*names} - varying_axes(factor), key=str):
-        axes = (*names, *missing)
-        named = repr(axes[0] if len(axes) == 1 else axes)
+    varying = frozenset[Any]().union(*map(_jaxpr.varying_axes, leaves))
+    if missing := sorted(varying - {*names} - _jaxpr.varying_axes(factor), key=str):
         raise ValueError(
             f"gradients vary along the mapped axes {missing}, but the loss scale does not, so devices could disagree "
-            "on whether to skip a step; average the gradients first, "
-            f"`grads = jax.lax.pmean(grads, {named})`, or, if the parameters are sharded along these axes, pass "
-            f"`axis_name={named}`"
+            f"on whether to skip a step; {average_first((*names, *missing))}, or, if the parameters are sharded along "
+            f"these axes, pass `axis_name={_as_argument((*names, *missing))}`"
         )
-    # The leaves to check together, by the axes along which they are sharded.
-    groups: dict[tuple[tuple[Any, ...], int], list[int]] = collections.defaultdict(list)
-    for i, x in enumerate(leaves):
-        groups[tuple(name for name in names if is_typed and name in varying_axes(x)), i if by_leaf else 0].append(i)
-    flags: dict[int, jax.Array] = {}
-    total = jnp.float32(0)
-    with jax.debug_nans(False):  # a NaN marks an overflow here
-        for (axes, _), indices in groups.items():
-            _, squares = check_finite([leaves[i] for i in indices], factor, implementation=implementation)
-            squares = lax.psum(squares, axes) if axes else squares
-            total += squares
-            if by_leaf:
-                flags[indices[0]] = jnp.isnan(squares)
+
+    def sum_of_squares(part: list[Any]) -> jax.Array:
+        """Returns the sum of squares of some of the leaves on all devices; NaN if one is not finite."""
+        total = jnp.float32(0)
+        by_axes = collections.defaultdict(list)
+        for x in part:
+            by_axes[tuple(name for name in names if is_typed and name in _jaxpr.varying_axes(x))].append(x)
+        for axes, group in by_axes.items():
+            _, squares = check_finite(group, factor, implementation=implementation)
+            total += lax.psum(squares, axes) if axes else squares
         if names and not is_typed:
-            flags = {i: _any_over_axes(flag, names) for i, flag in flags.items()}
-            total = jnp.where(_any_over_axes(jnp.isnan(total), names), jnp.nan, total)
-        nonfinite_leaves = jax.tree.unflatten(treedef, [flags[i] for i in range(len(leaves))]) if by_leaf else None
+            overflows = lax.psum(jnp.isnan(total).astype(jnp.float32), names)
+            total = jnp.where(overflows > 0, jnp.nan, total)
+        return total
+
+    with jax.debug_nans(False):  # a NaN marks an overflow here
+        sums = [sum_of_squares(part) for part in ([[x] for x in leaves] if by_leaf else [leaves])]
+        flags = jax.tree.unflatten(treedef, map(jnp.isnan, sums)) if by_leaf else None
+        total = sum(sums, jnp.float32(0))
         # Outside this block, `jax.debug_nans` would raise on a NaN. Here, the replacement fuses into the sum.
         total = jnp.where(jnp.isnan(total), -jnp.inf, total)
-        return GradStats(total >= 0, total, nonfinite_leaves)
+        return total >= 0, total, flags
+
+
+def average_first(axes: Sequence[Any]) -> str:
+    """Returns the cure for gradients, or what is computed from them, that vary along mapped axes."""
+    return f"average the gradients first, `grads = jax.lax.pmean(grads, {_as_argument(axes)})`"
+
+
+def _as_argument(axes: Sequence[Any]) -> str:
+    return repr(axes[0] if len(axes) == 1 else tuple(axes))
 
 
 def _is_typed(name: Any) -> bool:
     """Returns whether the types of arrays contain the mapped axes along which they vary."""
     try:
-        return bool(varying_axes(lax.axis_index(name)))
+        return bool(_jaxpr.varying_axes(lax.axis_index(name)))
     except NameError:  # JAX's error for an unbound axis
         raise ValueError(
             f"`axis_name` must name axes of `shard_map`, `pmap` or `vmap` around `update`, got {name!r}, which is none "
             "here; leave out `axis_name` under plain `jit`, which sees whole arrays, with or without sharding"
         ) from None
-
-
-def _any_over_axes(flag: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    return lax.psum(flag.astype(jnp.float32), names) > 0
-
-
-_LeavesByPath = dict[tuple[Any, ...], Any]
 
 
 def check_leaves(grads: Any, params: Any) -> None:
@@ -151,37 +126,31 @@ def check_leaves(grads: Any, params: Any) -> None:
     arrays = {path: x for path, x in grads_by_path.items() if is_value(x)}
     for path in arrays:
         if not is_value(params_by_path.get(path)):
-            extra = f"have a leaf `{jax.tree_util.keystr(path)}` that" if path else "are a single array, which"
+            extra = f"have a leaf `{keystr(path)}` that" if path else "are a single array, which"
             raise ValueError(
                 f"the gradients {extra} the parameters do not have; pass `tx.update` gradients with respect to the "
                 "same tree as `params`"
             )
     shapes = [(jnp.shape(x), jnp.shape(params_by_path[path])) for path, x in arrays.items()]
     if any(shape[1:] != want for shape, want in shapes) or len({shape[:1] for shape, _ in shapes}) > 1:
-        _check_shapes("gradient", arrays, params_by_path, "reduce or index it to the shape of the parameter")
+        check_shapes("gradient", grads, params, "reduce or index it to the shape of the parameter")
     for path, x in params_by_path.items():
         if is_value(x) and path not in grads_by_path and not any(path[: len(hole)] == hole for hole in holes):
             raise ValueError(
-                f"the parameter `{jax.tree_util.keystr(path)}` has no gradient; differentiate with respect to it, or, "
+                f"the parameter `{keystr(path)}` has no gradient; differentiate with respect to it, or, "
                 "if it is frozen, replace it with None in both the gradients and the parameters"
             )
 
 
-def check_updates(updates: Any, params: Any) -> None:
-    """Raises ValueError if an update and its parameter differ in shape."""
+def check_shapes(name: str, tree: Any, params: Any, cure: str) -> None:
+    """Raises ValueError if a leaf of a tree of gradients or updates has another shape than its parameter."""
     params_by_path = _leaves_by_path(params)
-    updates_by_path = {
-        path: x for path, x in _leaves_by_path(updates).items() if is_value(x) and is_value(params_by_path.get(path))
-    }
-    _check_shapes("update", updates_by_path, params_by_path, "reduce its per-example gradients, or correct `inner`")
-
-
-def _check_shapes(name: str, leaves: _LeavesByPath, params: _LeavesByPath, cure: str) -> None:
-    for path, x in leaves.items():
-        if jnp.shape(x) != jnp.shape(params[path]):
+    for path, x in _leaves_by_path(tree).items():
+        param: Any = params_by_path.get(path)
+        if is_value(x) and is_value(param) and jnp.shape(x) != jnp.shape(param):
             raise ValueError(
-                f"the {name} at `{jax.tree_util.keystr(path)}` has shape {jnp.shape(x)}, but its parameter has shape "
-                f"{jnp.shape(params[path])}; {cure}"
+                f"the {name} at `{keystr(path)}` has shape {jnp.shape(x)}, but its parameter has shape "
+                f"{jnp.shape(param)}; {cure}"
             )
 
 
@@ -190,7 +159,7 @@ def is_hole(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def _leaves_by_path(tree: Any) -> _LeavesByPath:
+def _leaves_by_path(tree: Any) -> dict[tuple[Any, ...], Any]:
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_hole))
 
 
@@ -203,24 +172,21 @@ def check_scaled(grads: Any, scale: Any = None) -> None:
     inspects only the first leaves, and passes whatever it cannot prove wrong.
     """
     leaves = jax.tree.leaves_with_path(grads)
-    for path, x in leaves[:_CHECKED_LEAVES]:
+    for path, x in leaves[:4]:
         if _is_unscaled(x):
             raise ValueError(
-                f"the gradient at `{jax.tree_util.keystr(path)}` was already unscaled: `unscale_and_check` is in front "
-                "of another `unscale_and_check` or of `dynamic_loss_scale`; keep only one, and put it inside "
-                "`dynamic_loss_scale` if there is one"
+                f"the gradient at `{keystr(path)}` was already unscaled: `unscale_and_check` is in front of another "
+                "one or of `dynamic_loss_scale`; keep only one, inside `dynamic_loss_scale` if there is one"
             )
     for path, x in leaves[:1] if isinstance(scale, jax.core.Tracer) else ():
-        if not _may_depend_on(x, scale) and set(_has_constant_factors(equations_behind(x), {})) == {True}:
+        eqns = {id(eqn): eqn for y in _jaxpr.tracers_behind(x) if (eqn := _jaxpr.parent_of(y)) is not None}
+        if not _may_depend_on(x, scale) and set(_has_constant_factors(eqns.values(), {})) == {True}:
             raise ValueError(
-                f"the gradient at `{jax.tree_util.keystr(path)}` does not depend on the loss scale, so it must not be "
-                "divided by it; write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
-                "`dynamic_loss_scale(inner, LossScale.none())`, or pass the number that multiplied the loss as "
+                f"the gradient at `{keystr(path)}` does not depend on the loss scale, so it must not be divided by it; "
+                "write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
+                "`dynamic_loss_scale(inner, LossScale.none())`, or pass the factor of the loss as "
                 "`tx.update(..., loss_scale=number)`"
             )
-
-
-_CHECKED_LEAVES = 4
 
 
 def _is_unscaled(grad: Any) -> bool:
@@ -229,27 +195,31 @@ def _is_unscaled(grad: Any) -> bool:
     A gradient is not if it was differentiated after that, as where a loss reads updated parameters. It may not be if an
     argument is behind both the unscaled gradients and what was done to them: that may have scaled them again.
     """
-    tracers = list(tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn))))
-    unscaled = [x for x in tracers if (eqn := parent_of(x)) is not None and _is_unscale(eqn)]
-    arguments = {id(x) for x in tracers if parent_of(x) is None}
-    return bool(unscaled) and arguments.isdisjoint(map(id, tracers_behind(*unscaled)))
+    tracers = _jaxpr.tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn)))
+    unscaled = [x for x in tracers if (eqn := _jaxpr.parent_of(x)) is not None and _is_unscale(eqn)]
+    return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(_jaxpr.tracers_behind(*unscaled)))
 
 
 def _may_depend_on(grad: Any, scale: Any) -> bool:
     """Whether a gradient and the scale depend on one value, or the gradient on an argument that can hold the scale."""
-    behind_scale = list(tracers_behind(scale))
-    if all(parent_of(x) is not None for x in behind_scale):
+    behind_scale = _jaxpr.tracers_behind(scale)
+    if not _arguments(behind_scale):
         return True  # a constant, as `set_loss_scale` writes; the gradient may depend on an equal one
-    if any(parent_of(x) is None for x in tracers_behind(grad, enters=lambda eqn: not _differentiates(eqn))):
+    if _arguments(_jaxpr.tracers_behind(grad, enters=lambda eqn: not _differentiates(eqn))):
         return True  # an argument that changed the gradient after the backward pass
     ids = {id(x) for x in behind_scale}
-    return any(id(x) in ids or _can_be_scale(x) for x in tracers_behind(grad))
+    return any(id(x) in ids or _can_be_scale(x) for x in _jaxpr.tracers_behind(grad))
+
+
+def _arguments(tracers: Iterable[Any]) -> set[int]:
+    """Returns the ids of the tracers that no equation computed."""
+    return {id(x) for x in tracers if _jaxpr.parent_of(x) is None}
 
 
 def _can_be_scale(x: Any) -> bool:
     """Whether a tracer is a floating-point scalar that is an argument, or was computed outside of any derivative."""
-    eqn = parent_of(x)
-    return shape_of(x) == () and is_floating(x) and (eqn is None or not _differentiates(eqn))
+    eqn = _jaxpr.parent_of(x)
+    return _jaxpr.shape_of(x) == () and _jaxpr.is_floating(x) and (eqn is None or not _differentiates(eqn))
 
 
 def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_inside: bool = False) -> Iterator[bool]:
@@ -264,31 +234,28 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
     """
     for eqn in eqns:
         stack = eqn.source_info.name_stack
-        is_inner = (is_inside or is_backward(stack)) and not is_recomputed(stack)
-        operands = operands_of(eqn)
+        is_inner = (is_inside or _jaxpr.is_backward(stack)) and not _jaxpr.is_recomputed(stack)
+        operands = _jaxpr.operands_of(eqn)
         values = [x.val if isinstance(x, Literal) else constants.get(id(x)) for x in operands]
         is_constant = not any(value is None for value in values)
-        reads_one = any(is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))
-        if is_inner and reads_one and (is_constant or all(shape_of(x) == () for x in operands)):
+        reads_one = any(_jaxpr.is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))
+        if is_inner and reads_one and (is_constant or all(_jaxpr.shape_of(x) == () for x in operands)):
             yield is_constant
         if is_constant:
             constants |= {id(x): "computed" for x in eqn.outvars}
-        for jaxpr, indices in _fixed_inputs(structure_of(eqn)):
-            opened, _ = open_jaxpr(jaxpr)
+        for jaxpr, indices in _fixed_inputs(_jaxpr.structure_of(eqn)):
+            opened, _ = _jaxpr.open_jaxpr(jaxpr)
             known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
             yield from _has_constant_factors(opened.eqns, known, is_inner)
 
 
-def _fixed_inputs(structure: Structure | None) -> Sequence[tuple[Any, Sequence[int]]]:
+def _fixed_inputs(structure: _jaxpr.Structure | None) -> Sequence[tuple[Any, Sequence[int]]]:
     """Returns the jaxprs of an equation, each with the operands that its first inputs are in every iteration."""
-    match structure:
-        case Call(jaxpr, operands):
-            return [(jaxpr, operands)]
-        case Branches(jaxprs, operands):
-            return [(jaxpr, operands) for jaxpr in jaxprs]
-        case Loop(body, consts):
-            return [(body, range(consts.start, consts.stop))]
-    return []
+    if structure is None:
+        return []
+    if isinstance(structure, _jaxpr.Loop):
+        return [(structure.body, range(structure.consts.start, structure.consts.stop))]
+    return [(jaxpr, structure.operands) for jaxpr in structure.jaxprs]
 
 
 def _is_unscale(eqn: Any) -> bool:
@@ -298,5 +265,5 @@ def _is_unscale(eqn: Any) -> bool:
 def _differentiates(eqn: Any) -> bool:
     """Whether an equation is part of a derivative, or calls a function that computes one."""
     stack = eqn.source_info.name_stack
-    inside = (inner for jaxpr, _ in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr)[0].eqns)
-    return is_of_derivative(stack) or is_backward(stack) or any(map(_differentiates, inside))
+    inside = (inner for jaxpr, _ in _jaxpr.inner_jaxprs(eqn) for inner in _jaxpr.open_jaxpr(jaxpr)[0].eqns)
+    return _jaxpr.is_of_derivative(stack) or _jaxpr.is_backward(stack) or any(map(_differentiates, inside))

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_amp._calls import check_type
 from jmp_amp._trees import multiply_wide
 
+# Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-"""Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero."""
 
 
 class LossScaleState(NamedTuple):
@@ -180,11 +181,7 @@ class LossScale:
         Raises:
             TypeError: `state` is not a `LossScaleState`, or `finite` is not a bool.
         """
-        if not isinstance(state, LossScaleState):
-            raise TypeError(
-                f"`state` must be a `LossScaleState`, got {type(state).__name__}; "
-                "the state of `dynamic_loss_scale` holds it as `opt_state.loss_scale`"
-            )
+        check_type("state", state, LossScaleState, "`dynamic_loss_scale` holds it as `opt_state.loss_scale`")
         is_finite = to_flag("finite", finite)
         tracker = optax.safe_increment(state.growth_tracker)
         grows = is_finite & (tracker >= self.growth_interval)
@@ -298,7 +295,7 @@ def to_number(name: str, value: Any) -> float:
         number = math.inf
     except TypeError:
         raise TypeError(f"`{name}` must be a number, got {value!r} of type {type(value).__name__}") from None
-    if not (math.isfinite(number) and SMALLEST_SCALE <= number <= LARGEST_SCALE):
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
             f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {value!r}"
         )
@@ -319,8 +316,7 @@ def to_scale(value: Any) -> jax.Array:
     is_number = hasattr(value, "shape") or type(value) in (int, float)
     if not is_number or jnp.shape(value) != ():
         raise TypeError(
-            f"`loss_scale` must be a scalar, got {type(value).__name__}; "
-            "read it from the optimizer state with `amp.get_loss_scale(opt_state)`"
+            f"`loss_scale` must be a scalar, got {type(value).__name__}; read it with `amp.get_loss_scale(opt_state)`"
         )
     is_concrete = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
     if is_concrete and not 0 < float(value) <= float(np.finfo(np.float32).max):

@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.tree_util import keystr
 
+from jmp_amp._calls import check_concrete
 from jmp_amp._loss_scale._rule import LossScaleState, to_number
-from jmp_amp._loss_scale._transformations import DynamicLossScaleState, UnscaleAndCheckState
+from jmp_amp._loss_scale._transformations import HARMFUL_WRAPPERS, DynamicLossScaleState, UnscaleAndCheckState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
 
@@ -174,11 +174,8 @@ def check_health(
     if max_skips < 1:
         raise ValueError(f"`max_skips` must be at least 1, got {max_skips}")
     state = find_state(opt_state)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, params, grads))):
-        raise TypeError(
-            "`check_health` needs concrete values, so it cannot run inside `jit`; "
-            "call it on the outputs of the jitted step, or log `amp.metrics(opt_state)`"
-        )
+    cure = "call it on the outputs of the jitted step, or log `amp.metrics(opt_state)`"
+    check_concrete((state, params, grads), "check_health", cure)
     state = jax.device_get(state)
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
     if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
@@ -193,10 +190,9 @@ def check_health(
         fact = f"the last {consecutive_skips} steps overflowed"
     else:
         return
-    flags = [x.nonfinite_leaves for _, x in _nodes(opt_state, DynamicLossScaleState)]
-    if description := describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(
-        flags[0] if flags else ()
-    ):
+    flags = next((x.nonfinite_leaves for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
+    description = describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(flags)
+    if description:
         fact += f"; non-finite gradients: {description}"
     raise LossScaleError(
         f"{fact}. Loss scale: {state.loss_scale.min()}; skipped steps: {state.total_notfinite.max()}, of which "
@@ -265,11 +261,8 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
         >>> amp.debug.describe_nonfinite(counts, grads)
         "['w'] (2 of 3 values)"
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(counts)):
-        raise TypeError(
-            "`describe_nonfinite` needs concrete values, so it cannot run inside `jit`; "
-            "return `count_nonfinite(tree)` from the jitted step, and pass the result to `describe_nonfinite`"
-        )
+    cure = "return `count_nonfinite(tree)` from the jitted step, and pass the result to `describe_nonfinite`"
+    check_concrete(counts, "describe_nonfinite", cure)
     sizes = [""] * len(jax.tree.leaves(counts))
     if tree is not None:
         got, want = map(str, map(jax.tree.structure, (tree, counts)))
@@ -315,27 +308,12 @@ def _nodes(tree: Any, *kinds: type) -> list[tuple[str, Any]]:
 
 def _check_outermost(opt_state: Any) -> None:
     """Raises if a transformation outside of `dynamic_loss_scale` would unscale its gradients or hide overflows."""
-    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *_FORBIDDEN_OUTSIDE):
+    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *HARMFUL_WRAPPERS):
         if isinstance(x, UnscaleAndCheckState) and _nodes(opt_state, DynamicLossScaleState):
             raise ValueError(
                 f"`unscale_and_check` is outside of `dynamic_loss_scale`, at opt_state{path}, so it would unscale the "
                 "gradients a second time, and replace overflows by zeros; move it inside, or remove it"
             )
-        if type(x) in _FORBIDDEN_OUTSIDE and _nodes(x, DynamicLossScaleState):
-            name, consequence, cure = _FORBIDDEN_OUTSIDE[type(x)]
-            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {consequence}; {cure}")
-
-
-_FORBIDDEN_OUTSIDE = {
-    optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite",
-        "the loss scale would not back off on overflow",
-        "remove it: `dynamic_loss_scale` skips overflows itself",
-    ),
-    optax.MultiStepsState: (
-        "optax.MultiSteps",
-        "an overflow would remain in the accumulated gradients",
-        "move it inside, `dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
-        "`amp.value_and_grad(..., accumulate_steps=)`",
-    ),
-}
+        if type(x) in HARMFUL_WRAPPERS and _nodes(x, DynamicLossScaleState):
+            name, harm = HARMFUL_WRAPPERS[type(x)]
+            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {harm}")

@@ -1,6 +1,7 @@
 """The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
 import inspect
+import traceback
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -8,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import keystr
 
-from jmp_amp._calls import describe
+from jmp_amp._calls import check_type, describe
 from jmp_amp._jaxpr import varying_axes
-from jmp_amp._loss_scale._gradients import AxisName, check_grads, check_leaves, check_scaled, check_updates, unscale
+from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
 from jmp_amp._trees import select_tree
 
@@ -36,7 +38,7 @@ class UnscaleAndCheckState(NamedTuple):
 
 
 def unscale_and_check(
-    axis_name: AxisName | None = None, *, implementation: str | None = None
+    axis_name: _gradients.AxisName | None = None, *, implementation: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Unscales gradients, and replaces them by zeros on overflow.
 
@@ -73,21 +75,12 @@ def unscale_and_check(
     """
     check_axis_name(axis_name)
 
-    def init(params: optax.Params) -> UnscaleAndCheckState:
-        del params
-        return UnscaleAndCheckState(last_finite=jnp.asarray(True))
-
     def update(
-        updates: optax.Updates,
-        state: UnscaleAndCheckState,
-        params: optax.Params | None = None,
-        *,
-        loss_scale: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: UnscaleAndCheckState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
-        del params, extra_args
         if state.last_finite is None:
             return updates, state
+        loss_scale = extra_args.get("loss_scale")
         if loss_scale is None:
             raise TypeError(
                 "`unscale_and_check` divides the gradients by the `loss_scale` that `update` gets, got None; write "
@@ -97,16 +90,17 @@ def unscale_and_check(
         for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
             if isinstance(x, optax.MaskedNode):
                 raise ValueError(
-                    f"`unscale_and_check` would leave the gradient at `{jax.tree_util.keystr(path)}` scaled, because "
+                    f"`unscale_and_check` would leave the gradient at `{keystr(path)}` scaled, because "
                     "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
                     "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
                 )
-        check_scaled(updates)
+        _gradients.check_scaled(updates)
         factor = 1 / to_scale(loss_scale)
-        is_finite = check_grads(updates, factor, axis_name, implementation).is_finite
-        return _zeros_unless(is_finite, unscale(updates, factor)), UnscaleAndCheckState(last_finite=is_finite)
+        is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
+        unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
+        return unscaled_grads, UnscaleAndCheckState(last_finite=is_finite)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(lambda params: UnscaleAndCheckState(jnp.asarray(True)), update)
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -137,7 +131,7 @@ class DynamicLossScaleState(NamedTuple):
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale = LossScale(),  # noqa: B008 (frozen)
-    axis_name: AxisName | None = None,
+    axis_name: _gradients.AxisName | None = None,
     skip: str = "cond",
     *,
     clip_global_norm: float | None = None,
@@ -207,11 +201,8 @@ def dynamic_loss_scale(
         The protocol is that of torch's `GradScaler`, the interface that of `optax.apply_if_finite`.
     """
     check_inner(inner, "dynamic_loss_scale")
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"`loss_scale` must be a `LossScale`, got {loss_scale!r}; "
-            "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
-        )
+    cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
+    check_type("loss_scale", loss_scale, LossScale, cure)
     if skip not in ("cond", "select"):
         raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
@@ -220,56 +211,82 @@ def dynamic_loss_scale(
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         flags = jax.tree.map(lambda _: jnp.zeros((), bool), params) if nonfinite_leaves else None
-        kinds = DynamicLossScaleState, UnscaleAndCheckState
+        kinds = DynamicLossScaleState | UnscaleAndCheckState
         inner_state = jax.tree.map_with_path(_disable_check, inner.init(params), is_leaf=lambda x: isinstance(x, kinds))
         return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
 
     def update(
         updates: optax.Updates, state: DynamicLossScaleState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
-        if not isinstance(state, DynamicLossScaleState):
-            raise TypeError(
-                f"`state` must be a `DynamicLossScaleState`, got {type(state).__name__}; create it with the `init` of "
-                "`dynamic_loss_scale`, and replace its `inner_state` to restore a state of `inner`"
-            )
+        cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
+        check_type("state", state, DynamicLossScaleState, cure)
+        _check_callers()
         if params is not None:
-            check_leaves(updates, params)
+            _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
-        check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
+        _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
         factor = 1 / scale
-        stats = check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
-        is_finite = stats.is_finite & to_flag("grads_finite", extra_args.pop("grads_finite", True))
-        flags = None
+        is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
+        is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
         if nonfinite_leaves:
-            by_path = dict(jax.tree.leaves_with_path(stats.nonfinite_leaves))  # frozen parameters may have no gradient
+            by_path = dict(jax.tree.leaves_with_path(flags))  # frozen parameters may have no gradient
             flags = jax.tree.map_with_path(lambda path, x: by_path.get(path, jnp.zeros_like(x)), state.nonfinite_leaves)
         if max_norm is not None:
-            factor *= jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.abs(stats.sum_of_squares)))
+            factor *= jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.abs(squares)))
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Outside `jit`, `jax.debug_nans` raises on a NaN that `inner` computes, even if the result is discarded.
-            is_traced = isinstance(is_finite, jax.core.Tracer)
-            unscaled_grads = unscale(updates if is_traced else _zeros_unless(is_finite, updates), factor)
+            grads = updates if isinstance(is_finite, jax.core.Tracer) else _zeros_unless(is_finite, updates)
+            unscaled_grads = _gradients.unscale(grads, factor)
             extras = {name: unscaled_grads if _is_same(x, updates) else x for name, x in extra_args.items()}
             new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extras)
             if params is not None:
-                check_updates(new_updates, params)
+                cure = "reduce its per-example gradients, or correct `inner`"
+                _gradients.check_shapes("update", new_updates, params, cure)
             return new_updates, inner_state
 
         new_updates, inner_state = _step_if_finite(skip, is_finite, step, state.inner_state)
         new_scale = loss_scale.update(state.loss_scale, is_finite)
-        return new_updates, DynamicLossScaleState(new_scale, inner_state, stats.sum_of_squares, flags)
+        return new_updates, DynamicLossScaleState(new_scale, inner_state, squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+# By the type of their state.
+HARMFUL_WRAPPERS = {
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "the loss scale would not back off on overflow; remove it: `dynamic_loss_scale` skips overflows itself",
+    ),
+    optax.MultiStepsState: (
+        "optax.MultiSteps",
+        "an overflow would remain in the accumulated gradients, or not reach the loss scale; move it inside, "
+        "`dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
+        "`amp.value_and_grad(..., accumulate_steps=)`",
+    ),
+}
+
+
+def _check_callers() -> None:
+    """Raises ValueError if `update` is called by a wrapper that keeps overflows, or keeps them from the loss scale.
+
+    The caller is the only evidence where the loss is scaled by the state that the wrapper holds, as with
+    `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        function = f"optax.{frame.f_code.co_qualname}."
+        for name, harm in HARMFUL_WRAPPERS.values():
+            if function.startswith(f"{name}.") and frame.f_globals["__name__"].startswith("optax."):
+                raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, so {harm}")
 
 
 def _disable_check(path: Any, x: Any) -> Any:
     """Returns a node of the state of `inner`, disabled if it is that of `unscale_and_check`."""
     if isinstance(x, DynamicLossScaleState):
         raise ValueError(
-            f"there is a `dynamic_loss_scale` inside another one, at `inner`{jax.tree_util.keystr(path)}, so gradients "
+            f"there is a `dynamic_loss_scale` inside another one, at `inner`{keystr(path)}, so gradients "
             "would be unscaled twice; wrap the whole optimizer once"
         )
     return UnscaleAndCheckState(last_finite=None) if isinstance(x, UnscaleAndCheckState) else x
@@ -309,15 +326,13 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
             raise TypeError(
-                f"`inner` changes its state{jax.tree_util.keystr(path)} from {describe(x)} to {describe(y)}, so a step "
+                f"`inner` changes its state{keystr(path)} from {describe(x)} to {describe(y)}, so a step "
                 "cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
             )
         if checks_axes and (axes := sorted(varying_axes(y) - varying_axes(x), key=str)):
-            named = repr(axes[0] if len(axes) == 1 else tuple(axes))
             raise ValueError(
-                f"the state of `inner`{jax.tree_util.keystr(path)} is the same on all devices, but `inner` returns one "
-                f"that varies along the mapped axis {named} of `shard_map`, as its gradients do; average the gradients "
-                f"first, `grads = jax.lax.pmean(grads, {named})`"
+                f"the state of `inner`{keystr(path)} is the same on all devices, but `inner` returns one that varies "
+                f"along the mapped axes {axes} of `shard_map`, as its gradients do; {_gradients.average_first(axes)}"
             )
 
 

@@ -152,7 +152,6 @@ class _Constant:
 
     def adjust(self, grads_finite: Any) -> Self:
         """Returns the same loss scale."""
-        del grads_finite
         return self
 
 

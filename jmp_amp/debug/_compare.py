@@ -15,31 +15,21 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmp_amp import _jaxpr
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import extra, transformation
+from jmp_amp._calls import check_concrete, extra, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
-from jmp_amp._jaxpr import (
-    Call,
-    Loop,
-    Provenance,
-    apply_as_traced,
-    evaluate,
-    is_floating,
-    split_arrays,
-    structure_of,
-    trace_call,
-)
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
-from jmp_amp.debug._report import check_concrete, check_without_autocast, flat_on_host, format_table, module_name
+from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
 
 R = TypeVar("R")
 
-Results = OrderedDict[str, Any]  # the last result of each module
+Arrays = dict[tuple[str, str], list[np.ndarray]]  # float64[size] arrays by kind and name, as in an `ErrorRow`
+Results = OrderedDict[str, Any]  # the last result of each module; `jit` would sort the keys of a `dict`
 
-_INIT_SCALE = 2.0**16
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
@@ -58,7 +48,7 @@ def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has
 
 
 def _is_floating_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) and is_floating(x)
+    return isinstance(x, jax.Array) and _jaxpr.is_floating(x)
 
 
 @transformation
@@ -136,14 +126,14 @@ def compare(
         check_concrete((args, kwargs), "compare")
         exact = measure_reference(fun, args, kwargs, reference, **options)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        expected = _arrays(exact, run_exactly(activations, fun, args, kwargs, reference))
-        found = {name: _arrays(x, activations(programs[name], args, kwargs)) for name, x in measured.items()}
+        expected = exact.results | run_exactly(activations, fun, args, kwargs, reference)
+        found = {name: x.results | activations(programs[name], args, kwargs) for name, x in measured.items()}
         rows = []
-        for (kind, module), arrays in expected.items():
-            others = {name: by_module.get((kind, module), []) for name, by_module in found.items()}
+        for key, arrays in expected.items():
+            others = {name: results.get(key, []) for name, results in found.items()}
             if all([x.size for x in other] == [x.size for x in arrays] for other in others.values()):
                 errors = {name: relative_error(other, arrays) for name, other in others.items()}
-                rows.append(ErrorRow(kind, module, norm(arrays), errors))
+                rows.append(ErrorRow(*key, norm(arrays), errors))
         gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
         return Comparison(tuple(rows), gradient, {name: x.loss_scale for name, x in measured.items()}, reference)
 
@@ -163,12 +153,6 @@ def _apply_policy(fun: Callable, policy: Any) -> Callable:
     if callable(policy) and not isinstance(policy, type) and not hasattr(policy, "dtype"):
         return policy
     return autocast(fun, policy)
-
-
-def _arrays(found: "Measurement", activations: Mapping[str, np.ndarray]) -> dict[tuple[str, str], list[np.ndarray]]:
-    """Returns the arrays that are compared, by kind and module."""
-    grads = {("gradient", module): arrays for module, arrays in found.grads.items()}
-    return {("loss", ""): [found.loss], **grads, **{("activation", module): [x] for module, x in activations.items()}}
 
 
 class ErrorRow(NamedTuple):
@@ -320,27 +304,25 @@ def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], xlim: tuple
 
 
 class Measurement(NamedTuple):
-    """The loss and the unscaled gradients of one evaluation.
+    """One evaluation.
 
     Attributes:
-        loss: float64[1].
-        grads: the unscaled gradients by the module of their parameters, each float64[size].
+        results: the loss, and the unscaled gradients by the module of their parameters.
         loss_scale: the loss scale of the evaluation.
     """
 
-    loss: np.ndarray
-    grads: dict[str, list[np.ndarray]]
+    results: Arrays
     loss_scale: float
 
     @property
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are finite."""
-        return all(np.isfinite(x).all() for x in (self.loss, *self.all_grads))
+        return all(np.isfinite(x).all() for xs in self.results.values() for x in xs)
 
     @property
     def all_grads(self) -> list[np.ndarray]:
         """The gradients of all modules."""
-        return [x for xs in self.grads.values() for x in xs]
+        return [x for (kind, _), xs in self.results.items() if kind == "gradient" for x in xs]
 
 
 @emulated()  # the tools measure what float8 does, on every machine
@@ -357,7 +339,7 @@ def measure(
             finite, or the scale is 1.
         **options: the options of `amp.value_and_grad`.
     """
-    arrays, rebuild = split_arrays((args, kwargs))
+    arrays, rebuild = _jaxpr.split_arrays((args, kwargs))
     has_aux = options.get("has_aux", False)
 
     @jax.jit
@@ -366,17 +348,17 @@ def measure(
         value, grads = value_and_grad(fun, loss_scale=scale, **options)(*args, **kwargs)
         return (value[0] if has_aux else value), grads
 
-    scale = _INIT_SCALE if loss_scale is None else to_number("loss_scale", loss_scale)
-    while True:
+    scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
+    for scale in map(float, scales):
         loss, grads = run(arrays, jnp.float32(scale))
-        by_module: dict[str, list[np.ndarray]] = {}
+        results = {("loss", ""): [flat_on_host(loss)]}
         for path, leaf in jax.tree.leaves_with_path(grads):
             if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                by_module.setdefault(module_name(path), []).append(flat_on_host(leaf) / scale)
-        measurement = Measurement(flat_on_host(loss), by_module, scale)
-        if measurement.is_finite or loss_scale is not None or scale == 1:
-            return measurement
-        scale /= 2
+                results.setdefault(("gradient", module_name(path)), []).append(flat_on_host(leaf) / scale)
+        measurement = Measurement(results, scale)
+        if measurement.is_finite:
+            break
+    return measurement
 
 
 def measure_reference(
@@ -389,7 +371,7 @@ def measure_reference(
         ValueError: the loss or its gradients are not finite.
     """
     measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
-    if not measurement.grads:
+    if not measurement.all_grads:
         raise TypeError(
             "there are no floating arrays to differentiate with respect to; "
             "set `argnums` to the arguments that hold the parameters"
@@ -434,7 +416,7 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
 
 
 @emulated()
-def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
+def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Arrays:
     """Evaluates a function and returns the last floating-point result of each module, in program order.
 
     A module is a named scope, such as a Flax or Haiku module, or a scope around it. An op outside of all scopes belongs
@@ -442,20 +424,20 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> d
     iterations of a `scan` are stacked.
 
     Returns:
-        A float64[size] NumPy array for each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
+        The result of each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
-    program, arrays, _ = trace_call(fun, args, kwargs)
+    program, arrays, _ = _jaxpr.trace_call(fun, args, kwargs)
 
     @jax.jit
     def run(*arrays: Any) -> Results:
-        results: Results = OrderedDict()  # `jit` would sort the keys of a `dict`
-        _evaluate(program, arrays, results, Provenance())
+        results: Results = OrderedDict()
+        _evaluate(program, arrays, results, _jaxpr.Provenance())
         return results
 
-    return {name: flat_on_host(x) for name, x in run(*arrays).items()}
+    return {("activation", name): [flat_on_host(x)] for name, x in run(*arrays).items()}
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: Provenance) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: _jaxpr.Provenance) -> list[Any]:
     """Evaluates a jaxpr and adds the last result of each module to `results`.
 
     Calls and `scan` are entered; a `while` loop, a `cond` and a kernel count as one op.
@@ -463,23 +445,25 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: Provenan
 
     def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         provenance = outer.of(eqn)
-        match structure_of(eqn):
-            case Call(inner, inputs, is_inline=True):
+        match _jaxpr.structure_of(eqn):
+            case _jaxpr.Call(inner, inputs, is_inline=True):
                 return _evaluate(inner, [operands[i] for i in inputs], results, provenance)
-            case Loop(cond=None) as loop:
+            case _jaxpr.Loop(cond=None) as loop:
                 return _scan(eqn, loop, operands, results, provenance)
-        outs = apply_as_traced(eqn, operands)
-        floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if is_floating(var)]
+        outs = _jaxpr.apply_as_traced(eqn, operands)
+        floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if _jaxpr.is_floating(var)]
         module = provenance.module or _function_in(provenance.source)
         if floating and module:  # its first result is that of the modules around it, too
             parts = module.split("/")
             _set_last(results, {"/".join(parts[:n]): floating[0] for n in range(len(parts), 0, -1)})
         return outs
 
-    return evaluate(jaxpr, args, apply)
+    return _jaxpr.evaluate(jaxpr, args, apply)
 
 
-def _scan(eqn: JaxprEqn, loop: Loop, operands: Sequence[Any], results: Results, outer: Provenance) -> list[Any]:
+def _scan(
+    eqn: JaxprEqn, loop: _jaxpr.Loop, operands: Sequence[Any], results: Results, outer: _jaxpr.Provenance
+) -> list[Any]:
     """Evaluates a `scan` that also stacks the results of its modules."""
 
     def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], Results]]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_amp._calls import transformation
+from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._jaxpr import is_inexact, open_jaxpr, trace_call
 from jmp_amp.debug._cures import Diagnosis, cure_of
@@ -22,7 +22,7 @@ from jmp_amp.debug._evaluation import (
     program_in_float32,
     values_of,
 )
-from jmp_amp.debug._report import Location, check_callable, check_concrete, location_of
+from jmp_amp.debug._report import Location, check_callable, location_of
 
 _CURE_OF_ARGUMENTS = (
     "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"

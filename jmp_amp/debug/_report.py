@@ -27,12 +27,6 @@ def check_without_autocast(fun: Any, name: str, cure: str = "") -> None:
         raise TypeError(f"`fun` is already under `autocast`; pass the function without it to `{name}`{cure}")
 
 
-def check_concrete(arguments: Any, name: str, cure: str = "call it on concrete arguments") -> None:
-    """Raises `TypeError` if a leaf of `arguments` is a tracer."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)):
-        raise TypeError(f"`{name}` reads values, so it cannot run inside `jit` or another transformation; {cure}")
-
-
 class Location(NamedTuple):
     """The position of an equation in the user's code.
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
-from jmp_amp._calls import transformation
+from jmp_amp._calls import check_concrete, transformation
 from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
 from jmp_amp.debug._explain import explain
-from jmp_amp.debug._report import check_concrete, check_without_autocast, format_percent, format_table
+from jmp_amp.debug._report import check_without_autocast, format_percent, format_table
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
@@ -228,13 +228,14 @@ def _minimal_subset(keys: list[Any], suffices: Callable[[Collection[Any]], bool]
         half = len(group) // 2
         return remove(group[half:], remove(group[:half], remaining))
 
-    remaining = remove(keys, keys) if keys else keys
-    while True:  # a key may be unnecessary once later keys are removed
-        subsets = ([k for k in remaining if k != key] for key in remaining)
-        smaller = next((subset for subset in subsets if suffices(subset)), None)
-        if smaller is None:
-            return remaining
-        remaining = smaller
+    def remove_each(remaining: list[Any]) -> list[Any]:
+        for key in remaining:
+            rest = [other for other in remaining if other != key]
+            if suffices(rest):
+                return remove_each(rest)  # a key may be unnecessary once later keys are removed
+        return remaining
+
+    return remove_each(remove(keys, keys))
 
 
 def _merge_numbered(keys: list[Any], suffices: Callable[[Collection[Any]], bool]) -> list[Any]:

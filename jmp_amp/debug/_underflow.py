@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import extra
+from jmp_amp._calls import check_concrete, extra
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
-from jmp_amp.debug._report import check_concrete, flat_on_host, format_percent, format_table, leaf_name, module_name
+from jmp_amp.debug._report import flat_on_host, format_percent, format_table, leaf_name, module_name
 
 _IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
@@ -201,18 +201,11 @@ class Underflow:
         figure = extra("matplotlib.figure", "`plot`").Figure(
             figsize=(8, 1.5 + 0.55 * len(self.exponents)), dpi=120, layout="constrained"
         )
-        limits = _range_of(self.dtype)
-        smallest, _, overflow = limits
-        log_scales = {name: self._log_scale(counts) for name, counts in self.exponents.items()}
         rows = figure.subplots(len(self.exponents), 1, sharex=True, squeeze=False)[:, 0]
-        present = [k for counts in self.exponents.values() for k in counts if k is not None]
-        low = min([*present, *(smallest - shift for shift in log_scales.values()), smallest]) - 2
-        high = max([*present, *(overflow - shift for shift in log_scales.values())]) + 2
         for axes, (name, counts) in zip(rows, self.exponents.items(), strict=True):
-            _plot_module(axes, name, counts, log_scales[name], limits)
-            axes.set(xlim=(low, high))
+            _plot_module(axes, name, counts, self._log_scale(counts), _range_of(self.dtype))
         text, position = f"{self.dtype} starts here at scale 1 ", rows[0].get_xaxis_transform()
-        rows[0].text(smallest, 1.02, text, transform=position, ha="right", size=8)
+        rows[0].text(_range_of(self.dtype)[0], 1.02, text, transform=position, ha="right", size=8)
         rows[-1].set_xlabel("log2 of the magnitude of the unscaled gradients")
         scale = "the scale of each module" if self.loss_scale is None else f"loss scale 2^{np.log2(self.loss_scale):g}"
         figure.suptitle(f"Shaded: the range of {self.dtype} at {scale} (light: subnormal)", size=10)

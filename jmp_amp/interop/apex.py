@@ -80,9 +80,8 @@ def initialize(
         raise ValueError(f"`opt_level` must be one of {', '.join(map(repr, _LEVELS))}, got {opt_level!r}")
     if "policy" in options:
         raise TypeError(
-            f"`initialize` takes no `policy`, because `opt_level` and `dtype` determine it, got {options['policy']!r}; "
-            'write `opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and '
-            "`dynamic_loss_scale` yourself"
+            f"`initialize` takes no `policy`, because the level and `dtype` set it, got {options['policy']!r}; write "
+            '`opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and `dynamic_loss_scale`'
         )
     level, form = _LEVELS[opt_level], parse_format(dtype)
     if not form.is_low:

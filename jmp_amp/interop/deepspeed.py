@@ -84,7 +84,7 @@ def _parse(name: str, value: Any) -> Any:
         raise ValueError("`fp16.enabled` must be true or false, got 'auto', a placeholder for trainers; set it")
     try:
         return field.parse(value)
-    except (TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise _error(name, value) from None
 
 
@@ -99,12 +99,11 @@ def _error(name: str, value: Any) -> ValueError:
 
 
 def _to_bool(value: Any) -> bool:
-    text = value.lower() if isinstance(value, str) else value
-    if text in (1, "1", "t", "true", "y", "yes", "on"):  # True and 1.0 equal 1
-        return True
-    if text in (0, "0", "f", "false", "n", "no", "off"):
-        return False
-    raise ValueError
+    return _BOOLS[value.lower() if isinstance(value, str) else value]
+
+
+_BOOLS = dict.fromkeys((1, "1", "t", "true", "y", "yes", "on"), True)  # True and 1.0 equal 1
+_BOOLS |= dict.fromkeys((0, "0", "f", "false", "n", "no", "off"), False)
 
 
 def _to_float(value: Any) -> float:

@@ -19,11 +19,9 @@ class Measured(NamedTuple):
     least_leaves: int
 
 
+# Keys: device kind, then op. Values: measurements by `benchmarks/kernels.py`. Missing entries mean XLA. It is empty
+# because the kernels have been compiled for an H200 and run in Pallas' interpreters, but not timed on a GPU.
 FASTEST: dict[str, dict[str, Measured]] = {}
-"""Keys: device kind, then op. Values: measurements by `benchmarks/kernels.py`. Missing entries mean XLA.
-
-It is empty because the kernels have been compiled for an H200 and run in Pallas' interpreters, but not timed on a GPU.
-"""
 
 
 def check_finite(
@@ -157,10 +155,9 @@ def _check_arguments(op: str, inv_scale: ArrayLike, implementation: str | None, 
         allowed = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r}")
     if interpret and implementation not in launch.KERNELS:
-        kernels = " or ".join(map(repr, launch.KERNELS))
+        kernels = "implementation=" + " or ".join(map(repr, launch.KERNELS))
         raise ValueError(
-            f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; "
-            f"pass implementation={kernels}"
+            f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; pass {kernels}"
         )
     if jnp.shape(inv_scale):
         raise ValueError(f"{op}: `inv_scale` must be a scalar, got shape {jnp.shape(inv_scale)}")

@@ -22,8 +22,7 @@ C = TypeVar("C")
 
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 
-INDEX_LIMIT = 2**31
-"""Exclusive upper bound of an index: kernels index with int32."""
+INDEX_LIMIT = 2**31  # the exclusive upper bound of an index: kernels index with int32
 
 
 class Generation(NamedTuple):
@@ -33,8 +32,8 @@ class Generation(NamedTuple):
     capability: float
 
 
+# The kernels, and the oldest GPUs that their compilers support.
 KERNELS = {"mosaic_gpu": Generation("Hopper", 9.0), "triton": Generation("Ampere", 8.0)}
-"""The kernels, and the oldest GPUs that their compilers support."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._compat import mosaic_gpu_interpret_params
 from pallas_kernels.finite_check.launch import Launch, Segment, dispatch, squares
 
+# Elements in one load of a warpgroup, and the number of them in each thread: 8 float16 elements are 16 bytes.
 VECTORS = {1024: 8, 128: 1}
-"""Elements in one load of a warpgroup, and the number of them in each thread: 8 float16 elements are 16 bytes."""
 NARROW = min(VECTORS)
-UNROLL = 8
-"""The number of single elements that are loaded before the first is used."""
+UNROLL = 8  # the number of single elements that are loaded before the first is used
 
 
 class Piece(NamedTuple):

@@ -14,11 +14,10 @@ from jax import lax
 
 from pallas_kernels._compat import define_primitive, is_partitioned
 
+# The largest size of an array that shares a launch; to launch takes longer than to read that many elements.
 SMALL = 2**16
-"""The largest size of an array that shares a launch; to launch takes longer than to read that many elements."""
-
+# The largest number of arrays that share a launch. With 32, GPT-2 small has 107 launches instead of 109.
 TOGETHER = 16
-"""The largest number of arrays that share a launch. With 32, GPT-2 small has 107 launches instead of 109."""
 
 
 def unscale_check(
