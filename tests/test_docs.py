@@ -123,3 +123,18 @@ def test_the_home_page_counts_the_programs_of_the_conformance_page():
     assert question == "programs that pass, of 102"
     for name, count in zip(head.split(" | ")[1:], shown, strict=True):
         assert counts[name.strip(" |")].startswith(f"{count} of 102 ")
+
+
+def test_all_pages_say_the_same_of_the_low_residual_stream():
+    page = (ROOT / "docs/benchmarks/autocast_cost.md").read_text()
+    rows = re.findall(r"^\| ((?:GPT|ViT|encoder)[^|]+) \| ([^|]+)" + r" \| ([\d.]+)" * 3, page, re.M)
+    figures = {(model, variant): (float(moved), float(held)) for model, variant, moved, _, held in rows}
+    models = {model for model, _ in figures}
+    saved = []
+    for i in (0, 1):
+        shares = [1 - figures[m, 'residual_stream="low"'][i] / figures[m, "autocast"][i] for m in models]
+        saved.append(f"{100 * min(shares):.0f} to {100 * max(shares):.0f}%")
+    guides = [(ROOT / path).read_text() for path in ("docs/autocast.md", "docs/benchmarks/accelerators.md")]
+    for text in (*guides, page, inspect.getdoc(amp.autocast)):
+        assert f"saves {saved[0]} of the bytes" in " ".join(text.split())
+        assert f"and {saved[1]} of " in " ".join(text.split())
