@@ -67,9 +67,9 @@ The models of `benchmarks/models.py` are compiled by `benchmarks/accelerators.py
 - **The residual stream** is float32 by default, and low by hand. A ViT-B/16 moves 2 to 10% more bytes than by hand on
   GPUs and 6 to 22% more on TPUs. A GPT-2 small that is unrolled or scanned with remat moves up to 1% more on GPUs and
   up to 10% more on TPUs. These models need up to 7% more memory on GPUs and 13% on TPUs.
-- **ReLU.** A ResNet-50 moves up to 2% more bytes than by hand on GPUs and 11% more on TPUs. It needs 6 to 7% more memory
-  on an A100, an L4 and a B200: there XLA stores a mask of the elements that ReLU keeps. By hand the sums are in low
-  precision, and XLA computes the mask from them again.
+- **ReLU.** A ResNet-50 moves up to 2% more bytes than by hand on GPUs and 11% more on TPUs. On an A100,
+  an L4 and a B200 it needs 6 to 7% more memory, because XLA stores a mask of the elements that ReLU keeps. By hand the
+  sums are in low precision, and XLA computes the mask from them again.
 - **The low stream** is `autocast(..., residual_stream="low")`. On an H200 it saves 4 to 8% of the bytes of a
   transformer and 2 to 5% of its memory, in float16 and in bfloat16. The saving depends on what the compiler fuses: 0 to
   9% of the bytes on the other GPUs, and up to 18% on TPUs. An unrolled GPT-2 small on a TPU v5e is the exception: it
