@@ -79,6 +79,13 @@ def test_every_public_name_has_an_example_and_one_place_in_the_reference():
         assert ">>> " in inspect.getdoc(value), name
 
 
+def test_the_page_of_the_ops_is_that_of_the_table():
+    spec = importlib.util.spec_from_file_location("write_ops", ROOT / "docs/write_ops.py")
+    write_ops = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(write_ops)
+    assert write_ops.PAGE.read_text() == write_ops.page(), "run `python docs/write_ops.py`"
+
+
 def test_every_page_of_figures_has_a_script_and_a_line_on_the_index():
     pages = {path.stem for path in (ROOT / "docs/benchmarks").glob("*.md")} - {"index"}
     assert pages == set(re.findall(r"\[(\w+)\]\(\1\.md\)", (ROOT / "docs/benchmarks/index.md").read_text()))
