@@ -36,6 +36,12 @@ def test_code_of_a_page_runs(page):
     exec(compile(code(page), page, "exec"), {})
 
 
+def test_the_sharp_bits_print_what_their_page_shows(capsys):
+    page = (ROOT / "docs/sharp-bits.md").read_text()
+    exec(compile(code("docs/sharp-bits.md"), "docs/sharp-bits.md", "exec"), {})
+    assert capsys.readouterr().out == "".join(re.findall(r"^```text\n(.*?)^```", page, re.M | re.S))
+
+
 def test_readme_train_step_trains():
     def loss_fn(params, batch):
         return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]) - 0.5) ** 2)
