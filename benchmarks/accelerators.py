@@ -52,52 +52,71 @@ FILLED = "T4", "TPU v5e"
 
 HEAD = """Bytes, memory and the largest batch on GPUs from T4 to B200 and on TPUs: float32, casts by hand, autocast.
 
-The models of `benchmarks/models.py` are compiled by `benchmarks/accelerators.py`; nothing was run, and nothing timed.
-"Low stream" is `autocast(..., residual_stream="low")`.
+Bytes moved and temporary memory of autocast, x by hand: the figure of autocast divided by that of the same model with
+casts by hand. Less is better."""
+SHOWN = """
+The models of `benchmarks/models.py` are compiled by `benchmarks/accelerators.py`. Nothing was run, and nothing timed.
 
-- On a T4 of 16 GB, autocast trains batches 1.75 to 4.75 times as large as float32, most where a scan keeps what its
-  layers computed; on a TPU v5e of 16 GB, 1.5 to 3 times. An unrolled GPT-2 small gains nothing there: softmaxes are
-  float32, as by hand, and XLA stores their results in float32 for the backward pass.
-- Loops save only the products of their bodies. A scanned GPT-2 small moves 0.62 to 0.79 of the bytes by hand on GPUs,
-  in 0.31 to 0.40 of the memory, and 0.78 to 0.99 on TPUs, in 0.43 to 0.44. The encoder and the LSTM are loops, too.
-- With the low stream, no model moves more bytes than by hand or needs more memory, to 1%, but for two: a ViT-B/16 on an
-  L4 (2% more bytes) and on an A100 (8%, and 2% more memory), where XLA stores the gradient of each GELU in float32 once
-  more than by hand before it sums it for a bias.
-- By default the residual stream is float32. That costs a ViT-B/16 2 to 10% more bytes than by hand on GPUs and 6 to 22%
-  on TPUs, and a GPT-2 small that is unrolled or scanned with remat up to 1% on GPUs and 10% on TPUs. They need up to 7%
-  more memory on GPUs and 13% on TPUs. A ResNet-50 moves up to 2% more bytes on GPUs and 11% on TPUs, and needs 6% more
-  memory on an A100, an L4 and a B200: XLA stores which elements ReLU keeps, which by hand it reads off the
-  low-precision sums.
-- Every product is in low precision, as by hand. Casting the arguments leaves an LSTM in float32 on GPUs: what a model
-  creates itself, such as the zeros that it starts with, is not cast. It makes logits and losses low precision, too,
-  which on TPUs saves a quarter to a half of the bytes of an unrolled GPT-2 small and costs accuracy.
-
+- **Batches.** On a T4 of 16 GB, autocast trains batches 1.75 to 4.75 times as large as float32; on a TPU v5e of 16 GB,
+  1.5 to 3 times. Scans without remat gain the most: in float32 they keep the results of all their layers. An unrolled
+  GPT-2 small gains nothing on a TPU v5e: its softmax is float32, as by hand, and XLA stores the results of the softmax
+  in float32 for the backward pass.
+- **Loops.** Autocast saves only the products of a loop's body. A scanned GPT-2 small moves 0.62 to 0.79 times the bytes
+  by hand on GPUs and needs 0.31 to 0.40 times the memory. On TPUs it moves 0.78 to 0.99 times the bytes and needs 0.43
+  to 0.44 times the memory. The encoder and the LSTM are loops, too.
+- **The residual stream** is float32 by default, and low by hand. A ViT-B/16 moves 2 to 10% more bytes than by hand on
+  GPUs and 6 to 22% more on TPUs. A GPT-2 small that is unrolled or scanned with remat moves up to 1% more on GPUs and
+  up to 10% more on TPUs. These models need up to 7% more memory on GPUs and 13% on TPUs.
+- **ReLU.** A ResNet-50 moves up to 2% more bytes than by hand on GPUs and 11% more on TPUs. On an A100,
+  an L4 and a B200 it needs 6 to 7% more memory, because XLA stores a mask of the elements that ReLU keeps. By hand the
+  sums are in low precision, and XLA computes the mask from them again.
+- **The low stream** is `autocast(..., residual_stream="low")`. On an H200 it saves 4 to 8% of the bytes of a
+  transformer and 2 to 5% of its memory, in float16 and in bfloat16. The saving depends on what the compiler fuses: 0 to
+  9% of the bytes on the other GPUs, and up to 18% on TPUs. An unrolled GPT-2 small on a TPU v5e is the exception: it
+  moves 9% more bytes.
+- **The low stream beside casts by hand.** No model needs more than 1.01 times the bytes or the memory by hand, with two
+  exceptions: a ViT-B/16 moves 1.02 times the bytes on an L4, and on an A100 it moves 1.08 times the bytes and needs
+  1.02 times the memory. On both, XLA stores the gradient of each GELU in float32 once more than by hand, before it sums
+  it for a bias.
+- **Products.** Every product is in low precision, as by hand. "Cast whole" casts the arguments of the model. It leaves
+  an LSTM in float32 on GPUs, because it does not cast arrays that the model creates, such as the initial zeros. It also
+  makes logits and losses low precision. On TPUs this saves a quarter to a half of the bytes of an unrolled GPT-2 small,
+  and it costs accuracy.
+"""
+T4 = """
 ## float16 on a T4
 
-A T4 (compute capability 7.5) multiplies float16 on its tensor cores, and has no bfloat16. Where a program asks for
-bfloat16, XLA casts its operands up and multiplies float32, so nothing is gained but memory;
-`tests/test_accelerators_aot.py` shows both. float16 needs [loss scaling](../loss-scaling.md), and with it a free GPU
-trains at the precision that its tensor cores are for; [a notebook](../notebooks/float16_on_a_t4.ipynb) does so. XLA
-compiles no Triton kernel for it either: norms and softmaxes are several launches with float32 in between, and the check
-of the gradients is plain JAX."""
+A T4 (compute capability 7.5) multiplies float16 on its tensor cores, and has no bfloat16. If a program asks for
+bfloat16, XLA casts the operands up and multiplies float32, so the program saves memory only;
+`tests/test_accelerators_aot.py` shows both. float16 needs [loss scaling](../loss-scaling.md).
+[A notebook](../notebooks/float16_on_a_t4.ipynb) trains so on a free GPU. XLA compiles no Triton kernel for a T4: norms
+and softmaxes are several launches with float32 in between, and the check of the gradients is plain JAX.
+
+## All figures
+
+"x by hand" is a figure divided by that of casts by hand, and "x autocast" one divided by that of autocast.
+"""
 NOTES = """
-The largest batch is searched for in steps of an eighth of the usual one, with AdamW: a step needs the parameters,
+## How this was measured
+
+The largest batch is searched for in steps of an eighth of the usual batch, with AdamW. A step needs the parameters,
 their gradients, two moments of each, the batch, and the temporary memory of the compiled loss and gradients. It fits
-if that is no more than the memory of the target; in the last table, what does not fit is bold. JAX takes three
-quarters of a GPU by default; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near the limit XLA computes again what it
-has no memory for, so float32 fits at more than half the batch of 16 bits, and moves more bytes for it. The table leaves
-out searches that were not finished: on a TPU v5e, a ResNet-50 of batch 432 and a ViT-B/16 of batch 376 still fit in
-float32, so much does XLA compute again.
+if all this is no more than the memory of the target. In the last table, bold figures do not fit. By default JAX takes
+three quarters of a GPU; `XLA_PYTHON_CLIENT_MEM_FRACTION` raises that. Near the limit, XLA recomputes values that it has
+no memory for. So float32 fits at more than half the batch of 16 bits, and moves more bytes for it. The table leaves out
+two searches that were not finished: on a TPU v5e, a ResNet-50 of batch 432 and a ViT-B/16 of batch 376 still fit in
+float32, because XLA recomputes so much.
 
-Bytes are counted by one rule for all programs (`hlo.cost`): good for ratios, and for those of one target alone. Of a
-TPU, what stays in its vector memory is not counted. "Products in low precision" is the share of the FLOPs of products
-and convolutions whose operands have 16 bits in the compiled program. A TPU rounds float32 operands to bfloat16 by
-default as well, so there float32 costs bytes and memory, not products. The low dtype is float16 on a T4, bfloat16
-elsewhere. "By hand" and "cast whole" are as in [what autocast costs](autocast_cost.md), which has float16 on an H200.
+Bytes are counted by one rule for all programs (`hlo.cost`). They are good for ratios, and for ratios of one target
+alone. Bytes that stay in the vector memory of a TPU are not counted. "Products in low precision" is the share of the
+FLOPs of products and convolutions whose operands have 16 bits in the compiled program. A TPU rounds float32 operands to
+bfloat16 by default, so on a TPU float32 costs bytes and memory, not products. The low dtype is float16 on a T4 and
+bfloat16 elsewhere. "By hand" and "cast whole" are defined in [Bytes and memory](autocast_cost.md), which has float16 on
+an H200.
 
-The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`; TPUs are those of libtpu, with the memory
-that its compiler gives to a program. They have a quarter of the batch, which fits a v5e in float32. A program for a TPU
-takes one to ten minutes of CPU, one for a GPU up to half a minute. All figures are kept in
+The GPUs are described by their data sheets in `benchmarks/gpu_targets.py`. The TPUs are those of libtpu, with the
+memory that its compiler gives to a program. TPUs have a quarter of the batch, which fits a v5e in float32. A program
+for a TPU takes one to ten minutes of CPU, one for a GPU up to half a minute. All figures are kept in
 `benchmarks/accelerators.json`: a run measures what is missing there, `--redo autocast` measures one variant anew, and
 `--out` writes this page. GPUs need the CUDA plugin, TPUs `pip install "jax[tpu]"`, in two environments.
 """
@@ -220,41 +239,53 @@ def measure_missing(results, wanted):
             largest_batch(results.measured, model, target, variant)
 
 
-def tables(get):
-    """Yields the lines of the page's tables, of the figures that `get(model, target, variant, batch)` knows."""
-    yield from section("The largest batch that fits", "model", "target", *FILLING, "times")
+def lines(get):
+    """Yields the lines below the head of the page, of the figures that `get(model, target, variant, batch)` knows."""
+    known = {}
+    for model, target in itertools.product(BATCHES, [*GPUS, *TPUS]):
+        figures = {variant: get(model, target, variant, usual_batch(model, target)) for variant in VARIANTS}
+        if None not in figures.values():
+            known[model, target] = figures
+    yield from head("model", "", *GPUS, *TPUS)
+    for model, (name, shown) in itertools.product(BATCHES, SUMMARY.items()):
+        programs = (known.get((model, target)) for target in [*GPUS, *TPUS])
+        yield row(model, shown, *(over(p, "autocast", "by hand", name, 2) if p else "-" for p in programs))
+    yield from SHOWN.splitlines()
+    yield from ("", "## The largest batch that fits", "", *head("model", "target", *FILLING, "times as large"))
     for model, target in itertools.product(BATCHES, FILLED):
         batches = [largest_batch(get, model, target, variant) for variant in FILLING]
         if all(batches):
             yield row(model, target, *batches, f"{batches[1] / batches[0]:.2f}")
-    known = {}
-    for model, target in itertools.product(BATCHES, [*GPUS, *TPUS]):
-        batch = usual_batch(model, target)
-        figures = {variant: get(model, target, variant, batch) for variant in VARIANTS}
-        if None not in figures.values():
-            known[model, target, batch] = figures
+    yield from T4.splitlines()
     for title, (cells, names) in TABLES.items():
-        yield ""
-        yield from section(title, *ROW, *names)
-        for key, figures in known.items():
-            yield row(*key, *cells(figures, key[1]))
+        yield from ("", f'??? note "{title}"')
+        folded = head(*ROW, *names), (row(*key, usual_batch(*key), *cells(known[key], key[1])) for key in known)
+        yield from (f"    {line}" for line in itertools.chain(*folded))
+
+
+def over(figures, variant, base, name, digits=3):
+    """The figure of a variant divided by that of the base."""
+    if not figures[variant] or not figures[base]:
+        return "-"
+    return f"{figures[variant][name] / figures[base][name]:.{digits}f}"
 
 
 def bytes_moved(figures, target):
-    return ratios(figures, "bytes")
+    return over_hand(figures, "bytes")
 
 
 def temporary_memory(figures, target):
-    return ratios(figures, "temporary")
+    return over_hand(figures, "temporary")
 
 
-def ratios(figures, name):
+def over_hand(figures, name):
     """The figure by hand in GB, and the others as multiples of it."""
-    by_hand = figures["by hand"]
-    if not by_hand:
-        return ["-"] * len(figures)
-    others = (f for variant, f in figures.items() if variant != "by hand")
-    return [f"{by_hand[name] / 1e9:.3f}", *(f"{f[name] / by_hand[name]:.3f}" if f else "-" for f in others)]
+    by_hand = f"{figures['by hand'][name] / 1e9:.3f}" if figures["by hand"] else "-"
+    return [by_hand, *(over(figures, variant, "by hand", name) for variant in VARIANTS if variant != "by hand")]
+
+
+def saved_by_the_low_stream(figures, target):
+    return [over(figures, "low stream", "autocast", name) for name in ("bytes", "temporary")]
 
 
 def share_in_low_precision(figures, target):
@@ -271,17 +302,18 @@ def needed(figures, target):
     return gigabytes if fits(figures, target) else f"**{gigabytes}**"
 
 
-OVER_HAND = ["GB by hand", *(f"x {variant}" for variant in VARIANTS if variant != "by hand")]
+SUMMARY = {"bytes": "bytes", "temporary": "memory"}
+OVER_HAND = ["GB by hand", *(variant for variant in VARIANTS if variant != "by hand")]
 TABLES = {
-    "Bytes moved": (bytes_moved, OVER_HAND),
-    "Temporary memory": (temporary_memory, OVER_HAND),
+    "Bytes moved: GB by hand, and the others x by hand": (bytes_moved, OVER_HAND),
+    "Temporary memory: GB by hand, and the others x by hand": (temporary_memory, OVER_HAND),
+    "The low stream: bytes moved and temporary memory, x autocast": (
+        saved_by_the_low_stream,
+        ["bytes moved", "temporary memory"],
+    ),
     "Products in low precision": (share_in_low_precision, VARIANTS),
     "GB that a step needs": (memory_of_a_step, VARIANTS),
 }
-
-
-def section(title, *names):
-    yield from (f"## {title}", "", *head(*names))
 
 
 def compilers():
@@ -305,7 +337,7 @@ def main():
         if variant == options.redo:
             results.forget(model, target, variant)
     measure_missing(results, wanted)
-    report("Accelerators", HEAD, tables(results.get), NOTES, options.out)
+    report("Accelerators", HEAD, lines(results.get), NOTES, options.out)
 
 
 if __name__ == "__main__":

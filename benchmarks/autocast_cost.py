@@ -30,34 +30,39 @@ VARIANTS = {
 
 WHY = "How many bytes a model moves and how much memory it needs, beside float32 and casts written by hand."
 NOTES = """
-Bytes and launches are those of every kernel, by one rule for all programs (`gpu_aot.cost`): good for ratios. "Casts
-traced" are those between floating dtypes in the jaxpr of loss and gradients, what a loop holds once; "casts compiled"
-are the same in the optimized module, where most are fused into other kernels.
+Bytes and launches are counted over all kernels, by one rule for all programs (`gpu_aot.cost`): good for ratios. "Casts
+traced" counts the casts between floating dtypes in the jaxpr of loss and gradients, those in the body of a loop once.
+"Casts compiled" counts them in the optimized module, where most are fused into other kernels.
 
 "By hand" is the usual way: products, activations and the residual stream in float16; norms, softmax and the loss in
-float32. "jmp, mpx" casts all arguments to float16 in front of the model: one program, for both packages. Its norms,
-softmax and loss are float16, where autocast's are float32, so results differ as well as costs. Arrays that the
-model creates, such as the zeros that an LSTM starts with, stay float32, and so do the products that read them. The
-models are in `benchmarks/models.py`, each written once for all.
+float32. "jmp, mpx" casts all arguments to float16 in front of the model. Both packages give the same program. Its
+norms, softmax and loss are float16, those of autocast float32, so the results differ as well as the costs. Arrays that
+the model creates, such as the initial zeros of an LSTM, stay float32, and so do the products that read them. The
+models are in `benchmarks/models.py`, each written once for all variants.
 
-`save="matmuls"` is the default because of this table: for a scan without remat it needs 0.33 to 0.69 of the memory and
-fewer bytes, with remat it saves bytes, and without a scan it changes nothing.
+This table is the reason for the default `save="matmuls"`. For a scan without remat, it needs 0.33 to 0.43 times the
+memory of `save="all"`, and moves fewer bytes. For a scan with remat, it moves fewer bytes. Without a scan, it changes
+nothing.
 
-`weight_grad_dtype="float32"` writes each weight gradient in float32. That costs little or nothing where the gradient is
-cast to float32 anyway. It saves bytes in the loop of an LSTM, which adds to the gradient in every iteration, and costs
-bytes in the convolutions of a ResNet.
+`residual_stream="low"` saves 4 to 8% of the bytes of the transformers and 2 to 5% of their memory, beside the default.
+[Accelerators](accelerators.md) has other GPUs, and TPUs.
+
+`weight_grad_dtype="float32"` writes each weight gradient in float32. That costs little or nothing if the gradient is
+cast to float32 anyway. It saves bytes in an LSTM, whose loop adds to the gradient in every iteration. It costs bytes in
+the convolutions of a ResNet.
 
 ## Where autocast loses
 
-- ViT-B/16: 9% more bytes than by hand, 4% more than jmp and mpx. The residual stream is float32: an addition takes the
-  widest of its operands, and only norms and additions read it. In the forward pass it fuses away; in the backward pass
-  its gradient is stored in float32 and read by every layer. `residual_stream="low"` rounds it to float16 at each
-  addition, as by hand. The 0.2% that are left are the gradient of the last bias, summed from float32 cotangents.
-- An LSTM with `save="all"`: 5% more bytes than by hand, 78% more memory. Its cell accumulates, so it is float32, where
-  by hand it is float16; the errors of the gradients are 0.17 to 0.29 times those by hand. By default it needs 0.77
-  times the memory.
-- Launches: each weight is cast once, so a model without a loop has more of them than in float32, by 4% (ResNet-50) to
-  17% (GPT-2 small, ViT-B/16). By hand and with jmp or mpx there are more still.
+- ViT-B/16: 9% more bytes than by hand, 4% more than jmp and mpx. The residual stream is float32, because an addition
+  takes the widest of its operands. In the forward pass the float32 values are fused away. In the backward pass the
+  gradient of the stream is stored in float32, and every layer reads it. `residual_stream="low"` rounds the stream to
+  float16 at each addition, as by hand. Then 0.2% are left: the gradient of the last bias is summed from float32
+  cotangents.
+- An LSTM with `save="all"`: 5% more bytes than by hand, 78% more memory. Its cell accumulates, so autocast keeps it in
+  float32; by hand it is float16. In return, the errors of the gradients are 0.17 to 0.29 times those by hand. With the
+  default, `save="matmuls"`, the LSTM needs 0.77 times the memory by hand.
+- Launches: each weight is cast once, so a model without a loop has more launches than in float32, by 4% (ResNet-50) to
+  17% (GPT-2 small, ViT-B/16). By hand and with jmp or mpx, there are more again.
 """
 
 

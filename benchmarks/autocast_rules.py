@@ -60,10 +60,12 @@ WITHOUT = {
     '`save="matmuls"`': contextlib.nullcontext,
 }
 
-WHY = "What each rule of autocast saves: bytes and memory of four models with one rule left out at a time."
+WHY = """What each rule of autocast saves: bytes and memory of four models with one rule left out at a time.
+
+Each cell is bytes moved / temporary memory, x by hand."""
 NOTES = """
-Bytes moved / temporary memory, x the same model mixed by hand. Each row leaves one rule out of `autocast`; "nothing" is
-autocast with all rules. The difference between a figure and that of "nothing" is what the rule saves.
+Each row leaves one rule out of `autocast`. The row "nothing" is autocast with all rules. The difference between a
+figure and that of "nothing" is the saving of the rule.
 """
 
 

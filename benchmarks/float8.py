@@ -88,7 +88,7 @@ def products(program):
 
 
 def library_table():
-    """Yields a row for each library and setting of the compiler; "x" is times bfloat16."""
+    """Yields a row for each library and setting of the compiler."""
     yield from head(
         "MLP", "compiler", "float8 products", "16-bit products", "kernels", "GB moved", "x bfloat16", "temporary GB"
     )
@@ -114,8 +114,8 @@ def library_table():
 
 
 def model_table():
-    """Yields a row for each model and setting of the compiler; "x" is times bfloat16."""
-    figures = "kernels", "x", "GB moved", "x", "temporary GB", "x"
+    """Yields a row for each model and setting of the compiler."""
+    figures = "kernels", "x bfloat16", "GB moved", "x bfloat16", "temporary GB", "x bfloat16"
     yield from head("model", "compiler", "float8 by `explain`", "float8 compiled", *figures)
     for name, case in MODELS.items():
         loss_fn, args = case()

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 
-from report import arguments, head, report
+from report import arguments, head, report, row
 
 MODELS = {  # case, what is counted and how many, sizes, and sizes for a trial on any machine
     "GPT-2 small": (
@@ -154,17 +154,17 @@ def in_a_process(model, variant, tiny):
 def table(models, tiny):
     for model in models:
         _, unit, count, *_ = MODELS[model]
-        yield from head(model, "ms a step", f"{unit} a second", "x by hand", "peak GB", "x by hand")
+        yield from head(model, "ms a step", "x by hand", f"{unit} a second", "peak GB", "x by hand")
         found = {variant: in_a_process(model, variant, tiny) for variant in VARIANTS}
         base = found[BASE]
         for variant, figures in found.items():
             if isinstance(figures, str) or isinstance(base, str):
                 yield f"| {variant} | {figures} |  |  |  |  |"
                 continue
-            speed, memory = base["seconds"] / figures["seconds"], figures["peak"] / (base["peak"] or 1)
+            slowdown, memory = figures["seconds"] / base["seconds"], figures["peak"] / (base["peak"] or 1)
             time_ = f"{1e3 * figures['seconds']:.2f} ± {5e2 * figures['spread']:.2f}"
             rate = f"{count / figures['seconds']:,.0f}" if not tiny else ""
-            yield f"| {variant} | {time_} | {rate} | {speed:.3f} | {figures['peak'] / 1e9:.2f} | {memory:.3f} |"
+            yield row(variant, time_, f"{slowdown:.3f}", rate, f"{figures['peak'] / 1e9:.2f}", f"{memory:.3f}")
         yield ""
 
 

@@ -391,11 +391,23 @@ def verdict(run):
     kernel = KERNELS[0]
     goals = [
         ("of the copy, on the large leaf", 0.9, [run.shares.get((large, *of, kernel), math.nan) for of in both]),
-        ("x XLA, on many leaves", 2, [gain(kernel, "xla", many, *of) for of in both]),
-        ("x torch, check_finite", 1, [gain(kernel, "torch", many, dtype, "check_finite") for dtype in DTYPES]),
-        ("x torch, unscale_check in float32", 1, [gain(kernel, "torch", many, "float32", "unscale_check")]),
-        ("x torch, AdamW", 1, [gain("cond, mosaic_gpu", "torch", many, "float32", "AdamW")]),
-        ("x torch, clip", 1, [gain("clip_global_norm, mosaic_gpu", "torch", many, "float32", "clip, AdamW")]),
+        ("times as fast as XLA, on many leaves", 2, [gain(kernel, "xla", many, *of) for of in both]),
+        (
+            "times as fast as torch, check_finite",
+            1,
+            [gain(kernel, "torch", many, dtype, "check_finite") for dtype in DTYPES],
+        ),
+        (
+            "times as fast as torch, unscale_check in float32",
+            1,
+            [gain(kernel, "torch", many, "float32", "unscale_check")],
+        ),
+        ("times as fast as torch, AdamW", 1, [gain("cond, mosaic_gpu", "torch", many, "float32", "AdamW")]),
+        (
+            "times as fast as torch, clip",
+            1,
+            [gain("clip_global_norm, mosaic_gpu", "torch", many, "float32", "clip, AdamW")],
+        ),
     ]
     for goal, least, figures in goals:
         holds = "not measured" if any(map(math.isnan, figures)) else "holds" if min(figures) >= least else "missed"

@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -222,6 +223,7 @@ def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, sto
     training = data.windows(text[0], config.context + 1, config.batch, config.seed)
     validation = next(data.windows(text[1], config.context + 1, EVAL_WINDOWS, config.seed))
     fetched, start, speed = len(rows), time.perf_counter(), math.nan
+    log(f"{name} {len(rows)}/{config.steps} compiling")
     with amp.watch.live(config.steps, name, every=1, start=len(rows)) as view:
         for step, batch in enumerate(itertools.islice(training, len(rows), config.steps), len(rows) + 1):
             params, opt_state, measured = step_fn(params, opt_state, batch, step == config.inject_overflow)
@@ -234,6 +236,7 @@ def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, sto
             rows[fetched:] = [row | {"tokens_per_s": speed} for row in rows[fetched:]]
             if step % EVAL_EVERY == 0 or step == config.steps:
                 rows[-1]["val_loss"] = evaluate(params, validation).item()
+                log(f"{name} {step}/{config.steps} val loss {rows[-1]['val_loss']:.4f}")
             if config.checkpoint and (step % EVAL_EVERY == 0 or last):
                 save(name, config, (params, opt_state), rows)
             status = {"loss": rows[-1]["loss"], "loss_scale": rows[-1]["loss_scale"], "tok/s": speed}
@@ -242,6 +245,12 @@ def train(name: str, config: Config, text: Sequence[np.ndarray], rows: Rows, sto
             if last and stop:
                 raise KeyboardInterrupt
     return params
+
+
+def log(line: str) -> None:
+    """Prints a line to a log file, which gets the live line only at the end of the run."""
+    if not sys.stdout.isatty():
+        print(line, flush=True)
 
 
 def column(rows: Rows, field: str) -> np.ndarray:

@@ -6,6 +6,7 @@
 import argparse
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ def main(
             def log(precision: str = precision, view: amp.watch.LiveView = view, **values: Any) -> None:
                 view.update(**values)
                 rows.append({"run": precision, **values})
+                step = sum(row["run"] == precision for row in rows)
+                if step % max(1, config.steps // 10) == 0 and not sys.stdout.isatty():
+                    # A log file gets the live line only at the end.
+                    print(f"{precision} {step}/{config.steps} loss {float(values['loss']):.4g}", flush=True)
 
             scores[precision] = train(precision, config.steps, config.seed, log)
     rows = jax.device_get(rows)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+from collections.abc import Iterator
 
 import jax
 
@@ -17,18 +18,18 @@ def _version(package: str) -> str:
         return ""
 
 
-def report() -> str:
-    """Returns the text that `python -m jmp_amp` prints."""
-    lines = [f"Python {platform.python_version()}, {platform.platform()}"]
-    lines += [f"{package} {version}" for package in _PACKAGES if (version := _version(package))]
+def facts() -> Iterator[str]:
+    """Yields the lines that `python -m jmp_amp` prints, the versions before JAX looks for devices."""
+    yield f"Python {platform.python_version()}, {platform.platform()}"
+    yield from (f"{package} {version}" for package in _PACKAGES if (version := _version(package)))
     kinds = sorted({(device.platform, device.device_kind) for device in jax.devices()})
     for backend, kind in kinds:
         count = sum(device.device_kind == kind for device in jax.devices())
         implementation = fastest_implementation(kind, "check_finite", leaves=100)
         reason = "fastest in measurements" if kind in FASTEST else "default, no measurements on this device"
-        lines.append(f"{count} x {kind} ({backend}); finite check by {implementation} ({reason})")
-    return "\n".join(lines)
+        yield f"{count} x {kind} ({backend}); finite check by {implementation} ({reason})"
 
 
 if __name__ == "__main__":
-    print(report())
+    for line in facts():
+        print(line, flush=True)  # a log has the versions even if JAX hangs while it looks for devices

@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 
+import accelerators
 import gpu_aot
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,13 @@ def compiled(fun, args, target):
 def dtypes_of_products(target, dtype):
     step = jax.value_and_grad(amp.autocast(small_net.loss_fn, dtype))
     return collections.Counter(d for _, _, d in gpu_aot.products(compiled(step, small_net.ARGS, target)))
+
+
+def test_the_page_shows_the_figures_that_were_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerators, "compilers", list)
+    monkeypatch.setattr(sys, "argv", ["accelerators.py", "--out", str(tmp_path / "page.md")])
+    accelerators.main()
+    assert (tmp_path / "page.md").read_text() == (ROOT / "docs/benchmarks/accelerators.md").read_text()
 
 
 @pytest.mark.aot

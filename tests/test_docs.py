@@ -36,6 +36,12 @@ def test_code_of_a_page_runs(page):
     exec(compile(code(page), page, "exec"), {})
 
 
+def test_the_sharp_bits_print_what_their_page_shows(capsys):
+    page = (ROOT / "docs/sharp-bits.md").read_text()
+    exec(compile(code("docs/sharp-bits.md"), "docs/sharp-bits.md", "exec"), {})
+    assert capsys.readouterr().out == "".join(re.findall(r"^```text\n(.*?)^```", page, re.M | re.S))
+
+
 def test_readme_train_step_trains():
     def loss_fn(params, batch):
         return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]) - 0.5) ** 2)
@@ -77,6 +83,13 @@ def test_every_public_name_has_an_example_and_one_place_in_the_reference():
     for name, value in names.items():
         assert reference().count(name) == 1, name
         assert ">>> " in inspect.getdoc(value), name
+
+
+def test_the_page_of_the_ops_is_that_of_the_table():
+    spec = importlib.util.spec_from_file_location("write_ops", ROOT / "docs/write_ops.py")
+    write_ops = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(write_ops)
+    assert write_ops.PAGE.read_text() == write_ops.page(), "run `python docs/write_ops.py`"
 
 
 def test_every_page_of_figures_has_a_script_and_a_line_on_the_index():
@@ -123,3 +136,18 @@ def test_the_home_page_counts_the_programs_of_the_conformance_page():
     assert question == "programs that pass, of 102"
     for name, count in zip(head.split(" | ")[1:], shown, strict=True):
         assert counts[name.strip(" |")].startswith(f"{count} of 102 ")
+
+
+def test_all_pages_say_the_same_of_the_low_residual_stream():
+    page = (ROOT / "docs/benchmarks/autocast_cost.md").read_text()
+    rows = re.findall(r"^\| ((?:GPT|ViT|encoder)[^|]+) \| ([^|]+)" + r" \| ([\d.]+)" * 3, page, re.M)
+    figures = {(model, variant): (float(moved), float(held)) for model, variant, moved, _, held in rows}
+    models = {model for model, _ in figures}
+    saved = []
+    for i in (0, 1):
+        shares = [1 - figures[m, 'residual_stream="low"'][i] / figures[m, "autocast"][i] for m in models]
+        saved.append(f"{100 * min(shares):.0f} to {100 * max(shares):.0f}%")
+    guides = [(ROOT / path).read_text() for path in ("docs/autocast.md", "docs/benchmarks/accelerators.md")]
+    for text in (*guides, page, inspect.getdoc(amp.autocast)):
+        assert f"saves {saved[0]} of the bytes" in " ".join(text.split())
+        assert f"and {saved[1]} of " in " ".join(text.split())

@@ -77,6 +77,7 @@ def test_float16_run_skips_the_injected_overflow_and_goes_on(example, tmp_path, 
     assert len(traces) == 1  # one program for all steps, the injected one included
     assert is_png(tmp_path / "loss.png")
     output = capsys.readouterr().out
+    assert output.startswith("mixed_float16 0/30 compiling\nmixed_float16 20/30 val loss ")  # what a log file has early
     assert "\n320 bytes that mixed_float16 wrote, at temperature 0.7:\n" in output
     (summary,) = re.findall(r"^ mixed_float16 +\d+\.\d{4} .*$", output, re.M)
     assert not {"(", "…"} & set(summary)  # nothing to compare with, nothing cut
