@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jmp_amp._jaxpr import aval_with, bind, evaluate, lowered_once, lowering_platforms, open_jaxpr, trace, with_dtype
+from jmp_amp import _jaxpr as jx
 
 PRIMITIVE = "float8_dot_general"
 EMULATE = "JMP_AMP_EMULATE_FLOAT8"
@@ -98,11 +98,11 @@ def _dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
-    return trace(functools.partial(_in_base, **params), [lhs, rhs]).out_avals[0]
+    return jx.trace(functools.partial(_in_base, **params), [lhs, rhs]).out_avals[0]
 
 
 def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    lacking = [device for platform in lowering_platforms(ctx) if (device := _without_float8(platform)) is not None]
+    lacking = [device for platform in jx.lowering_platforms(ctx) if (device := _without_float8(platform)) is not None]
     if lacking and not params["emulated"]:
         warnings.warn(
             f"{lacking[0]} has no float8 units, so products run in {params['base']} instead of float8; "
@@ -125,11 +125,11 @@ def _quantized(ctx: Any, aval: Any, x: Any, dtype: Any) -> Sequence[tuple[Any, A
 
     def lower() -> Sequence[tuple[Any, Any]]:
         fun = functools.partial(quantize, dtype=dtype)
-        avals = trace(fun, [aval]).out_avals
+        avals = jx.trace(fun, [aval]).out_avals
         values = mlir.lower_fun(fun, multiple_results=True)(ctx.replace(avals_in=[aval], avals_out=avals), x)
         return list(zip(avals, values, strict=True))
 
-    return lowered_once(ctx, (quantize, x, np.dtype(dtype)), lower)
+    return jx.lowered_once(ctx, (quantize, x, np.dtype(dtype)), lower)
 
 
 def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
@@ -143,17 +143,17 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
         def product(x: Any) -> Any:
             return _dot(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
 
-        return jax.linear_transpose(product, aval_with(unknown.aval, base))(cotangent)[0]
+        return jax.linear_transpose(product, jx.aval_with(unknown.aval, base))(cotangent)[0]
 
-    program = trace(transposed, [with_dtype(cotangent, base), with_dtype(known, base)])
+    program = jx.trace(transposed, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base)])
     # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.
-    is_swapped = any(_is_matrix_transpose(eqn) for eqn in open_jaxpr(program)[0].eqns)
+    is_swapped = any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)
 
     def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         if is_swapped and _is_matrix_transpose(eqn):
             return args
         if eqn.primitive is not lax.dot_general_p:
-            return bind(eqn, args)
+            return jx.bind(eqn, args)
         own = eqn.params | {name: params[name] for name in _OWN} | {"preferred_element_type": unknown.aval.dtype}
         operands = (params["cotangents"], formats[1 - i])
         if is_swapped:
@@ -162,7 +162,7 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
             return [_in_base(*args, **own)]
         return [_float8_dot_p.bind(*args, **own | {"operands": operands, "precision": lax.Precision.HIGHEST})]
 
-    return evaluate(program, [cotangent, known], apply)[0]
+    return jx.evaluate(program, [cotangent, known], apply)[0]
 
 
 def _is_matrix_transpose(eqn: JaxprEqn) -> bool:

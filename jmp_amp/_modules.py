@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jmp_amp._jaxpr import api_boundary
+from jmp_amp import _jaxpr as jx
 
 
 def is_module(x: Any) -> bool:
@@ -76,7 +76,7 @@ def with_modules(fun: Callable, transform: Callable[[Callable], Callable]) -> Ca
     """
     plain = transform(fun)
 
-    @api_boundary
+    @jx.api_boundary
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         function, all_args = unbound(fun, args)

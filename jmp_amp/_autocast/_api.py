@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
@@ -17,7 +18,6 @@ from jmp_amp._autocast._primitives import RULES, Reads
 from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import transformation
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
-from jmp_amp._jaxpr import HIGHER_ORDER, as_type, marked, open_jaxpr, trace_call
 from jmp_amp._modules import with_modules
 from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
 from jmp_amp._trees import cast_floating
@@ -237,7 +237,7 @@ def precision(dtype: Any) -> Mark:
         >>> print(product(jnp.full((1, 2), 1e3)))  # float16 ends at 65504
         [[1.998848e+06]]
     """
-    return marked(parse_format(dtype).name)
+    return jx.marked(parse_format(dtype).name)
 
 
 @overload
@@ -294,7 +294,7 @@ def parse_settings(
         dtype = policy.compute_format
     form = parse_format("float16" if dtype is None else dtype)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
-    for name in overrides.primitives.keys() & (HIGHER_ORDER.keys() - RULES.keys()):
+    for name in overrides.primitives.keys() & (jx.HIGHER_ORDER.keys() - RULES.keys()):
         raise ValueError(
             f"`{name}` holds a program and has no class itself: give one to the primitives in it, or put it into a "
             "`jax.named_scope` and give a dtype to that: {'my_scope': 'full'}"
@@ -335,8 +335,8 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
-        closed, arrays, rebuild = trace_call(fun, args, kwargs, cast=as_float32)
-        jaxpr, _ = open_jaxpr(closed)
+        closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, cast=as_float32)
+        jaxpr, _ = jx.open_jaxpr(closed)
         reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
         use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
@@ -344,7 +344,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
         planned(plan)
         _warn(plan, options)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)
-        out = rebuild([as_type(x, var.aval) for x, var in results])
+        out = rebuild([jx.as_type(x, var.aval) for x, var in results])
         return out if policy is None else policy.cast_to_output(out)
 
     return autocasted

@@ -15,28 +15,16 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._plan import Plan, Run, with_results
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Use, Value
-from jmp_amp._jaxpr import (
-    bind,
-    closed_over_error,
-    combine,
-    custom_rule,
-    define_vjp,
-    dtype_of,
-    is_inexact,
-    pull_with_logs,
-    trace,
-    with_dtype,
-    zero_cotangent,
-)
 
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    symbolic_zeros, _ = custom_rule(eqn)
-    inexact_outs = list(map(is_inexact, eqn.outvars))
+    symbolic_zeros, _ = jx.custom_rule(eqn)
+    inexact_outs = list(map(jx.is_inexact, eqn.outvars))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         pairs = zip(_differentiable(eqn), tangents, strict=True)
@@ -51,7 +39,7 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         types = _types(primals, eqn.invars)
         outs = (*plan.outs, *_tangents(compress(plan.outs, inexact_outs)))
         inputs = (*plan.inputs, *_tangents(compress(plan.inputs, perturbed)))
-        rule = _planned(planner, trace(as_traced, [*types, *compress(types, perturbed)]), inputs, plan)
+        rule = _planned(planner, jx.trace(as_traced, [*types, *compress(types, perturbed)]), inputs, plan)
         results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
         it, pairs = iter(result_tangents), zip(inexact_outs, results, strict=True)
@@ -62,7 +50,7 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`. Its residuals may be low precision."""
-    symbolic_zeros, _ = custom_rule(eqn)
+    symbolic_zeros, _ = jx.custom_rule(eqn)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         perturbed = _differentiable(eqn)
@@ -71,12 +59,12 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             args = tuple(arg.value for arg in args)
         return _forward(planner, eqn, plan, perturbed, args)
 
-    return _with_rule(plan, eqn, jax.custom_vjp, lambda f: define_vjp(f, forward, operator.call, symbolic_zeros))
+    return _with_rule(plan, eqn, jax.custom_vjp, lambda f: jx.define_vjp(f, forward, operator.call, symbolic_zeros))
 
 
 def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[[Any], Any]) -> Run:
     """Returns the planned function with a derivative rule, which `define` gives to what `transform` returns."""
-    _, n_closed_over = custom_rule(eqn)
+    _, n_closed_over = jx.custom_rule(eqn)
 
     def call(*args: Any) -> list[Any]:
         return plan(*args)
@@ -100,13 +88,13 @@ def _refuses_tangents(x: Any) -> Any:
 
 @_refuses_tangents.defjvp
 def _(primals: Any, tangents: Any) -> NoReturn:  # is not called for a tangent that is known to be zero
-    raise closed_over_error()
+    raise jx.closed_over_error()
 
 
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
     """Returns whether each operand may be differentiated."""
-    _, n_closed_over = custom_rule(eqn)
-    return [i >= n_closed_over and is_inexact(var) for i, var in enumerate(eqn.invars)]
+    _, n_closed_over = jx.custom_rule(eqn)
+    return [i >= n_closed_over and jx.is_inexact(var) for i, var in enumerate(eqn.invars)]
 
 
 def _forward(
@@ -123,8 +111,8 @@ def _forward(
         return [*results, *residuals]
 
     try:
-        traced = trace(as_traced, _types(args, eqn.invars))
-    except closed_over_error():
+        traced = jx.trace(as_traced, _types(args, eqn.invars))
+    except jx.closed_over_error():
         # An equation that JAX traced again does not tell which of its first operands its function closes over.
         if not any(perturbed):
             raise
@@ -137,27 +125,27 @@ def _forward(
 
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         pairs = zip(eqn.outvars, cotangents, strict=True)
-        given = [is_inexact(var) and not isinstance(cotangent, SymbolicZero) for var, cotangent in pairs]
+        given = [jx.is_inexact(var) and not isinstance(cotangent, SymbolicZero) for var, cotangent in pairs]
         cotangents, primals = list(compress(cotangents, given)), list(compress(eqn.invars, perturbed))
         n_grads, logs_tree = sum(perturbed), None
 
         def as_traced(*args: Any) -> list[Any]:
             nonlocal logs_tree
             pullback = jax.tree.unflatten(pullback_tree, args[: len(types)])
-            zeros = [zero_cotangent(var.aval) for var in eqn.outvars]
-            grads, logs = pull_with_logs(pullback, combine(given, args[len(types) :], zeros))
+            zeros = [jx.zero_cotangent(var.aval) for var in eqn.outvars]
+            grads, logs = jx.pull_with_logs(pullback, jx.combine(given, args[len(types) :], zeros))
             logged, logs_tree = jax.tree.flatten(logs)
             return [*grads, *logged]
 
-        traced = trace(as_traced, [*types, *_types(cotangents, list(compress(eqn.outvars, given)))])
+        traced = jx.trace(as_traced, [*types, *_types(cotangents, list(compress(eqn.outvars, given)))])
         rule = _planned(planner, traced, (*outs[n_outs:], *_tangents(compress(plan.outs, given))), plan)
         # A rule may return float32 for a bfloat16 operand; JAX keeps it.
         of_grads = [
-            Value(value.dtype if dtype_of(var) == dtype_of(primal) else dtype_of(var))
+            Value(value.dtype if jx.dtype_of(var) == jx.dtype_of(primal) else jx.dtype_of(var))
             for var, primal, value in zip(rule.frame.outvars, primals, compress(plan.inputs, perturbed), strict=False)
         ]
         results = with_results(rule, (*of_grads, *rule.outs[n_grads:]))(*residuals, *cotangents)
-        grads = combine(perturbed, results[:n_grads], [None] * len(perturbed))
+        grads = jx.combine(perturbed, results[:n_grads], [None] * len(perturbed))
         return tuple(grads), jax.tree.unflatten(logs_tree, results[n_grads:])
 
     return results[:n_outs], jax.tree_util.Partial(backward, results[n_outs:])
@@ -170,7 +158,7 @@ def _planned(planner: Planner, jaxpr: Any, inputs: tuple[Value, ...], outer: Pla
 
 def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any]) -> Callable[..., list[Any]]:
     """Returns the traced call as a function of its perturbed operands."""
-    return lambda *values: bind(eqn, combine(perturbed, values, args))
+    return lambda *values: jx.bind(eqn, jx.combine(perturbed, values, args))
 
 
 def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:
@@ -180,4 +168,4 @@ def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:
 
 def _types(args: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns the types of `args` in the dtypes that the variables were traced in."""
-    return [with_dtype(x, dtype_of(var)) for x, var in zip(args, variables, strict=True)]
+    return [jx.with_dtype(x, jx.dtype_of(var)) for x, var in zip(args, variables, strict=True)]

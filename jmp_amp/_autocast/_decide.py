@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
 from jmp_amp._autocast._primitives import ORIGINAL, Facts, Makes, OpClass, Rule, operand_dtypes
 from jmp_amp._autocast._shapes import Axes, is_smaller, varying
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, folded, merged_magnitudes, widest
 from jmp_amp._formats import FLOAT32, Format
-from jmp_amp._jaxpr import dtype_of, retyped, shape_of
 
 
 class Context(NamedTuple):
@@ -68,7 +68,7 @@ class Context(NamedTuple):
     @property
     def is_float32(self) -> list[bool]:
         """Whether each operand was traced in float32."""
-        return [dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
+        return [jx.dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
 
     @property
     def is_input(self) -> tuple[bool, ...]:
@@ -87,7 +87,7 @@ def decide(op: Context) -> tuple[Any, str]:
     """
     rule, low = op.rule, op.format.dtype
     atoms = (*op.eqn.invars, *op.eqn.outvars)
-    is_traced = not any(dtype_of(atom) == FLOAT32 for atom in atoms)
+    is_traced = not any(jx.dtype_of(atom) == FLOAT32 for atom in atoms)
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
     values = list(compress(weighed(rule, op.eqn, op.values), op.is_float32))
@@ -99,7 +99,7 @@ def decide(op: Context) -> tuple[Any, str]:
         allowed = operand_dtypes(op.eqn.params.get("precision"))
         if any(value.overflows(low) or value.is_lost(low) for value in values):
             return FLOAT32, "constant"
-        if not op.format.takes(set(map(dtype_of, atoms))) or not (allowed is None or low in allowed):
+        if not op.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
         return (FLOAT32, "constant") if op.overflows else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
@@ -162,8 +162,8 @@ def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Valu
     features: list[Axes] = []
     if rule.adds:
         products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin.takes_bias]
-        features = [varying(shape_of(atom)) - rows for atom, value in products for rows in value.axes]
-    result = shape_of(eqn.outvars[0])
+        features = [varying(jx.shape_of(atom)) - rows for atom, value in products for rows in value.axes]
+    result = jx.shape_of(eqn.outvars[0])
     return [
         value._replace(origin=Origin.SCALAR)
         if _does_not_widen(rule, atom, value, result, features)
@@ -179,9 +179,9 @@ def _does_not_widen(
 ) -> bool:
     """Whether an operand of an op that promotes does not widen the others."""
     if value.origin is Origin.SCALAR:
-        if shape_of(atom) == result == ():
+        if jx.shape_of(atom) == result == ():
             return value.scalar is not None  # a known number; a scalar variable is as wide as the other scalar
-        return not (value.filled and rule.arithmetic and shape_of(atom) == result)
+        return not (value.filled and rule.arithmetic and jx.shape_of(atom) == result)
     return value.origin is Origin.INPUT and any(map(value.axes[0].issubset, features))
 
 
@@ -198,7 +198,7 @@ def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
         return {}
     params: dict[str, Any] = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
     jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
-    return params | {name: retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
+    return params | {name: jx.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
 
 
 def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
@@ -210,15 +210,16 @@ def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
     """
     eqn, rule, values = op.eqn, op.rule, op.values
     scalars = all(
-        value.origin is Origin.SCALAR and shape_of(atom) == () for value, atom in zip(values, eqn.invars, strict=True)
+        value.origin is Origin.SCALAR and jx.shape_of(atom) == ()
+        for value, atom in zip(values, eqn.invars, strict=True)
     )
     eligible = list(compress(operands, op.is_float32))
     outs = []
     for i, var in enumerate(eqn.outvars):
         out = _moved(op, var) if rule.moves else _computed(rule, eqn, values, var)
-        if scalars and shape_of(var) == () and not rule.moves:
+        if scalars and jx.shape_of(var) == () and not rule.moves:
             out = Value(None, Origin.SCALAR)
-        is_float32 = dtype_of(var) == FLOAT32
+        is_float32 = jx.dtype_of(var) == FLOAT32
         out = out._replace(
             dtype=_result_dtype(op, i, operands, eligible),
             data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype) if is_float32 and eligible else None,
@@ -227,24 +228,24 @@ def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
             else None,
             save_cast=rule.moves and all(value.save_cast for value in values),
         )
-        outs.append(_fold(op, out) if scalars and is_float32 and shape_of(var) == () else out)
+        outs.append(_fold(op, out) if scalars and is_float32 and jx.shape_of(var) == () else out)
     return tuple(outs)
 
 
 def _result_dtype(op: Context, i: int, operands: Sequence[Any], eligible: Sequence[Any]) -> Any:
     """Returns the dtype of a result. An op on several arrays side by side leaves each in its own dtype."""
-    dtype, op_class = dtype_of(op.eqn.outvars[i]), op.rule.op_class
+    dtype, op_class = jx.dtype_of(op.eqn.outvars[i]), op.rule.op_class
     if dtype != FLOAT32 or op_class is OpClass.ORIGINAL or not eligible:
         return dtype
     is_pairwise = op_class is OpClass.FOLLOW and len(operands) == len(op.eqn.outvars)
-    return operands[i] if is_pairwise and dtype_of(op.eqn.invars[i]) == FLOAT32 else widest(eligible)
+    return operands[i] if is_pairwise and jx.dtype_of(op.eqn.invars[i]) == FLOAT32 else widest(eligible)
 
 
 def _moved(op: Context, var: Var) -> Value:
     """Returns the origin and the magnitudes of the result of an op that moves values."""
     eqn, values = op.eqn, op.values
-    origin, shape = max((value.origin for value in values), default=Origin.SCALAR), shape_of(var) or ()
-    floating = [i for i, atom in enumerate(eqn.invars) if dtype_of(atom) == FLOAT32]
+    origin, shape = max((value.origin for value in values), default=Origin.SCALAR), jx.shape_of(var) or ()
+    floating = [i for i, atom in enumerate(eqn.invars) if jx.dtype_of(atom) == FLOAT32]
     magnitudes = merged_magnitudes([values[i] for i in floating])
     if origin is Origin.SCALAR:
         return Value(None, origin, magnitudes, filled=bool(varying(shape)))
@@ -259,7 +260,7 @@ def _moved(op: Context, var: Var) -> Value:
 
 
 def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | None, ...]:
-    value, before = op.values[i], shape_of(op.eqn.invars[i]) or ()
+    value, before = op.values[i], jx.shape_of(op.eqn.invars[i]) or ()
 
     def move(axes: Axes) -> Axes | None:
         return op.rule.move_axes(op.eqn.params, before, after, axes)
@@ -301,17 +302,19 @@ def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
     if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
     floating = [
-        (value, shape_of(atom))
+        (value, jx.shape_of(atom))
         for value, atom in zip(weighed(rule, eqn, values), eqn.invars, strict=True)
-        if dtype_of(atom) == FLOAT32 and not _is_broadcast(value, shape_of(atom) or ())
+        if jx.dtype_of(atom) == FLOAT32 and not _is_broadcast(value, jx.shape_of(atom) or ())
     ]
     if not rule.moves:
-        floating = [(value, shape) for value, shape in floating if shape == shape_of(var)]
-    elif len(floating) == 1 and is_smaller(floating[0][1] or (), shape_of(var) or ()):
+        floating = [(value, shape) for value, shape in floating if shape == jx.shape_of(var)]
+    elif len(floating) == 1 and is_smaller(floating[0][1] or (), jx.shape_of(var) or ()):
         floating = []
     if floating:
         return widest(dtype(value) for value, _ in floating)
-    return op.format.dtype if rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(var) or ()) else None
+    return (
+        op.format.dtype if rule.moves and is_smaller(jx.shape_of(eqn.invars[0]) or (), jx.shape_of(var) or ()) else None
+    )
 
 
 def _is_broadcast(value: Value, shape: tuple[Any, ...]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._known import Known
@@ -16,20 +17,6 @@ from jmp_amp._autocast._shapes import sliced
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
-from jmp_amp._jaxpr import (
-    HIGHER_ORDER,
-    Body,
-    Branches,
-    Call,
-    Loop,
-    bind,
-    dtype_of,
-    is_checkified,
-    is_reference,
-    params_of,
-    shape_of,
-    with_params,
-)
 
 Values = tuple[Value, ...]
 
@@ -63,7 +50,7 @@ def _plan_carries(
         def keep(value: Value, first: Value, atom: Any, is_fixed: bool) -> Value:
             known = first.known._replace(adds_up=is_fixed, recurs=is_fixed and first.known.recurs)
             value = value._replace(known=known)
-            return value._replace(dtype=dtype_of(atom), data_dtype=None) if is_fixed else value
+            return value._replace(dtype=jx.dtype_of(atom), data_dtype=None) if is_fixed else value
 
         carry = kept(carry)
         while True:
@@ -90,20 +77,20 @@ def _plan_carries(
     if not any(fixed):
         return carry, plan
     # A carry computed from an accumulator is stored in the dtype that it would have if the accumulator were rounded.
-    rounded = [value.dtype != dtype_of(atom) for value, atom in zip(carry, atoms, strict=True)]
+    rounded = [value.dtype != jx.dtype_of(atom) for value, atom in zip(carry, atoms, strict=True)]
     return settled(carry, fixed, rounded)
 
 
 def _is_settled(value: Value, atom: Any) -> bool:
     """Whether a carry has the dtype that it was traced in, whatever replaces it."""
-    return dtype_of(atom) != FLOAT32 or (value.dtype == FLOAT32 and value.origin is not Origin.SCALAR)
+    return jx.dtype_of(atom) != FLOAT32 or (value.dtype == FLOAT32 and value.origin is not Origin.SCALAR)
 
 
 def _first_carry(value: Value, atom: Any) -> Value:
     """Describes a carry before the first iteration; low-precision values may replace a constant."""
-    if dtype_of(atom) != FLOAT32:
+    if jx.dtype_of(atom) != FLOAT32:
         return value._replace(scalar=None)  # a counter
-    if not shape_of(atom):
+    if not jx.shape_of(atom):
         return value
     if value.magnitudes is not None and (value.origin is Origin.SCALAR or value.magnitudes[1] == 0):
         return value._replace(origin=Origin.SCALAR, axes=(), filled=False)
@@ -113,28 +100,28 @@ def _first_carry(value: Value, atom: Any) -> Value:
 def plan_higher_order(planner: Planner, op: Context) -> Step:
     """Decides an equation that holds jaxprs."""
     match op.facts.structure:
-        case Call() as call:
+        case jx.Call() as call:
             return _call(planner, call, op)
-        case Branches() as branches:
+        case jx.Branches() as branches:
             return _branches(planner, branches, op)
-        case Loop(cond=None) as loop:
+        case jx.Loop(cond=None) as loop:
             return _scan(planner, loop, op)
-        case Loop() as loop:
+        case jx.Loop() as loop:
             return _while(planner, loop, op)
     raise TypeError(op.facts.structure)
 
 
-def _call(planner: Planner, call: Call, op: Context) -> Step:
+def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     """Casts inputs that the body reads only in float32 before the call, so that other readers share the cast.
 
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
     """
     eqn, values, uses = op.eqn, op.values, op.uses
-    entry = HIGHER_ORDER[eqn.primitive.name]
-    if params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
-        eqn = with_params(eqn, policy=as_products(params_of(eqn)["policy"]))
+    entry = jx.HIGHER_ORDER[eqn.primitive.name]
+    if jx.params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
+        eqn = jx.with_params(eqn, policy=as_products(jx.params_of(eqn)["policy"]))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
-    has_references = call.rule is not None and any(map(is_reference, eqn.invars))
+    has_references = call.rule is not None and any(map(jx.is_reference, eqn.invars))
     if entry.run is None or has_references:
         return _as_traced(planner, call, op, eqn)
     ((jaxpr, known, reads),) = op.inside
@@ -142,7 +129,7 @@ def _call(planner: Planner, call: Call, op: Context) -> Step:
     plan = planner.plan(jaxpr, values, uses, op.region)
     reads_float32 = (False,) * len(values) if entry.keeps_inputs else plan.reads_float32
     cast = tuple(
-        value.as_float32() if in_float32 and dtype_of(atom) == FLOAT32 else value
+        value.as_float32() if in_float32 and jx.dtype_of(atom) == FLOAT32 else value
         for value, in_float32, atom in zip(values, reads_float32, eqn.invars, strict=True)
     )
     plan = planner.plan(jaxpr, cast, uses, op.region)
@@ -154,18 +141,18 @@ def _call(planner: Planner, call: Call, op: Context) -> Step:
     return _step(eqn, _casts(values, cast), plan.outs, run, [(plan, 1)])._replace(reads_float32=reads_float32)
 
 
-def _as_traced(planner: Planner, call: Call, op: Context, eqn: JaxprEqn) -> Step:
+def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> Step:
     """Runs an equation as it was traced; its jaxpr is planned only for `explain`."""
     pairs = zip(op.values, eqn.invars, strict=True)
-    cast = tuple(value.as_float32() if dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
+    cast = tuple(value.as_float32() if jx.dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(eqn.outvars)
     plan = planner.plan(call.jaxpr, inputs, uses, Region(AS_TRACED, op.region.path))
-    outs = tuple(Value(dtype_of(var)) for var in eqn.outvars)
-    step = _step(eqn, _casts(op.values, cast), outs, functools.partial(bind, eqn), [(plan, 1)])
+    outs = tuple(Value(jx.dtype_of(var)) for var in eqn.outvars)
+    step = _step(eqn, _casts(op.values, cast), outs, functools.partial(jx.bind, eqn), [(plan, 1)])
     return step._replace(reads_float32=(True,) * len(cast))
 
 
-def _branches(planner: Planner, branches: Branches, op: Context) -> Step:
+def _branches(planner: Planner, branches: jx.Branches, op: Context) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
     inputs, plans = tuple(op.values[i] for i in branches.operands), []
     for branch, known, reads in op.inside:
@@ -178,7 +165,7 @@ def _branches(planner: Planner, branches: Branches, op: Context) -> Step:
     return _step(op.eqn, (None,) * len(op.values), outs, run, [(plan, 1) for plan in plans])
 
 
-def _scan(planner: Planner, loop: Loop, op: Context) -> Step:
+def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
     eqn, values, uses = op.eqn, op.values, op.uses
     ((body, known, reads),) = op.inside
@@ -201,20 +188,20 @@ def _scan(planner: Planner, loop: Loop, op: Context) -> Step:
     slices = zip(results[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
     stacked = [stored.get(var, out) if isinstance(var, Var) else out for var, out in slices]
     outs = carry + tuple(Value(out.dtype) for out in stacked)
-    recomputes = saves_products and not plan.frame.effects and not is_checkified()
+    recomputes = saves_products and not plan.frame.effects and not jx.is_checkified()
     policy = planner.is_saved if recomputes else None
     casts = _casts(values, (*consts, *carry, *values[loop.xs]))
     return _step(eqn, casts, outs, _run_with(eqn, [plan.body(outs, policy)], [plan]), [(plan, loop.length)])
 
 
-def _streams(planner: Planner, loop: Loop, op: Context) -> list[bool]:
+def _streams(planner: Planner, loop: jx.Loop, op: Context) -> list[bool]:
     """Returns whether each carry of a `scan` is a residual stream that is stored in low precision."""
     if not planner.options.has_low_stream or not op.format.is_low:
         return [False] * loop.n_carry
     return planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in op.uses])
 
 
-def _while(planner: Planner, loop: Loop, op: Context) -> Step:
+def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Plans `while_loop` and `fori_loop`; carries are as in `scan`."""
     eqn, values = op.eqn, op.values
     (_, known_of_cond, _), (_, known, reads) = op.inside
@@ -232,9 +219,9 @@ def _while(planner: Planner, loop: Loop, op: Context) -> Step:
     return _step(eqn, casts, carry, run, [(cond, 1), (body, 1)])
 
 
-def _run_with(eqn: JaxprEqn, bodies: Sequence[Body], plans: Sequence[Plan]) -> Run | None:
+def _run_with(eqn: JaxprEqn, bodies: Sequence[jx.Body], plans: Sequence[Plan]) -> Run | None:
     """Returns a function that runs an equation with plans in place of its jaxprs; None if no plan changes anything."""
-    run = HIGHER_ORDER[eqn.primitive.name].run
+    run = jx.HIGHER_ORDER[eqn.primitive.name].run
     changed = any(plan.changed for plan in plans)
     return functools.partial(run, eqn, bodies) if changed and run is not None else None
 
@@ -248,7 +235,7 @@ def _step(
     """
     changed = any(plan.changed for plan, _ in inner)
     return Step(
-        eqn, casts, outs, run or functools.partial(bind, eqn), changed, (False,) * len(casts), inner=tuple(inner)
+        eqn, casts, outs, run or functools.partial(jx.bind, eqn), changed, (False,) * len(casts), inner=tuple(inner)
     )
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
 from jmp_amp._autocast._shapes import varying
-from jmp_amp._jaxpr import Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
 
 
 class Squares(enum.IntEnum):
@@ -72,7 +72,7 @@ class Known(NamedTuple):
 NOTHING = Known()
 
 
-class Knowledge(Forward[Facts, Known]):
+class Knowledge(jx.Forward[Facts, Known]):
     """The analysis that finds what is known of values."""
 
     bottom = NOTHING
@@ -103,12 +103,12 @@ class Knowledge(Forward[Facts, Known]):
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
         return new._replace(size=old.size)
 
-    def carried(self, loop: Loop, carry: Sequence[Known]) -> Sequence[Known]:
+    def carried(self, loop: jx.Loop, carry: Sequence[Known]) -> Sequence[Known]:
         """Marks the accumulators and the recurrences of a loop."""
         facts = zip(carry, self.paths.carries(loop), strict=True)
         return [known._replace(adds_up=adds_up, recurs=recurs) for known, (adds_up, recurs) in facts]
 
-    def left(self, loop: Loop, outs: Sequence[Known]) -> Sequence[Known]:
+    def left(self, loop: jx.Loop, outs: Sequence[Known]) -> Sequence[Known]:
         """Returns what is known of the results of a loop; outside, they are no accumulators."""
         return [known._replace(adds_up=False, recurs=False) for known in outs]
 
@@ -117,9 +117,9 @@ class Knowledge(Forward[Facts, Known]):
         eqn, rule = facts.eqn, facts.rule
         if all(known is NOTHING for known in operands) and not _is_source(facts):
             return [NOTHING] * len(eqn.outvars)
-        if rule.moves and len(operands) == 1 and dtype_of(eqn.invars[0]) in _FLOATING:
+        if rule.moves and len(operands) == 1 and jx.dtype_of(eqn.invars[0]) in _FLOATING:
             return [_of(var, operands[0]) for var in eqn.outvars]
-        read = [known for known, atom in zip(operands, eqn.invars, strict=True) if dtype_of(atom) in _FLOATING]
+        read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in _FLOATING]
         joined = read[0] if len(read) == 1 else Known._make(map(max, *read)) if read else NOTHING
         passes_on = rule.passes_on or rule.is_linear
         is_norm = rule.scales and any(each.squares in (Squares.NORM, Squares.INVERSE) for each in read)
@@ -146,10 +146,10 @@ def _is_source(facts: Facts) -> bool:
 
 def _of(var: Any, known: Known) -> Known:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
-    if dtype_of(var) not in _FLOATING:
+    if jx.dtype_of(var) not in _FLOATING:
         return NOTHING
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
-    return known if varying(shape_of(var)) else scalar
+    return known if varying(jx.shape_of(var)) else scalar
 
 
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
@@ -199,13 +199,13 @@ def _moment(facts: Facts, operands: Sequence[Known]) -> Moment:
         is_second = any(known.moment is Moment.PAIR or known.squares is Squares.SQUARE for known in operands)
         return Moment.SECOND if is_second else Moment.PRODUCT
     if facts.is_square or rule.makes is Makes.PRODUCT:
-        arrays = [moment for moment, atom in zip(moments, eqn.invars, strict=True) if varying(shape_of(atom))]
+        arrays = [moment for moment, atom in zip(moments, eqn.invars, strict=True) if varying(jx.shape_of(atom))]
         if len(arrays) < 2 and not facts.is_square:
             return max(arrays, default=Moment.NO)
         if all(moment in (Moment.PRODUCT, Moment.SECOND) for moment in arrays):
             return Moment.SQUARED
         # A norm and its scale are no arrays of the same size.
-        sizes = {math.prod(shape_of(atom) or ()) for atom in (*facts.sources, *eqn.outvars) if atom is not None}
+        sizes = {math.prod(jx.shape_of(atom) or ()) for atom in (*facts.sources, *eqn.outvars) if atom is not None}
         return Moment.PAIR if len(sizes) == 1 else Moment.NO
     different = set(moments) - {Moment.NO}
     return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
@@ -244,7 +244,9 @@ def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
         return Squares.SUM if rule.takes else Squares.GRAM  # the diagonal, or the matrix times a mask
     others = [source for source, each in zip(facts.sources, squares, strict=True) if not each]
     # A multiplication with another array makes another quantity.
-    alone = not any(varying(shape_of(atom)) for atom in others if atom is not None and dtype_of(atom) == np.float32)
+    alone = not any(
+        varying(jx.shape_of(atom)) for atom in others if atom is not None and jx.dtype_of(atom) == np.float32
+    )
     return next(filter(None, squares), Squares.NO) if rule.passes_on and alone else Squares.NO
 
 
@@ -265,7 +267,7 @@ _RECURS = Path.PRODUCT | Path.ARITHMETIC | Path.VARIES  # and from a recurrence
 Sources = frozenset[tuple[int, int]]
 
 
-class Paths(Forward[Facts, Sources]):
+class Paths(jx.Forward[Facts, Sources]):
     """The analysis that follows the inputs of the body of a loop. Paths compose, so it enters each body once."""
 
     bottom: Sources = frozenset()
@@ -273,9 +275,9 @@ class Paths(Forward[Facts, Sources]):
     def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         super().__init__(facts_of)
-        self._loops = Kept()
+        self._loops = jx.Kept()
 
-    def carries(self, loop: Loop) -> list[tuple[bool, bool]]:
+    def carries(self, loop: jx.Loop) -> list[tuple[bool, bool]]:
         """Returns for each carry of a loop whether it is an accumulator, and whether it is a recurrence by products."""
         carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
         after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
@@ -288,13 +290,13 @@ class Paths(Forward[Facts, Sources]):
             found.append((is_accumulator, set(of_itself) == {_RECURS}))
         return found
 
-    def _carried(self, loop: Loop) -> tuple[list[Sources], list[Sources]]:
+    def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         """Returns what reaches the carries of a loop in one or more iterations, and its results."""
-        body, _ = open_jaxpr(loop.body)
+        body, _ = jx.open_jaxpr(loop.body)
         return self._loops(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
 
-    def _find_carried(self, loop: Loop) -> tuple[list[Sources], list[Sources]]:
-        n, first = len(open_jaxpr(loop.body)[0].invars), loop.n_consts
+    def _find_carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
+        n, first = len(jx.open_jaxpr(loop.body)[0].invars), loop.n_consts
         inputs = [frozenset({(i, Path.VARIES if i >= first else 0)}) for i in range(n)]
         outs = self.outs(loop.body, inputs)
         entering, before = inputs, None
@@ -306,7 +308,7 @@ class Paths(Forward[Facts, Sources]):
         return after[: loop.n_carry], [*carry, *after[loop.n_carry :]]
 
     def _through(self, equation: Facts, operands: Sequence[Sources]) -> Sequence[Sources]:
-        if not isinstance(loop := equation.enters, Loop):
+        if not isinstance(loop := equation.enters, jx.Loop):
             return super()._through(equation, operands)
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
         return [_composed(inputs, paths) for paths in self._carried(loop)[1]]
@@ -328,7 +330,7 @@ class Paths(Forward[Facts, Sources]):
             gated = [_is_gated(facts, k, operands) for k in range(len(operands))]
             operands = [_after(of, Path.CHOICE) if gate else of for of, gate in zip(operands, gated, strict=True)]
         reached = _after(self.bottom.union(*operands), path)
-        return [reached if dtype_of(var) == np.float32 else self.bottom for var in facts.eqn.outvars]
+        return [reached if jx.dtype_of(var) == np.float32 else self.bottom for var in facts.eqn.outvars]
 
 
 def _after(sources: Sources, path: int) -> Sources:
@@ -338,7 +340,7 @@ def _after(sources: Sources, path: int) -> Sources:
 def _is_gated(facts: Facts, k: int, operands: Sequence[Sources]) -> bool:
     """Whether operand `k` of a multiplication is multiplied by an array that is another one in each iteration."""
     others = zip(facts.eqn.invars[:k] + facts.eqn.invars[k + 1 :], (*operands[:k], *operands[k + 1 :]), strict=True)
-    return any(varying(shape_of(atom)) and any(path & Path.VARIES for _, path in of) for atom, of in others)
+    return any(varying(jx.shape_of(atom)) and any(path & Path.VARIES for _, path in of) for atom, of in others)
 
 
 def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> Sources:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Primitive
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import RULES, Makes, OpClass, Reads, Rule, RuleOf, Rules
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
-from jmp_amp._jaxpr import marks_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _op_class(name: str, value: Any) -> OpClass:
 
 def format_in(name_stack: Any) -> Format | None:
     """Returns the format of the innermost region in a name stack; None outside of regions."""
-    return next((FORMATS[mark].at_any_size for mark in reversed(marks_in(name_stack)) if mark in FORMATS), None)
+    return next((FORMATS[mark].at_any_size for mark in reversed(jx.marks_in(name_stack)) if mark in FORMATS), None)
 
 
 class Options(NamedTuple):

@@ -16,21 +16,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._values import Value
 from jmp_amp._formats import Format
-from jmp_amp._jaxpr import (
-    INLINE,
-    Body,
-    apply,
-    aval_with,
-    call_of,
-    context_of,
-    dtype_of,
-    evaluate_steps,
-    is_differentiated,
-    with_last_reads,
-)
 
 SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
 
@@ -59,7 +48,7 @@ class Op:
 
     def apply(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to operands that are cast."""
-        return apply(self.primitive, dict(self.params), args)
+        return jx.apply(self.primitive, dict(self.params), args)
 
     def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:
         """Casts the operands; those that a loop saves get a name for `jax.checkpoint`."""
@@ -154,13 +143,13 @@ class Plan:
     region: Region
     scopes: frozenset[str]
     opaque: frozenset[str]
-    bodies: dict[Any, Body] = dataclasses.field(default_factory=dict)
+    bodies: dict[Any, jx.Body] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
         env = dict(zip(self.frame.constvars, self.consts, strict=True))
         env |= dict(zip(self.frame.invars, args, strict=True))
-        is_traced = is_differentiated()
+        is_traced = jx.is_differentiated()
         steps, convert = (self._groups, _shared_cast) if is_traced else (self._single, lax.convert_element_type)
         shared: dict[tuple[Var, Any], Any] = {}
 
@@ -174,19 +163,19 @@ class Plan:
             return shared[atom, dtype]
 
         def apply(step: Step, operands: list[Any]) -> Sequence[Any]:
-            with context_of(step.eqn):
+            with jx.context_of(step.eqn):
                 return step.run(list(map(cast_once, step.invars, operands, step.casts)))
 
-        return evaluate_steps(steps, self.frame.outvars, env, apply)
+        return jx.evaluate_steps(steps, self.frame.outvars, env, apply)
 
     @functools.cached_property
     def _single(self) -> list[tuple[Step, list[Var]]]:
-        return with_last_reads(self.steps, self.frame.outvars)
+        return jx.with_last_reads(self.steps, self.frame.outvars)
 
     @functools.cached_property
     def _groups(self) -> list[tuple[Step, list[Var]]]:
         results = {atom for atom in self.frame.outvars if isinstance(atom, Var)}
-        return with_last_reads(_grouped(self.steps, results), self.frame.outvars)
+        return jx.with_last_reads(_grouped(self.steps, results), self.frame.outvars)
 
     @functools.cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -198,7 +187,7 @@ class Plan:
         """Whether a dtype in it differs from the traced one."""
         return differs(zip(self.frame.invars, self.inputs, strict=True)) or any(step.changed for step in self.steps)
 
-    def body(self, outs: Sequence[Value] = (), policy: Callable[..., bool] | None = None) -> Body:
+    def body(self, outs: Sequence[Value] = (), policy: Callable[..., bool] | None = None) -> jx.Body:
         """Returns the plan as a function in place of its jaxpr, the same one for the same arguments.
 
         Args:
@@ -211,7 +200,7 @@ class Plan:
             if policy is not None:
                 fun = jax.checkpoint(fun, policy=policy, prevent_cse=False)
             pairs = zip(self.frame.invars, self.inputs, strict=True)
-            self.bodies[key] = Body(fun, [aval_with(var.aval, value.dtype) for var, value in pairs])
+            self.bodies[key] = jx.Body(fun, [jx.aval_with(var.aval, value.dtype) for var, value in pairs])
         return self.bodies[key]
 
     @property
@@ -230,7 +219,7 @@ def _identity(run: Any) -> Any:
 
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:
     """Whether a variable or literal has another dtype than it was traced in."""
-    return any(value.dtype != dtype_of(atom) for atom, value in known)
+    return any(value.dtype != jx.dtype_of(atom) for atom, value in known)
 
 
 def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:
@@ -269,7 +258,7 @@ def _call(step: Step) -> tuple[Any, ...] | None:
     """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
     if not isinstance(step.run, Op) or step.eqn.effects or not _is_hashable(step.run):
         return None
-    return call_of(step.eqn)
+    return jx.call_of(step.eqn)
 
 
 def _is_hashable(x: Any) -> bool:
@@ -297,7 +286,7 @@ class _Group(NamedTuple):
     results: tuple[int, ...]
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=INLINE)
+@functools.partial(jax.jit, static_argnums=0, inline=jx.INLINE)
 def _run(group: _Group, *args: Any) -> list[Any]:
     values = list(args)
     for op, places in zip(group.ops, group.reads, strict=True):
@@ -330,7 +319,7 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(group, *args))
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=INLINE)
+@functools.partial(jax.jit, static_argnums=1, inline=jx.INLINE)
 def _shared_cast(x: Any, dtype: Any) -> Any:
     """Casts an array. JAX differentiates all casts of the same types once."""
     return lax.convert_element_type(x, dtype)

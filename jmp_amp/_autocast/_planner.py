@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context, decide, params_for, results
 from jmp_amp._autocast._known import Knowledge, Whole
 from jmp_amp._autocast._options import Options, format_in
@@ -19,20 +20,6 @@ from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
-from jmp_amp._jaxpr import (
-    HIGHER_ORDER,
-    Branches,
-    Call,
-    Kept,
-    Memo,
-    dtype_of,
-    inner_jaxprs,
-    is_floating,
-    jaxprs_in,
-    open_jaxpr,
-    scope_path,
-    structure_of,
-)
 
 PlanHigherOrder = Callable[["Planner", Context], Step]
 
@@ -48,8 +35,8 @@ class Planner:
         self.knowledge = Knowledge(self.facts_of, self.constants, constant)
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
-        self._plans, self._bodies, self._facts, self._constants = Kept(), Kept(), Kept(), Kept()
-        self._steps, self._numbers, self._counter = Memo(), Memo(), itertools.count()
+        self._plans, self._bodies, self._facts, self._constants = jx.Kept(), jx.Kept(), jx.Kept(), jx.Kept()
+        self._steps, self._numbers, self._counter = jx.Memo(), jx.Memo(), itertools.count()
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -60,7 +47,7 @@ class Planner:
             uses: how each of its results is used.
             region: the format and the scopes around it.
         """
-        opened, consts = open_jaxpr(jaxpr)
+        opened, consts = jx.open_jaxpr(jaxpr)
         key = tuple(map(id, consts)), values, uses, region  # the plan keeps the constants alive
         return self._plans(opened, key, lambda: self._plan(opened, consts, values, uses, region))
 
@@ -89,7 +76,9 @@ class Planner:
             sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in atoms])
             if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
                 moved[eqn.outvars[0]] = sources[0]
-            facts.append(Facts(eqn, rule, structure_of(eqn), tuple(operands), sources, self._number_of(eqn, sources)))
+            facts.append(
+                Facts(eqn, rule, jx.structure_of(eqn), tuple(operands), sources, self._number_of(eqn, sources))
+            )
         return facts
 
     def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int | None:
@@ -106,9 +95,9 @@ class Planner:
 
     def hides_products(self, eqn: JaxprEqn) -> bool:
         """Whether an equation without a rule holds products, which stay as they were traced."""
-        if eqn.primitive.name in self._rules or structure_of(eqn) is not None:
+        if eqn.primitive.name in self._rules or jx.structure_of(eqn) is not None:
             return False
-        inside = [each for inner, _ in inner_jaxprs(eqn) for each in open_jaxpr(inner)[0].eqns]
+        inside = [each for inner, _ in jx.inner_jaxprs(eqn) for each in jx.open_jaxpr(inner)[0].eqns]
         return any(self.rule_of(each).op_class is OpClass.LOWER or self.hides_products(each) for each in inside)
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
@@ -120,12 +109,12 @@ class Planner:
 
         A kernel has no rule and reads floating values.
         """
-        jaxprs = jaxprs_in(params) if primitive.name in HIGHER_ORDER else None
+        jaxprs = jx.jaxprs_in(params) if primitive.name in jx.HIGHER_ORDER else None
         if jaxprs is not None:
-            inside = [eqn for inner in jaxprs for eqn in open_jaxpr(inner)[0].eqns]
+            inside = [eqn for inner in jaxprs for eqn in jx.open_jaxpr(inner)[0].eqns]
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
         if primitive.name not in self._rules:
-            return any(map(is_floating, avals))
+            return any(map(jx.is_floating, avals))
         return find_rule(primitive, params, avals, self._rules).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
@@ -135,7 +124,7 @@ class Planner:
         if form is AS_TRACED or not (name_stack.stack or overrides.scopes):
             return region
         if overrides.scopes:
-            path = scope_path(path, name_stack)
+            path = jx.scope_path(path, name_stack)
             for pattern in overrides.matching(path):
                 form = overrides.scopes[pattern]
         return Region(format_in(name_stack) or form, path)
@@ -168,7 +157,7 @@ class Planner:
         changed = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True)) or rewrite is not None
         run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
         # The dtype of the operands does not show in the result of a comparison.
-        shows = any(dtype_of(var) == FLOAT32 for var in eqn.outvars)
+        shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
         reads_float32 = tuple(d == FLOAT32 or not shows for d in dtypes)
         return Step(eqn, shared, outs, run, changed, reads_float32, why)
 
@@ -344,7 +333,7 @@ class _Draft:
 
     def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
         """Returns what is known of an operand, and whether another equation reads it in float32."""
-        if value.as_data().dtype == dtype_of(atom) or not self._variables[atom].float32_readers - {reader}:
+        if value.as_data().dtype == jx.dtype_of(atom) or not self._variables[atom].float32_readers - {reader}:
             return value
         return value._replace(has_float32_copy=True)
 
@@ -377,7 +366,7 @@ class _Draft:
 
 def _why_as_traced(facts: Facts, reads: int, operands: Sequence[Any], region: Region) -> str | None:
     """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not."""
-    if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, Call | Branches):
+    if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, jx.Call | jx.Branches):
         return "loop"
     if facts.rule.op_class is not OpClass.LOWER:
         return None

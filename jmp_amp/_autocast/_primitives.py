@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive, Var
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._shapes import (
     Axes,
     MoveAxes,
@@ -23,7 +24,6 @@ from jmp_amp._autocast._shapes import (
     squeeze_axes,
     transpose_axes,
 )
-from jmp_amp._jaxpr import Structure
 
 
 class OpClass(enum.StrEnum):
@@ -407,13 +407,13 @@ class Facts(NamedTuple):
 
     eqn: JaxprEqn
     rule: Rule
-    structure: Structure | None
+    structure: jx.Structure | None
     operands: tuple[Var, ...]
     sources: tuple[Var | None, ...]
     op: int | None
 
     @property
-    def enters(self) -> Structure | None:
+    def enters(self) -> jx.Structure | None:
         """How analyses enter its jaxprs: a solver is one op to them."""
         return None if self.rule.reads else self.structure
 

@@ -8,12 +8,12 @@ import numpy as np
 from jax import numpy as jnp
 from jax.extend.core import Literal
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._known import Known, Moment, Squares
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
-from jmp_amp._jaxpr import Backward, Loop, dtype_of, is_floating
 
 
-class Readers(Backward[Facts, Known, int]):
+class Readers(jx.Backward[Facts, Known, int]):
     """The analysis that finds how the readers of each value read it."""
 
     bottom = Reads.NOBODY
@@ -27,13 +27,13 @@ class Readers(Backward[Facts, Known, int]):
         """Returns how branches read their index."""
         return (_all(outs) & Reads.ENDS_LOOP) or Reads.OTHERWISE
 
-    def carried(self, loop: Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
+    def carried(self, loop: jx.Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of the accumulators and the recurrences of a loop."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
         marks = [Reads.TERM * known.adds_up | Reads.RECURRENCE * known.recurs for known in carry]
         return [reads | mark for reads, mark in zip(outs, marks, strict=True)]
 
-    def left(self, loop: Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
+    def left(self, loop: jx.Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
         """Returns how a loop reads its operands. What decides when it ends may be rounded before it starts."""
         ends_loop = _all(outs) & Reads.ENDS_LOOP
         gates = [Reads.GATE if reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) else Reads.NOBODY for reads in said]
@@ -55,9 +55,9 @@ class Readers(Backward[Facts, Known, int]):
         if reads & Reads.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
             deciding = [var for var, of in zip(facts.eqn.outvars, outs, strict=True) if of & Reads.ENDS_LOOP]
-            rounds = all(jnp.issubdtype(dtype_of(var), np.integer) for var in deciding)
+            rounds = all(jnp.issubdtype(jx.dtype_of(var), np.integer) for var in deciding)
             pairs = zip(each, facts.eqn.invars, strict=True)
-            each = [of if rounds and is_floating(atom) else of | Reads.ENDS_LOOP for of, atom in pairs]
+            each = [of if rounds and jx.is_floating(atom) else of | Reads.ENDS_LOOP for of, atom in pairs]
         return each
 
 

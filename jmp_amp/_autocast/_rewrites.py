@@ -16,12 +16,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Op, Rewrite
 from jmp_amp._autocast._primitives import OpClass
 from jmp_amp._float8 import float8_dot
 from jmp_amp._formats import FLOAT32, Float8
-from jmp_amp._jaxpr import bind, dtype_of, evaluate, shape_of, trace, with_dtype
 
 Dtypes = tuple[Any, ...]
 
@@ -80,7 +80,7 @@ def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     sum by scatter, and in bfloat16 a sum of ones ends at 256.
     """
     atoms = op.eqn.invars
-    if not (op.rule.takes and op.rule.moves and dtype_of(atoms[0]) == FLOAT32 and dtypes[0] == op.format.dtype):
+    if not (op.rule.takes and op.rule.moves and jx.dtype_of(atoms[0]) == FLOAT32 and dtypes[0] == op.format.dtype):
         return None
     return None if is_label_logit(op.eqn.params, [atom.aval for atom in atoms]) else _gather_low
 
@@ -134,7 +134,7 @@ def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> s
         return "no matrix product"
     if not any(is_input[:2]):
         return "no weight"
-    shapes = [shape_of(atom) or () for atom in eqn.invars[:2]]
+    shapes = [jx.shape_of(atom) or () for atom in eqn.invars[:2]]
     terms = shapes[0][contracting[0][0]]
     others = [[n for i, n in enumerate(shape) if i not in c] for shape, c in zip(shapes, contracting, strict=True)]
     rows, columns = map(math.prod, others)
@@ -207,9 +207,9 @@ def _transposed_product(op: Op, operands: Sequence[Any], i: int, cotangent: jax.
 
     def apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         params = {"preferred_element_type": dtype} if "preferred_element_type" in eqn.params else {}
-        return bind(eqn, args, **params)
+        return jx.bind(eqn, args, **params)
 
-    return evaluate(trace(transpose, [with_dtype(cotangent, product.dtype)]), [cotangent], apply)[0]
+    return jx.evaluate(jx.trace(transpose, [jx.with_dtype(cotangent, product.dtype)]), [cotangent], apply)[0]
 
 
 def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
@@ -221,8 +221,8 @@ def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     rule, eqn = op.rule, op.eqn
     if not (rule.fuses and rule.op_class is OpClass.PROMOTE and eqn.outvars and any(casts)):
         return None
-    shape, pairs = shape_of(eqn.outvars[0]), zip(eqn.invars, casts, strict=True)
-    is_broadcast = any(dtype is not None and shape_of(atom) != shape for atom, dtype in pairs)
+    shape, pairs = jx.shape_of(eqn.outvars[0]), zip(eqn.invars, casts, strict=True)
+    is_broadcast = any(dtype is not None and jx.shape_of(atom) != shape for atom, dtype in pairs)
     return _BroadcastFirst(shape) if is_broadcast and shape is not None else None
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Rule
 from jmp_amp._autocast._shapes import is_smaller
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
-from jmp_amp._jaxpr import Branches, Call, Forward, Kept, Loop, dtype_of, open_jaxpr, shape_of
 
 # The value that another is made of, element by element: a result of an op, or the index of an input of the jaxpr.
 _Root = Var | int
@@ -86,7 +86,7 @@ class Streams:
     def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
-        self._norms, self._layers = Kept(), _Layers(facts_of)
+        self._norms, self._layers = jx.Kept(), _Layers(facts_of)
 
     def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], uses: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
@@ -107,7 +107,7 @@ class Streams:
         found |= dict.fromkeys(returned, Stream.RETURNED)
         return {root: reads for root, reads in found.items() if isinstance(root, Var)}
 
-    def carries(self, loop: Loop, is_weight: Sequence[bool], uses: Sequence[Stream]) -> list[bool]:
+    def carries(self, loop: jx.Loop, is_weight: Sequence[bool], uses: Sequence[Stream]) -> list[bool]:
         """Returns whether each carry of a `scan` over layers is a residual stream, or the result of a norm.
 
         A scan over layers slices the weights that its products read. One over time has the same weights in each
@@ -134,7 +134,7 @@ class Streams:
 
     def _of(self, jaxpr: Any, inputs: tuple[_Part | None, ...] = ()) -> _Norms:
         """Returns the norms of a jaxpr. By default, its inputs are values of their own, which no layer computes."""
-        opened, _ = open_jaxpr(jaxpr)
+        opened, _ = jx.open_jaxpr(jaxpr)
         inputs = inputs or tuple(map(_Part, range(len(opened.invars))))
         return self._norms(opened, inputs, lambda: self._find(opened, inputs))
 
@@ -145,7 +145,7 @@ class Streams:
             eqn = facts.eqn
             operands = [parts.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
             outs: Sequence[_Part | None]
-            if isinstance(facts.structure, Loop):
+            if isinstance(facts.structure, jx.Loop):
                 outs = self._enter_loop(eqn, facts.structure, operands, norms)
             elif facts.structure is not None:
                 outs = self._enter(eqn, facts.structure, operands, norms)
@@ -163,7 +163,7 @@ class Streams:
         return norms._replace(outs=tuple(outs))
 
     def _enter(
-        self, eqn: JaxprEqn, structure: Call | Branches, operands: Sequence[_Part | None], norms: _Norms
+        self, eqn: JaxprEqn, structure: jx.Call | jx.Branches, operands: Sequence[_Part | None], norms: _Norms
     ) -> list[_Part | None]:
         """Notes the residual streams that a call or branches read, and returns what the results hold."""
         given = [operands[i] for i in structure.operands]
@@ -189,7 +189,7 @@ class Streams:
         return [each[0] if len(set(each)) == 1 else _Part(var) for var, each in outs]
 
     def _enter_loop(
-        self, eqn: JaxprEqn, loop: Loop, operands: Sequence[_Part | None], norms: _Norms
+        self, eqn: JaxprEqn, loop: jx.Loop, operands: Sequence[_Part | None], norms: _Norms
     ) -> list[_Part | None]:
         """Notes the residual streams that the body of a loop reads; each result is a value of its own."""
         found = self._of(loop.body)
@@ -208,17 +208,17 @@ class Streams:
 def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
     """Returns what the result of an op holds, and notes sums and residual streams."""
     (result,) = eqn.outvars
-    if dtype_of(result) != FLOAT32:
+    if jx.dtype_of(result) != FLOAT32:
         return None
     known = [part for part in operands if part]
-    is_larger = rule.moves and is_smaller(shape_of(eqn.invars[0]) or (), shape_of(result) or ())
+    is_larger = rule.moves and is_smaller(jx.shape_of(eqn.invars[0]) or (), jx.shape_of(result) or ())
     if rule.passes_on and (not known or is_larger):
         return None if all(part.holds is _Holds.ELEMENTS for part in known) else known[0]
     statistics = [part for part in known if part.holds is not _Holds.ELEMENTS]
     elements = [
         part
         for atom, part in zip(eqn.invars, operands, strict=True)
-        if part and part.holds is _Holds.ELEMENTS and (rule.moves or shape_of(atom) == shape_of(result))
+        if part and part.holds is _Holds.ELEMENTS and (rule.moves or jx.shape_of(atom) == jx.shape_of(result))
     ]
     roots = {part.root for part in elements}
     if rule.sums and len(known) == 1:
@@ -255,7 +255,7 @@ class _From(enum.IntEnum):
     LAYERS = 3  # a product of a carry, or what is made of one, with a slice of a weight
 
 
-class _Layers(Forward[Facts, _From]):
+class _Layers(jx.Forward[Facts, _From]):
     """The analysis that finds the layers in the body of a scan."""
 
     bottom = _From.CONSTANTS

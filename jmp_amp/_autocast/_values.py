@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._known import NOTHING, Known, Whole
 from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._shapes import Axes, varying
 from jmp_amp._formats import FLOAT32
-from jmp_amp._jaxpr import dtype_of
 
 
 class Origin(enum.IntEnum):
@@ -130,7 +130,7 @@ class Value(NamedTuple):
 
 def unknown(aval: Any) -> Value:
     """Describes an input of the program."""
-    dtype, axes = dtype_of(aval), varying(getattr(aval, "shape", None))
+    dtype, axes = jx.dtype_of(aval), varying(getattr(aval, "shape", None))
     return Value(dtype, Origin.INPUT, axes=(axes,)) if axes else Value(dtype, Origin.SCALAR)
 
 

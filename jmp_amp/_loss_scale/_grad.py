@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp import _modules
 from jmp_amp._calls import describe, transformation
-from jmp_amp._jaxpr import marked
 from jmp_amp._loss_scale._rule import to_scale
 from jmp_amp._loss_scale._state import get_loss_scale
 from jmp_amp._trees import multiply_wide, wide_dtype
@@ -166,7 +166,7 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
             ) from None
         wide_loss = _to_wide(loss)
         loss_factor, grad_factor = _split_scale(scale.astype(wide_loss.dtype), jnp.result_type(loss))
-        with marked(LOSS_SCALE):  # for the tools that debug
+        with jx.marked(LOSS_SCALE):  # for the tools that debug
             scaled = wide_loss * loss_factor
         return scaled, (wide_loss, aux, grad_factor)
 

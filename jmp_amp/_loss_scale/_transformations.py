@@ -11,8 +11,8 @@ import optax
 from jax import lax
 from jax.tree_util import keystr
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe
-from jmp_amp._jaxpr import varying_axes
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
 from jmp_amp._trees import select_tree
@@ -329,7 +329,7 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
                 f"`inner` changes its state{keystr(path)} from {describe(x)} to {describe(y)}, so a step "
                 "cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
             )
-        if checks_axes and (axes := sorted(varying_axes(y) - varying_axes(x), key=str)):
+        if checks_axes and (axes := sorted(jx.varying_axes(y) - jx.varying_axes(x), key=str)):
             raise ValueError(
                 f"the state of `inner`{keystr(path)} is the same on all devices, but `inner` returns one that varies "
                 f"along the mapped axes {axes} of `shard_map`, as its gradients do; {_gradients.average_first(axes)}"
