@@ -106,21 +106,22 @@ COMPILED = 1_000  # leaves, at most
 WHY = "What loss scaling adds to an optimizer step: kernel launches, bytes, compile time and collectives."
 NOTES = """
 A step updates donated float32 parameters and the moments of AdamW from float32 gradients, which are its argument.
-Launches and bytes are counted by one rule for all programs (`gpu_aot.cost`); of a `cond`, those of the dearer branch.
-"By hand" is unscale, check, step and `where`, as jmp's and mpx's users write them. "Many-leaf kernels" is
+Launches and bytes are counted by one rule for all programs (`gpu_aot.cost`); for a `cond`, those of the more expensive
+branch. "By hand" is unscale, check, step and `where`, as users of jmp and mpx write them. "Many-leaf kernels" is
 `implementation="mosaic_gpu"`, the rest `"xla"`, the default. "Check and skip" has a scale of 1.
 
-The floors: AdamW reads the gradient, and reads and writes the parameter and two moments, 28 bytes a parameter. Whether
-all gradients are finite, and their norm, must be known before the first write, so gradients are read twice: 32 bytes.
-Unscaling, the flag, the norm and clipping fuse with these two reads and need no more. In passes of their own they would
-add 24 bytes to AdamW, 86%.
+The floors: AdamW reads the gradient, and reads and writes the parameter and two moments: 28 bytes a parameter. The flag
+and the norm must be known before the first write, so a scaled step reads the gradients twice: 32 bytes. Unscaling, the
+flag, the norm and clipping fuse with these two reads and need no more. In separate passes they would add 24 bytes to
+AdamW, 86%.
 
 In plain JAX, 16 small leaves of one shape share a launch, and XLA reads a large leaf in one launch and adds up its
 parts in another one. In programs over many devices, each leaf has launches of its own.
 
-Time is CPU time: of programs measured once, of tracing and lowering the least of three, or the only one of 10,000
-leaves. These are lowered and not compiled: of AdamW alone, the memory that the compiler takes grows with the square of
-the leaves, 0.8 GB at 1,000, 4.2 GB at 4,000, and at 10,000 over 21 GB when it was stopped.
+Time is CPU time. The time of a whole program is measured once. The time to trace and lower is the least of three, and
+for 10,000 leaves that of a single run. The programs of 10,000 leaves are lowered and not compiled: even for AdamW alone, the memory of the
+compiler grows with the square of the number of leaves, 0.8 GB at 1,000 and 4.2 GB at 4,000. At 10,000 the compiler was
+stopped at over 21 GB.
 
 On many devices, parameters, moments and gradients are sharded alike. [Collectives](collectives.md) has the bytes that a
 whole train step sends, data parallel and FSDP; there, too, loss scaling adds nothing or one float32.
@@ -130,12 +131,12 @@ or a copy in the compiled program, or a branch.
 
 ## On a CPU
 
-Half a million parameters take as long under the loss scale as under `optax.apply_if_finite`. So do a few thousand in
-four leaves, but for 8%. Both read the gradients twice, and both write the updates, because these leave the branch
-before they are added to the parameters; AdamW alone does that in the pass that computes them.
+Half a million parameters take as long under the loss scale as under `optax.apply_if_finite`. A few thousand parameters
+in four leaves take as long, to 8%. Both read the gradients twice. Both write the updates, because the branch returns
+them before they are added to the parameters; AdamW alone adds them in the pass that computes them.
 
 For one leaf of 3,000 parameters, `optax.apply_if_finite` takes 1.3 times as long as AdamW and the loss scale 1.7
-times. Its state is what costs, not its arithmetic: `optax.apply_if_finite` keeps three scalars and
+times. Its state takes this time, not its arithmetic: `optax.apply_if_finite` keeps three scalars and
 `dynamic_loss_scale` seven. With four more scalars, which it only passes through, `optax.apply_if_finite` takes 1.8
 times as long too, because JAX hands each array in and out of every call. The seven are what `metrics`, `check_health`
 and checkpoints read.

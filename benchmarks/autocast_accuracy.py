@@ -22,13 +22,13 @@ LOSS_SCALE = 2.0**10  # the same for all: underflow is not what is measured
 
 WHY = "How far losses and gradients are from float64, beside the same model with casts written by hand."
 NOTES = """
-The error of a loss is relative; that of a gradient is the L2 norm of its difference over all parameters, relative to
-the norm of the gradient. Parameters and data are random and differ from seed to seed. Both sides and float64 get the
-same float32 values, and the gradients are those of 1024 times the loss, so that none underflows.
+The error of a loss is relative to the loss. The error of a gradient is the L2 norm of its difference over all
+parameters, relative to the norm of the gradient. Parameters and data are random and differ from seed to seed. Both
+sides and float64 get the same float32 values. The gradients are those of 1024 times the loss, so that none underflows.
 
-- "By hand" and "autocast" are medians over all seeds, "x by hand" is their ratio, and the range after it that of the
-  ratios of medians over 20 seeds. A loss is a single number, and its rounding error is a matter of chance: between two
-  equally accurate sides, that ratio is anything from 0.6 to 1.6. Hence the next column.
+- "By hand" and "autocast" are medians over all seeds, and "x by hand" is their ratio. "Over 20 seeds" is the range of
+  the ratios of medians over 20 seeds. A loss is a single number, and its rounding error is random: between two equally
+  accurate sides, the ratio is anything from 0.6 to 1.6. So there is one more column.
 - "Larger : smaller" counts the seeds whose error is larger and smaller with autocast than by hand; the others are equal
   to the bit. Between two equally accurate sides, one count exceeds the other by more than three times the square root
   of their sum in 1 of 700 cases.

@@ -64,9 +64,9 @@ WHY = "How much longer a program takes to trace, lower and compile under autocas
 NOTES = """
 CPU time of the process and its children; the least of three repeats, compiled once, and in the second table the median
 of three runs. "Cold" starts with empty caches, as a program does; "warm" has traced the same model before. The target
-is one NVIDIA H200, and none is needed. By hand the casts are traced like any other op, and take time as well. On a
-shared machine the figures of another run may differ by a tenth. "Fused norms and softmaxes" counts the different
-kernels that XLA makes with Triton, apart from products. They take the longest to compile, each once for all layers that
+is one NVIDIA H200, and no GPU is needed. Casts by hand are traced like any other op, and take time as well. On a shared
+machine the figures of another run may differ by a tenth. "Fused norms and softmaxes" counts the different kernels that
+XLA makes with Triton, apart from products. They take the longest to compile; XLA compiles each once for all layers that
 use it.
 
 `jmp` and `mpx` cast whole trees of parameters, so that norms, softmax and the loss are float16 too: other results.
@@ -75,15 +75,15 @@ on these models with JAX 0.10.2 and 0.12.0.
 
 ## Where autocast loses
 
-- Tracing, against jmp and mpx, which cast once in front of the model: autocast traces the model and evaluates each of
-  its ops. This takes a fraction of a second, and compiling takes several.
+- Tracing takes longer than with jmp and mpx. They cast once in front of the model; autocast traces the model and
+  evaluates each of its ops. This takes a fraction of a second, and compiling takes several.
 - Compiling a scan: by default (`save="matmuls"`) the backward pass recomputes everything but products, so the program
   is as large as one with `jax.checkpoint`, which alone compiles 1.7 times as long as the plain scan; autocast adds a
   tenth to that. In return it saves [memory](autocast_cost.md). With `save="all"` nothing is recomputed: 1.3 times
   plain, as by hand.
-- Compiling a Transformer, against jmp and mpx, which compile faster than plain, and a ViT against by hand. The time
-  follows the count of fused norms and softmaxes: in float32, and where they read a float32 residual stream, XLA fuses
-  more of what is around them, in more ways; in float16, as in jmp and mpx, it leaves them in parts.
+- Compiling a Transformer takes longer than with jmp and mpx, and a ViT takes longer than by hand. The time grows with
+  the number of fused norms and softmaxes. XLA fuses float32 norms and softmaxes, and those that read a float32 residual
+  stream, with more of the ops around them. It leaves float16 ones in parts, so jmp and mpx compile faster than plain.
 """
 
 

@@ -36,16 +36,16 @@ and moments are sharded along their last axis, and `jax.lax.with_sharding_constr
 the batch; there is no other annotation. In so small a model, embeddings, which are looked up in float32, weigh more
 than in a large one.
 
-MB (10^6 bytes) are what one device sends in a step: the bytes that it hands in, known from the program, times what ring
-algorithms make of them on `n` devices: 2(n-1)/n for an all-reduce, (n-1)/n for a reduce-scatter and an all-to-all, n-1
-for an all-gather (which is handed 1/n of what it returns). What a loop holds counts as often as the loop runs. "Summed"
-are gradients, by all-reduce or reduce-scatter; "other" are tokens and activations around the embedding. "Calls" counts
-the collectives that run; XLA merges small ones into one.
+MB (10^6 bytes) are the bytes that one device sends in a step. They are the bytes of the operands, which the program
+shows, times the factor of a ring algorithm on `n` devices: 2(n-1)/n for an all-reduce, (n-1)/n for a reduce-scatter and
+an all-to-all, n-1 for an all-gather (whose operand is 1/n of its result). A collective in a loop counts as often as the
+loop runs. "Summed" are gradients, by all-reduce or reduce-scatter; "other" are tokens and activations around the
+embedding. "Calls" counts the collectives that run; XLA merges small ones into one.
 
-By default the gradient of a matrix product is float16 and is summed over devices as it is. With
-`weight_grad_dtype="float32"` it is float32 before it is summed; weights are gathered in float16 all the same, but
-without a loop once more for the backward pass, which by default reads the first copy again. What stays float32 are
-gradients of norms and biases, and, where it is summed apart, of the lookup.
+By default the gradient of a matrix product is float16, and is summed over devices in float16. With
+`weight_grad_dtype="float32"` it is float32 before the sum. Weights are gathered in float16 in both cases. Without a
+loop, `weight_grad_dtype="float32"` gathers them once more for the backward pass, which by default reads the first copy.
+Gradients of norms and biases stay float32, and so does the gradient of the lookup where it is summed apart.
 
 ## What loss scaling adds
 

@@ -496,19 +496,19 @@ NOTES = """
 
 By `benchmarks/conformance.py`. {versions}.
 
-Each program is written for float32, and each library is applied as its own page says, to float16:
+Each program is written for float32, and each library is applied as its own documentation says, with float16:
 `jmp_amp.autocast(fun)`; a `jmp` policy that casts arguments and results; `mpx.cast_function`; `jaxamp.amp`;
-`grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. Questions are asked of the jaxpr and of
-the results, where they arise: a program without a product is not asked about products, nor are the three in which
-only logarithms and decompositions read or make them, nor one that raises about anything else. "Sensitive" are
-exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums. Gradients are those of a weighted mean of the
-results, scaled by 2^10, or by less where that overflows. A loop that has not ended after 60 seconds counts as one
-that does not.
+`grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. The answers come from the jaxpr and from
+the results. A question is left out where it does not apply: a program without products has no answer about products. Nor
+have the three programs whose products are only read or made by logarithms and decompositions. A program that raises has
+no other answers. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums. Gradients are
+those of a weighted mean of the results, scaled by 2^10, or by less if that overflows. A loop that has not ended after
+60 seconds counts as a loop that does not end.
 
-A library that casts whole arguments (`jmp`, `mpx`) leaves it to the model to cast back around its norms and sums, which
-these programs do not do: autocast takes that work off. `grampax` casts the operands of products only. torch cannot run
-the programs, so it is asked about `GradScaler` only. The programs and the questions are ours; another choice would give
-other figures.
+`jmp` and `mpx` cast whole arguments, and the model must cast back around its norms and sums. These programs do not cast
+back, because autocast needs no such casts. `grampax` casts the operands of products only. torch cannot run the
+programs, so only its `GradScaler` is tested. We chose the programs and the questions; another choice would give other
+figures.
 """
 
 

@@ -46,15 +46,15 @@ programs (`gpu_aot.cost`): good for ratios.
 The MLP is 4096-16384-4096 with ReLU, on 8192 tokens, without biases; its weights are float32, as is its input, and
 the gradients are those of both. The Llama block has the sizes of Llama 3 8B and 8192 tokens; the GPT has 4096 tokens
 and a vocabulary of 32000. Shares are of the FLOPs of products, forward and backward, those of a loop times its
-iterations; what is left is attention. FSDP is the MLP on 8 GPUs, its weights sharded along their first axis; MB (10^6
+iterations; the rest is attention. FSDP is the MLP on 8 GPUs, its weights sharded along their first axis; MB (10^6
 bytes) are what one GPU sends, counted as in [Collectives](collectives.md).
 
 ## What this shows
 
 No time was measured yet: these are programs, not runs. `autocast` multiplies float8 arrays, so all 6 products of the
 MLP are in float8 under both settings of the compiler, and in every model float8 has the share that `amp.explain`
-predicts. Flax's `Fp8DotGeneralOp` and Keras cast to float8 and back and leave it to XLA to see a float8 product
-there. By default it sees none: all 6 run in bfloat16, and the casts only cost. Float8 needs a scale for each operand,
+predicts. Flax's `Fp8DotGeneralOp` and Keras cast to float8 and back, and rely on XLA to recognize a float8 product. By
+default XLA recognizes none: all 6 run in bfloat16, and the casts cost extra. Float8 needs a scale for each operand,
 so `autocast` moves 1.13 and 1.01 times the bytes of bfloat16, which is 0.84 and 0.86 of those of qwix. Flax's
 `Fp8DirectDotGeneralOp` takes its scales from earlier steps: by default that is 2% less than `autocast`, without
 Triton 6% more, and it keeps a state.

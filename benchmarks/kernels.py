@@ -71,13 +71,13 @@ LATEST = 300  # seconds after which nothing more is lowered, so that a run ends 
 COMPILED, MEASURED = "Compiled for an H200", "On a GPU"
 NOTES = """## What the figures are
 
-Launches are the kernels of one call, GB what they read and write, by one rule for all programs (`gpu_aot.cost`; of a
-`cond` the dearer branch). Plain JAX checks 16 small leaves of one shape in a kernel, and a large one in two or three;
+Launches are the kernels of one call. GB are the bytes that they read and write, counted by one rule for all programs
+(`gpu_aot.cost`; for a `cond`, those of the more expensive branch). Plain JAX checks 16 small leaves of one shape in a kernel, and a large one in two or three;
 the Pallas kernels read up to 250 leaves in one launch, and two or three small kernels add up the results.
 
 The steps update donated float32 parameters and the state of AdamW; the gradients are an argument. Scaled, they read the
-gradients twice: whether these are finite, and their norm, must be known before anything is written. So 28 bytes a
-parameter are the floor of plain AdamW, and 32 that of a scaled or clipped step.
+gradients twice, because the flag and the norm must be known before the first write. So plain AdamW needs at least 28
+bytes a parameter, and a scaled or clipped step 32.
 
 In a whole train step the kernel needs the gradients in memory, in float32 where autocast casts them to it. XLA can read
 them before the cast. So a kernel has fewer launches, and 0.1 to 0.5% more bytes.

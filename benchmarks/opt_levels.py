@@ -23,8 +23,8 @@ NOTES = """
 One train step of {case} (batch 8, 1024 tokens, AdamW, parameters and state donated), assembled by
 `interop.apex.initialize(loss_fn, params, tx, level)`. Parameters and state are what stays between steps: bytes a
 parameter are 4 for a float32 parameter or master, 2 for a float16 one, 8 for AdamW's two moments. Temporary
-memory is what the step needs besides: activations and gradients. Bytes moved are what every kernel reads and writes,
-by one rule for all programs (`gpu_aot.cost`): good for ratios.
+memory holds activations and gradients. Bytes moved are the bytes that all kernels read and write, counted by one rule
+for all programs (`gpu_aot.cost`): good for ratios.
 """
 
 
