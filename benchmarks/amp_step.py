@@ -119,9 +119,9 @@ In plain JAX, 16 small leaves of one shape share a launch, and XLA reads a large
 parts in another one. In programs over many devices, each leaf has launches of its own.
 
 Time is CPU time. The time of a whole program is measured once. The time to trace and lower is the least of three, and
-for 10,000 leaves that of a single run. The programs of 10,000 leaves are lowered and not compiled: even for AdamW alone, the memory of the
-compiler grows with the square of the number of leaves, 0.8 GB at 1,000 and 4.2 GB at 4,000. At 10,000 the compiler was
-stopped at over 21 GB.
+for 10,000 leaves that of a single run. The programs of 10,000 leaves are lowered and not compiled: even for AdamW
+alone, the memory of the compiler grows with the square of the number of leaves, 0.8 GB at 1,000 and 4.2 GB at 4,000.
+At 10,000 the compiler was stopped at over 21 GB.
 
 On many devices, parameters, moments and gradients are sharded alike. [Collectives](collectives.md) has the bytes that a
 whole train step sends, data parallel and FSDP; there, too, loss scaling adds nothing or one float32.

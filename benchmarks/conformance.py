@@ -498,12 +498,12 @@ By `benchmarks/conformance.py`. {versions}.
 
 Each program is written for float32, and each library is applied as its own documentation says, with float16:
 `jmp_amp.autocast(fun)`; a `jmp` policy that casts arguments and results; `mpx.cast_function`; `jaxamp.amp`;
-`grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. The answers come from the jaxpr and from
-the results. A question is left out where it does not apply: a program without products has no answer about products. Nor
-have the three programs whose products are only read or made by logarithms and decompositions. A program that raises has
-no other answers. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums. Gradients are
-those of a weighted mean of the results, scaled by 2^10, or by less if that overflows. A loop that has not ended after
-60 seconds counts as a loop that does not end.
+`grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. The answers come from the jaxpr and
+from the results. A question is left out where it does not apply: a program without products has no answer about
+products. Nor have the three programs whose products are only read or made by logarithms and decompositions. A program
+that raises has no other answers. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums.
+Gradients are those of a weighted mean of the results, scaled by 2^10, or by less if that overflows. A loop that has
+not ended after 60 seconds counts as a loop that does not end.
 
 `jmp` and `mpx` cast whole arguments, and the model must cast back around its norms and sums. These programs do not cast
 back, because autocast needs no such casts. `grampax` casts the operands of products only. torch cannot run the

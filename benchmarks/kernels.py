@@ -72,8 +72,9 @@ COMPILED, MEASURED = "Compiled for an H200", "On a GPU"
 NOTES = """## What the figures are
 
 Launches are the kernels of one call. GB are the bytes that they read and write, counted by one rule for all programs
-(`gpu_aot.cost`; for a `cond`, those of the more expensive branch). Plain JAX checks 16 small leaves of one shape in a kernel, and a large one in two or three;
-the Pallas kernels read up to 250 leaves in one launch, and two or three small kernels add up the results.
+(`gpu_aot.cost`; for a `cond`, those of the more expensive branch). Plain JAX checks 16 small leaves of one shape in a
+kernel, and a large one in two or three; the Pallas kernels read up to 250 leaves in one launch, and two or three
+small kernels add up the results.
 
 The steps update donated float32 parameters and the state of AdamW; the gradients are an argument. Scaled, they read the
 gradients twice, because the flag and the norm must be known before the first write. So plain AdamW needs at least 28

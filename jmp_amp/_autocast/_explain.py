@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
@@ -20,23 +21,6 @@ from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._float8 import PRIMITIVE
 from jmp_amp._formats import AS_TRACED, FORMATS, Format
-from jmp_amp._jaxpr import (
-    Provenance,
-    combine,
-    dtype_of,
-    equations_in,
-    has_no_derivative,
-    holds_jaxprs,
-    is_backward,
-    is_floating,
-    is_inexact,
-    is_recomputed,
-    is_reference,
-    open_jaxpr,
-    shape_of,
-    split_arrays,
-    trace,
-)
 from jmp_amp._modules import unbound
 
 
@@ -121,7 +105,7 @@ def _flops(eqn: Any) -> int:
     return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
 
 
-def _forward(planner: Planner, plan: Plan, top: Format, outer: Provenance, forced: str | None) -> Iterator[OpSite]:
+def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, forced: str | None) -> Iterator[OpSite]:
     """Yields the op sites of a plan and of the plans inside it.
 
     Args:
@@ -145,23 +129,23 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: Provenance, force
         for inner, runs in step.inner:
             inside = why
             if inner.region.format is AS_TRACED:
-                inside = "reference" if any(map(is_reference, eqn.invars)) else "decomposition"
+                inside = "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
             yield from _forward(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
-        if not step.inner and any(map(is_floating, (*eqn.invars, *eqn.outvars))):
+        if not step.inner and any(map(jx.is_floating, (*eqn.invars, *eqn.outvars))):
             reason = why if region.format is not top else None
             yield _forward_site(planner, plan, step, region.format, provenance, reason)
 
 
 def _forward_site(
-    planner: Planner, plan: Plan, step: Step, form: Format, provenance: Provenance, forced: str | None
+    planner: Planner, plan: Plan, step: Step, form: Format, provenance: jx.Provenance, forced: str | None
 ) -> OpSite:
     eqn, rule = step.eqn, planner.rule_of(step.eqn)
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
     each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
-    is_float = list(map(is_floating, eqn.invars))
+    is_float = list(map(jx.is_floating, eqn.invars))
     results = [(var, value.dtype) for var, value in zip(eqn.outvars, step.outs, strict=True)]
-    compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if is_floating(var)])
+    compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if jx.is_floating(var)])
     if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
         forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
     if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
@@ -175,12 +159,12 @@ def _forward_site(
     return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
 
 
-def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite | None:
-    results = [(var, dtype_of(var)) for var in eqn.outvars if is_floating(var)]
-    if not results or holds_jaxprs(eqn):
+def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
+    results = [(var, jx.dtype_of(var)) for var in eqn.outvars if jx.is_floating(var)]
+    if not results or jx.holds_jaxprs(eqn):
         return None
-    direction = "recomputed" if is_recomputed(provenance.stack) else "backward"
-    inputs = [dtype_of(atom) for atom in eqn.invars if is_floating(atom)]
+    direction = "recomputed" if jx.is_recomputed(provenance.stack) else "backward"
+    inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_floating(atom)]
     if eqn.primitive.name == PRIMITIVE:
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
@@ -189,11 +173,11 @@ def _backward_site(planner: Planner, eqn: Any, provenance: Provenance) -> OpSite
 
 
 def _site(
-    direction: str, eqn: Any, provenance: Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
+    direction: str, eqn: Any, provenance: jx.Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
 ) -> OpSite:
     """Returns the site of an op, given the dtypes of its floating operands, and its results with their dtypes."""
-    times, floating = provenance.times, [dtype for var, dtype in outs if is_floating(var)]
-    output = _widest(floating) if floating else dtype_of(eqn.outvars[0]) if eqn.outvars else ""
+    times, floating = provenance.times, [dtype for var, dtype in outs if jx.is_floating(var)]
+    output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
     costs = times, times * _flops(eqn), times * nbytes
@@ -201,25 +185,12 @@ def _site(
 
 
 def _nbytes(var: Any, dtype: Any) -> int:
-    return math.prod(shape_of(var) or ()) * dtype.itemsize
+    return math.prod(jx.shape_of(var) or ()) * dtype.itemsize
 
 
-class Explanation(NamedTuple):
-    """The ops of a program.
-
-    Attributes:
-        sites: all op sites.
-        casts: how often a floating value is cast to another floating dtype.
-        kept: the bytes of the residuals, which the backward pass reads, by dtype and without arguments. None if the
-            program has no derivative.
-    """
-
-    sites: list[OpSite]
-    casts: int
-    kept: dict[str, int] | None
-
-
-def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
+def explain_call(
+    fun: Callable, settings: Settings, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[OpSite], int, dict[str, int] | None]:
     """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
 
     Args:
@@ -227,50 +198,54 @@ def explain_call(fun: Callable, settings: Settings, args: Sequence[Any], kwargs:
         settings: those of autocast.
         args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: likewise.
+
+    Returns:
+        All op sites; how often a floating value is cast to another floating dtype; and the bytes of the residuals,
+        which the backward pass reads, by dtype and without arguments, or None if the program has no derivative.
     """
     fun, args = unbound(fun, args)
     plans: list[Plan] = []
     autocasted = autocast_with(fun, settings, plans.append)
-    arrays, rebuild = split_arrays((args, kwargs), jax.ShapeDtypeStruct)
-    is_float = list(map(is_floating, arrays))
+    arrays, rebuild = jx.split_arrays((args, kwargs), jax.ShapeDtypeStruct)
+    is_float = list(map(jx.is_floating, arrays))
 
     def call(*arrays: Any) -> list[Any]:
         args, kwargs = rebuild(arrays)
-        return split_arrays(autocasted(*args, **kwargs))[0]
+        return jx.split_arrays(autocasted(*args, **kwargs))[0]
 
     def call_and_pull(*arrays: Any) -> Any:
         def of_floats(*floats: Any) -> list[Any]:
-            return list(filter(is_inexact, call(*combine(is_float, floats, arrays))))
+            return list(filter(jx.is_inexact, call(*jx.combine(is_float, floats, arrays))))
 
         out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
         return out, pull([jnp.ones_like(x) for x in out])
 
     is_differentiable = True
     try:
-        program = trace(call_and_pull, arrays)
+        program = jx.trace(call_and_pull, arrays)
     except Exception as error:
-        if not has_no_derivative(error):
+        if not jx.has_no_derivative(error):
             raise
         plans.clear()
-        program, is_differentiable = trace(call, arrays), False
-    planner, equations = planner_of(settings.options), list(equations_in(program, Provenance()))
-    forward = _forward(planner, plans[0], settings.format, Provenance(), None)
-    backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if is_backward(origin.stack)]
+        program, is_differentiable = jx.trace(call, arrays), False
+    planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
+    forward = _forward(planner, plans[0], settings.format, jx.Provenance(), None)
+    backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = [*forward, *filter(None, backward)]
-    return Explanation(sites, casts, _kept(program) if is_differentiable else None)
+    return sites, casts, _kept(program) if is_differentiable else None
 
 
 def _kept(program: Any) -> dict[str, int]:
-    eqns = open_jaxpr(program)[0].eqns
-    is_late = [is_backward(eqn.source_info.name_stack) for eqn in eqns]
+    eqns = jx.open_jaxpr(program)[0].eqns
+    is_late = [jx.is_backward(eqn.source_info.name_stack) for eqn in eqns]
     made = {var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars}
     read = {atom for eqn in compress(eqns, is_late) for atom in eqn.invars if isinstance(atom, Var)}
     kept: Counter[str] = Counter()
-    for var in filter(is_floating, made & read):
-        kept[str(dtype_of(var))] += _nbytes(var, dtype_of(var))
+    for var in filter(jx.is_floating, made & read):
+        kept[str(jx.dtype_of(var))] += _nbytes(var, jx.dtype_of(var))
     return dict(kept)
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and all(map(is_floating, (*eqn.invars, *eqn.outvars)))
+    return eqn.primitive.name == "convert_element_type" and all(map(jx.is_floating, (*eqn.invars, *eqn.outvars)))

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.tree_util import keystr
 
-from jmp_amp import _jaxpr
+from jmp_amp import _jaxpr as jx
 from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -61,8 +61,8 @@ def check_grads(
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)
-    varying = frozenset[Any]().union(*map(_jaxpr.varying_axes, leaves))
-    if missing := sorted(varying - {*names} - _jaxpr.varying_axes(factor), key=str):
+    varying = frozenset[Any]().union(*map(jx.varying_axes, leaves))
+    if missing := sorted(varying - {*names} - jx.varying_axes(factor), key=str):
         raise ValueError(
             f"gradients vary along the mapped axes {missing}, but the loss scale does not, so devices could disagree "
             f"on whether to skip a step; {average_first((*names, *missing))}, or, if the parameters are sharded along "
@@ -74,7 +74,7 @@ def check_grads(
         total = jnp.float32(0)
         by_axes = collections.defaultdict(list)
         for x in part:
-            by_axes[tuple(name for name in names if is_typed and name in _jaxpr.varying_axes(x))].append(x)
+            by_axes[tuple(name for name in names if is_typed and name in jx.varying_axes(x))].append(x)
         for axes, group in by_axes.items():
             _, squares = check_finite(group, factor, implementation=implementation)
             total += lax.psum(squares, axes) if axes else squares
@@ -104,7 +104,7 @@ def _as_argument(axes: Sequence[Any]) -> str:
 def _is_typed(name: Any) -> bool:
     """Returns whether the types of arrays contain the mapped axes along which they vary."""
     try:
-        return bool(_jaxpr.varying_axes(lax.axis_index(name)))
+        return bool(jx.varying_axes(lax.axis_index(name)))
     except NameError:  # JAX's error for an unbound axis
         raise ValueError(
             f"`axis_name` must name axes of `shard_map`, `pmap` or `vmap` around `update`, got {name!r}, which is none "
@@ -179,7 +179,7 @@ def check_scaled(grads: Any, scale: Any = None) -> None:
                 "one or of `dynamic_loss_scale`; keep only one, inside `dynamic_loss_scale` if there is one"
             )
     for path, x in leaves[:1] if isinstance(scale, jax.core.Tracer) else ():
-        eqns = {id(eqn): eqn for y in _jaxpr.tracers_behind(x) if (eqn := _jaxpr.parent_of(y)) is not None}
+        eqns = {id(eqn): eqn for y in jx.tracers_behind(x) if (eqn := jx.parent_of(y)) is not None}
         if not _may_depend_on(x, scale) and set(_has_constant_factors(eqns.values(), {})) == {True}:
             raise ValueError(
                 f"the gradient at `{keystr(path)}` does not depend on the loss scale, so it must not be divided by it; "
@@ -195,31 +195,31 @@ def _is_unscaled(grad: Any) -> bool:
     A gradient is not if it was differentiated after that, as where a loss reads updated parameters. It may not be if an
     argument is behind both the unscaled gradients and what was done to them: that may have scaled them again.
     """
-    tracers = _jaxpr.tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn)))
-    unscaled = [x for x in tracers if (eqn := _jaxpr.parent_of(x)) is not None and _is_unscale(eqn)]
-    return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(_jaxpr.tracers_behind(*unscaled)))
+    tracers = jx.tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn)))
+    unscaled = [x for x in tracers if (eqn := jx.parent_of(x)) is not None and _is_unscale(eqn)]
+    return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(jx.tracers_behind(*unscaled)))
 
 
 def _may_depend_on(grad: Any, scale: Any) -> bool:
     """Whether a gradient and the scale depend on one value, or the gradient on an argument that can hold the scale."""
-    behind_scale = _jaxpr.tracers_behind(scale)
+    behind_scale = jx.tracers_behind(scale)
     if not _arguments(behind_scale):
         return True  # a constant, as `set_loss_scale` writes; the gradient may depend on an equal one
-    if _arguments(_jaxpr.tracers_behind(grad, enters=lambda eqn: not _differentiates(eqn))):
+    if _arguments(jx.tracers_behind(grad, enters=lambda eqn: not _differentiates(eqn))):
         return True  # an argument that changed the gradient after the backward pass
     ids = {id(x) for x in behind_scale}
-    return any(id(x) in ids or _can_be_scale(x) for x in _jaxpr.tracers_behind(grad))
+    return any(id(x) in ids or _can_be_scale(x) for x in jx.tracers_behind(grad))
 
 
 def _arguments(tracers: Iterable[Any]) -> set[int]:
     """Returns the ids of the tracers that no equation computed."""
-    return {id(x) for x in tracers if _jaxpr.parent_of(x) is None}
+    return {id(x) for x in tracers if jx.parent_of(x) is None}
 
 
 def _can_be_scale(x: Any) -> bool:
     """Whether a tracer is a floating-point scalar that is an argument, or was computed outside of any derivative."""
-    eqn = _jaxpr.parent_of(x)
-    return _jaxpr.shape_of(x) == () and _jaxpr.is_floating(x) and (eqn is None or not _differentiates(eqn))
+    eqn = jx.parent_of(x)
+    return jx.shape_of(x) == () and jx.is_floating(x) and (eqn is None or not _differentiates(eqn))
 
 
 def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_inside: bool = False) -> Iterator[bool]:
@@ -234,26 +234,26 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
     """
     for eqn in eqns:
         stack = eqn.source_info.name_stack
-        is_inner = (is_inside or _jaxpr.is_backward(stack)) and not _jaxpr.is_recomputed(stack)
-        operands = _jaxpr.operands_of(eqn)
+        is_inner = (is_inside or jx.is_backward(stack)) and not jx.is_recomputed(stack)
+        operands = jx.operands_of(eqn)
         values = [x.val if isinstance(x, Literal) else constants.get(id(x)) for x in operands]
         is_constant = not any(value is None for value in values)
-        reads_one = any(_jaxpr.is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))
-        if is_inner and reads_one and (is_constant or all(_jaxpr.shape_of(x) == () for x in operands)):
+        reads_one = any(jx.is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))
+        if is_inner and reads_one and (is_constant or all(jx.shape_of(x) == () for x in operands)):
             yield is_constant
         if is_constant:
             constants |= {id(x): "computed" for x in eqn.outvars}
-        for jaxpr, indices in _fixed_inputs(_jaxpr.structure_of(eqn)):
-            opened, _ = _jaxpr.open_jaxpr(jaxpr)
+        for jaxpr, indices in _fixed_inputs(jx.structure_of(eqn)):
+            opened, _ = jx.open_jaxpr(jaxpr)
             known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
             yield from _has_constant_factors(opened.eqns, known, is_inner)
 
 
-def _fixed_inputs(structure: _jaxpr.Structure | None) -> Sequence[tuple[Any, Sequence[int]]]:
+def _fixed_inputs(structure: jx.Structure | None) -> Sequence[tuple[Any, Sequence[int]]]:
     """Returns the jaxprs of an equation, each with the operands that its first inputs are in every iteration."""
     if structure is None:
         return []
-    if isinstance(structure, _jaxpr.Loop):
+    if isinstance(structure, jx.Loop):
         return [(structure.body, range(structure.consts.start, structure.consts.stop))]
     return [(jaxpr, structure.operands) for jaxpr in structure.jaxprs]
 
@@ -265,5 +265,5 @@ def _is_unscale(eqn: Any) -> bool:
 def _differentiates(eqn: Any) -> bool:
     """Whether an equation is part of a derivative, or calls a function that computes one."""
     stack = eqn.source_info.name_stack
-    inside = (inner for jaxpr, _ in _jaxpr.inner_jaxprs(eqn) for inner in _jaxpr.open_jaxpr(jaxpr)[0].eqns)
-    return _jaxpr.is_of_derivative(stack) or _jaxpr.is_backward(stack) or any(map(_differentiates, inside))
+    inside = (inner for jaxpr, _ in jx.inner_jaxprs(eqn) for inner in jx.open_jaxpr(jaxpr)[0].eqns)
+    return jx.is_of_derivative(stack) or jx.is_backward(stack) or any(map(_differentiates, inside))

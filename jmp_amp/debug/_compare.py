@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmp_amp import _jaxpr
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
 from jmp_amp._calls import check_concrete, extra, transformation
 from jmp_amp._float8 import emulated
@@ -48,7 +48,7 @@ def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has
 
 
 def _is_floating_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) and _jaxpr.is_floating(x)
+    return isinstance(x, jax.Array) and jx.is_floating(x)
 
 
 @transformation
@@ -339,7 +339,7 @@ def measure(
             finite, or the scale is 1.
         **options: the options of `amp.value_and_grad`.
     """
-    arrays, rebuild = _jaxpr.split_arrays((args, kwargs))
+    arrays, rebuild = jx.split_arrays((args, kwargs))
     has_aux = options.get("has_aux", False)
 
     @jax.jit
@@ -426,18 +426,18 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     Returns:
         The result of each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
-    program, arrays, _ = _jaxpr.trace_call(fun, args, kwargs)
+    program, arrays, _ = jx.trace_call(fun, args, kwargs)
 
     @jax.jit
     def run(*arrays: Any) -> Results:
         results: Results = OrderedDict()
-        _evaluate(program, arrays, results, _jaxpr.Provenance())
+        _evaluate(program, arrays, results, jx.Provenance())
         return results
 
     return {("activation", name): [flat_on_host(x)] for name, x in run(*arrays).items()}
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: _jaxpr.Provenance) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: jx.Provenance) -> list[Any]:
     """Evaluates a jaxpr and adds the last result of each module to `results`.
 
     Calls and `scan` are entered; a `while` loop, a `cond` and a kernel count as one op.
@@ -445,25 +445,23 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: _jaxpr.P
 
     def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         provenance = outer.of(eqn)
-        match _jaxpr.structure_of(eqn):
-            case _jaxpr.Call(inner, inputs, is_inline=True):
+        match jx.structure_of(eqn):
+            case jx.Call(inner, inputs, is_inline=True):
                 return _evaluate(inner, [operands[i] for i in inputs], results, provenance)
-            case _jaxpr.Loop(cond=None) as loop:
+            case jx.Loop(cond=None) as loop:
                 return _scan(eqn, loop, operands, results, provenance)
-        outs = _jaxpr.apply_as_traced(eqn, operands)
-        floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if _jaxpr.is_floating(var)]
+        outs = jx.apply_as_traced(eqn, operands)
+        floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if jx.is_floating(var)]
         module = provenance.module or _function_in(provenance.source)
         if floating and module:  # its first result is that of the modules around it, too
             parts = module.split("/")
             _set_last(results, {"/".join(parts[:n]): floating[0] for n in range(len(parts), 0, -1)})
         return outs
 
-    return _jaxpr.evaluate(jaxpr, args, apply)
+    return jx.evaluate(jaxpr, args, apply)
 
 
-def _scan(
-    eqn: JaxprEqn, loop: _jaxpr.Loop, operands: Sequence[Any], results: Results, outer: _jaxpr.Provenance
-) -> list[Any]:
+def _scan(eqn: JaxprEqn, loop: jx.Loop, operands: Sequence[Any], results: Results, outer: jx.Provenance) -> list[Any]:
     """Evaluates a `scan` that also stacks the results of its modules."""
 
     def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], Results]]:

@@ -1,23 +1,26 @@
 """`explain`: the dtypes that autocast chooses for each op of a function, and the reasons."""
 
+import ast
 import dataclasses
 import functools
 import html
 import json
+import linecache
 import math
+import os
+import pathlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, OpSite, explain_call, matches, parse_settings
 from jmp_amp._calls import transformation
-from jmp_amp._jaxpr import api_boundary
 from jmp_amp.debug._report import check_callable, format_table
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
-_SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
-_SHORT_DTYPES |= {"float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"}
 _LOW_PRECISION = re.compile(r"float(16|[84]_)")
 
 
@@ -68,7 +71,7 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
         check_callable(fun, "explain")
         settings = parse_settings(dtype, **options)
 
-    @api_boundary
+    @jx.api_boundary
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
         def explain_again(dtype: Any = None, **options: Any) -> PrecisionReport:
@@ -85,7 +88,8 @@ class PrecisionReport:
     """The dtypes that autocast chose for each op of a program, and why; `explain` returns it.
 
     `print` shows a table of the op sites, grouped by module; modules that differ in numbers only (`layer_0`, `layer_1`)
-    share a group. `rich.print` adds colors. A notebook shows a page with a collapsible section for each module.
+    share a group. `rich.print` adds colors. A notebook shows a collapsible section for each module. `save` writes a
+    page for a browser, which shows the source as well.
 
     Attributes:
         rows: an `OpSite` for each op: direction, module, source, primitive, class, reason, input, compute and output
@@ -169,6 +173,36 @@ class PrecisionReport:
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
         return json.dumps({"summary": self.summary(), "rows": [row._asdict() for row in self.rows]}, **options)
 
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the report as an HTML page, one file that a browser shows without a network.
+
+        The page has the source lines, marked with the dtypes that their ops compute in, beside a collapsible tree of
+        the modules with their ops. Hover over an op, or focus it, for the reason of its dtype; each module has the rule
+        to copy that keeps it in float32. The lines of the functions with an op are read when the page is written.
+
+        Args:
+            path: where to write; the name ends in `.html`.
+
+        Raises:
+            ValueError: the name has another ending.
+
+        Examples:
+            >>> import pathlib, tempfile
+            >>> import jax.numpy as jnp
+            >>> import jmp_amp as amp
+            >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+            >>> path = pathlib.Path(tempfile.mkdtemp()) / "explain.html"
+            >>> report.save(path)
+            >>> path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+            True
+        """
+        if not str(path).endswith(".html"):
+            raise ValueError(f"`save` writes an HTML page, so `path` must end in `.html`, got {str(path)!r}")
+        content = json.loads(self.to_json()) | {"kept": self.kept, "reasons": REASONS, "sources": _sources(self.rows)}
+        template = pathlib.Path(__file__).with_name("explain.html").read_text(encoding="utf-8")
+        content_json = json.dumps(content).replace("<", r"\u003c")  # so that no `</script>` ends the script
+        pathlib.Path(path).write_text(template.replace("{{report}}", content_json), encoding="utf-8")
+
     def __str__(self) -> str:
         lines, printed = [_headline(self.summary())], self._printed_rows()
         for title, rows in _grouped_rows(printed):
@@ -234,14 +268,11 @@ class PrecisionDiff:
     def __str__(self) -> str:
         before, after = self.before.summary(), self.after.summary()
         lines = [f"{name}: {_format(before[name])} -> {_format(after[name])}" for name in before]
-        modules: dict[tuple[str, ...], list[str]] = {}
+        modules: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for a, b in self.changes:
-            change = a.primitive, f"{_short_dtype(a.compute)} -> {_short_dtype(b.compute)}", b.why, a.source
-            modules.setdefault(change, []).append(a.module)
-        rows = [
-            (op, compute, why, str(len(sites)), _format_modules(sites), source)
-            for (op, compute, why, source), sites in modules.items()
-        ]
+            change = a.primitive, f"{_short_dtype(a.compute)} -> {_short_dtype(b.compute)}", b.why
+            modules.setdefault((change, a.source), []).append(a.module)
+        rows = [(*op, str(len(sites)), _format_modules(sites), source) for (op, source), sites in modules.items()]
         header = ("op", "compute", "why", "sites", "module", "source")
         return "\n".join([*lines, "", format_table([header, *rows], align_right=False)])
 
@@ -299,6 +330,31 @@ def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
     return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in reasons] + more
 
 
+def _sources(sites: Iterable[OpSite]) -> dict[str, dict[int, str]]:
+    """Returns, by file, the lines of the functions that the sites are in, by number; the user's files come first."""
+    numbers: dict[str, set[int]] = {}
+    for file, _, line in (site.source.rpartition(":") for site in sites if site.source):
+        numbers.setdefault(file, set()).add(int(line.split()[0]))
+    return {file: _lines_around(numbers[file], file) for file in sorted(numbers, key=os.path.isfile, reverse=True)}
+
+
+def _lines_around(numbers: set[int], file: str) -> dict[int, str]:
+    """Returns, by number, the lines with these numbers and those of the innermost functions around them."""
+    cells = {f"In[{n}]": cell for n, cell in enumerate(vars(sys.modules["__main__"]).get("In", ()))}  # of a notebook
+    text = cells.get(file) or "".join(linecache.getlines(file))
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:  # the file has changed since
+        nodes = []
+    outside, shown = numbers, numbers
+    for node in reversed(nodes):  # inner functions come before those around them
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            span = {*range([*node.decorator_list, node][0].lineno, (node.end_lineno or 0) + 1)}
+            shown = shown | span if outside & span else shown
+            outside = outside - span
+    return {n: line for n, line in enumerate(text.split("\n"), 1) if n in shown}
+
+
 def _format_modules(modules: Iterable[str]) -> str:
     """Returns the name of a module, or a pattern for several: `layer_* (3 modules)`."""
     different = set(modules)
@@ -309,7 +365,7 @@ def _format_modules(modules: Iterable[str]) -> str:
 
 def _short_dtype(dtype: str) -> str:
     """Returns `f16` for `float16`, and so on."""
-    return " ".join(_SHORT_DTYPES.get(each, each) for each in dtype.split())
+    return dtype.replace("float", "f").replace("e4m3fn", "e4m3")
 
 
 def _row(sites: list[OpSite]) -> tuple[str, ...]:
