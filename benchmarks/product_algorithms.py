@@ -12,16 +12,19 @@ from report import arguments, head, report, row
 PARTS = {"bfloat16": 1, "bfloat16_x3": 2, "bfloat16_x6": 3}  # the bfloat16 numbers that a float32 is split into
 SIZES = (64, 512, 4096)  # terms of a sum
 
-WHY = """`with amp.precision("bfloat16_x3"):`, or the same as a rule of a scope, lets float32 products run on matrix units: an operand is split
-into a sum of bfloat16 numbers, and the products of these are added in float32
-([Henry, Tang and Heinecke, 2019](https://arxiv.org/abs/1904.06376))."""
+WHY = """\
+`with amp.precision("bfloat16_x3"):`, or the same as a rule of a scope, lets float32 products run on matrix units: an
+operand is split into a sum of bfloat16 numbers, and the products of these are added in float32 ([Henry, Tang and
+Heinecke, 2019](https://arxiv.org/abs/1904.06376))."""
 NOTES = """
-The error of a product of normally distributed matrices is the L2 norm of its difference to float64, over the norm of the
-product. The squared distances are |x|² + |y|² - 2 x·y of points in 64 dimensions that are a hundredth of their norm apart;
-the error is the largest one, over the distance. Autocast leaves such products in float32: in bfloat16 nothing of them is right.
+The error of a product of normally distributed matrices is the L2 norm of its difference to float64, over the norm of
+the product. The squared distances are |x|² + |y|² - 2 x·y of points in 64 dimensions that are a hundredth of their
+norm apart; the error is the largest one, over the distance. Autocast leaves such products in float32: in bfloat16
+nothing of them is right.
 
-Compiled for an H200, the products carry the algorithm (`tests/test_product_algorithms.py`). `"tensorfloat32"` is not in the table: NVIDIA's
-GPUs compute a float32 product so by default, with operands of 11 bits; a TPU, with the same name, as `"bfloat16_x3"`.
+Compiled for an H200, the products carry the algorithm (`tests/test_product_algorithms.py`). `"tensorfloat32"` is not
+in the table: NVIDIA's GPUs compute a float32 product so by default, with operands of 11 bits; a TPU, with the same
+name, as `"bfloat16_x3"`.
 """
 
 
