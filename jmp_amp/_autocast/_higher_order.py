@@ -26,6 +26,7 @@ from jmp_amp._jaxpr import (
     dtype_of,
     is_checkified,
     is_reference,
+    open_jaxpr,
     params_of,
     shape_of,
     with_params,
@@ -138,6 +139,8 @@ def _call(planner: Planner, call: Call, op: Context) -> Step:
         eqn = with_params(eqn, policy=as_products(params_of(eqn)["policy"]))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     has_references = call.rule is not None and any(map(is_reference, eqn.invars))
+    if entry.enter_low is not None and op.format.is_low:
+        return _as_traced(planner, entry.enter_low(eqn), op, eqn)
     if entry.run is None or has_references:
         return _as_traced(planner, call, op, eqn)
     ((jaxpr, known, reads),) = op.inside
@@ -157,12 +160,18 @@ def _call(planner: Planner, call: Call, op: Context) -> Step:
 
 
 def _as_traced(planner: Planner, call: Call, op: Context, eqn: JaxprEqn) -> Step:
-    """Runs an equation as it was traced; its jaxpr is planned only for `explain`."""
-    pairs = zip(op.values, eqn.invars, strict=True)
-    cast = tuple(value.as_float32() if dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
+    """Runs an equation in the dtypes that its jaxpr was traced in; this is planned only for `explain`."""
+    opened, _ = open_jaxpr(call.jaxpr)
+    dtypes = dict(enumerate(map(dtype_of, eqn.invars))) | dict(
+        zip(call.operands, map(dtype_of, opened.invars), strict=True)
+    )
+    cast = tuple(
+        value.as_float32() if dtypes[i] == FLOAT32 else value._replace(dtype=dtypes[i])
+        for i, value in enumerate(op.values)
+    )
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(eqn.outvars)
     plan = planner.plan(call.jaxpr, inputs, uses, Region(AS_TRACED, op.region.path))
-    outs = tuple(Value(dtype_of(var)) for var in eqn.outvars)
+    outs = tuple(Value(dtype_of(atom)) for atom in opened.outvars)
     step = _step(eqn, _casts(op.values, cast), outs, functools.partial(bind, eqn), [(plan, 1)])
     return step._replace(reads_float32=(True,) * len(cast))
 
