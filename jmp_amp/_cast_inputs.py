@@ -46,16 +46,13 @@ def cast_inputs(dtype: Any) -> Callable[[F], F]:
         >>> import jmp_amp as amp
         >>> @amp.cast_inputs("bfloat16")
         ... def attention(q, k):
-        ...     print(q.dtype, k.dtype)
         ...     return q @ k.T
         >>> x = jnp.ones((2, 4))
         >>> attention(x, x).dtype
-        float32 float32
         dtype('float32')
-        >>> amp.autocast(lambda x: attention(x, x).astype(jnp.float32))(x).dtype
-        float32 float32
-        bfloat16 bfloat16
-        dtype('float32')
+        >>> report = amp.explain(lambda x: jnp.sum(attention(x, x)), "float16")(x)
+        >>> report.select(primitive="dot_general").rows[0].compute
+        'bfloat16'
     """
     low = parse_dtype(dtype)
 
