@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jmp_amp._autocast import autocast, full_precision, precision
+from jmp_amp._cast_inputs import cast_inputs
 from jmp_amp._loss_scale import (
     DynamicLossScaleState,
     LossScale,
@@ -35,6 +36,7 @@ __all__ = [  # noqa: RUF022
     "autocast",
     "full_precision",
     "precision",
+    "cast_inputs",
     "explain",
     "LossScale",
     "LossScaleState",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 FLOAT32 = np.dtype(np.float32)
@@ -107,11 +108,13 @@ class Format:
         name: its name in `autocast(dtype=)`, in `precision` and in reports.
         dtype: the dtype that products and convolutions read and return, and that the ops after them follow.
         float8: how products with a weight read their operands instead; None for a format without float8.
+        precision: the `precision` of float32 products that ask for none; None leaves them.
     """
 
     name: str
     dtype: np.dtype
     float8: Float8 | None = None
+    precision: Any = None
 
     @property
     def is_low(self) -> bool:
@@ -158,6 +161,11 @@ FORMATS = {
     "float8": _FLOAT8,
     "float8_bfloat16": _FLOAT8,
     "float8_float16": Format("float8_float16", jnp.dtype("float16"), Float8()),
+    # float32 products on matrix units: as several products of bfloat16 parts (Henry, Tang and Heinecke, Leveraging the
+    # bfloat16 artificial intelligence datatype for higher-precision computations, 2019), or with 10 bits of mantissa.
+    "bfloat16_x3": Format("bfloat16_x3", FLOAT32, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
+    "bfloat16_x6": Format("bfloat16_x6", FLOAT32, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X6),
+    "tensorfloat32": Format("tensorfloat32", FLOAT32, precision=(lax.Precision.HIGH,) * 2),
 }
 
 # The format inside an equation that can only run as it was traced. Marks have no effect there.

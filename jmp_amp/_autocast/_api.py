@@ -222,7 +222,10 @@ def precision(dtype: Any) -> Mark:
 
     Args:
         dtype: as for `autocast`, or the dtype. With float32 every op of the region runs in the dtypes that it was
-            traced in. With `"float8"` products with a weight are float8 at every size.
+            traced in. With `"float8"` products with a weight are float8 at every size. `"bfloat16_x3"`, `"bfloat16_x6"`
+            and `"tensorfloat32"` are float32 whose products run on matrix units: as 3 or 6 products of bfloat16
+            parts, with errors of 4e-6 or as float32, or with operands of 11 bits. Products whose `precision` the
+            program sets keep theirs.
 
     Raises:
         ValueError: another dtype.

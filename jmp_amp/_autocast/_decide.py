@@ -7,6 +7,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
@@ -195,7 +196,9 @@ def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
     rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
     dtype = widest(eligible) if eligible else FLOAT32
     if dtype == FLOAT32:
-        return {}
+        is_product = eqn.primitive is lax.dot_general_p and op.facts.rule.op_class is OpClass.LOWER
+        is_free = is_product and eqn.params["precision"] is None and len(eligible) == len(operands)
+        return {"precision": op.format.precision} if is_free and op.format.precision is not None else {}
     params: dict[str, Any] = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
     jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
     return params | {name: jx.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}

@@ -122,6 +122,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
         eqn = jx.with_params(eqn, policy=as_products(jx.params_of(eqn)["policy"]))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     has_references = call.rule is not None and any(map(jx.is_reference, eqn.invars))
+    if entry.enter_low is not None and op.format.is_low:
+        return _as_traced(planner, entry.enter_low(eqn), op, eqn)
     if entry.run is None or has_references:
         return _as_traced(planner, call, op, eqn)
     ((jaxpr, known, reads),) = op.inside
@@ -142,12 +144,18 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
 
 
 def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> Step:
-    """Runs an equation as it was traced; its jaxpr is planned only for `explain`."""
-    pairs = zip(op.values, eqn.invars, strict=True)
-    cast = tuple(value.as_float32() if jx.dtype_of(atom) == FLOAT32 else value for value, atom in pairs)
+    """Runs an equation in the dtypes that its jaxpr was traced in; this is planned only for `explain`."""
+    opened, _ = jx.open_jaxpr(call.jaxpr)
+    dtypes = list(map(jx.dtype_of, eqn.invars))
+    for i, var in zip(call.operands, opened.invars, strict=True):
+        dtypes[i] = jx.dtype_of(var)
+    cast = tuple(
+        value.as_float32() if dtype == FLOAT32 else value._replace(dtype=dtype)
+        for value, dtype in zip(op.values, dtypes, strict=True)
+    )
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(eqn.outvars)
     plan = planner.plan(call.jaxpr, inputs, uses, Region(AS_TRACED, op.region.path))
-    outs = tuple(Value(jx.dtype_of(var)) for var in eqn.outvars)
+    outs = tuple(Value(jx.dtype_of(atom)) for atom in opened.outvars)
     step = _step(eqn, _casts(op.values, cast), outs, functools.partial(jx.bind, eqn), [(plan, 1)])
     return step._replace(reads_float32=(True,) * len(cast))
 

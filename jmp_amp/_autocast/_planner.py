@@ -154,7 +154,8 @@ class Planner:
         shared = tuple(None if is_own else cast for cast, is_own in zip(casts, own, strict=True))
         saved = tuple(i for i, value in enumerate(op.values) if own_casts[i] is not None and value.save_cast)
         rewrite = rewrite_of(op, dtypes, own_casts)
-        changed = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True)) or rewrite is not None
+        is_other_op = rewrite is not None or bool(params)
+        changed = is_other_op or differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
         run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
         # The dtype of the operands does not show in the result of a comparison.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
@@ -260,7 +261,7 @@ class _Draft:
                 given = [Reads.OTHERWISE] * len(outs) if is_marked else outs
                 op = op._replace(inside=self._planner.readers.inside(facts, operands, given))
             reason = None if is_marked else _why_as_traced(facts, reads, operands, region)  # a region takes precedence
-            if reason is not None:
+            if reason is not None and region.format.is_low:
                 self._as_traced[i] = reason
                 op = op._replace(region=region._replace(format=FORMATS["float32"]))
         overflows = any(

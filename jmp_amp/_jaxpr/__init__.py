@@ -15,6 +15,7 @@ from jmp_amp._jaxpr._structures import (
     Body,
     Branches,
     Call,
+    HigherOrder,
     Loop,
     Structure,
     holds_jaxprs,

@@ -1,7 +1,7 @@
 """How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -214,11 +214,13 @@ class HigherOrder(NamedTuple):
         run: evaluates an equation with other functions in place of its jaxprs: one for each branch; for a loop, one for
             the condition, if there is one, and one for the body. None if the equation cannot run otherwise.
         keeps_inputs: whether the equation keeps its operands for the backward pass.
+        enter_low: as `enter`, for an equation that asks for other dtypes where ops are cast.
     """
 
     enter: Callable[[JaxprEqn], Structure | None]
     run: Run | None = None
     keeps_inputs: bool = False
+    enter_low: Callable[[JaxprEqn], Call] | None = None
 
 
 def structure_of(eqn: JaxprEqn) -> Structure | None:
@@ -234,7 +236,9 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[tuple[Any, Any]]:
     """Returns all jaxprs in the parameters of an equation, and how often each runs; 1 if that is not known."""
     structure = structure_of(eqn)
     times = structure.length if isinstance(structure, Loop) and structure.length is not None else 1
-    inside = jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)])
+    inside = list(jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)]))
+    if not inside and isinstance(structure, Call):  # the equation holds a function
+        inside = [structure.jaxpr]
     return ((inner, times) for inner in inside)
 
 
@@ -243,7 +247,7 @@ def holds_jaxprs(eqn: JaxprEqn) -> bool:
     return next(inner_jaxprs(eqn), None) is not None
 
 
-HIGHER_ORDER: Mapping[str, HigherOrder] = {
+HIGHER_ORDER: dict[str, HigherOrder] = {
     "jit": HigherOrder(_call("jaxpr"), _run_with("jaxpr")),
     # From JAX 0.12 on, both are `eval_jaxpr`.
     **dict.fromkeys(("call", "closed_call", "eval_jaxpr"), HigherOrder(_call("call_jaxpr"), _run_inline)),

@@ -1,0 +1,151 @@
+"""The primitive of a function that autocast runs as it is written, on inputs of a dtype that it asks for.
+
+It holds the function, not a jaxpr: a kernel that was traced for float32 does not take other dtypes, so autocast traces
+the function again. Without autocast the primitive is the function.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp._formats import parse_dtype
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_cast_inputs_p = Primitive("cast_inputs")
+_cast_inputs_p.multiple_results = True
+
+
+def cast_inputs(dtype: Any) -> Callable[[F], F]:
+    """Returns a decorator for a function, such as a kernel, that reads `dtype` inside `autocast`.
+
+    Autocast does not know what is in a kernel, so it calls one in the dtypes that it was traced in, float32 in a
+    float32 model. A function with this decorator gets its floating arguments cast to `dtype` and runs as it is written,
+    and so does its derivative; other ops follow the dtypes of its results. Outside `autocast`, and in a float32 region,
+    the decorator has no effect. It replaces torch's `custom_fwd(cast_inputs=...)` and `custom_bwd`.
+
+    Inside autocast the function is traced a second time. Autocast of a derivative, `autocast(jax.grad(f))`, does not
+    find it: write `jax.grad(autocast(f))`.
+
+    Args:
+        dtype: a floating dtype or its name. float64 arguments stay float64.
+
+    Raises:
+        TypeError, ValueError: `dtype` is not a floating dtype.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> @amp.cast_inputs("bfloat16")
+        ... def attention(q, k):
+        ...     return q @ k.T
+        >>> x = jnp.ones((2, 4))
+        >>> attention(x, x).dtype
+        dtype('float32')
+        >>> report = amp.explain(lambda x: jnp.sum(attention(x, x)), "float16")(x)
+        >>> report.select(primitive="dot_general").rows[0].compute
+        'bfloat16'
+    """
+    low = parse_dtype(dtype)
+
+    def decorate(fun: F) -> F:
+        @functools.wraps(fun)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            arrays, rebuild = jx.split_arrays((args, kwargs))
+            rebuild_results: Callable[..., Any]
+
+            def flat(*arrays: Any) -> list[Any]:
+                nonlocal rebuild_results
+                args, kwargs = rebuild(arrays)
+                results, rebuild_results = jx.split_arrays(fun(*args, **kwargs))
+                return results
+
+            results = _cast_inputs_p.bind(*arrays, fun=flat, dtype=low)
+            return rebuild_results(results)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batched:
+    """A function of batches."""
+
+    fun: Callable[..., Sequence[Any]]
+    axes: tuple[int | None, ...]
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return jax.vmap(self.fun, self.axes)(*args)
+
+
+def _call(avals: Sequence[Any], fun: Callable) -> jx.Call:
+    """Returns the structure of a call with arguments of these types."""
+    jaxpr = _traced(fun, tuple(avals), lambda: jx.trace(fun, avals))
+    closed_over = [x for x in jx.open_jaxpr(jaxpr)[1] if isinstance(x, jax.core.Tracer)]
+    if closed_over:
+        raise ValueError(
+            "a function under `cast_inputs` uses a traced array that is not its argument, "
+            f"{jax.typeof(closed_over[0])}; pass it as an argument: autocast traces the function a second time, when "
+            "that array is gone"
+        )
+    return jx.Call(jaxpr, range(len(avals)))
+
+
+_traced = jx.Kept()
+
+
+def _cast(avals: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns the types of the arguments inside autocast."""
+    is_cast = [jx.is_floating(aval) and aval.dtype != np.float64 for aval in avals]
+    return [jx.aval_with(aval, dtype) if cast else aval for aval, cast in zip(avals, is_cast, strict=True)]
+
+
+def _call_as_traced(avals: Sequence[Any], fun: Callable, dtype: Any) -> jx.Call:
+    """Returns the structure of a call in these types, or in those of autocast if the function refuses these.
+
+    JAX's cuDNN attention refuses float32. A program that calls it without autocast gets that error when it runs.
+    """
+    try:
+        return _call(avals, fun)
+    except Exception:
+        with contextlib.suppress(Exception):
+            return _call(_cast(avals, dtype), fun)
+        raise
+
+
+def _abstract_eval(*avals: Any, fun: Callable, dtype: Any) -> Sequence[Any]:
+    return _call_as_traced(avals, fun, dtype).jaxpr.out_avals
+
+
+def _batch(args: Sequence[Any], axes: Sequence[Any], *, fun: Callable, dtype: Any) -> tuple[Sequence[Any], list[int]]:
+    outs = _cast_inputs_p.bind(*args, fun=_Batched(fun, tuple(axes)), dtype=dtype)
+    return outs, [0] * len(outs)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, fun: Callable, dtype: Any) -> Any:
+    return jax.jvp(fun, list(primals), list(map(ad.instantiate_zeros, tangents)))
+
+
+def _lower(ctx: Any, *args: Any, fun: Callable, dtype: Any) -> Any:
+    return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
+
+
+_cast_inputs_p.def_impl(lambda *args, fun, dtype: fun(*args))
+_cast_inputs_p.def_abstract_eval(_abstract_eval)
+batching.primitive_batchers[_cast_inputs_p] = _batch
+ad.primitive_jvps[_cast_inputs_p] = _jvp
+mlir.register_lowering(_cast_inputs_p, _lower, cacheable=False)
+
+jx.HIGHER_ORDER[_cast_inputs_p.name] = jx.HigherOrder(
+    enter=lambda eqn: _call_as_traced([atom.aval for atom in eqn.invars], **eqn.params),
+    enter_low=lambda eqn: _call(_cast([atom.aval for atom in eqn.invars], eqn.params["dtype"]), eqn.params["fun"]),
+)

@@ -1,0 +1,135 @@
+"""`cast_inputs`: functions, such as kernels, that ask for a dtype inside autocast."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxprs import dtypes
+
+import jmp_amp as amp
+
+X = np.linspace(-1, 2, 32, dtype=np.float32).reshape(4, 8)
+W = np.linspace(-1, 2, 64, dtype=np.float32).reshape(8, 8)
+
+
+@jax.custom_vjp
+def doubled(x):  # a kernel that has a derivative of its own
+    return pl.pallas_call(
+        lambda x_ref, y_ref: y_ref.__setitem__(..., 2 * x_ref[...]),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        interpret=True,
+    )(x)
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (doubled(g),))
+
+
+@amp.cast_inputs("bfloat16")
+def kernel(x, *, flip=False):
+    return {"y": doubled(x), "rows": x.shape[0] * (-1 if flip else 1)}
+
+
+def model(x, w):
+    out = kernel(x @ w)
+    assert out["rows"] == 4
+    return jnp.sum(jnp.tanh(out["y"]) @ w)
+
+
+def test_outside_of_autocast_it_has_no_effect():
+    assert dtypes(model, X, W, primitive="pallas_call") == ["float32 -> float32"]
+    plain = lambda x, w: jnp.sum(jnp.tanh(2 * (x @ w)) @ w)  # noqa: E731
+    for transform in (lambda f: f, jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f, argnums=1))):
+        np.testing.assert_allclose(transform(model)(X, W), transform(plain)(X, W), rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_inside_the_function_runs_as_written_on_cast_inputs(jit):
+    loss_fn = amp.autocast(jit(model))
+    loss, grads = jax.value_and_grad(loss_fn, argnums=(0, 1))(X, W)
+    assert dtypes(loss_fn, X, W, primitive="pallas_call") == ["bfloat16 -> bfloat16"]
+    assert set(dtypes(jax.grad(loss_fn), X, W, primitive="pallas_call")) == {"bfloat16 -> bfloat16"}
+    assert dtypes(loss_fn, X, W, primitive="tanh") == ["bfloat16 -> bfloat16"]  # what it returned
+    np.testing.assert_allclose(loss, model(X, W), rtol=0.05)
+    for got, expected in zip(grads, jax.grad(model, argnums=(0, 1))(X, W), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, expected, rtol=0.03, atol=0.3)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: lambda x, w: lax.scan(lambda x, _: (f(x, w), None), x, None, length=2)[0],
+        lambda f: jax.checkpoint(f),
+        lambda f: lambda x, w: jax.vmap(f, (0, None))(x[:, None], w)[:, 0],
+        lambda f: lambda x, w: lax.cond(x[0, 0] < 1, f, lambda x, w: x, x, w),
+    ],
+    ids=["scan", "checkpoint", "vmap", "cond"],
+)
+def test_composes(wrap):
+    def layer(x, w):
+        return kernel(x @ w)["y"].astype(jnp.float32)
+
+    fun = amp.autocast(wrap(layer))
+    grad = jax.grad(lambda x, w: jnp.sum(fun(x, w)), argnums=(0, 1))
+    assert set(dtypes(grad, X, W, primitive="pallas_call")) == {"bfloat16 -> bfloat16"}
+    np.testing.assert_allclose(fun(X, W), wrap(layer)(X, W), rtol=0.03, atol=0.3)
+    assert [g.dtype for g in grad(X, W)] == [jnp.float32, jnp.float32]
+
+
+def test_a_float32_region_leaves_it_as_it_is():
+    def scoped(x, w):
+        with jax.named_scope("inner"):
+            return model(x, w)
+
+    fun = amp.autocast(scoped, rules={"inner": "full"})
+    assert dtypes(fun, X, W, primitive="cast_inputs") == ["float32 -> float32"]
+    np.testing.assert_allclose(fun(X, W), model(X, W), atol=1e-5)
+
+
+def test_a_function_that_refuses_float32_runs_inside_autocast_and_raises_its_error_outside():
+    @amp.cast_inputs(jnp.float16)
+    def attention(q, k, n):
+        if q.dtype == jnp.float32:
+            raise NotImplementedError("q must be float16")
+        assert n.dtype == jnp.int32
+        return q @ k.T
+
+    def fun(q, k):
+        return jnp.sum(attention(q, k, jnp.int32(1)).astype(jnp.float32))
+
+    assert jnp.isfinite(jax.grad(amp.autocast(fun))(X, X)).all()
+    with pytest.raises(NotImplementedError, match="q must be float16"):
+        fun(X, X)
+    with pytest.raises(NotImplementedError, match="q must be float16"):
+        jax.jit(fun)(X, X)
+
+
+def test_explain_shows_what_is_in_it():
+    rows = amp.explain(model)(X, W).select(direction="forward", primitive="pallas_call").rows
+    assert [(row.compute, row.output) for row in rows] == [("bfloat16", "bfloat16")]
+
+
+def test_an_array_that_is_not_an_argument_is_named():
+    def fun(x, w):
+        return amp.cast_inputs("bfloat16")(lambda x: x @ w)(x)
+
+    with pytest.raises(ValueError, match=r"not its argument, float32\[8,8\].*pass it as an argument"):
+        amp.autocast(fun)(X, W)
+
+
+def test_a_dtype_that_is_none():
+    with pytest.raises(ValueError, match="`dtype` must be a floating dtype, got `int8`"):
+        amp.cast_inputs("int8")
+
+
+def test_first_nonfinite_enters_it():
+    def fun(x):
+        return jnp.sum(amp.cast_inputs("float16")(functools.partial(jnp.multiply, 1e3))(x).astype(jnp.float32))
+
+    assert amp.debug.first_nonfinite(fun)(X * 1e3) is None
+    found = amp.debug.first_nonfinite(amp.autocast(fun))(X * 1e3)
+    assert (found.primitive, found.result.dtype) == ("mul", "float16")
