@@ -1,0 +1,57 @@
+"""The programs of `broken_models` are broken as they say, and their correct forms are correct."""
+
+import jax
+import numpy as np
+import pytest
+from broken_models import MODELS, lines_at_fault, step
+
+TOLERANCE = {"float32": 1e-3, "float16": 5e-2}
+
+
+def is_finite(tree):
+    return all(np.isfinite(x).all() for x in jax.tree.leaves(tree))
+
+
+def assert_near(actual, expected, rtol):
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol * np.abs(want).max())
+
+
+def in_float64(program, dtype):
+    fun = jax.jit(step(program, dtype and "float32", 1.0))
+
+    def widened(*args):
+        with jax.enable_x64(True):
+            args = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args)
+            return jax.device_get(fun(*args))
+
+    return widened
+
+
+def test_each_model_marks_its_lines():
+    assert lines_at_fault().keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_broken_model(name):
+    model = MODELS[name]
+    fun, args = model.make()
+    assert not is_finite(jax.device_get(jax.jit(fun)(*args)))
+
+    fixed = in_float64(model.fixed, model.dtype)
+    exact = fixed(*model.fixed_args())
+    if model.fixed is not model.intended:
+        intended = in_float64(model.intended, model.dtype)
+        assert_near(fixed(*model.near()), intended(*model.near()), model.rtol)
+    if model.dtype is not None:
+        assert all(np.any(x) for x in jax.tree.leaves(exact)), "a gradient of zeros"
+
+    for dtype in {"float32", model.dtype or "float32"}:
+        fun, args = model.cured(dtype)
+        result = jax.device_get(jax.jit(fun)(*args))
+        if dtype == "float16":
+            value, grads = result
+            result = value, jax.tree.map(lambda g: g / model.fixed_scale, grads)
+        assert is_finite(result)
+        assert_near(result, exact, TOLERANCE[dtype])
