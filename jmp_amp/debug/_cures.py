@@ -1,428 +1,383 @@
-"""The cures of non-finite values: what the conditions and the names in `cures.txt` stand for.
+"""The cures of non-finite values: functions that are equal to a part of the program, and that stay finite.
 
-A pattern is a Python expression, `"log(1 + exp(x))"`. A name is a value, the same one wherever it stands (it may be
-computed twice), and `_` is any value. A number is a constant. A call is a primitive (`sum` is `reduce_sum`), or one of
-`_FUNCTIONS`. `a | b` is either. Casts and changes of shape are ignored.
+A cure is tried before it is reported. The part of the program is found by its meaning: a value, as a function of one or
+two values that it is computed from, is equal in float64 to the formula of a row. The program then runs with the
+replacement in place of that part; see `_trials.py`.
 """
 
-import ast
-import bisect
-import dataclasses
+import collections
 import functools
 import itertools
-import math
-import operator
-import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jmp_amp._autocast import rule_of
-from jmp_amp._jaxpr import holds_jaxprs, is_inexact, is_of_derivative
-from jmp_amp.debug._evaluation import (
-    Evaluation,
-    Node,
-    NonFiniteOp,
-    Values,
-    applies_loss_scale,
-    evaluate_in_float32,
-    is_low,
-)
+from jmp_amp.debug._evaluation import FLOAT64, Node, Rewrite, evaluate_in, precise, widened
 from jmp_amp.debug._report import location_of
 
-# Functions that may be several ops, each with one parameter `x`.
-_FUNCTIONS = {
-    "square": "x * x | x ** 2",
-    "mean": "sum(x) / _ | sum(x) * _",
-    "norm": "sqrt(sum(square(x)))",
-    "variance": "mean(square(x)) - square(mean(x))",
-    "softmax": "exp(_) / sum(exp(_))",
-    "weights": "exp(x) | exp(x) * _ | sum(exp(x) * _) | dot_general(exp(x), _) | dot_general(_, exp(x))",
-    "sigmoid": "logistic(x) | 1 / (1 + exp(-x)) | exp(x) / (1 + exp(x))",
-}
-_PRIMITIVES = {"sum": "reduce_sum", "max": "reduce_max", "prod": "reduce_prod"}
-_OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
-_COMMUTATIVE = {"add", "mul"}
-_LOGARITHMS = ("log", "log2")
+_MOST_CUTS, _MOST_INPUTS = 40, 5
+_ELEMENTWISE = {"log", "log2", "log1p", "neg", "sqrt", "exp"}
 
-# The operand that must not be 0, by primitive.
-_NONZERO_OPERANDS = {"div": 1, "rem": 1, "log": 0, "log2": 0, "rsqrt": 0, "integer_pow": 0, "pow": 0}
-_DEPTH = 6  # the number of ops between a value and the pattern that it was computed by
-_MOST_READERS = 200  # the number of ops, nearest first, that may be the last op of a pattern that an op is in
+
+def _softmax(x: Any, axis: Any) -> Any:
+    return np.exp(x) / np.sum(np.exp(x), axis, keepdims=True)
+
+
+# The names in formulas: those of NumPy, and these.
+_NUMPY = {
+    **{
+        name: getattr(np, name) for name in ("abs", "arccos", "arccosh", "arcsin", "arctanh", "arctan2", "cbrt", "cosh")
+    },
+    **{name: getattr(np, name) for name in ("cos", "exp", "log", "log1p", "mean", "prod", "sin", "sqrt", "std", "sum")},
+    **{name: getattr(np, name) for name in ("tanh", "maximum")},
+    "det": np.linalg.det,
+    "softmax": _softmax,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}
+_JAX = {"jax": jax, "jnp": jnp}
+
+
+class Cure(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        formula: a Python expression of `x`, `y`, and the axis, with functions of NumPy; the row applies to parts of a
+            program that are equal to it.
+        replacement: the expression that is tried in its place. `eps` and `near` are the first of a few numbers that
+            pass; `n` is the size of the axis.
+        words: why the formula fails.
+        kind: `"unselected"` if the values of the program must stay as they are, bit for bit; `"limit"` if the value of
+            the formula must have a limit, which the replacement returns.
+    """
+
+    formula: str
+    replacement: str
+    words: str
+    kind: str = ""
+
+    @property
+    def has_axis(self) -> bool:
+        """Whether the row is about values along an axis."""
+        return "axis" in self.formula
+
+    @property
+    def arity(self) -> int:
+        """The number of values that the formula reads."""
+        return 2 if "y" in _code(self.formula).co_names else 1
+
+    def exact(self, *values: Any, axis: Any = None) -> Any:
+        """Returns the formula of NumPy arrays."""
+        with np.errstate(all="ignore"):
+            return eval(_code(self.formula), _NUMPY, dict(zip("xy", values, strict=False)) | {"axis": axis})
+
+    def function(self, axis: Any = None, eps: float = 0.0) -> Callable[..., Any]:
+        """Returns the replacement as a function of JAX arrays."""
+
+        def replaced(*values: Any) -> Any:
+            n = 1 if axis is None else values[0].shape[axis]
+            names = _JAX | dict(zip("xy", values, strict=False)) | {"axis": axis, "eps": eps, "near": eps, "n": n}
+            return eval(_code(self.replacement), names)
+
+        return replaced
+
+    def text(self, eps: float) -> str:
+        """Returns the replacement with the numbers that were tried."""
+        return re.sub(r"\b(eps|near)\b", f"{eps:.0e}".replace("e-0", "e-"), self.replacement)
+
+    @property
+    def epsilons(self) -> Sequence[float]:
+        """The numbers to try, in this order."""
+        names = _code(self.replacement).co_names
+        return (1e-12, 1e-6, 1e-4, 1e-3) if "eps" in names else (1e-6, 1e-2) if "near" in names else (0.0,)
+
+
+@functools.cache
+def _code(text: str) -> Any:
+    return compile(text, "<cure>", "eval")
+
+
+_OVERFLOWS, _ROUNDS = "overflows or underflows half-way", "takes the logarithm of a value that rounds to 0"
+_CANCELS = "subtracts numbers that are equal but for rounding, so its result may be 0 or negative"
+_AT_ZERO, _EDGE = "has an infinite derivative at 0", "has an infinite derivative at the end of its domain"
+_NO_NORM = "divides by 0 where all values are 0, or has a NaN derivative there"
+_BRANCH = "is not selected by `jnp.where` where it is not finite, but its derivative is 0 times infinity there"
+
+# Equal functions first, those of more ops before those of fewer.
+CURES = [
+    Cure("log(sum(softmax(x, axis) * y, axis))", "jax.nn.logsumexp(jax.nn.log_softmax(x, axis), axis, b=y)", _ROUNDS),
+    Cure("log(softmax(x, axis))", "jax.nn.log_softmax(x, axis)", _ROUNDS),
+    Cure("log(sum(exp(x), axis))", "jax.nn.logsumexp(x, axis)", _OVERFLOWS),
+    Cure("log(mean(exp(x), axis))", "jax.nn.logsumexp(x, axis) - jnp.log(n)", _OVERFLOWS),
+    Cure("log(sum(y * exp(x), axis))", "jax.nn.logsumexp(x, axis, b=y)", _OVERFLOWS),
+    Cure("log(exp(x) @ y)", "jax.nn.logsumexp(x[..., None] + jnp.log(y), -2)", _OVERFLOWS),
+    Cure("exp(x) / sum(exp(x), axis, keepdims=True)", "jax.nn.softmax(x, axis)", _OVERFLOWS),
+    Cure("y * exp(x) / sum(exp(x), axis, keepdims=True)", "y * jax.nn.softmax(x, axis)", _OVERFLOWS),
+    Cure("sum(y * exp(x), axis) / sum(exp(x), axis)", "jnp.sum(y * jax.nn.softmax(x, axis), axis)", _OVERFLOWS),
+    Cure("exp(x) @ y / sum(exp(x), -1)", "jax.nn.softmax(x, -1) @ y", _OVERFLOWS),
+    Cure("exp(x) @ y / sum(exp(x), -1, keepdims=True)", "jax.nn.softmax(x, -1) @ y", _OVERFLOWS),
+    Cure("(exp(x) - exp(-x)) / (exp(x) + exp(-x))", "jnp.tanh(x)", _OVERFLOWS),
+    Cure("(exp(x) - 1) / (exp(x) + 1)", "jnp.tanh(x / 2)", _OVERFLOWS),
+    Cure("log(sigmoid(x))", "jax.nn.log_sigmoid(x)", _ROUNDS),
+    Cure("log(1 - sigmoid(x))", "jax.nn.log_sigmoid(-x)", _ROUNDS),
+    Cure("log(cosh(x))", "jnp.logaddexp(x, -x) - jnp.log(2.0)", _OVERFLOWS),
+    Cure("log(exp(x) + exp(y))", "jnp.logaddexp(x, y)", _OVERFLOWS),
+    Cure("log(1 + exp(x))", "jax.nn.softplus(x)", _OVERFLOWS),
+    Cure("1 / (1 + exp(-x))", "jax.nn.sigmoid(x)", _OVERFLOWS),
+    Cure("1 / (1 + exp(x))", "jax.nn.sigmoid(-x)", _OVERFLOWS),
+    Cure("y / (1 + exp(-x))", "y * jax.nn.sigmoid(x)", _OVERFLOWS),
+    Cure("y / (1 + exp(x))", "y * jax.nn.sigmoid(-x)", _OVERFLOWS),
+    Cure("log(1 - tanh(x)**2)", "2 * (jnp.log(2.0) - x - jax.nn.softplus(-2 * x))", _ROUNDS),
+    Cure("log(1 - exp(x))", "jnp.log(-jnp.expm1(x))", _ROUNDS),
+    Cure("log(exp(x) - 1)", "x + jnp.log(-jnp.expm1(-x))", _OVERFLOWS),
+    Cure("log(exp(x) * y)", "x + jnp.log(y)", _OVERFLOWS),
+    Cure("log(exp(x) / y)", "x - jnp.log(y)", _OVERFLOWS),
+    Cure("log(exp(x))", "x", _OVERFLOWS),
+    Cure("exp(x) / exp(y)", "jnp.exp(x - y)", _OVERFLOWS),
+    Cure("log(abs(det(x)))", "jnp.linalg.slogdet(x)[1]", _OVERFLOWS),
+    Cure("log(prod(x, axis))", "jnp.sum(jnp.log(x), axis)", _OVERFLOWS),
+    Cure("log(x * y)", "jnp.log(x) + jnp.log(y)", _OVERFLOWS),
+    Cure("log(x / y)", "jnp.log(x) - jnp.log(y)", _OVERFLOWS),
+    Cure("sin(x) / x", "jnp.sinc(x / jnp.pi)", "is 0 / 0 at 0"),
+    Cure("(1 - cos(x)) / x**2", "0.5 * jnp.sinc(x / (2 * jnp.pi))**2", "is 0 / 0 at 0"),
+    Cure("log(x + sqrt(x**2 + 1))", "jnp.arcsinh(x)", _OVERFLOWS),
+    Cure("sqrt(1 + x**2)", "jnp.hypot(1.0, x)", _OVERFLOWS),
+    Cure("mean(x**2, axis) - mean(x, axis)**2", "jnp.var(x, axis)", _CANCELS),
+    Cure(
+        "sqrt(sum(x**2, axis))",
+        "(m := jax.lax.stop_gradient(jnp.max(jnp.abs(x)))) * jnp.sqrt(jnp.sum((x / m)**2, axis))",
+        "squares values whose squares overflow or underflow",
+    ),
+    # The result does not change where `jnp.where` selects it.
+    Cure("sqrt(x)", "jnp.sqrt(jnp.where(x > 0, x, 1))", _BRANCH, "unselected"),
+    Cure("log(x)", "jnp.log(jnp.where(x > 0, x, 1))", _BRANCH, "unselected"),
+    Cure("x / y", "x / jnp.where(y == 0, 1, y)", _BRANCH, "unselected"),
+    Cure("1 / x", "1 / jnp.where(x == 0, 1, x)", _BRANCH, "unselected"),
+    # The result changes by an eps at most.
+    Cure("sqrt(sum(x**2, axis))", "jnp.sqrt(jnp.sum(x**2, axis) + eps)", _AT_ZERO),
+    Cure("sqrt(mean(x**2, axis))", "jnp.sqrt(jnp.mean(x**2, axis) + eps)", _AT_ZERO),
+    Cure("std(x, axis)", "jnp.sqrt(jnp.var(x, axis) + eps)", f"{_AT_ZERO}, or {_CANCELS}"),
+    Cure(
+        "(x - mean(x, axis, keepdims=True)) / std(x, axis, keepdims=True)",
+        "(x - jnp.mean(x, axis, keepdims=True)) / jnp.sqrt(jnp.var(x, axis, keepdims=True) + eps)",
+        "divides by 0 where all values are equal",
+    ),
+    Cure(
+        "x / sqrt(sum(x**2, axis, keepdims=True))",
+        "x / jnp.sqrt(jnp.sum(x**2, axis, keepdims=True) + eps)",
+        _NO_NORM,
+    ),
+    Cure(
+        "x / sqrt(mean(x**2, axis, keepdims=True))",
+        "x / jnp.sqrt(jnp.mean(x**2, axis, keepdims=True) + eps)",
+        _NO_NORM,
+    ),
+    Cure("y / sqrt(x)", "y / jnp.sqrt(x + eps)", "divides by a root that is 0, or has a NaN derivative"),
+    Cure("1 / sqrt(x)", "jax.lax.rsqrt(x + eps)", "is infinite at 0"),
+    Cure("sqrt(x)", "jnp.sqrt(x + eps)", _AT_ZERO),
+    Cure(
+        "exp(x)", "jnp.exp(jnp.minimum(x, 80.0))", "overflows where another value is selected, and 0 times inf is NaN"
+    ),
+    Cure("cbrt(x)", "jnp.where(x == 0, 0, jnp.cbrt(jnp.where(x == 0, 1, x)))", _AT_ZERO),
+    Cure("arctan2(x, y)", "jnp.arctan2(x, jnp.where((x == 0) & (y == 0), 1, y))", "has no derivative at (0, 0)"),
+]
+
+# What to do about values for which the function of the program is infinite, or not defined, in any precision.
+BOUNDS = [
+    Cure("x * log(x)", "x * jnp.log(jnp.maximum(x, eps))", "is 0 times -inf at 0"),
+    Cure("x * log(x / y)", "x * (jnp.log(jnp.maximum(x, eps)) - jnp.log(jnp.maximum(y, eps)))", "is 0 times -inf at 0"),
+    Cure("arccos(x)", "jnp.arccos(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
+    Cure("arcsin(x)", "jnp.arcsin(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
+    Cure("arctanh(x)", "jnp.arctanh(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
+    Cure("arccosh(x)", "jnp.arccosh(jnp.maximum(x, 1 + near))", _EDGE),
+    Cure("x / y", "x / jnp.where(y == 0, 1, y)", "divides by 0", "limit"),
+    Cure("1 / x", "1 / jnp.where(x == 0, 1, x)", "divides by 0", "limit"),
+    Cure("log(x)", "jnp.log(jnp.maximum(x, eps))", "is infinite at 0, or NaN below it"),
+    Cure("log1p(x)", "jnp.log1p(jnp.maximum(x, -1 + near))", "is infinite at -1, or NaN below it"),
+    Cure("sqrt(x)", "jnp.sqrt(jnp.maximum(x, eps))", "is NaN below 0"),
+    Cure("1 / sqrt(x)", "jax.lax.rsqrt(jnp.maximum(x, eps))", "is NaN below 0"),
+]
+
+
+class Part(NamedTuple):
+    """A part of a program: a value as a function of others that it is computed from.
+
+    Attributes:
+        root: the value, before `moves`.
+        inputs: the values that it is computed from.
+        moves: the ops that move the elements of the root; they come before it in the program, as in `log(p[i])`.
+    """
+
+    root: Node
+    inputs: tuple[Node, ...]
+    moves: tuple[Node, ...] = ()
+
+    def __call__(self, *values: Any) -> Any:
+        """Returns the root in float64."""
+        found = dict(zip(self.inputs, values, strict=True))
+
+        def compute(node: Node) -> Any:
+            node = _outside(node)
+            if node not in found:
+                if node.eqn is None:
+                    found[node] = widened(jnp.asarray(node.held), FLOAT64)
+                else:
+                    outs = evaluate_in(FLOAT64, node.eqn, [compute(x) for x in node.operands])
+                    found[node] = None if outs is None else outs[node.index[0]]
+            return found[node]
+
+        return compute(self.root)
+
+    @property
+    def lines(self) -> set[str]:
+        """The lines of code that compute it."""
+        found, waiting = set(), [self.root]
+        while waiting:
+            node = waiting.pop()
+            if node not in self.inputs and node.eqn is not None:
+                found.add(location_of(node.place.eqns).source)
+                waiting += node.operands
+        return found
+
+    def rewrite(self, key: Any, function: Callable[..., Any]) -> Rewrite:
+        """Returns the program with a function of the inputs in place of this part."""
+        others = [x for move in self.moves for x in move.operands[1:]]
+        inputs = [x.key or x.held for x in (*self.inputs, *others)]
+
+        def moved(*values: Any) -> Any:
+            x, rest = function(*values[: len(self.inputs)]), iter(values[len(self.inputs) :])
+            for move in self.moves:
+                operands = [x, *itertools.islice(rest, len(move.operands) - 1)]
+                (x,) = evaluate_in(np.dtype(x.dtype), move.eqn, operands) or [x]
+            return x
+
+        return Rewrite(key, inputs, moved)
+
+
+def parts(root: Node) -> Iterator[Part]:
+    """Yields the parts of a program that compute a value from one or two others, those of fewer ops first."""
+    yield from (Part(root, cut) for cut in _cuts(root))
+    node, moves = root.operands[0] if len(root.operands) == 1 else root, list[Node]()
+    while node.eqn is not None and (rule_of(node.eqn).moves or rule_of(node.eqn).takes):
+        if rule_of(node.eqn).is_cast is False:
+            moves.insert(0, node)
+        node = node.operands[0]
+    if moves and root.primitive in _ELEMENTWISE:
+        before = Node(root.values, root.place, root.index, [node])
+        yield from (Part(before, cut, tuple(moves)) for cut in _cuts(before))
+
+
+def _cuts(root: Node) -> Iterator[tuple[Node, ...]]:
+    waiting = collections.deque([_inputs(root.operands)])
+    seen = set(waiting)
+    for _ in range(_MOST_CUTS):
+        if not waiting:
+            return
+        cut = waiting.popleft()
+        nodes = sorted(cut, key=lambda x: x.number)
+        if 0 < len(nodes) <= 2:
+            yield tuple(nodes)
+        for node in nodes if len(nodes) <= 2 else nodes[-1:]:
+            if node.eqn is not None:
+                same_op = {x for x in nodes if x.place == node.place}
+                new = _inputs([*(cut - same_op), *node.operands])
+                if len(new) <= _MOST_INPUTS and new not in seen:
+                    seen.add(new)
+                    waiting.append(new)
+
+
+def _inputs(nodes: Iterable[Node]) -> frozenset[Node]:
+    """Returns the floating values among some, and those that the integers and flags among them are computed from."""
+    found: set[Node] = set()
+    for node in map(_outside, nodes):
+        if node.is_floating and not node.is_constant:
+            found.add(node)
+        elif not node.is_floating:
+            found |= _inputs(node.operands)
+    return frozenset(found)
+
+
+def _outside(node: Node) -> Node:
+    """Returns the value that an argument of a branch is outside of it."""
+    while node.eqn is None and node.source and node.place and node.source.place:
+        if node.place.iteration != node.source.place.iteration:
+            break
+        node = node.source
+    return node
+
+
+def _samples(node: Node, rng: np.random.Generator, is_moved: bool) -> np.ndarray:
+    """Returns random values of a shape, where functions are regular, in the range that the values suggest."""
+    low, high = node.values.min, node.values.max
+    if low is None or high is None or low == high == 0 or is_moved:
+        return rng.normal(size=node.values.shape)
+    if low >= 0:
+        return rng.uniform(0.05, 0.95 if high <= 1 else 2.0, node.values.shape)
+    if max(-low, high) <= 1.0001:
+        return rng.uniform(-0.95, 0.95, node.values.shape)
+    return rng.normal(size=node.values.shape) if high > 0 else -rng.uniform(0.05, 2.0, node.values.shape)
 
 
 class Match(NamedTuple):
-    """A pattern that was found: the value of each name, and the ops."""
-
-    values: dict[str, Node]
-    ops: tuple[Node, ...]
-
-
-def matches(pattern: str, node: Node) -> Iterator[Match]:
-    """Yields each way in which the op that computed a value matches a pattern."""
-    yield from _matches(_parsed(pattern), node, Match({}, ()))
-
-
-@functools.cache
-def _parsed(pattern: str) -> ast.expr:
-    return ast.parse(pattern, mode="eval").body
-
-
-@functools.cache
-def _forms_of(call: ast.Call) -> ast.expr:
-    """Returns all forms of a call of one of `_FUNCTIONS`."""
-    (x,), forms = call.args, _FUNCTIONS[call.func.id]  # type: ignore[attr-defined] # patterns call plain names
-    return _parsed(re.sub(r"\bx\b", f"({ast.unparse(x)})", forms))
-
-
-def _matches(pattern: ast.expr, node: Node, found: Match) -> Iterator[Match]:
-    node = node.origin
-    match pattern:
-        case ast.Name("_"):
-            yield found
-        case ast.Name(name):
-            if found.values.get(name, node).number == node.number:
-                yield found._replace(values=found.values | {name: node})
-        case ast.Constant(value):
-            if node.constant == value:
-                yield found
-        case ast.BinOp(left, ast.BitOr(), right):
-            yield from _matches(left, node, found)
-            yield from _matches(right, node, found)
-        case ast.BinOp(base, ast.Pow(), exponent):
-            if _exponent(node) == ast.literal_eval(exponent):
-                yield from _op_matches(node.primitive, [base], node, found)
-        case ast.BinOp(left, operator, right):
-            yield from _op_matches(_OPERATORS[type(operator)], [left, right], node, found)
-        case ast.UnaryOp(ast.USub(), operand):
-            yield from _op_matches("neg", [operand], node, found)
-        case ast.Call(ast.Name(name), args):
-            yield from _op_matches(_PRIMITIVES.get(name, name), args, node, found)
-            if name in _FUNCTIONS:
-                yield from _matches(_forms_of(pattern), node, found)
-
-
-def _op_matches(primitive: str, args: list[ast.expr], node: Node, found: Match) -> Iterator[Match]:
-    """Yields the matches of an op and its operands; operands beyond `args` are ignored."""
-    if node.primitive != primitive:
-        return
-    for order in (args, args[::-1]) if primitive in _COMMUTATIVE else (args,):
-        partial = [found._replace(ops=(*found.ops, node))]
-        for arg, operand in zip(order, node.operands, strict=False):
-            partial = [more for one in partial for more in _matches(arg, operand, one)]
-        yield from partial
-
-
-def _exponent(node: Node) -> float | None:
-    """Returns the exponent of a power; None if the node is none, or if the exponent is no constant."""
-    if node.primitive == "pow":
-        return node.operands[1].origin.constant
-    return None if node.eqn is None else rule_of(node.eqn).power
-
-
-def _upstream(node: Node, depth: float = math.inf) -> Iterator[Node]:
-    """Yields the node and the nodes that it was computed from by at most `depth` ops, nearest first."""
-    return _connected(node, lambda x: [operand.origin for operand in x.operands], depth)
-
-
-def _connected(node: Node, neighbors: Callable[[Node], list[Node]], depth: float = math.inf) -> Iterator[Node]:
-    level, seen = [node.origin], {node.origin}
-    while level and depth >= 0:
-        yield from level
-        level = list(dict.fromkeys(x for node in level for x in neighbors(node) if x not in seen))
-        seen.update(level)
-        depth -= 1
-
-
-class Diagnosis:
-    """The properties of a non-finite op that select its cure.
-
-    Attributes:
-        primitive: its name.
-        location: its location.
-        operands: its floating-point operands.
-        result: its first non-finite result.
-        node: the place of that result in the dataflow.
-        is_under_grad: whether it is part of a program that JAX differentiates.
-        is_opaque: whether it contains a jaxpr, or does not run in float32.
-        excess: the largest magnitude of its result in float32, over the largest finite value of the dtype of its
-            result; None if the op is not low precision, or its result is non-finite in float32 too.
-        divisor: the operand that must not be 0; None if the op has none.
-        divides_by_zero: whether it divides by 0, or takes the logarithm of 0, where its result is non-finite.
-        underflow: the place of the float16 op that rounded that operand to 0; None if there is none.
-        largest_finite: the largest finite value of the dtype of its result.
-        logarithms: the logarithms that the op is the derivative of.
-    """
-
-    divisor: Any
-    underflow: Any
-
-    def __init__(self, op: NonFiniteOp, evaluation: Evaluation) -> None:
-        self._evaluation = evaluation
-        eqn, out = op.place.eqn, next(x for x in op.outs if not x.is_finite)
-        self.primitive, self.location = eqn.primitive.name, location_of(op.place.eqns)
-        self.operands = tuple(x.node.values for x in op.operands if x.node.values.dtype)
-        self.node, self.result = out.node, out.node.values
-        self.largest_finite = float(jnp.finfo(self.result.dtype).max)
-        self.is_under_grad = any(is_of_derivative(outer.source_info.name_stack) for outer in op.place.eqns)
-
-        in_float32 = evaluate_in_float32(eqn, [x.value for x in op.operands]) if is_low(out.value.dtype) else []
-        self.is_opaque = in_float32 is None or holds_jaxprs(eqn)
-        largest = max((float(np.abs(np.asarray(x)).max()) for x in in_float32 or () if is_inexact(x)), default=math.inf)
-        self.excess = max(largest / self.largest_finite, 1.0) if math.isfinite(largest) else None
-
-        self.divisor, self.divides_by_zero, self.underflow = None, False, None
-        if self.primitive in _NONZERO_OPERANDS:
-            divisor = op.operands[_NONZERO_OPERANDS[self.primitive]]
-            is_bad = (np.asarray(divisor.value) == 0) & ~np.isfinite(np.asarray(out.value))
-            self.divisor, self.divides_by_zero, self.underflow = divisor.node.origin, is_bad.any(), divisor.underflow
-        self.logarithms = []
-        if self.location.backward and self.primitive == "div":
-            self.logarithms = [x for x in self.readers(self.divisor) if x.primitive in _LOGARITHMS]
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns what a condition, or the `{name}` in a text, of `cures.txt` stands for."""
-        kind, _, rest = name.partition(" ")
-        if kind in _KINDS:
-            return _KINDS[kind](self, rest)
-        found = _NAMES.get(name) or operator.attrgetter(name.replace(" ", "_"))
-        return found.format_map(self) if isinstance(found, str) else found(self)
-
-    @functools.cached_property
-    def fitting_scale(self) -> int | None:
-        """The exponent k of a loss scale that is 2^k times smaller, with which all results are finite.
-
-        0 if there is none down to a loss scale of 1; None if the op does not depend on the scale of
-        `amp.value_and_grad`.
-        """
-        factors = [x.operands[1].values.max or 0.0 for x in _upstream(self.node) if x.eqn and applies_loss_scale(x.eqn)]
-        if not factors:
-            return None
-        steps = range(1, math.floor(math.log2(max(*factors, 1.0))) + 1)
-        scaled = functools.partial(dataclasses.replace, self._evaluation)
-        k = bisect.bisect_left(steps, True, key=lambda k: scaled(loss_factor=2.0**-k).is_finite)
-        return steps[k] if k < len(steps) else 0
-
-    @property
-    def has_lost_constant(self) -> bool:
-        """Whether the result depends on a low-precision constant that was rounded to 0 or to infinity in the code.
-
-        Tracing rounds constants, so the constant of the code is not known.
-        """
-        pairs = [(reader, x) for reader in _upstream(self.node, _DEPTH) for x in reader.operands]
-        lows = [(reader, x) for reader, x in pairs if x.values.dtype and is_low(jnp.dtype(x.values.dtype))]
-        return any(
-            x.values.min is None or (x.constant == 0 and reader.primitive in ("add", "max"))
-            for reader, x in lows
-            if x.is_constant and x.eqn is None
-        )
-
-    @property
-    def eps_dtype(self) -> Any:
-        """The dtype in which an eps must work: the lowest of the values that the result was computed from.
-
-        No ops but products compute in float8.
-        """
-        nodes = {node for reader in _upstream(self.node, _DEPTH) for node in (reader, *reader.operands)}
-        dtypes = [jnp.dtype(node.values.dtype) for node in nodes if node.values.dtype]
-        real = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1]
-        return min(real, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
-
-    def readers(self, node: Node) -> list[Node]:
-        """Returns the results of the ops that read a value, also after casts and changes of shape."""
-        return self._evaluation.readers.get(node.origin, [])
-
-    def ends(self, pattern: str) -> bool:
-        """Returns whether the op is the last op of a pattern."""
-        return any(True for _ in matches(pattern, self.node))
-
-    def is_in(self, pattern: str) -> bool:
-        """Returns whether the op is one of the ops of a pattern; see `matches`."""
-        return any(
-            op in found.ops
-            for op in (self.node.origin, *self.logarithms)
-            for node in itertools.islice(_connected(op, self.readers), _MOST_READERS)
-            for found in matches(pattern, node)
-        )
-
-    def found_behind(self, pattern: str) -> list[Node]:
-        """Returns the results of a pattern from which the result of the op was computed by a few ops."""
-        return [node for node in _upstream(self.node, _DEPTH) if any(True for _ in matches(pattern, node))]
-
-    def is_derivative_of(self, primitive: str, pattern: str) -> bool:
-        """Returns whether the op is the last op of a pattern with an `x` that `primitive` reads, too."""
-        return self.is_under_grad and any(
-            reader.primitive == primitive
-            for found in matches(pattern, self.node)
-            for reader in self.readers(found.values["x"])
-        )
-
-
-# The functions that an eps must keep finite, by the primitive that computes them, or their derivative.
-_NEEDS_EPS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("div", "rem", "integer_pow"), lambda x: 1 / x),
-    **dict.fromkeys(("sqrt", "pow"), jnp.sqrt),
-    "rsqrt": lax.rsqrt,
-    "log": jnp.log,
-    "log2": jnp.log2,
-}
-
-# The op with a bounded operand, by primitive.
-_DOMAINS = {
-    "log": "jnp.log(jnp.maximum(x, {eps}))",
-    "log2": "jnp.log2(jnp.maximum(x, {eps}))",
-    "log1p": "jnp.log1p(jnp.maximum(x, -1 + {near}))",
-    "sqrt": "jnp.sqrt(jnp.maximum(x, {eps}))",
-    "rsqrt": "jax.lax.rsqrt(jnp.maximum(x, {eps}))",
-    "pow": "jnp.maximum(x, {eps}) ** y",
-    "asin": "jnp.arcsin(jnp.clip(x, -1 + {near}, 1 - {near}))",
-    "acos": "jnp.arccos(jnp.clip(x, -1 + {near}, 1 - {near}))",
-    "atanh": "jnp.arctanh(jnp.clip(x, -1 + {near}, 1 - {near}))",
-    "acosh": "jnp.arccosh(jnp.maximum(x, 1 + {near}))",
-    "erf_inv": "jax.lax.erf_inv(jnp.clip(x, -1 + {near}, 1 - {near}))",
-}
-
-# The derivatives of inverse functions, which are infinite at the ends of their domains.
-_ARCS = {
-    **dict.fromkeys(("asin", "acos"), "rsqrt(1 - square(x)) | rsqrt(one_minus_square(x))"),
-    "acosh": "rsqrt(square(x) - 1) | rsqrt(x - 1)",
-}
-
-
-def cure_of(d: Diagnosis) -> tuple[str, str]:
-    """Returns the cause and the cure of a non-finite op: the first row that applies; the last applies to every op."""
-    rows = ((cause, text) for cause, (conditions, text) in CURES.items() if all(d[x] for x in conditions.split("; ")))
-    cause, text = next(rows)
-    return cause, " ".join(text.split()).format_map(d)
-
-
-def _is_variance(d: Diagnosis) -> bool:
-    needs_eps = d.primitive in _NEEDS_EPS
-    return d.is_in("variance(x)") or (needs_eps and any(map(_cancels, d.found_behind("variance(x)"))))
-
-
-def _cancels(difference: Node) -> bool:
-    """Returns whether a difference is no larger than the rounding errors of what it is the difference of."""
-    low, high = difference.values.min, difference.operands[0].values.max
-    eps = float(jnp.finfo(difference.values.dtype).eps)
-    return low is not None and high is not None and low <= 16 * eps * high
-
-
-def _has_nonzero_factors(d: Diagnosis) -> bool:
-    """Returns whether no factor of a product is 0; the gradient of `jnp.prod` is computed with a tree of products."""
-
-    def factors(node: Node) -> list[Node]:
-        return [x.origin for x in node.operands] if node.primitive in ("log", "mul", "reduce_prod") else []
-
-    nodes = (node for root in d.logarithms or [d.node] for node in _connected(root, factors))
-    return not any(node.values.zeros for node in nodes if not factors(node))
-
-
-def _is_in_other_branch(d: Diagnosis) -> bool:
-    """Returns whether `jnp.where` selects between the op whose derivative this is, and another value."""
-    is_root = d.divisor.primitive == "sqrt"
-    for op in [d.divisor] if is_root else [x for x in d.readers(d.divisor) if x.primitive in _NONZERO_OPERANDS]:
-        for result in (op, *d.readers(op)):
-            for select in d.readers(result):
-                branches = [x.origin for x in select.operands[1:]] if select.primitive == "select_n" else []
-                if result in branches and not all(op in _upstream(x) for x in branches):
-                    return True
-    return False
-
-
-def _arc(d: Diagnosis) -> str:
-    """Returns the inverse function whose derivative the op is part of; empty if there is none."""
-    return next((name for name, pattern in _ARCS.items() if d.is_derivative_of(name, pattern)), "")
-
-
-def _run_in_float32(d: Diagnosis) -> str:
-    """Returns how to run the op in float32."""
-    rule = f' or `rules={{"{d.location.scope}": "full"}}`' if d.location.scope else ""
-    return (
-        f"use `with amp.full_precision():` around that line{rule} if autocast chose {d.result.dtype}, or "
-        "`.astype(jnp.float32)` if the code itself casts"
-    )
-
-
-def _eps(d: Diagnosis, primitive: str) -> str:
-    """Returns the smallest power of ten at which an op and its derivative are finite in `d.eps_dtype`, as code.
-
-    It is a normal number of that dtype, and at least 1e-12: float32 rounds to 1e-7.
-    """
-    for exponent in range(-12, 0):
-        if 10.0**exponent >= float(jnp.finfo(d.eps_dtype).tiny):
-            x = jnp.asarray(10.0**exponent, d.eps_dtype)
-            if np.isfinite(jax.value_and_grad(_NEEDS_EPS[primitive])(x)).all():
-                return f"1e{exponent}"
-    return "1e-1"
-
-
-def _larger_eps(d: Diagnosis) -> str:
-    """Returns the eps to add where the op divides by 0, or takes the logarithm of 0."""
-    if d.found_behind("sqrt(_)"):
-        return f"a larger eps inside the square root, `jnp.sqrt(x + {_eps(d, 'rsqrt')})`"
-    eps = _eps(d, d.primitive)
-    return f"a larger eps, {eps}: with it `{d.primitive}` and its derivative are finite in {d.eps_dtype}"
-
-
-def _in_domain(d: Diagnosis, primitive: str) -> str:
-    """Returns the op with a bounded operand, as code."""
-    near = f"1e-{6 if jnp.finfo(d.result.dtype).bits >= 32 else 2}"  # 1 - near is not 1, nor is its square
-    eps = _eps(d, primitive if primitive in _NEEDS_EPS else "sqrt")
-    return f"`{_DOMAINS[primitive].format(eps=eps, near=near)}`"
-
-
-def _magnitudes(x: Values) -> tuple[float, float]:
-    return abs(x.min or 0.0), abs(x.max or 0.0)
-
-
-# What the first word of a condition, or of a name in a text, stands for, given the rest.
-_KINDS: Mapping[str, Callable[[Diagnosis, str], Any]] = {
-    "in": Diagnosis.is_in,
-    "ends": Diagnosis.ends,
-    "behind": Diagnosis.found_behind,
-    "of": lambda d, rest: d.is_derivative_of(*rest.split(" ", 1)),
-    "op": lambda d, rest: d.primitive in rest.split(),
-    "not": lambda d, rest: not d[rest],
-    "eps": lambda d, rest: _eps(d, rest.removeprefix("of ")),
-}
-
-# What other names stand for. A name that is not here is an attribute of `Diagnosis`.
-_NAMES: Mapping[str, str | Callable[[Diagnosis], Any]] = {
-    "any op": lambda d: True,
-    "backward underflow": lambda d: location_of(d.underflow.eqns).backward,
-    "infinite operand": lambda d: any(x.infs for x in d.operands),
-    "logarithm": lambda d: d.primitive in _LOGARITHMS or d.logarithms,
-    "nonzero factors": _has_nonzero_factors,
-    "other branch": _is_in_other_branch,
-    "variance": _is_variance,
-    "arc": _arc,
-    "has a domain": lambda d: d.primitive in _DOMAINS and (d.result.nans or d.primitive != "pow"),
-    "sum": lambda d: d.node.origin.primitive in ("reduce_sum", "cumsum", "reduce_window_sum"),
-    "fits in float32": lambda d: d.excess is not None,
-    "no scale fits": lambda d: d.fitting_scale == 0,
-    "times too large": "{excess:.3g} times too large for {result.dtype}",
-    "too large": "the result is {times too large}, whose largest finite value is {largest_finite:.5g}",
-    "excess exponent": lambda d: max(math.ceil(math.log2(d.excess or 1)), 1),
-    "run in float32": _run_in_float32,
-    "rounded to 0": lambda d: f"`{d.underflow.eqn.primitive.name}` {location_of(d.underflow.eqns).where} underflows",
-    "a larger eps": _larger_eps,
-    "bounded arc": lambda d: _in_domain(d, _arc(d)),
-    "bounded log": lambda d: _in_domain(d, (d.logarithms or [d.node])[0].primitive),
-    "bounded op": lambda d: _in_domain(d, d.primitive),
-    "smallest operand": lambda d: f"{min(_magnitudes(d.operands[-1])):.4g}",
-    "largest operand": lambda d: f"{max(_magnitudes(d.operands[0])):.4g}",
-    # With it, the result is a factor of 1000 below the largest float32.
-    "largest exponent": lambda d: 115 if d.primitive == "exp2" else 80,
-}
-
-
-# The conditions and the text of each cause.
-_ROWS = re.compile(r"^([^\s#].*): (.*)\n((?: .*\n)+)", re.MULTILINE)
-_TABLE = pathlib.Path(__file__).with_name("cures.txt").read_text("utf-8")
-CURES = {row[1]: row.group(2, 3) for row in _ROWS.finditer(_TABLE)}
+    """A part of a program that is equal to the formula of a cure: the cure, the inputs in its order, and the axis."""
+
+    cure: Cure
+    part: Part
+    order: tuple[int, ...]
+    axis: Any
+
+    def rewrite(self, key: Any, eps: float) -> Rewrite:
+        """Returns the program with the replacement in place of the part."""
+        function = self.cure.function(self.axis, eps)
+        return self.part.rewrite(key, lambda *values: function(*(values[i] for i in self.order)))
+
+
+def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
+    """Yields the parts of a program that are equal to formulas, in the order of the cures."""
+    draws = []
+    with precise(FLOAT64):
+        for part in found:
+            rng = np.random.default_rng(0)
+            for_part = []
+            for is_moved in (False, False, True):
+                values = [_samples(x, rng, is_moved) for x in part.inputs]
+                try:
+                    for_part.append((values, np.asarray(part(*map(jnp.asarray, values)))))
+                except Exception:  # an op that does not run in float64
+                    break
+            else:
+                draws.append((part, for_part))
+    for cure in cures:
+        for part, for_part in draws:
+            if len(part.inputs) == cure.arity:
+                for order in itertools.permutations(range(cure.arity)):
+                    ndim = len(part.inputs[order[0]].values.shape)
+                    for axis in (None, *range(ndim)) if cure.has_axis else (None,):
+                        if _are_equal(cure, [([v[i] for i in order], out) for v, out in for_part], axis):
+                            yield Match(cure, part, order, axis)
+
+
+def _are_equal(cure: Cure, draws: Sequence[tuple[Sequence[Any], np.ndarray]], axis: Any) -> bool:
+    """Whether a formula is equal to what a part of a program computes, where that is finite."""
+    n_finite = 0
+    for values, expected in draws:
+        try:
+            result = np.asarray(cure.exact(*values, axis=axis))
+        except (
+            ValueError,
+            TypeError,
+            np.exceptions.AxisError,
+            np.linalg.LinAlgError,
+        ):  # of shapes that the formula does not take
+            return False
+        if result.size != expected.size or (not cure.has_axis and result.shape != expected.shape):
+            return False
+        is_finite = np.isfinite(expected)
+        n_finite += is_finite.sum()
+        if not np.allclose(result.reshape(expected.shape)[is_finite], expected[is_finite], 1e-6, 1e-9):
+            return False
+    return n_finite > 0

@@ -1,10 +1,11 @@
-"""Evaluates a program op by op on concrete values, and records the ops that make values non-finite."""
+"""Evaluates a program op by op: as it was traced, in a wider dtype, or with a function in place of a part of it."""
 
-import collections
+import contextlib
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,44 +14,16 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
-from jmp_amp._jaxpr import (
-    HIGHER_ORDER,
-    Body,
-    Branches,
-    Call,
-    Loop,
-    Provenance,
-    apply_as_traced,
-    aval_with,
-    bind,
-    context_of,
-    dtype_of,
-    equations_in,
-    evaluate,
-    holds_jaxprs,
-    inner_jaxprs,
-    is_floating,
-    is_inexact,
-    marks_in,
-    open_jaxpr,
-    shape_of,
-    structure_of,
-    trace,
-)
 from jmp_amp._loss_scale import LOSS_SCALE
 
-
-def _moves_one_array(eqn: JaxprEqn) -> bool:
-    """Whether an op only moves, pads or casts the elements of its first operand."""
-    rule = rule_of(eqn)
-    arrays = [atom for atom in eqn.invars if is_floating(atom) and shape_of(atom)]
-    is_cast = rule.is_cast or eqn.primitive.name == "reduce_precision"
-    return is_cast or (rule.moves and len(arrays) < 2)
-
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
+# They return 0 for no finite operand but 0, unless they underflow.
+_MAY_UNDERFLOW = {"mul", "div", "integer_pow", "square", "pow", "dot_general", "reduce_prod", "convert_element_type"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +74,7 @@ _NO_VALUES = Values("", (), None, None, 0, 0, 0)
 
 def values_of(x: Any) -> Values:
     """Returns the summary of an array; an empty one, without a dtype, unless it is floating or complex."""
-    if not is_inexact(x):
+    if not jx.is_inexact(x):
         return _NO_VALUES
     counts, extremes = map(np.asarray, _summary(x))
     low, high = extremes.tolist()
@@ -120,42 +93,8 @@ def _summary(x: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.stack(counts), jnp.stack([low, high])
 
 
-class Node:
-    """A value of an evaluation in its dataflow. It holds no array, so that arrays can be freed.
-
-    Attributes:
-        values: its summary.
-        eqn: the op that computed it; None for arguments, literals and slices.
-        primitive: the name of that op; empty if there is none.
-        operands: the values that the op read.
-        is_constant: whether it was computed from literals alone.
-        constant: its value, if it is a constant of one value; else None.
-        origin: the value whose elements it has, before any casts and changes of shape.
-        number: equal for the values of an evaluation that are computed in the same way from the same values.
-    """
-
-    number: int
-
-    def __init__(self, values: Values, eqn: JaxprEqn | None, operands: Sequence["Node"], is_constant: bool) -> None:
-        self.values, self.eqn, self.operands, self.is_constant = values, eqn, operands, is_constant
-        self.primitive = eqn.primitive.name if eqn is not None else ""
-        self.constant = values.min if is_constant and values.min == values.max else None
-        is_moved = len(operands) == 1 if eqn is None else _moves_one_array(eqn)
-        self.origin: Node = operands[0].origin if operands and is_moved else self
-
-    @property
-    def expression(self) -> Any:
-        """A key that only nodes with the same `number` share."""
-        if self.eqn is None:
-            return self if self.constant is None else self.constant
-        try:
-            params = frozenset(self.eqn.params.items())
-        except TypeError:  # a parameter that cannot be hashed
-            return self
-        return self.primitive, params, tuple(x.origin.number for x in self.operands)
-
-
-PlaceId = tuple[int, ...]
+Id = tuple[int, ...]
+_ARGUMENT = -1
 
 
 class Place(NamedTuple):
@@ -163,11 +102,13 @@ class Place(NamedTuple):
 
     Attributes:
         id: the index of each equation in `eqns` within its jaxpr, and the jaxpr and the iteration of each loop.
+        key: the same without iterations: the position in the program.
         eqns: the equations that contain this one, outermost first, and the equation itself.
         iteration: the index of the iteration of each loop that contains the equation, outermost first.
     """
 
-    id: PlaceId = ()
+    id: Id = ()
+    key: Id = ()
     eqns: tuple[JaxprEqn, ...] = ()
     iteration: tuple[int, ...] = ()
 
@@ -176,14 +117,75 @@ class Place(NamedTuple):
         """The equation."""
         return self.eqns[-1]
 
-    def step(self, jaxpr: int, i: int) -> "Place":
-        """Returns the place of iteration `i` of one of the jaxprs of the loop at this place."""
-        return Place((*self.id, jaxpr, i), self.eqns, (*self.iteration, i))
+    def of(self, index: int, eqn: JaxprEqn) -> "Place":
+        """Returns the place of an equation of the jaxpr at this place."""
+        return Place((*self.id, index), (*self.key, index), (*self.eqns, eqn), self.iteration)
+
+    def body(self, jaxpr: int, i: int | None = None) -> "Place":
+        """Returns the place of a branch, or of iteration `i` of one of the jaxprs of the loop at this place."""
+        i_or_none = () if i is None else (i,)
+        return Place((*self.id, jaxpr, *i_or_none), (*self.key, jaxpr), self.eqns, (*self.iteration, *i_or_none))
 
 
-def argument_id(i: int) -> PlaceId:
+def argument_id(i: int) -> Id:
     """Returns the id of argument `i` of the program, which differs from the id of every equation."""
-    return -1, i
+    return _ARGUMENT, i
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A value of an evaluation in its dataflow. It holds no floating array, so that arrays can be freed.
+
+    Attributes:
+        values: its summary.
+        place: the place of the op that computed it, or of the body that it is an argument of; None for constants.
+        index: which result of the op it is; `argument_id(i)` for an argument of a body.
+        operands: the values that the op read.
+        source: the same value outside of the body that it is an argument of, or inside of the loop that returned it.
+        held: the value of constants, integers and flags.
+        number: values are numbered as they are computed.
+        is_constant: whether it was computed from literals alone.
+        is_backward: whether it was computed in a backward pass.
+        underflow: the value that was rounded to 0, if a zero of this one comes from there.
+        readers: the values that were computed from it.
+    """
+
+    values: Values
+    place: Any = None
+    index: Id = ()
+    operands: Sequence["Node"] = ()
+    source: "Node | None" = None
+    held: Any = None
+    number: int = 0
+    is_constant: bool = False
+    is_backward: bool = False
+    underflow: "Node | None" = None
+    readers: list["Node"] = dataclasses.field(default_factory=list)
+
+    @property
+    def eqn(self) -> Any:
+        """The op that computed it; None for arguments and constants."""
+        return self.place.eqn if self.place and self.operands else None
+
+    @property
+    def primitive(self) -> str:
+        """The name of that op; empty if there is none."""
+        return self.eqn.primitive.name if self.eqn else ""
+
+    @property
+    def key(self) -> Id:
+        """Its position in the program."""
+        return (*self.place.key, *self.index) if self.place else ()
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it is floating or complex."""
+        return bool(self.values.dtype)
+
+    @property
+    def parents(self) -> list["Node"]:
+        """The values that it was computed from."""
+        return [*self.operands, *([self.source] if self.source else [])]
 
 
 class Cell(NamedTuple):
@@ -192,16 +194,13 @@ class Cell(NamedTuple):
     Attributes:
         value: the array.
         node: the value in the dataflow.
-        underflow: the place of an upstream float16 op that returned more zeros than it returns in float32; None if
-            there is no such op, or no zero in the array.
         causes: the ids of the upstream ops and arguments that introduced its non-finite values; empty if they come
             from constants alone, or from -inf in an argument.
     """
 
     value: Any
     node: Node
-    underflow: Place | None = None
-    causes: frozenset[PlaceId] = frozenset()
+    causes: frozenset[Id] = frozenset()
 
     @property
     def is_finite(self) -> bool:
@@ -209,18 +208,18 @@ class Cell(NamedTuple):
         return self.node.values.is_finite
 
 
-class NonFiniteOp(NamedTuple):
-    """An op that computed non-finite values from finite operands, or NaN from infinite constants.
+class Rewrite(NamedTuple):
+    """A function that computes one value of a program in another way.
 
     Attributes:
-        place: the place of the op.
-        operands: the cells of its operands.
-        outs: the cells of its results.
+        root: the key of the value.
+        inputs: what the function reads: the keys of values, and constants.
+        function: the function.
     """
 
-    place: Place
-    operands: tuple[Cell, ...]
-    outs: tuple[Cell, ...]
+    root: Id
+    inputs: Sequence[Any]
+    function: Callable[..., Any]
 
 
 @dataclasses.dataclass(eq=False)
@@ -235,24 +234,45 @@ class Evaluation:
         trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. A loop that
             is given one runs no more iterations than that: with values replaced, it might never end.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
+        wide: the dtype that narrower values are computed in; None for the traced dtypes.
+        region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
+            Outside of the region, casts remain, and an op reads the widest of its operands.
+        rewrite: computes a value in another way.
+        keeps: the keys of the values to keep.
+        needed: the keys of the equations, outside of loops, that are differentiated; None for all.
+        enters_all: whether to enter loops with finite results, too.
+        constant: is applied to the constants of the program.
         results: the results of the program.
-        nonfinite_ops: the ops that made values non-finite, by the id of their place, in program order.
-        readers: the results of the ops that read a value, also after casts and changes of shape, by its `origin`.
+        kept: the values that are kept, by their key.
+        nodes: all values, in program order.
+        nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
+            from infinite constants, by the id of the op, in program order.
     """
 
     program: Any
     arrays: Sequence[Any]
-    allowed: Collection[PlaceId] | None = None
-    trip_counts: dict[PlaceId, int] = dataclasses.field(default_factory=dict)
+    allowed: Collection[Id] | None = None
+    trip_counts: dict[Id, int] = dataclasses.field(default_factory=dict)
     loss_factor: float = 1.0
+    wide: Any = None
+    region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
+    rewrite: Rewrite | None = None
+    keeps: Collection[Id] = ()
+    needed: Collection[Id] | None = None
+    enters_all: bool = False
+    constant: Callable[[Any], Any] = lambda x: x
 
     def __post_init__(self) -> None:
         self.trip_counts = dict(self.trip_counts)
-        self.nonfinite_ops: dict[PlaceId, NonFiniteOp] = {}
-        self.readers: dict[Node, list[Node]] = collections.defaultdict(list)
-        self._numbers: dict[Any, int] = {}
-        arguments = [self._argument(x, argument_id(i)) for i, x in enumerate(self.arrays)]
-        self.results = self._run(self.program, arguments, Place())
+        self.nonfinite: dict[Id, Node] = {}
+        self.kept: dict[Id, Any] = {}
+        self.nodes: list[Node] = []
+        self._keys = {*self.keeps}
+        self._is_traced = any(isinstance(x, jax.core.Tracer) for x in self.arrays)
+        if self.rewrite:
+            self._keys |= {self.rewrite.root, *(x for x in self.rewrite.inputs if isinstance(x, tuple))}
+        with precise(self.wide):
+            self.results = self._run(self.program, [self._argument(x, i) for i, x in enumerate(self.arrays)], Place())
 
     @property
     def is_finite(self) -> bool:
@@ -263,129 +283,249 @@ class Evaluation:
         """Evaluates the jaxpr at `place`."""
         indices = itertools.count()
 
-        def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Cell]:
-            return self._equation(operands, Place((*place.id, next(indices)), (*place.eqns, eqn), place.iteration))
+        def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Any]:
+            inner = place.of(next(indices), eqn)
+            if self.needed is not None and not inner.iteration and inner.key not in self.needed:
+                operands = [
+                    x._replace(value=lax.stop_gradient(x.value) if jx.is_inexact(x.value) else x.value)
+                    for x in operands
+                ]
+            return self._equation(operands, inner)
 
-        def literal(atom: Any) -> Cell:
-            return self._cell(_literal(atom), is_constant=True)
+        def constant(x: Any, is_literal: bool = False) -> Cell:
+            cell = self._cell(self._in_dtype(self.constant(x)))
+            cell.node.held, cell.node.is_constant = cell.value, is_literal
+            return cell
 
-        return evaluate(jaxpr, args, apply, self._cell, literal)
+        return jx.evaluate(
+            jaxpr,
+            args,
+            apply,
+            constant,
+            lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True),
+        )
+
+    def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+        """Evaluates the jaxpr of a loop or a branch; a part of the program that is replaced is inside or outside."""
+        cells = [self._cell(x.value, (), place, argument_id(j), x.causes) for j, x in enumerate(args)]
+        for cell, x in zip(cells, args, strict=True):
+            self._link(cell.node, x.node)
+        return self._run(jaxpr, cells, place)
+
+    def _link(self, node: Node, source: Node) -> None:
+        """Makes a node another name of the same value."""
+        node.source, node.underflow, node.is_backward = source, source.underflow, source.is_backward
+        source.readers.append(node)
 
     def _cell(
-        self, value: Any, operands: Sequence[Cell] = (), eqn: JaxprEqn | None = None, *, is_constant: bool = False
+        self,
+        value: Any,
+        operands: Sequence[Cell] = (),
+        place: Place | None = None,
+        index: Id = (),
+        causes: frozenset[Id] = frozenset(),
     ) -> Cell:
-        """Returns the cell of an array that the op of `eqn`, or a copy, computed from `operands`."""
-        is_constant = is_constant or (len(operands) > 0 and all(x.node.is_constant for x in operands))
-        node = Node(values_of(value), eqn, [x.node for x in operands], is_constant)
-        node.number = self._numbers.setdefault(node.expression, len(self._numbers))
-        underflow = next((x.underflow for x in operands if x.underflow), None) if node.values.zeros else None
-        nonfinite = [] if node.values.is_finite else [x.causes for x in operands if not x.is_finite]
-        return Cell(value, node, underflow, frozenset[PlaceId]().union(*nonfinite))
+        """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
+        reads = [x.node for x in operands]
+        values = _NO_VALUES if self._is_traced else values_of(value)
+        node = Node(values, place, index, reads, number=len(self.nodes))
+        node.held = None if node.is_floating else value
+        node.is_constant = bool(reads) and all(x.is_constant for x in reads)
+        node.is_backward = any(x.is_backward for x in reads) or (place is not None and _is_backward(place))
+        if node.values.zeros:
+            node.underflow = next((x.underflow for x in reads if x.underflow), None)
+        for x in reads:
+            x.readers.append(node)
+        self.nodes.append(node)
+        if node.key in self._keys:
+            self.kept[node.key] = value
+            if self.rewrite and node.key == self.rewrite.root:
+                self.kept[node.key] = value = self._rewritten(value)
+        nonfinite = [] if node.values.is_finite else [causes, *(x.causes for x in operands if not x.is_finite)]
+        return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
-    def _is_allowed(self, cause: PlaceId) -> bool:
+    def _rewritten(self, value: Any) -> Any:
+        assert self.rewrite
+        inputs = [self.kept[x] if isinstance(x, tuple) else self._in_dtype(jnp.asarray(x)) for x in self.rewrite.inputs]
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return jnp.asarray(self.rewrite.function(*inputs)).astype(value.dtype).reshape(value.shape)
+
+    def _is_allowed(self, cause: Id) -> bool:
         return self.allowed is None or cause in self.allowed
 
-    def _argument(self, x: Any, cause: PlaceId) -> Cell:
-        cell = self._cell(x)
+    def _argument(self, x: Any, i: int) -> Cell:
+        x, cause = self._in_dtype(x), argument_id(i)
+        values = _NO_VALUES if self._is_traced else values_of(x)
         # -inf is often intended, as in a mask.
-        if cell.is_finite or not (cell.node.values.nans or np.isposinf(np.asarray(x)).any()):
-            return cell
-        return cell._replace(causes=frozenset({cause})) if self._is_allowed(cause) else self._cell(_zero_nonfinite(x))
+        is_bad = not values.is_finite and bool(values.nans or np.isposinf(np.asarray(x)).any())
+        if is_bad and not self._is_allowed(cause):
+            x = _zero_nonfinite(x)
+        return self._cell(x, (), Place(), cause, frozenset({cause}) if is_bad else frozenset())
 
     def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        match structure_of(place.eqn):
-            case Call(jaxpr, inputs, is_inline=True):
+        structure, depth = jx.structure_of(place.eqn), len(place.key)
+        is_split = self.wide is not None or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+        match structure:
+            # A derivative rule is kept unless a part of the function is replaced.
+            case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case Branches(jaxprs, inputs):
+            case jx.Branches() | jx.Loop() if self._is_traced and is_split:
+                return self._traced(structure, operands, place)
+            case jx.Branches(jaxprs, inputs) if not self._is_traced:
                 index = min(max(int(operands[0].value), 0), len(jaxprs) - 1)
-                return self._run(jaxprs[index], [operands[i] for i in inputs], place)
-            case Loop() as loop:
+                return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
+            case jx.Loop() as loop if not self._is_traced:
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
-                if place.id not in self.trip_counts:
-                    results = self._apply(place.eqn, operands)
+                if place.id not in self.trip_counts and not (self.enters_all or is_split):
+                    results = self._apply(operands, place)
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
                 return run(loop, operands, place)
         return self._op(operands, place)
 
+    def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
+        """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
+
+        def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
+            return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], place.body(k))]
+
+        def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
+            body = int(structure.cond is not None)
+            outs = run(body, structure.body, *values[structure.consts], *carry, *xs)
+            new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
+            return new, outs[structure.n_carry :]
+
+        values = [x.value for x in operands]
+        if isinstance(structure, jx.Branches):
+            branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
+            outs = lax.switch(values[0], branches, *(values[i] for i in structure.operands))
+        elif structure.cond is None:
+            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
+            carry, ys = lax.scan(step, values[structure.carry], values[structure.xs], **options)
+            outs = [*carry, *ys]
+        else:
+            consts = values[structure.cond_consts]
+            proceeds = lambda carry: run(0, structure.cond, *consts, *carry)[0]  # noqa: E731
+            outs = lax.while_loop(proceeds, lambda carry: step(carry, [])[0], values[structure.carry])
+        return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
+
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
-        outs = _mark_underflow(self._apply(place.eqn, operands), operands, place)
+        outs = self._apply(operands, place)
         if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
             return outs
         reads_nan, gives_nan = (any(x.node.values.nans for x in cells) for cells in (operands, outs))
         if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
             return outs
         if not self._is_allowed(place.id):
-            return [out if out.is_finite else self._cell(_zero_nonfinite(out.value)) for out in outs]
-        self.nonfinite_ops[place.id] = NonFiniteOp(place, tuple(operands), tuple(outs))
+            return [self._cell(_zero_nonfinite(x.value), operands, place, x.node.index) for x in outs]
+        self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
 
-    def _apply(self, eqn: JaxprEqn, operands: Sequence[Cell]) -> list[Cell]:
-        outs = apply_as_traced(eqn, [x.value for x in operands])
+    def _apply(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
+        eqn = place.eqn
+        outs = self._computed(place, [x.value for x in operands])
         if self.loss_factor != 1 and applies_loss_scale(eqn):
             outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
-        cells = [self._cell(x, operands, eqn) for x in outs]
-        for node in (cell.node for cell in cells if cell.node.origin is cell.node):
-            for operand in node.operands:
-                self.readers[operand.origin].append(node)
+        cells = [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
+        for node in (x.node for x in cells if x.node.values.zeros):
+            if not node.underflow and _underflows(eqn, operands, node.values):
+                node.underflow = node
         return cells
 
-    def _scan(self, loop: Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of an op, in the dtype of this evaluation."""
+        eqn = place.eqn
+        if self.wide is None:
+            return jx.apply_as_traced(eqn, operands)
+        traced = [jx.dtype_of(atom) for atom in eqn.invars]
+        is_wide = self.region is None or self.region(place.eqns)
+        if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
+            is_wide = any(jx.is_inexact(x) and x.dtype != dtype for x, dtype in zip(operands, traced, strict=True))
+        outs = evaluate_in(self.wide, eqn, operands) if is_wide else None
+        if outs is None:
+            narrow = [x.astype(d) if jx.is_inexact(x) else x for x, d in zip(operands, traced, strict=True)]
+            outs = [self._in_dtype(x) for x in jx.apply_as_traced(eqn, narrow)]
+        return outs
+
+    def _in_dtype(self, x: Any) -> Any:
+        return x if self.wide is None or self.region else widened(x, self.wide)
+
+    def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
         carry, xs = operands[loop.carry], operands[loop.xs]
         ys: dict[int, list[Cell]] = {}
         steps = range(loop.length)
         for i in reversed(steps) if place.eqn.params["reverse"] else steps:
-            slices = [self._cell(lax.dynamic_index_in_dim(x.value, np.int32(i), keepdims=False), [x]) for x in xs]
-            outs = self._run(loop.body, [*operands[loop.consts], *carry, *slices], place.step(0, i))
+            slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), keepdims=False)) for x in xs]
+            outs = self._run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         if not ys:
-            return self._apply(place.eqn, operands)
+            return self._apply(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
-        return [*carry, *(self._cell(jnp.stack([y.value for y in column]), column) for column in columns)]
+        stacked = [self._cell(jnp.stack([y.value for y in column]), column) for column in columns]
+        return [self._returned(x, place, k) for k, x in enumerate([*carry, *stacked])]
 
-    def _while(self, loop: Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _while(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
         carry = operands[loop.carry]
         limit = self.trip_counts.get(place.id)
         for i in itertools.count() if limit is None else range(limit):
-            (predicate,) = self._run(loop.cond, [*operands[loop.cond_consts], *carry], place.step(0, i))
+            (predicate,) = self._run_body(loop.cond, [*operands[loop.cond_consts], *carry], place.body(0, i))
             self.trip_counts[place.id] = i
-            if not np.any(predicate.value):
+            if not jnp.any(predicate.value):
                 break
-            new = self._run(loop.body, [*operands[loop.consts], *carry], place.step(1, i))
+            new = self._run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
-        return carry
+        return [self._returned(x, place, k) for k, x in enumerate(carry)]
+
+    def _returned(self, x: Cell, place: Place, k: int) -> Cell:
+        """Returns a result of a loop, which the program knows by the place of the loop."""
+        cell = self._cell(x.value, (), place, (k,), x.causes)
+        self._link(cell.node, x.node)
+        return cell
 
     def _select(self, predicate: Any, new: Cell, old: Cell) -> Cell:
         """Returns the next carry of a `while` loop; under `vmap`, the elements that are done keep their values."""
         if not np.ndim(predicate):
             return new
         predicate = lax.broadcast_in_dim(predicate, np.shape(new.value), range(np.ndim(predicate)))
-        return self._cell(lax.select(predicate, new.value, old.value), [new, old])
+        return self._cell(lax.select(predicate, new.value, old.value.astype(new.value.dtype)), [new, old])
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
     """Whether an equation multiplies the loss, or the cotangent of the loss, by the scale of `amp.value_and_grad`."""
-    return eqn.primitive.name == "mul" and LOSS_SCALE in marks_in(eqn.source_info.name_stack)
+    return eqn.primitive.name == "mul" and LOSS_SCALE in jx.marks_in(eqn.source_info.name_stack)
 
 
-def _mark_underflow(outs: list[Cell], operands: Sequence[Cell], place: Place) -> list[Cell]:
-    """Sets `underflow` to `place` in the results of a float16 op that has fewer zeros in float32."""
-    zeros = [out.node.values.zeros for out in outs]
-    if not any(n and out.value.dtype == jnp.float16 and not out.underflow for n, out in zip(zeros, outs, strict=True)):
-        return outs
-    in_float32 = evaluate_in_float32(place.eqn, [x.value for x in operands]) or []
-    if not any(n > values_of(x).zeros for n, x in zip(zeros, in_float32, strict=False)):
-        return outs
-    return [out._replace(underflow=out.underflow or place) if out.node.values.zeros else out for out in outs]
+def _is_backward(place: Place) -> bool:
+    stacks = [eqn.source_info.name_stack for eqn in place.eqns]
+    return any(map(jx.is_backward, stacks)) and not any(map(jx.is_recomputed, stacks))
+
+
+def _underflows(eqn: JaxprEqn, operands: Sequence[Cell], result: Values) -> bool:
+    """Whether an op rounds to 0."""
+    name = eqn.primitive.name
+    if name in ("exp", "exp2", "logistic"):
+        return result.zeros > operands[0].node.values.infs
+    if name not in _MAY_UNDERFLOW:
+        return False
+    with precise(FLOAT64):
+        wide = evaluate_in(FLOAT64, eqn, [x.value for x in operands])
+        return wide is not None and values_of(wide[0]).zeros < result.zeros
 
 
 def _zero_nonfinite(x: Any) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) if jx.is_inexact(x) else x
 
 
-def _literal(atom: Any) -> np.ndarray:
-    return np.asarray(atom.val, dtype_of(atom))
+@contextlib.contextmanager
+def precise(wide: Any) -> Any:
+    """A context in which JAX computes in a wide dtype."""
+    with contextlib.ExitStack() as stack:
+        if wide is not None:
+            stack.enter_context(jax.default_matmul_precision("highest"))
+        if wide == FLOAT64:
+            stack.enter_context(jax.enable_x64(True))
+        yield
 
 
 def is_low(dtype: Any) -> bool:
@@ -393,57 +533,36 @@ def is_low(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
-def evaluate_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Evaluates a low-precision op in float32; returns None if the op does not run in float32."""
-    params = {name: np.dtype(np.float32) if is_low(value) else value for name, value in eqn.params.items()}
-    try:
-        wide = [lax.convert_element_type(x, np.float32) if is_low(x.dtype) else x for x in operands]
-        return bind(eqn, wide, **params)
-    except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
-        return None
-
-
 def has_low_precision(program: Any) -> bool:
     """Returns whether a program reads or computes values of less than 32 bits."""
-    atoms = (atom for eqn, _ in equations_in(program, Provenance()) for atom in (*eqn.invars, *eqn.outvars))
-    return any(is_low(dtype_of(atom)) for atom in atoms)
+    atoms = (atom for eqn, _ in jx.equations_in(program, jx.Provenance()) for atom in (*eqn.invars, *eqn.outvars))
+    return any(is_low(jx.dtype_of(atom)) for atom in atoms)
 
 
-def program_in_float32(program: Any, arrays: Sequence[Any]) -> Any:
-    """Returns a program without any casts to low precision, as a closed jaxpr; its results are float32, too.
-
-    An op that does not run in float32, such as a kernel, keeps its dtypes. Constants keep the values that they were
-    rounded to as the program was traced.
-    """
-    return trace(_in_float32(program), arrays)
-
-
-def _in_float32(jaxpr: Any) -> Body:
-    """Returns a jaxpr as a function of float32 arrays."""
-
-    def run(*args: Any) -> list[Any]:
-        wide = [_widened(x) for x in args]
-        return evaluate(jaxpr, wide, _apply_in_float32, _widened, lambda atom: _widened(_literal(atom)))
-
-    inputs = open_jaxpr(jaxpr)[0].invars
-    return Body(run, [aval_with(x.aval, np.float32 if is_low(dtype_of(x)) else None) for x in inputs])
+def _wider(dtype: Any, wide: Any) -> Any:
+    """Returns `wide`, or the complex dtype of its precision, for a narrower floating dtype; else `dtype`."""
+    if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128) if wide == FLOAT64 else dtype
+    is_narrow = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < wide.itemsize
+    return wide if is_narrow else dtype
 
 
-def _apply_in_float32(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-    entry, structure = HIGHER_ORDER.get(eqn.primitive.name), structure_of(eqn)
-    with context_of(eqn):
-        if entry is not None and structure is not None and entry.run is not None:
-            return entry.run(eqn, [_in_float32(jaxpr) for jaxpr, _ in inner_jaxprs(eqn)], operands)
-        if isinstance(structure, Call):
-            return _in_float32(structure.jaxpr)(*(operands[i] for i in structure.operands))
-        if eqn.primitive.name not in _KEEP_DTYPES and not holds_jaxprs(eqn):
-            outs = evaluate_in_float32(eqn, operands)
-            if outs is not None:
-                return outs
-        pairs = zip(operands, map(dtype_of, eqn.invars), strict=True)
-        narrow = [lax.convert_element_type(x, dtype) if is_low(dtype) else x for x, dtype in pairs]
-        return [_widened(x) for x in bind(eqn, narrow)]
+def widened(x: Any, wide: Any) -> Any:
+    """Returns an array in a wide dtype."""
+    return lax.convert_element_type(x, _wider(x.dtype, wide)) if jx.is_inexact(x) else x
 
 
-def _widened(x: Any) -> Any:
-    return lax.convert_element_type(x, np.float32) if is_inexact(x) and is_low(x.dtype) else x
+def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
+    """Evaluates an op in a wide dtype, also in place of the dtype `narrow`; None if the op does not run in it."""
+    if eqn.primitive.name == "reduce_precision":
+        return [widened(operands[0], wide)]
+    rule = rule_of(eqn)
+    if eqn.primitive.name in _KEEP_DTYPES or (jx.holds_jaxprs(eqn) and not rule.jaxpr_params):
+        return None
+    params = {k: wide if isinstance(x, np.dtype) and x == narrow else _wider(x, wide) for k, x in eqn.params.items()}
+    try:
+        inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
+        params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}
+        return jx.bind(eqn, [widened(x, wide) for x in operands], **params)
+    except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
+        return None

@@ -7,22 +7,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp._jaxpr import is_inexact, open_jaxpr, trace_call
-from jmp_amp.debug._cures import Diagnosis, cure_of
 from jmp_amp.debug._evaluation import (
+    FLOAT32,
     Evaluation,
-    PlaceId,
+    Id,
+    Node,
     Values,
     argument_id,
     has_low_precision,
-    program_in_float32,
+    is_low,
     values_of,
 )
+from jmp_amp.debug._evidence import diagnose
 from jmp_amp.debug._report import Location, check_callable, location_of
+from jmp_amp.debug._trials import Trials, upstream
 
 _CURE_OF_ARGUMENTS = (
     "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"
@@ -82,11 +86,12 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         with emulated():
-            program, arrays, _ = trace_call(fun, args, kwargs)
-        _, consts = open_jaxpr(program)
+            program, arrays, _ = jx.trace_call(fun, args, kwargs)
+        _, consts = jx.open_jaxpr(program)
         check_concrete(
             [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"
         )
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]  # in the dtypes of the trace
         # JAX's own checks would raise at the first op that returns NaN.
         with jax.debug_nans(False), jax.debug_infs(False):
             return _find(program, arrays)
@@ -135,6 +140,7 @@ class NonFinite:
     result: Values
     cause: str
     cure: str
+    tried: str = ""
     finite_in_float32: bool | None = None
     in_float32: str = ""
 
@@ -149,7 +155,10 @@ class NonFinite:
             head = "the results contain an infinite constant that no op produced"
         if self.in_float32:
             lines.append(f"  float32  {self.in_float32}")
-        return "\n".join([head, *lines, f"  cure     {self.cure}"])
+        lines.append(f"  cure     {self.cure}")
+        if self.tried:
+            lines.append(f"  tried    {self.tried}")
+        return "\n".join([head, *lines])
 
     def _where(self) -> str:
         where = Location(self.source, self.library, self.scope, self.backward).where
@@ -166,36 +175,50 @@ def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
     if cause is None:
         result = next(x.node.values for x in evaluation.results if not x.is_finite)
         return NonFinite("constant", "", "", "", False, (), (), result, "constant", _CURE_OF_CONSTANTS)
-    if cause not in evaluation.nonfinite_ops:
-        names: Any = open_jaxpr(program)[0].debug_info.arg_names
+    if cause not in evaluation.nonfinite:
+        names: Any = jx.open_jaxpr(program)[0].debug_info.arg_names
         name, result = names[cause[1]], values_of(arrays[cause[1]])
         return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
-    op = evaluation.nonfinite_ops[cause]
-    d = Diagnosis(op, evaluation)
-    name, cure = cure_of(d)
-    is_known = not d.has_lost_constant and not d.is_opaque
-    in_float32 = _in_float32(evaluation, d) if is_known else (None, "")
-    return NonFinite(d.primitive, *d.location, op.place.iteration, d.operands, d.result, name, cure, *in_float32)
+    node = evaluation.nonfinite[cause]
+    if node.place.iteration or any(x.primitive in ("scan", "while") for x in upstream([node])):
+        evaluation = dataclasses.replace(evaluation, enters_all=True)
+        node = evaluation.nonfinite[cause]
+    trials = Trials(evaluation, node)
+    found = diagnose(trials)
+    operands = tuple(x.values for x in node.operands if x.is_floating)
+    where = location_of(node.place.eqns)
+    in_float32 = _in_float32(evaluation, node)
+    return NonFinite(
+        node.primitive,
+        *where,
+        node.place.iteration,
+        operands,
+        node.values,
+        found.cause,
+        found.cure,
+        found.tried,
+        *in_float32,
+    )
 
 
-def _cause(evaluation: Evaluation) -> PlaceId | None:
+def _cause(evaluation: Evaluation) -> Id | None:
     """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
     arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
-    reaches_result = frozenset[PlaceId]().union(*(x.causes for x in evaluation.results))
-    candidates = [cause for cause in (*arguments, *evaluation.nonfinite_ops) if cause in reaches_result]
+    reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
+    candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
     if candidates:
         return _first_harmful(evaluation, candidates)
     # All infinities were considered intended, so one of them is the cause.
     return next((cause for cause, x in arguments.items() if not values_of(x).is_finite), None)
 
 
-def _first_harmful(evaluation: Evaluation, candidates: Sequence[PlaceId]) -> PlaceId:
+def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
     """Returns the first candidate that makes a result non-finite, by bisection."""
 
     def nonfinite(n: int) -> list[np.ndarray]:
         """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
         results = (x.value for x in dataclasses.replace(evaluation, allowed=set(candidates[:n])).results)
-        return [~np.isfinite(np.asarray(x)) for x in results if is_inexact(x)]
+        return [~np.isfinite(np.asarray(x)) for x in results if jx.is_inexact(x)]
 
     def is_harmful(n: int) -> bool:
         return any((more & ~less).any() for more, less in zip(nonfinite(n), baseline, strict=True))
@@ -206,21 +229,23 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[PlaceId]) -> Pla
     return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
 
 
-def _in_float32(evaluation: Evaluation, d: Diagnosis) -> tuple[bool | None, str]:
+def _in_float32(evaluation: Evaluation, node: Node) -> tuple[bool | None, str]:
     """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
     if not has_low_precision(evaluation.program):
         return False, "the program computes nothing in low precision: precision is not the cause"
+    if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in upstream([node])):
+        return None, ""  # the constant of the code is not known
     try:
-        wide = Evaluation(program_in_float32(evaluation.program, evaluation.arrays), evaluation.arrays)
+        wide = Evaluation(evaluation.program, evaluation.arrays, wide=FLOAT32)
     except Exception:  # a custom primitive may reject other dtypes with any error
         return None, ""
     if wide.is_finite:
         return True, "in float32 all results are finite: precision is the cause"
-    op = wide.nonfinite_ops.get(_cause(wide) or ())
-    if op is None:
+    other = wide.nonfinite.get(_cause(wide) or ())
+    if other is None:
         return None, ""
-    kind = "NaN" if any(x.node.values.nans for x in op.outs) else "inf"
-    location, primitive = location_of(op.place.eqns), op.place.eqn.primitive.name
-    if (primitive, location) == (d.primitive, d.location):
+    kind = "NaN" if other.values.nans else "inf"
+    if other.key == node.key:
         return False, f"in float32 the same op gives {kind}: precision is not the cause"
-    return False, f"in float32 `{primitive}` {location.where} gives {kind}: precision is not the only cause"
+    where = location_of(other.place.eqns).where
+    return False, f"in float32 `{other.primitive}` {where} gives {kind}: precision is not the only cause"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._jaxpr import Frame, frames_of, is_backward, is_recomputed, scope_path
+from jmp_amp import _jaxpr as jx
 
 _KERNELS = str(pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels") + os.sep
 
@@ -52,14 +52,14 @@ class Location(NamedTuple):
 def location_of(eqns: Sequence[JaxprEqn]) -> Location:
     """Returns the location of the last of `eqns`; the others contain it, outermost first."""
     scope, backward = "", False
-    frames: list[Frame] = []
+    frames: list[jx.Frame] = []
     for eqn in eqns:
         stack = eqn.source_info.name_stack
-        scope = scope_path(scope, stack)
+        scope = jx.scope_path(scope, stack)
         # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
-        backward = not is_recomputed(stack) and (backward or is_backward(stack))
+        backward = not jx.is_recomputed(stack) and (backward or jx.is_backward(stack))
         # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
-        frames = frames_of(eqn, limit=10_000) or frames
+        frames = jx.frames_of(eqn, limit=10_000) or frames
     outside_libraries = [x for x in frames if not (x.file.startswith(_KERNELS) or x.is_of_library)]
     source, innermost = (outside_libraries or frames)[:1], frames[:1]
     library = innermost if innermost != source else []

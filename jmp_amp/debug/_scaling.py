@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import Makes, OpClass, Rule, rule_of
 from jmp_amp._calls import transformation
-from jmp_amp._jaxpr import Branches, Call, Loop, evaluate, is_inexact, structure_of, trace_call
 from jmp_amp._loss_scale import LossScaleState
 from jmp_amp.debug._report import location_of
 
@@ -103,7 +103,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
-        program, arrays, _ = trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
+        program, arrays, _ = jx.trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
         # The loss scale of each `LossScaleState`, by its position among the arrays.
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
         found = [jax.tree.leaves(x.loss_scale)[0] for x in states if isinstance(x, LossScaleState)]
@@ -163,9 +163,9 @@ class UnitChecker:
             self._path.append(eqn)
             units = self._infer_equation(eqn, operands)
             self._path.pop()
-            return [unit if is_inexact(var) else self.unscaled for unit, var in zip(units, eqn.outvars, strict=True)]
+            return [unit if jx.is_inexact(var) else self.unscaled for unit, var in zip(units, eqn.outvars, strict=True)]
 
-        return evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
+        return jx.evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
 
     def _constant(self, x: Any) -> OptionalUnit:
         if not isinstance(x, jax.core.Tracer) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -177,17 +177,17 @@ class UnitChecker:
     def _infer_equation(self, eqn: JaxprEqn, operands: list[OptionalUnit]) -> list[OptionalUnit]:
         rule = rule_of(eqn)
         # A linear solve counts as one op: its result is linear in the right-hand side, however it iterates.
-        match None if rule.reads else structure_of(eqn):
-            case Call(jaxpr, inputs):
+        match None if rule.reads else jx.structure_of(eqn):
+            case jx.Call(jaxpr, inputs):
                 return self.infer(jaxpr, [operands[i] for i in inputs])
-            case Branches(jaxprs, inputs):
+            case jx.Branches(jaxprs, inputs):
                 branches = [self.infer(jaxpr, [operands[i] for i in inputs]) for jaxpr in jaxprs]
                 return [self._unify(units, "returns from different branches") for units in zip(*branches, strict=True)]
-            case Loop() as loop:
+            case jx.Loop() as loop:
                 return self._infer_loop(loop, operands)
         if rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1:
             return operands
-        units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if is_inexact(atom)]
+        units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if jx.is_inexact(atom)]
         return [self._infer_op(eqn, rule, units)] * len(eqn.outvars)
 
     def _infer_op(self, eqn: JaxprEqn, rule: Rule, units: list[OptionalUnit]) -> OptionalUnit:
@@ -231,7 +231,7 @@ class UnitChecker:
         predicate = predicate.format(" and ".join(map(_describe, units)))
         self.errors[f"{location_of(self._path).where}, the program {predicate}: {cure}"] = None
 
-    def _infer_loop(self, loop: Loop, operands: list[OptionalUnit]) -> list[OptionalUnit]:
+    def _infer_loop(self, loop: jx.Loop, operands: list[OptionalUnit]) -> list[OptionalUnit]:
         consts, carry, xs = operands[loop.consts], operands[loop.carry], operands[loop.xs]
         while True:  # a carry that starts as zeros takes the unit that the body returns
             errors_before = dict(self.errors)

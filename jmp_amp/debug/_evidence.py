@@ -1,0 +1,442 @@
+"""The causes of non-finite values, in the order in which they are considered: each is decided by what was seen."""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast import rule_of
+from jmp_amp.debug._cures import BOUNDS, CURES
+from jmp_amp.debug._evaluation import (
+    FLOAT32,
+    FLOAT64,
+    Evaluation,
+    Node,
+    Rewrite,
+    applies_loss_scale,
+    argument_id,
+    evaluate_in,
+    has_low_precision,
+    precise,
+)
+from jmp_amp.debug._report import Location, location_of
+from jmp_amp.debug._trials import Diagnosis, Trials, nearest, upstream
+
+_DECOMPOSITIONS = {"cholesky", "lu", "triangular_solve", "custom_linear_solve", "eigh", "eig", "svd"}
+_DOMAINS = {"log", "log2", "log1p", "sqrt", "rsqrt", "pow", "asin", "acos", "atanh", "acosh", "erf_inv"}
+_LOOKUPS = {"gather", "dynamic_slice"}
+_MOST_LINES = 5
+_EXTREME = 1e3  # how many times larger than others an input is that is named
+
+
+def diagnose(trials: Trials) -> Diagnosis:
+    """Returns the first cause that applies, with its cure."""
+    return next(found for cause in _CAUSES if (found := cause(trials)))
+
+
+def _of_infinities(t: Trials) -> Diagnosis | None:
+    """Replaces infinities by large finite numbers."""
+    if not any(x.values.infs for x in t.node.operands):
+        return None
+
+    def finite(x: Any) -> Any:
+        if not jx.is_floating(x):
+            return x
+        most = float(jnp.finfo(x.dtype).max)
+        return jnp.clip(x, -most, most)
+
+    cured = dataclasses.replace(t.evaluation, constant=finite, arrays=[finite(x) for x in t.evaluation.arrays])
+    seen = "all results are finite with it" if cured.is_finite else ""
+    return Diagnosis(
+        "infinite operand",
+        "an infinity meets an infinity, or 0, here, as in the softmax of a fully masked row: mask with "
+        "`jnp.where(mask, x, jnp.finfo(x.dtype).min)`, not with products. If the code has no infinity: a constant such "
+        "as -1e9 is -inf in float16",
+        seen,
+    )
+
+
+def _of_constants(t: Trials) -> Diagnosis | None:
+    if not (t.node.is_constant and t.node.primitive == "convert_element_type"):
+        return None
+    return Diagnosis(
+        "large constant",
+        f"the constant {t.node.operands[0].values.min:.4g} exceeds {_largest(t):.5g}, the largest finite "
+        f"{t.node.values.dtype}: use `jnp.finfo(x.dtype).min` in a mask, or keep the ops that read the constant in "
+        "float32 (autocast does so if the code is written in float32)",
+    )
+
+
+def _of_integers(t: Trials) -> Diagnosis | None:
+    """Computes integers in float64."""
+    for node in upstream([t.node]):
+        dtype = getattr(node.held, "dtype", None)
+        operands = [x.held for x in node.operands]
+        if not node.eqn or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+            continue
+        if any(x is None for x in operands) or not any(jnp.result_type(x) == dtype for x in operands):
+            continue
+        with precise(FLOAT64):
+            inputs = [jnp.asarray(x).astype(FLOAT64) if jnp.result_type(x) == dtype else x for x in operands]
+            wide = evaluate_in(FLOAT64, node.eqn, inputs, dtype)
+            wrapped = np.zeros(()) if wide is None else np.abs(np.asarray(wide[node.index[0]]))
+        if wrapped.max(initial=0) > np.iinfo(dtype).max:
+            text = (
+                f"`{node.primitive}` {_where(node)} is {wrapped.max():.4g}, more than {dtype} holds, and wraps around"
+            )
+            return Diagnosis("integer overflow", f"{text}: compute it in floating point, `x.astype(jnp.float32)`")
+    return None
+
+
+def _of_lookups(t: Trials) -> Diagnosis | None:
+    if t.node.primitive not in _LOOKUPS or not t.node.values.nans:
+        return None
+    table, indices = t.node.operands[0].values.shape, np.asarray(t.node.operands[1].held)
+    return Diagnosis(
+        "index out of range",
+        f"an index is out of range, so that JAX returns NaN: indices are from {indices.min()} to {indices.max()}, and "
+        f"the array is {list(table)}. Check the data",
+    )
+
+
+def _of_counts(t: Trials) -> Diagnosis | None:
+    """Adds 1 to scalars that are 0."""
+    read = upstream([t.node])
+    for i, x in enumerate(t.evaluation.arrays):
+        is_read = any(node.index == argument_id(i) and node.place and not node.place.eqns for node in read)
+        if not is_read or np.shape(x) or np.asarray(x) != 0:
+            continue
+        others = [*t.evaluation.arrays]
+        others[i] = others[i] + np.ones((), others[i].dtype)
+        if dataclasses.replace(t.evaluation, arrays=others).is_finite:
+            text = f"`{t.name(i)}` is 0, and the op divides by 0 or takes the logarithm of 0 there"
+            return Diagnosis(
+                "argument is 0", f"{text}. If it counts steps, start with 1", "all results are finite with 1"
+            )
+    return None
+
+
+def _of_opaque(t: Trials) -> Diagnosis | None:
+    if not jx.holds_jaxprs(t.node.eqn):
+        return None
+    return Diagnosis(
+        "kernel",
+        f"`{t.node.primitive}` counts as one op: call `first_nonfinite` on the function inside it, on one shard or "
+        "block; or run it in float32 to check whether precision is the cause",
+    )
+
+
+def _of_scale(t: Trials) -> Diagnosis | None:
+    """Divides the loss scale by powers of two."""
+    factors = [x.operands[1].values.max or 0.0 for x in upstream([t.node]) if x.eqn and applies_loss_scale(x.eqn)]
+    steps = range(1, math.floor(math.log2(max(*factors, 1.0, 1.0))) + 1)
+    scaled = functools.partial(dataclasses.replace, t.evaluation)
+    k = bisect.bisect_left(steps, True, key=lambda k: scaled(loss_factor=2.0**-k).is_finite)
+    if k == len(steps):
+        return None
+    return Diagnosis(
+        "loss scale",
+        f"the loss scale is too large: a scale that is 2^{steps[k]} times smaller fits. Dynamic loss scaling finds it "
+        "by skipping one step for each halving; a smaller `init_scale` avoids the skips",
+        "all results are finite with it",
+    )
+
+
+def _of_lost_gradients(t: Trials) -> Diagnosis | None:
+    """A float16 gradient that underflows, and that the program divides by."""
+    lost = next((x.underflow for x in t.node.operands if x.underflow), None)
+    if lost is None or not lost.is_backward or lost.values.dtype != "float16":
+        return None
+    scaled = dataclasses.replace(t.evaluation, loss_factor=2.0**16)
+    return Diagnosis(
+        "gradient that underflows",
+        f"the operand is 0 because `{lost.primitive}` {_where(lost)} underflows in float16, whose smallest positive "
+        "value is 6e-8. Gradients that underflow need a loss scale, or a larger one: `amp.value_and_grad(fun, "
+        "loss_scale=scale)`, with the scale of `amp.dynamic_loss_scale`",
+        "all results are finite with a scale 2^16 times larger" if scaled.is_finite else "",
+    )
+
+
+def _of_precision(t: Trials) -> Diagnosis | None:
+    """Computes lines, or a module, in float32."""
+    if not has_low_precision(t.evaluation.program):
+        return None
+    lost = next((x.underflow for x in t.node.operands if x.underflow), None)
+    for node in [lost, t.node] if lost else [t.node]:
+        location, passing = location_of(node.place.eqns), {}
+        if passed := _lines_in_float32(t, location.source):
+            lines, seen = passed
+            where = (
+                "that line" if lines == [location_of(t.node.place.eqns).source] else f"these lines: {'; '.join(lines)}"
+            )
+            passing[f"`with amp.full_precision():` around {where}"] = seen
+        scope = location.scope
+        if scope and (seen := t.compared(_in_float32(t, _is_in_scope(scope)))):
+            passing[f'`rules={{"{scope}": "full"}}`'] = seen
+        if passing:
+            why = _too_large(t) if node is t.node else ""
+            if lost:
+                why = f"the operand is 0 because `{lost.primitive}` {_where(lost)} underflows in {lost.values.dtype}"
+            text = (
+                f"{why}. To run this op in float32, use {' or '.join(passing)} if autocast chose {node.values.dtype}, "
+                "or `.astype(jnp.float32)` if the code itself casts"
+            )
+            return Diagnosis("precision", text, next(iter(passing.values())))
+    return None
+
+
+def _lines_in_float32(t: Trials, line: str) -> tuple[list[str], str] | None:
+    """Adds the line of the next op that is not finite, until all results are."""
+    lines = [line]
+    while len(lines) <= _MOST_LINES:
+        other = _in_float32(t, lambda x: x.source in lines)
+        if other.is_finite or not other.nonfinite:
+            seen = t.compared(other)
+            return (lines, seen) if seen else None
+        new = location_of(next(iter(other.nonfinite.values())).place.eqns).source
+        if new in lines:
+            return None
+        lines.append(new)
+    return None
+
+
+def _is_in_scope(scope: str) -> Callable[[Location], bool]:
+    return lambda x: scope in x.scope
+
+
+def _in_float32(t: Trials, region: Callable[[Location], bool]) -> Evaluation:
+    is_inside = functools.cache(lambda eqns: region(location_of(eqns)))
+    return dataclasses.replace(t.evaluation, wide=FLOAT32, region=is_inside, trip_counts={})
+
+
+def _of_table(t: Trials) -> Diagnosis | None:
+    return t.cured(CURES)
+
+
+def _of_relu(t: Trials) -> Diagnosis | None:
+    """Replaces `relu` by `softplus` before the logarithm of a 0."""
+    if t.node.primitive not in ("log", "log2"):
+        return None
+    for node in nearest(t.node.operands, lambda x: x.operands, 4):
+        if node.primitive != "max" or not node.values.zeros or node.values.min != 0:
+            continue
+        x = next(x for x in node.operands if not x.is_constant)
+        softplus = Rewrite(node.key, [x.key], lambda x: jnp.logaddexp(x, 0.0))
+        if passed := t.tried(functools.partial(_as_it_is, softplus), tolerance=math.inf):
+            text = (
+                f"`relu` {_where(node)} is 0 where its operand is negative, in any precision. Use a function that is "
+                "positive, `jax.nn.softplus(x)`; it is not equal to `relu`"
+            )
+            return Diagnosis("log(relu(x))", text, passed[1])
+    return None
+
+
+def _as_it_is(rewrite: Rewrite, eps: Any) -> Rewrite:
+    return rewrite
+
+
+def _of_underflow(t: Trials) -> Diagnosis | None:
+    name, rule = t.node.primitive, rule_of(t.node.eqn)
+    divides = name in ("log", "log2", "div") or (rule.power is not None and rule.power < 0)
+    lost = t.node.operands[-1].underflow  # the divisor, or the only operand
+    if not divides or lost is None:
+        return None
+    times = f", iteration {', '.join(map(str, lost.place.iteration))}" if lost.place.iteration else ""
+    return Diagnosis(
+        "underflow",
+        f"the operand is 0 because `{lost.primitive}` {_where(lost)}{times} underflows {lost.values.dtype}. Keep the "
+        "logarithms of the factors, and add them; or divide by the sum in each step, and add the logarithms of these",
+    )
+
+
+def _of_eigenvalues(t: Trials) -> Diagnosis | None:
+    found = [x for x in nearest([t.node], lambda x: x.parents, 6) if x.primitive in ("eigh", "svd", "eig")]
+    if not found or found[0] is t.node or t.node in t.primal:
+        return None
+    values = min((x for x in t.evaluation.nodes if x.place is found[0].place), key=lambda x: len(x.values.shape))
+    kept = dataclasses.replace(t.evaluation, keeps=[values.key]).kept[values.key]
+    gap = float(np.diff(np.sort(np.asarray(kept)), axis=-1).min())
+    name = found[0].primitive
+    return Diagnosis(
+        f"derivative of {name}",
+        f"the division is inside JAX: the derivative of `{name}` divides by differences of its values, and the "
+        f"smallest difference is {gap:.3g}. Vectors of equal values are not unique, and have no derivative: use a "
+        "function of the values alone, or of the matrix",
+    )
+
+
+def _of_singular(t: Trials) -> Diagnosis | None:
+    """Adds a multiple of the identity to a matrix."""
+    if t.node.primitive not in _DECOMPOSITIONS:
+        return None
+    matrix = t.node.operands[0]
+
+    def shifted(x: Any) -> Any:
+        return x + 1e-3 * jnp.max(jnp.abs(x)) * jnp.eye(x.shape[-1], dtype=x.dtype)
+
+    passed = t.tried(lambda eps: Rewrite(matrix.key, [matrix.key], shifted)) if matrix.key else None
+    return Diagnosis(
+        "singular matrix",
+        "the matrix is singular, or not positive definite, up to rounding: add a multiple of the identity, "
+        "`a + 1e-3 * jnp.max(jnp.abs(a)) * jnp.eye(n)`, and compute the matrix in float32",
+        passed[1] if passed else "",
+    )
+
+
+def _of_growth(t: Trials) -> Diagnosis | None:
+    """Compares the iterations of a loop."""
+    place = t.node.place
+    if place is None or not place.iteration:
+        return None
+    same = [x for x in t.evaluation.nodes if x.key == t.node.key and x.place.iteration[:-1] == place.iteration[:-1]]
+    sizes = [max(abs(x.values.max or 0), abs(x.values.min or 0)) for x in same if x.values.is_finite]
+    factors = [b / a for a, b in itertools.pairwise(sizes) if a]
+    if len(factors) < 3 or min(factors) < 1.5:
+        return None
+    factor = float(np.median(factors))
+    return Diagnosis(
+        "growth in a loop",
+        f"the result of this line grows about {factor:.3g} times in each iteration, from {sizes[0]:.3g} to "
+        f"{sizes[-1]:.3g} in {len(sizes)} iterations, in float64 too. If the loop takes steps of an optimizer, "
+        "the learning rate is too large",
+    )
+
+
+def _of_bounds(t: Trials) -> Diagnosis | None:
+    return t.cured(BOUNDS)
+
+
+def _unknown(t: Trials) -> Diagnosis:
+    """Shows the values on the way to the op."""
+    largest = [max(x.operands, key=_size) for x in [t.node] if x.operands]
+    while largest and largest[-1].operands and len(largest) < 6:
+        largest.append(max(largest[-1].operands, key=_size))
+    chain = "; ".join(f"`{x.primitive}` {_where(x)}: {x.values}" for x in reversed(largest) if x.primitive)
+    name = t.node.primitive
+    fact = (
+        f"the operand is outside of the domain of `{name}`"
+        if name in _DOMAINS and t.node.values.nans
+        else _too_large(t)
+    )
+    text = f"{fact}. The cause is not known: no cure that was tried passes"
+    return Diagnosis("unknown", f"{text}. On the way: {chain}" if chain else text)
+
+
+def _size(node: Node) -> float:
+    return max(abs(node.values.max or 0.0), abs(node.values.min or 0.0))
+
+
+def _read_arrays(t: Trials) -> dict[int, np.ndarray]:
+    """Returns the magnitudes of the floating arguments that the op depends on, by their number."""
+    read = {node.index[1] for node in upstream([t.node]) if node.place and not node.place.eqns}
+    return {
+        i: np.abs(np.asarray(x, np.float64))
+        for i, x in enumerate(t.evaluation.arrays)
+        if i in read and jx.is_floating(x)
+    }
+
+
+def _of_outliers(t: Trials) -> Diagnosis | None:
+    """Replaces elements, or arrays, that are much larger than their neighbours."""
+    arrays = _read_arrays(t)
+    for i, x in arrays.items():
+        typical = float(np.median(x[x > 0])) if (x > 0).any() else 1.0
+        outliers = np.argwhere(x > _EXTREME * typical)
+        if 0 < len(outliers) <= x.size // 10 + 1 and x.size > 3:
+            index = tuple(outliers[0])
+            value = np.asarray(t.evaluation.arrays[i])[index]
+            if seen := _without(t, {i: np.where(x > _EXTREME * typical, typical, t.evaluation.arrays[i])}):
+                name = f"{t.name(i)}[{', '.join(map(str, index))}]"
+                text = f"`{name}` is {value:.4g}, and its neighbours are about {typical:.3g}: check the data"
+                return Diagnosis("outlier", text, seen)
+    sizes = {i: float(np.sqrt(np.mean(x**2))) for i, x in arrays.items() if x.ndim > 1 and x.size}
+    for i, size in sizes.items():
+        root = re.split(r"[.\[]", t.name(i))[0]
+        others = [other for k, other in sizes.items() if k != i and other and re.split(r"[.\[]", t.name(k))[0] == root]
+        ratio = size / float(np.median(others)) if others else 1.0
+        if ratio > _EXTREME and (seen := _without(t, {i: np.asarray(t.evaluation.arrays[i]) / ratio})):
+            text = f"`{t.name(i)}` holds {ratio:.1g} times its neighbours: check how it is initialised, or loaded"
+            return Diagnosis("large array", text, seen)
+    return None
+
+
+def _of_inputs(t: Trials) -> Diagnosis | None:
+    """Scales arguments down to the size of initial values."""
+    arrays = {i: x for i, x in _read_arrays(t).items() if x.ndim > 1 and x.size}
+    sizes = {i: float(np.sqrt(np.mean(x**2) * math.prod(x.shape[:-1]))) for i, x in arrays.items()}
+    large = {i: size for i, size in sizes.items() if size > _EXTREME}
+    if not large or not (seen := _without(t, {i: np.asarray(t.evaluation.arrays[i]) / x for i, x in large.items()})):
+        return None
+    name, size = t.name(max(large, key=large.__getitem__)), max(large.values())
+    others = (
+        "all of its kind are that large: lower the learning rate"
+        if len(large) == len(sizes) > 1
+        else "check its initial values, its data and the learning rate"
+    )
+    return Diagnosis("large inputs", f"`{name}` is {size:.2g} times as large as initial values are; {others}", seen)
+
+
+def _without(t: Trials, new: dict[int, Any]) -> str:
+    arrays = [new[i].astype(x.dtype) if i in new else x for i, x in enumerate(t.evaluation.arrays)]
+    return "all results are finite without that" if dataclasses.replace(t.evaluation, arrays=arrays).is_finite else ""
+
+
+def _where(node: Node) -> str:
+    assert node.place
+    return location_of(node.place.eqns).where
+
+
+def _largest(t: Trials) -> float:
+    return float(jnp.finfo(t.node.values.dtype).max)
+
+
+def _too_large(t: Trials) -> str:
+    """Returns how much too large the result is for its dtype."""
+    wide = dataclasses.replace(t.evaluation, wide=FLOAT64)
+    found = next(
+        (
+            x.values
+            for x in wide.nodes
+            if x.place and t.node.place and (x.place.id, x.index) == (t.node.place.id, t.node.index)
+        ),
+        None,
+    )
+    largest = f"{_largest(t):.5g}, the largest finite {t.node.values.dtype}"
+    if found is None or found.max is None or not found.is_finite:
+        return f"the result exceeds {largest}, in float64, too"
+    excess = max(abs(found.max), abs(found.min or 0.0)) / _largest(t)
+    if excess <= 1:
+        return f"in float64 the result is {found}"
+    dtype = t.node.values.dtype
+    return f"the result is {excess:.3g} times too large for {dtype}, whose largest finite value is {_largest(t):.5g}"
+
+
+_CAUSES: list[Callable[[Trials], Diagnosis | None]] = [
+    _of_infinities,
+    _of_constants,
+    _of_integers,
+    _of_lookups,
+    _of_opaque,
+    _of_scale,
+    _of_lost_gradients,
+    _of_outliers,
+    _of_precision,
+    _of_counts,
+    _of_table,
+    _of_relu,
+    _of_underflow,
+    _of_eigenvalues,
+    _of_singular,
+    _of_growth,
+    _of_inputs,
+    _of_bounds,
+    _unknown,
+]

@@ -1,0 +1,255 @@
+"""Tries cures: runs the program with each, and compares values and gradients with float64."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp.debug._cures import Cure, matches, parts
+from jmp_amp.debug._evaluation import (
+    FLOAT32,
+    FLOAT64,
+    Evaluation,
+    Node,
+    Rewrite,
+    precise,
+    widened,
+)
+from jmp_amp.debug._report import location_of
+
+_DEPTH, _MOST_ROOTS = 7, 24
+# A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
+_QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+
+
+class Diagnosis(NamedTuple):
+    """The cause of non-finite values, and its cure.
+
+    Attributes:
+        cause: the formula or the name of the cause.
+        cure: what to change.
+        tried: what was seen when the program ran with the cure; empty if the cause is outside of the program.
+    """
+
+    cause: str
+    cure: str
+    tried: str = ""
+
+
+def upstream(nodes: Iterable[Node]) -> dict[Node, None]:
+    """Returns nodes and all that they were computed from, nearest first."""
+    found = dict.fromkeys(nodes)
+    waiting = list(found)
+    for node in waiting:
+        new = [x for x in node.parents if x not in found]
+        found.update(dict.fromkeys(new))
+        waiting.extend(dict.fromkeys(new))
+    return found
+
+
+def nearest(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]], depth: int) -> list[Node]:
+    """Returns nodes and those that at most `depth` steps lead to, nearest first."""
+    level = found = list(dict.fromkeys(nodes))
+    for _ in range(depth):
+        level = [x for x in dict.fromkeys(y for node in level for y in neighbors(node)) if x not in set(found)]
+        found = [*found, *level]
+    return found
+
+
+class Trials:
+    """A program with a non-finite op.
+
+    Attributes:
+        evaluation: its evaluation.
+        node: the first non-finite result of the op.
+        targets: the values that must become finite: the loss that is differentiated, or all results.
+        has_gradient: whether the gradients of the targets are tried, too.
+        primal: the values that a cure may change.
+    """
+
+    def __init__(self, evaluation: Evaluation, node: Node) -> None:
+        self.evaluation, self.node = evaluation, node
+        results = [x.node for x in evaluation.results if x.node.is_floating]
+        nodes = evaluation.nodes
+        self.targets = results
+        if any(_is_derivative(x) for x in nodes):
+            forward = [x for x in results if not x.is_backward and any(map(_is_derivative, upstream([x])))]
+            # The values of a gradient alone: the loss is read by nothing, or by what computes the gradient.
+            ends = [x for x in nodes if x.eqn and x.is_floating and not x.is_backward and _is_derivative(x)]
+            ends = [x for x in ends if not x.place.iteration and not all(y.is_backward for y in x.readers or ())]
+            self.targets = forward or ends[-1:]
+        self.targets = [x for x in self.targets if not x.values.shape] or self.targets
+        self.primal = upstream(self.targets)
+        self.has_gradient = bool(self.targets) and (node in self.primal or _is_derivative(node))
+        self._needed = None
+        if self.has_gradient:
+            keys = [x.place.key for x in self.primal if x.place]
+            self._needed = {key[:n] for key in keys for n in range(1, len(key) + 1)}
+        else:
+            self.targets, self.primal = results, dict.fromkeys(x for x in nodes if not _is_derivative(x))
+
+    def name(self, i: int) -> str:
+        """Returns the path of an argument of the program."""
+        names: Any = jx.open_jaxpr(self.evaluation.program)[0].debug_info.arg_names
+        return str(names[i])
+
+    @functools.cached_property
+    def sites(self) -> list[Node]:
+        """The values near the op that a cure may compute otherwise, nearest first."""
+        start = [self.node]
+        if self.node not in self.primal:  # an op of the derivative: those that it is the derivative of
+            read = nearest(start, lambda x: [] if x in self.primal else x.parents, _DEPTH)
+            start = [x for x in read if x in self.primal and x.is_floating and not x.is_constant]
+            start = [*start, *(y for x in start for y in x.readers if y in self.primal)]
+        start = [x for x in nearest(start, lambda x: x.operands, 3) if x in self.primal]  # what was lost before the op
+        near = nearest(start, lambda x: [y for y in x.readers if y in self.primal], _DEPTH)
+        return [x for x in near if x.eqn and x.is_floating and x.place][:_MOST_ROOTS]
+
+    def compiled(
+        self, wide: Any = None, rewrite: Callable[[Any], Rewrite | None] = lambda eps: None
+    ) -> Callable[[float], list[np.ndarray]]:
+        """Returns a function of an eps that returns the targets and their gradients in a variant of the program."""
+        program = functools.partial(
+            dataclasses.replace,
+            self.evaluation,
+            wide=wide,
+            enters_all=False,
+            trip_counts={},
+            keeps=[x.key for x in self.targets],
+            needed=self._needed,
+        )
+        dtype = FLOAT64 if wide == FLOAT64 else FLOAT32
+
+        def targets(floats: Sequence[Any], arrays: Sequence[Any], eps: Any) -> tuple[Any, Any]:
+            it = iter(floats)
+            variant = program(arrays=[next(it) if jx.is_floating(x) else x for x in arrays], rewrite=rewrite(eps))
+            values = [variant.kept[x.key] for x in self.targets]
+            return sum(jnp.sum(jnp.real(x).astype(dtype)) for x in values), values
+
+        call = jax.value_and_grad(targets, has_aux=True) if self.has_gradient else targets
+        run = jax.jit(call, compiler_options=_QUICK)
+
+        def found(eps: float, moved: float = 0.0) -> list[np.ndarray]:
+            rng = np.random.default_rng(0)
+            with precise(wide):
+                arrays = [jnp.asarray(x) for x in self.evaluation.arrays]
+                if wide is not None:
+                    arrays = [widened(x, wide) for x in arrays]
+                if moved:
+                    arrays = [_moved(x, rng, moved) if jx.is_floating(x) else x for x in arrays]
+                found = jax.tree.leaves(run([x for x in arrays if jx.is_floating(x)], arrays, jnp.asarray(eps, dtype)))
+            return [np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in found]
+
+        return found
+
+    @functools.cached_property
+    def _exact(self) -> Callable[..., list[np.ndarray]]:
+        return self.compiled(FLOAT64)
+
+    @functools.cached_property
+    def exact(self) -> list[np.ndarray]:
+        """The targets and their gradients in float64, as the program is; NaN where they depend on rounding errors."""
+        pairs = zip(self._exact(0.0), self._exact(0.0, 1e-7), strict=True)
+        with np.errstate(invalid="ignore"):
+            return [np.where(np.abs(x - y) <= 0.01 * np.abs(x), x, np.nan) for x, y in pairs]
+
+    @functools.cached_property
+    def values(self) -> list[np.ndarray]:
+        """The targets and their gradients as they are."""
+        return self.compiled()(0.0)
+
+    def is_limit(self, rewrite: Rewrite) -> bool:
+        """Whether a rewrite returns limits where values are not finite, as arguments that are moved a little show."""
+        keys = [rewrite.root] if self.has_gradient else [rewrite.root, *(x.key for x in self.targets)]
+        rng = np.random.default_rng(0)
+        moved = [_moved(jnp.asarray(x), rng, 1e-4) if jx.is_floating(x) else x for x in self.evaluation.arrays]
+        wide = functools.partial(dataclasses.replace, self.evaluation, wide=FLOAT64, keeps=keys, enters_all=False)
+        new, nearby = wide(rewrite=rewrite).kept, wide(arrays=moved).kept
+        return all(np.allclose(new[key], nearby[key], 0.01, 1e-3) for key in keys)
+
+    def tried(
+        self,
+        rewrite: Callable[[Any], Rewrite],
+        epsilons: Sequence[float] = (0.0,),
+        tolerance: float = 1e-3,
+        keeps_values: bool = False,
+    ) -> tuple[float, str] | None:
+        """Returns the first eps with which a rewrite is a cure, and what is seen then; None if there is none.
+
+        Args:
+            rewrite: returns the rewrite with an eps.
+            epsilons: the numbers to try.
+            tolerance: how far values and gradients may be from those of the program in float64, where these are finite.
+            keeps_values: whether the values must stay as they are.
+        """
+        try:
+            run, run_exactly = self.compiled(None, rewrite), self.compiled(FLOAT64, rewrite)
+            for eps in epsilons:
+                found = run(eps)
+                if not all(np.isfinite(x).all() for x in found):
+                    continue
+                exact, n = run_exactly(eps), 1 + len(self.targets) if self.has_gradient else len(found)
+                is_kept = not keeps_values or all(map(np.array_equal, found[:n], self.values[:n]))
+                slack = max(1e-5, math.sqrt(eps))
+                agrees = all(_agree(x, y, tolerance, slack) for x, y in zip(exact, self.exact, strict=True))
+                is_lost = any(np.nan_to_num(x).any() for x in self.exact[n:]) and not any(x.any() for x in found[n:])
+                if is_kept and agrees and not is_lost and (seen := self._seen(found, exact)):
+                    return eps, seen
+        except Exception:  # an op that has no derivative, or does not run in float64
+            pass
+        return None
+
+    def _seen(self, found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> str:
+        norm = lambda arrays: math.hypot(*(float(np.linalg.norm(x)) for x in arrays))  # noqa: E731
+        error = norm([x - y for x, y in zip(found, exact, strict=True)]) / (norm(exact) or 1.0)
+        what = "value and gradient are" if self.has_gradient else "all results are"
+        return f"{what} finite, within {max(error, 1e-7):.0e} of float64" if error < 0.1 else ""
+
+    def compared(self, other: Evaluation) -> str:
+        """Returns what is seen in another evaluation of the whole program; empty if it is no cure."""
+        if not other.is_finite:
+            return ""
+        exact = dataclasses.replace(other, wide=FLOAT64, region=None, trip_counts={}).results
+        pairs = [(x.value, y.value) for x, y in zip(other.results, exact, strict=True) if x.node.is_floating]
+        return self._seen(*([np.asarray(x, np.float64) for x in column] for column in zip(*pairs, strict=True)))
+
+    def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
+        """Returns the first cure of a table that passes."""
+        found = [part for site in self.sites for part in parts(site)]
+        line = location_of(self.node.place.eqns).source
+        for match in matches(cures, found):
+            # The derivative of a part comes from its lines; that of a custom rule does not.
+            if self.node not in self.primal and line not in match.part.lines:
+                continue
+            rewrite = functools.partial(match.rewrite, match.part.root.key)
+            eps = match.cure.epsilons[0]
+            is_arbitrary = match.cure.kind == "limit" or (eps and not self.has_gradient)
+            if is_arbitrary and not self.is_limit(rewrite(eps)):
+                continue
+            if passed := self.tried(rewrite, match.cure.epsilons, keeps_values=match.cure.kind == "unselected"):
+                text = f"`{match.cure.formula}` {match.cure.words}: use `{match.cure.text(passed[0])}`"
+                return Diagnosis(match.cure.formula, text, passed[1])
+        return None
+
+
+def _moved(x: jax.Array, rng: np.random.Generator, by: float) -> jax.Array:
+    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if by > 1e-6 else 0)
+
+
+def _agree(new: np.ndarray, old: np.ndarray, tolerance: float, slack: float) -> bool:
+    """Whether an array is equal to another one where that is finite."""
+    if math.isinf(tolerance):
+        return True
+    is_finite = np.isfinite(old)
+    largest = max(1, np.abs(old[is_finite]).max(initial=0))
+    return np.allclose(new[is_finite], old[is_finite], tolerance, slack * largest)
+
+
+def _is_derivative(node: Node) -> bool:
+    return node.place is not None and any(jx.is_of_derivative(eqn.source_info.name_stack) for eqn in node.place.eqns)
