@@ -88,8 +88,8 @@ class PrecisionReport:
     """The dtypes that autocast chose for each op of a program, and why; `explain` returns it.
 
     `print` shows a table of the op sites, grouped by module; modules that differ in numbers only (`layer_0`, `layer_1`)
-    share a group. `rich.print` adds colors. A notebook shows a collapsible section for each module. `save` writes a
-    page for a browser, which shows the source as well.
+    share a group. `rich.print` adds colors. A notebook shows a collapsible section for each module. `save` writes an
+    HTML page, with the source beside the ops.
 
     Attributes:
         rows: an `OpSite` for each op: direction, module, source, primitive, class, reason, input, compute and output
@@ -340,8 +340,8 @@ def _sources(sites: Iterable[OpSite]) -> dict[str, dict[int, str]]:
 
 def _lines_around(numbers: set[int], file: str) -> dict[int, str]:
     """Returns, by number, the lines with these numbers and those of the innermost functions around them."""
-    cells = {f"In[{n}]": cell for n, cell in enumerate(vars(sys.modules["__main__"]).get("In", ()))}  # of a notebook
-    text = cells.get(file) or "".join(linecache.getlines(file))
+    cells = vars(sys.modules["__main__"]).get("In") if file.startswith("In[") else None  # of a notebook
+    text = "".join(cells[int(file[3:-1]) :][:1] if cells else linecache.getlines(file))
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except SyntaxError:  # the file has changed since
