@@ -124,6 +124,18 @@ def test_both_rules_of_a_custom_vjp_run_in_one_precision(mark, expected):
     assert products(gradient, PARAMS["w"], X) == {expected}
 
 
+@row("torch.amp", "`custom_fwd(cast_inputs=torch.float16)`")
+def test_a_function_that_casts_its_inputs_runs_as_written_on_them():
+    @amp.cast_inputs("float16")
+    def kernel(w, x):
+        return jnp.tanh(x @ w)  # autocast would run tanh in float32
+
+    loss_fn = lambda w, x: jnp.sum(kernel(w, x) ** 2)  # noqa: E731
+    assert products(jax.grad(amp.autocast(loss_fn)), PARAMS["w"], X) == {LOW}
+    assert dtypes(amp.autocast(loss_fn), PARAMS["w"], X, primitive="tanh") == ["float16 -> float16"]
+    assert products(loss_fn, PARAMS["w"], X) == {FULL}
+
+
 @row("torch.amp", "`torch.is_autocast_enabled()`")
 def test_a_function_sees_the_dtypes_it_was_written_for_and_explain_the_others():
     seen = []

@@ -227,7 +227,9 @@ class Part(NamedTuple):
                     found[node] = widened(jnp.asarray(node.held), FLOAT64)
                 else:
                     outs = evaluate_in(FLOAT64, node.eqn, [compute(x) for x in node.operands])
-                    found[node] = None if outs is None else outs[node.index[0]]
+                    if outs is None:
+                        raise TypeError(f"{node.primitive} does not run in float64")
+                    found[node] = outs[node.index[0]]
             return found[node]
 
         return compute(self.root)
