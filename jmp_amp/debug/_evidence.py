@@ -174,9 +174,7 @@ def _of_precision(t: Trials) -> Diagnosis | None:
         location, passing = location_of(node.place.eqns), {}
         if passed := _lines_in_float32(t, location.source):
             lines, seen = passed
-            where = (
-                "that line" if lines == [location_of(t.node.place.eqns).source] else f"these lines: {'; '.join(lines)}"
-            )
+            where = "that line" if lines == [location_of(t.node.place.eqns).source] else "; ".join(lines)
             passing[f"`with amp.full_precision():` around {where}"] = seen
         scope = location.scope
         if scope and (seen := t.compared(_in_float32(t, _is_in_scope(scope)))):
