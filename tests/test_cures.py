@@ -103,6 +103,11 @@ def diverged(params, x):
     return jnp.mean((x @ params[-1]) ** 2)
 
 
+def with_norms(params, x):
+    penalty = sum(jnp.linalg.norm(layer["bias"]) for layer in params)
+    return jnp.mean(x @ params[0]["w"] @ params[1]["w"]) + penalty
+
+
 def scanned(layers, x):
     return jnp.mean(lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, layers)[0])
 
@@ -146,6 +151,12 @@ PROGRAMS = {
     "eigenvectors": (grad(of_eigenvectors), (np.eye(3, dtype=np.float32),), "the division is inside JAX", False),
     "init": (half(deep), (KERNELS, X), "`params['dense1']['kernel']` holds", True),
     "learning rate": (diverged, ([normal(4, 4) * 1e20 for _ in range(3)], X), "the learning rate", True),
+    "norms of layers": (
+        grad(with_norms),
+        ([{"w": normal(4, 4), "bias": np.zeros(n, np.float32)} for n in (4, 4)], X),
+        "`jnp.sqrt(jnp.sum(x**2, axis) + 1e-12)`",
+        True,
+    ),
     "scan": (half(scanned), (np.stack([np.eye(4, dtype=np.float32) * 30] * 4), abs(X)), "full_precision", True),
     "relu": (half(squared_relu), (200 * np.eye(4, dtype=np.float32), abs(X)), "full_precision", True),
 }

@@ -18,7 +18,6 @@ import numpy as np
 
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Node, Rewrite, evaluate_in, precise, widened
-from jmp_amp.debug._report import location_of
 
 _MOST_CUTS, _MOST_INPUTS = 40, 5
 _ELEMENTWISE = {"log", "log2", "log1p", "neg", "sqrt", "exp"}
@@ -235,17 +234,19 @@ class Part(NamedTuple):
         return compute(self.root)
 
     @property
-    def lines(self) -> set[str]:
-        """The lines of code that compute it."""
-        found, waiting = set(), [self.root]
-        while waiting:
-            node = waiting.pop()
-            if node not in self.inputs and node.eqn is not None:
-                found.add(location_of(node.place.eqns).source)
-                waiting += node.operands
+    def nodes(self) -> list[Node]:
+        """The values on the way from the inputs to the root, the root first."""
+        found = [self.root]
+        for node in found:
+            found += [x for x in map(_outside, node.operands) if x.eqn and x not in (*found, *self.inputs)]
         return found
 
-    def rewrite(self, key: Any, function: Callable[..., Any]) -> Rewrite:
+    @property
+    def ops(self) -> list[tuple[str, int]]:
+        """The ops that compute these values, and their numbers of axes: those of the same lines in another layer."""
+        return [(x.primitive, len(x.values.shape)) for x in self.nodes]
+
+    def rewrite(self, function: Callable[..., Any]) -> Rewrite:
         """Returns the program with a function of the inputs in place of this part."""
         others = [x for move in self.moves for x in move.operands[1:]]
         inputs = [x.key or x.held for x in (*self.inputs, *others)]
@@ -257,7 +258,7 @@ class Part(NamedTuple):
                 (x,) = evaluate_in(np.dtype(x.dtype), move.eqn, operands) or [x]
             return x
 
-        return Rewrite(key, inputs, moved)
+        return Rewrite(self.root.key, inputs, moved)
 
 
 def parts(root: Node) -> Iterator[Part]:
@@ -332,10 +333,10 @@ class Match(NamedTuple):
     order: tuple[int, ...]
     axis: Any
 
-    def rewrite(self, key: Any, eps: float) -> Rewrite:
+    def rewrite(self, eps: float) -> Rewrite:
         """Returns the program with the replacement in place of the part."""
         function = self.cure.function(self.axis, eps)
-        return self.part.rewrite(key, lambda *values: function(*(values[i] for i in self.order)))
+        return self.part.rewrite(lambda *values: function(*(values[i] for i in self.order)))
 
 
 def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:

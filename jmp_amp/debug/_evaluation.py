@@ -237,7 +237,7 @@ class Evaluation:
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
-        rewrite: computes a value in another way.
+        rewrites: compute values in another way.
         keeps: the keys of the values to keep.
         needed: the keys of the equations, outside of loops, that are differentiated; None for all.
         enters_all: whether to enter loops with finite results, too.
@@ -256,7 +256,7 @@ class Evaluation:
     loss_factor: float = 1.0
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
-    rewrite: Rewrite | None = None
+    rewrites: Sequence[Rewrite] = ()
     keeps: Collection[Id] = ()
     needed: Collection[Id] | None = None
     enters_all: bool = False
@@ -269,8 +269,9 @@ class Evaluation:
         self.nodes: list[Node] = []
         self._keys = {*self.keeps}
         self._is_traced = any(isinstance(x, jax.core.Tracer) for x in self.arrays)
-        if self.rewrite:
-            self._keys |= {self.rewrite.root, *(x for x in self.rewrite.inputs if isinstance(x, tuple))}
+        self._rewrites = {x.root: x for x in self.rewrites}
+        for x in self.rewrites:
+            self._keys |= {x.root, *(key for key in x.inputs if isinstance(key, tuple))}
         with precise(self.wide):
             self.results = self._run(self.program, [self._argument(x, i) for i, x in enumerate(self.arrays)], Place())
 
@@ -339,16 +340,15 @@ class Evaluation:
         self.nodes.append(node)
         if node.key in self._keys:
             self.kept[node.key] = value
-            if self.rewrite and node.key == self.rewrite.root:
-                self.kept[node.key] = value = self._rewritten(value)
+            if node.key in self._rewrites:
+                self.kept[node.key] = value = self._rewritten(self._rewrites[node.key], value)
         nonfinite = [] if node.values.is_finite else [causes, *(x.causes for x in operands if not x.is_finite)]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
-    def _rewritten(self, value: Any) -> Any:
-        assert self.rewrite
-        inputs = [self.kept[x] if isinstance(x, tuple) else self._in_dtype(jnp.asarray(x)) for x in self.rewrite.inputs]
+    def _rewritten(self, rewrite: Rewrite, value: Any) -> Any:
+        inputs = [self.kept[x] if isinstance(x, tuple) else self._in_dtype(jnp.asarray(x)) for x in rewrite.inputs]
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return jnp.asarray(self.rewrite.function(*inputs)).astype(value.dtype).reshape(value.shape)
+            return jnp.asarray(rewrite.function(*inputs)).astype(value.dtype).reshape(value.shape)
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.allowed is None or cause in self.allowed

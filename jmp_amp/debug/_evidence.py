@@ -228,7 +228,7 @@ def _of_relu(t: Trials) -> Diagnosis | None:
             continue
         x = next(x for x in node.operands if not x.is_constant)
         softplus = Rewrite(node.key, [x.key], lambda x: jnp.logaddexp(x, 0.0))
-        if passed := t.tried(functools.partial(_as_it_is, softplus), tolerance=math.inf):
+        if passed := t.tried(functools.partial(_as_they_are, [softplus]), tolerance=math.inf):
             text = (
                 f"`relu` {_where(node)} is 0 where its operand is negative, in any precision. Use a function that is "
                 "positive, `jax.nn.softplus(x)`; it is not equal to `relu`"
@@ -237,8 +237,8 @@ def _of_relu(t: Trials) -> Diagnosis | None:
     return None
 
 
-def _as_it_is(rewrite: Rewrite, eps: Any) -> Rewrite:
-    return rewrite
+def _as_they_are(rewrites: list[Rewrite], eps: Any) -> list[Rewrite]:
+    return rewrites
 
 
 def _of_underflow(t: Trials) -> Diagnosis | None:
@@ -280,7 +280,7 @@ def _of_singular(t: Trials) -> Diagnosis | None:
     def shifted(x: Any) -> Any:
         return x + 1e-3 * jnp.max(jnp.abs(x)) * jnp.eye(x.shape[-1], dtype=x.dtype)
 
-    passed = t.tried(lambda eps: Rewrite(matrix.key, [matrix.key], shifted)) if matrix.key else None
+    passed = t.tried(lambda eps: [Rewrite(matrix.key, [matrix.key], shifted)]) if matrix.key else None
     return Diagnosis(
         "singular matrix",
         "the matrix is singular, or not positive definite, up to rounding: add a multiple of the identity, "
@@ -321,7 +321,7 @@ def _unknown(t: Trials) -> Diagnosis:
     name = t.node.primitive
     fact = (
         f"the operand is outside of the domain of `{name}`"
-        if name in _DOMAINS and t.node.values.nans
+        if name in _DOMAINS and t.node.values.nans + t.node.operands[-1].values.zeros
         else _too_large(t)
     )
     text = f"{fact}. The cause is not known: no cure that was tried passes"
@@ -407,9 +407,8 @@ def _too_large(t: Trials) -> str:
         ),
         None,
     )
-    largest = f"{_largest(t):.5g}, the largest finite {t.node.values.dtype}"
     if found is None or found.max is None or not found.is_finite:
-        return f"the result exceeds {largest}, in float64, too"
+        return "the result is not finite in float64 either"
     excess = max(abs(found.max), abs(found.min or 0.0)) / _largest(t)
     if excess <= 1:
         return f"in float64 the result is {found}"

@@ -3,6 +3,8 @@
 import bisect
 import dataclasses
 import functools
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,8 +53,9 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
     It then evaluates `fun` in float32, without any casts to low precision, and reports whether precision is the cause.
-    The cure depends on the ops around the reported op, such as `log(1 + exp(x))`. If the loss scale of
-    `amp.value_and_grad` is the cause, it evaluates `fun` again to find a scale that fits.
+    A cure is tried before it is reported: `fun` runs with `jax.nn.softplus(x)` in place of `log(1 + exp(x))`, with a
+    line in float32, or with a smaller loss scale, and its value and gradient are finite and close to those in float64.
+    Causes that no change of the program cures, such as bad data, are decided by the values.
 
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
@@ -114,8 +117,10 @@ class NonFinite:
             the scanned axis.
         operands: the floating-point operands.
         result: the first non-finite result.
-        cause: the name of the cause, such as `"softmax by hand"`.
-        cure: suggested fixes.
+        cause: the formula in the program that has a cure, such as `"log(1 + exp(x))"`, or the name of the cause, such
+            as `"loss scale"`; `"unknown"` if no cure passes.
+        cure: what to change, or, if the cause is not known, the values on the way to the op.
+        tried: what was seen when the program ran with the cure; empty if the cause is not in the program.
         finite_in_float32: whether all results are finite if the program runs in float32, so that low precision is the
             cause; None if that is not known.
         in_float32: the same as a sentence, which names the op that is not finite in float32 if it is another one.
@@ -123,11 +128,13 @@ class NonFinite:
     Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
-        >>> report = amp.debug.first_nonfinite(lambda x: jnp.log(x - 1))(jnp.ones(2))
-        >>> report.primitive, report.result.infs, report.operands[0].zeros
-        ('log', 2, 2)
-        >>> report.cause, report.finite_in_float32
-        ('log of 0', False)
+        >>> report = amp.debug.first_nonfinite(lambda x: jnp.log(1 + jnp.exp(x)))(jnp.full(2, 100.0))
+        >>> report.primitive, report.result.infs, report.operands[0].max, report.finite_in_float32
+        ('exp', 2, 100.0, False)
+        >>> print(report.cure)
+        `log(1 + exp(x))` overflows or underflows half-way: use `jax.nn.softplus(x)`
+        >>> report.tried
+        'value and gradient are finite, within 1e-07 of float64'
     """
 
     primitive: str
@@ -155,7 +162,7 @@ class NonFinite:
             head = "the results contain an infinite constant that no op produced"
         if self.in_float32:
             lines.append(f"  float32  {self.in_float32}")
-        lines.append(f"  cure     {self.cure}")
+        lines.append(_wrapped(f"  cure     {self.cure}"))
         if self.tried:
             lines.append(f"  tried    {self.tried}")
         return "\n".join([head, *lines])
@@ -165,6 +172,14 @@ class NonFinite:
         where += f", in {self.library}" if self.library else ""
         where += f", scope {self.scope}" if self.scope else ""
         return where + (f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else "")
+
+
+def _wrapped(text: str) -> str:
+    """Breaks lines, but not in code."""
+    code = re.compile(r"`[^`]*`")
+    text = code.sub(lambda x: x[0].replace(" ", "\0"), text)
+    text = textwrap.fill(text, 110, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    return text.replace("\0", " ")
 
 
 def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp.debug._cures import Cure, matches, parts
+from jmp_amp.debug._cures import Cure, Match, matches, parts
 from jmp_amp.debug._evaluation import (
     FLOAT32,
     FLOAT64,
@@ -112,7 +112,7 @@ class Trials:
         return [x for x in near if x.eqn and x.is_floating and x.place][:_MOST_ROOTS]
 
     def compiled(
-        self, wide: Any = None, rewrite: Callable[[Any], Rewrite | None] = lambda eps: None
+        self, wide: Any = None, rewrites: Callable[[Any], Sequence[Rewrite]] = lambda eps: ()
     ) -> Callable[[float], list[np.ndarray]]:
         """Returns a function of an eps that returns the targets and their gradients in a variant of the program."""
         program = functools.partial(
@@ -128,7 +128,7 @@ class Trials:
 
         def targets(floats: Sequence[Any], arrays: Sequence[Any], eps: Any) -> tuple[Any, Any]:
             it = iter(floats)
-            variant = program(arrays=[next(it) if jx.is_floating(x) else x for x in arrays], rewrite=rewrite(eps))
+            variant = program(arrays=[next(it) if jx.is_floating(x) else x for x in arrays], rewrites=rewrites(eps))
             values = [variant.kept[x.key] for x in self.targets]
             return sum(jnp.sum(jnp.real(x).astype(dtype)) for x in values), values
 
@@ -170,26 +170,26 @@ class Trials:
         rng = np.random.default_rng(0)
         moved = [_moved(jnp.asarray(x), rng, 1e-4) if jx.is_floating(x) else x for x in self.evaluation.arrays]
         wide = functools.partial(dataclasses.replace, self.evaluation, wide=FLOAT64, keeps=keys, enters_all=False)
-        new, nearby = wide(rewrite=rewrite).kept, wide(arrays=moved).kept
+        new, nearby = wide(rewrites=[rewrite]).kept, wide(arrays=moved).kept
         return all(np.allclose(new[key], nearby[key], 0.01, 1e-3) for key in keys)
 
     def tried(
         self,
-        rewrite: Callable[[Any], Rewrite],
+        rewrites: Callable[[Any], Sequence[Rewrite]],
         epsilons: Sequence[float] = (0.0,),
         tolerance: float = 1e-3,
         keeps_values: bool = False,
     ) -> tuple[float, str] | None:
-        """Returns the first eps with which a rewrite is a cure, and what is seen then; None if there is none.
+        """Returns the first eps with which rewrites are a cure, and what is seen then; None if there is none.
 
         Args:
-            rewrite: returns the rewrite with an eps.
+            rewrites: returns the rewrites with an eps.
             epsilons: the numbers to try.
             tolerance: how far values and gradients may be from those of the program in float64, where these are finite.
             keeps_values: whether the values must stay as they are.
         """
         try:
-            run, run_exactly = self.compiled(None, rewrite), self.compiled(FLOAT64, rewrite)
+            run, run_exactly = self.compiled(None, rewrites), self.compiled(FLOAT64, rewrites)
             for eps in epsilons:
                 found = run(eps)
                 if not all(np.isfinite(x).all() for x in found):
@@ -222,20 +222,37 @@ class Trials:
     def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
         """Returns the first cure of a table that passes."""
         found = [part for site in self.sites for part in parts(site)]
-        line = location_of(self.node.place.eqns).source
         for match in matches(cures, found):
             # The derivative of a part comes from its lines; that of a custom rule does not.
-            if self.node not in self.primal and line not in match.part.lines:
+            if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
                 continue
-            rewrite = functools.partial(match.rewrite, match.part.root.key)
-            eps = match.cure.epsilons[0]
+            eps, everywhere = match.cure.epsilons[0], self._everywhere(match)
             is_arbitrary = match.cure.kind == "limit" or (eps and not self.has_gradient)
-            if is_arbitrary and not self.is_limit(rewrite(eps)):
+            if is_arbitrary and not self.is_limit(match.rewrite(eps)):
                 continue
-            if passed := self.tried(rewrite, match.cure.epsilons, keeps_values=match.cure.kind == "unselected"):
+            rewrites = functools.partial(_rewrites, everywhere)
+            if passed := self.tried(rewrites, match.cure.epsilons, keeps_values=match.cure.kind == "unselected"):
                 text = f"`{match.cure.formula}` {match.cure.words}: use `{match.cure.text(passed[0])}`"
                 return Diagnosis(match.cure.formula, text, passed[1])
         return None
+
+    def _everywhere(self, match: Match) -> list[Match]:
+        """Returns a match, and those of the same ops from the same line of code, as in other layers."""
+        root = match.part.root
+        found = {root.key: match}
+        for node in self.primal:
+            if node.primitive == root.primitive and node.key not in found and _line(node) == _line(root):
+                same = (match._replace(part=x) for x in parts(node) if x.ops == match.part.ops)
+                found[node.key] = next(same, match)
+        return list(found.values())
+
+
+def _rewrites(matches: Sequence[Match], eps: Any) -> list[Rewrite]:
+    return [match.rewrite(eps) for match in matches]
+
+
+def _line(node: Node) -> str:
+    return location_of(node.place.eqns).source
 
 
 def _moved(x: jax.Array, rng: np.random.Generator, by: float) -> jax.Array:
