@@ -113,6 +113,47 @@ def test_a_factor_from_the_norm_of_scaled_gradients_is_named_once():
     assert all("test_check_loss_scaling.py" in line for line in str(raised.value).splitlines()[1:])
 
 
+@pytest.mark.parametrize(
+    "replace",
+    [
+        jnp.nan_to_num,
+        lambda g: jnp.where(jnp.isfinite(g), g, 0),
+        lambda g: jnp.where(jnp.isnan(g) | jnp.isinf(g), 0, g),
+    ],
+)
+def test_values_that_replace_overflows_before_the_check_are_named(replace):
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+    with pytest.warns(
+        UserWarning, match=r"^at .*test_check_loss_scaling.py.*, `step` replaces non-finite values"
+    ) as found:
+        checked(tx, change=lambda grads, params: jax.tree.map(replace, grads))
+    assert len(found) == 1  # of three leaves, one line
+
+    checked(amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.stateless(lambda g, _: replace_all(g)))))
+
+
+def replace_all(grads):
+    return jax.tree.map(jnp.nan_to_num, grads)
+
+
+def test_a_logged_value_that_is_scaled_is_named():
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def step(params, state, *, norm=jnp.linalg.norm):
+        scale = amp.get_loss_scale(state)
+        loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, X)
+        updates, state = tx.update(grads, state, params)
+        logs = {"loss": loss, "grad_norm": norm(grads["w"]), "scale": scale, "norm": norm(grads["w"]) / scale}
+        return optax.apply_updates(params, updates), state, logs
+
+    with pytest.warns(
+        UserWarning, match=r"`step` returns `result\[2\]\['grad_norm'\]`, a value multiplied by"
+    ) as found:
+        check(step)(PARAMS, tx.init(PARAMS))
+    assert len(found) == 1
+    check(functools.partial(step, norm=lambda grads: jnp.float32(0)))(PARAMS, tx.init(PARAMS))
+
+
 def network_loss_in_float16(params, x):
     return loss_fn(params, x).astype(jnp.float16)
 

@@ -1,6 +1,7 @@
 """`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -41,6 +42,13 @@ def _powers(eqn: JaxprEqn, rule: Rule) -> Sequence[int | Fraction] | None:
     return None if power is None else [Fraction(power).limit_denominator(100)]
 
 
+_HIDES = (
+    "replaces non-finite values of gradients that are still scaled, so that the loss scale does not see overflows: "
+    "leave them in; `dynamic_loss_scale` skips the step"
+)
+_IS_LOGGED = "divide it by the scale, or log `amp.metrics(opt_state)['grad_norm']`"
+
+
 # What an error message says of a primitive, if not "applies `primitive` to {}"; `{}` stands for its operands.
 _PREDICATES = {
     **dict.fromkeys(("add", "add_any"), "adds {}"),
@@ -65,6 +73,9 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
       `dynamic_loss_scale`, tracing the step already raises for this.
     - The gradients are unscaled twice, in part, or not at all, before they reach the optimizer state or the parameters.
     - The gradients are clipped, or weight decay or noise is added, while they are scaled.
+
+    It warns of what may be intended: `jnp.nan_to_num` of scaled gradients, and scalar results that are scaled, such as
+    a logged norm of gradients.
 
     Args:
         step: the train step, jitted or not. Its arguments contain the loss scale, as the state of `dynamic_loss_scale`
@@ -103,7 +114,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
-        program, arrays, _ = jx.trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
+        program, arrays, rebuild = jx.trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
         # The loss scale of each `LossScaleState`, by its position among the arrays.
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
         found = [jax.tree.leaves(x.loss_scale)[0] for x in states if isinstance(x, LossScaleState)]
@@ -114,10 +125,20 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
             )
         checker = UnitChecker(len(scales))
         inputs = [checker.of_scale(scales.index(i)) if i in scales else checker.unscaled for i in range(len(arrays))]
-        checker.infer(program, inputs)
+        results = checker.infer(program, inputs)
         if checker.errors:
             lines = "\n".join(f"- {error}" for error in list(checker.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
+        outvars = jx.open_jaxpr(program)[0].outvars
+        scaled = [
+            x if _is_scaled(x) and jx.shape_of(var) == () else None for x, var in zip(results, outvars, strict=True)
+        ]
+        for path, x in jax.tree.leaves_with_path(rebuild(scaled), is_leaf=lambda x: isinstance(x, Unit)):
+            if isinstance(x, Unit):
+                name = "result" + jax.tree_util.keystr(path)
+                checker.warnings[f"`step` returns `{name}`, {_describe(x)}: {_IS_LOGGED}"] = None
+        for warning in checker.warnings:
+            warnings.warn(warning, UserWarning, stacklevel=2)
 
     return check
 
@@ -129,10 +150,12 @@ class Unit(NamedTuple):
         powers: the power of each loss scale; all 0 for an unscaled value.
         is_data_free: whether the value was computed from loss scales and constants alone. Such a value is compatible
             with every unit.
+        finds_nonfinite: whether the value is a flag for each element of scaled gradients: whether it is finite, or NaN.
     """
 
     powers: tuple[Fraction, ...]
     is_data_free: bool = False
+    finds_nonfinite: bool = False
 
 
 # None is the unit of constants that contain only 0, infinities and NaN; it is compatible with every unit.
@@ -145,11 +168,16 @@ class UnitChecker:
     Attributes:
         unscaled: the unit of an unscaled value.
         errors: the errors, in the order of the equations.
+        warnings: what may be intended.
     """
 
     def __init__(self, n_scales: int) -> None:
         """Takes the number of loss scales."""
-        self.unscaled, self.errors = Unit((Fraction(0),) * n_scales), dict[str, None]()
+        self.unscaled, self.errors, self.warnings = (
+            Unit((Fraction(0),) * n_scales),
+            dict[str, None](),
+            dict[str, None](),
+        )
         self._path: list[JaxprEqn] = []  # the equation, after those that contain it
 
     def of_scale(self, k: int) -> Unit:
@@ -163,12 +191,15 @@ class UnitChecker:
             self._path.append(eqn)
             units = self._infer_equation(eqn, operands)
             self._path.pop()
-            return [unit if jx.is_inexact(var) else self.unscaled for unit, var in zip(units, eqn.outvars, strict=True)]
+            if jx.holds_jaxprs(eqn):
+                return units
+            flag = self.unscaled._replace(finds_nonfinite=_finds_nonfinite(eqn, operands))
+            return [unit if jx.is_inexact(var) else flag for unit, var in zip(units, eqn.outvars, strict=True)]
 
         return jx.evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
 
     def _constant(self, x: Any) -> OptionalUnit:
-        if not isinstance(x, jax.core.Tracer) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        if not isinstance(x, jax.core.Tracer) and jnp.issubdtype(jnp.result_type(x), jnp.number):
             values = np.asarray(x).astype(np.complex128)
             if np.all((values == 0) | ~np.isfinite(values)):
                 return None
@@ -187,7 +218,15 @@ class UnitChecker:
                 return self._infer_loop(loop, operands)
         if rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1:
             return operands
+        if rule.is_cast and not jx.is_inexact(eqn.invars[0]):  # a constant such as the 0 of `jnp.where(mask, x, 0)`
+            return operands
         units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if jx.is_inexact(atom)]
+        if (
+            rule.makes is Makes.SELECTED
+            and any(x and x.finds_nonfinite for x in operands)
+            and any(map(_is_scaled, units))
+        ):
+            self.warnings[f"{location_of(self._path).where}, `step` {_HIDES}"] = None
         return [self._infer_op(eqn, rule, units)] * len(eqn.outvars)
 
     def _infer_op(self, eqn: JaxprEqn, rule: Rule, units: list[OptionalUnit]) -> OptionalUnit:
@@ -243,6 +282,17 @@ class UnitChecker:
         predicate = "carries {} through a loop"
         results = [self._unify(units, predicate) for units in zip(carry, outs[: loop.n_carry], strict=True)]
         return [*results, *outs[loop.n_carry :]]
+
+
+def _is_scaled(unit: OptionalUnit) -> bool:
+    return unit is not None and any(unit.powers) and not unit.is_data_free
+
+
+def _finds_nonfinite(eqn: JaxprEqn, operands: Sequence[OptionalUnit]) -> bool:
+    name = eqn.primitive.name
+    if name == "is_finite" or (name == "ne" and eqn.invars[0] is eqn.invars[1]):
+        return _is_scaled(operands[0]) and jx.shape_of(eqn.invars[0]) != ()
+    return not name.startswith("reduce") and any(x and x.finds_nonfinite for x in operands)
 
 
 def _join_carry(init: OptionalUnit, out: OptionalUnit) -> OptionalUnit:
