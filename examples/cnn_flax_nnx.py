@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import data
 import jax
@@ -45,14 +46,22 @@ def loss_fn(model: CNN, images: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
 
 
+def batch_stats(model: CNN) -> Any:
+    """Returns the batch statistics, as arrays that do not change with the model."""
+    return nnx.as_pure(nnx.state(model, nnx.BatchStat))
+
+
 def make_train_step(precision: str) -> Callable[..., jax.Array]:
     low_loss_fn = amp.autocast(loss_fn, precision)
 
     @nnx.jit
     def train_step(model: CNN, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> jax.Array:
+        before = batch_stats(model)
         value_and_grad = amp.value_and_grad(low_loss_fn, opt_state=optimizer, transform=nnx.value_and_grad)
         loss, grads = value_and_grad(model, images, labels)
         optimizer.update(model, grads)
+        finite = amp.metrics(optimizer)["last_finite"]  # a skipped step keeps the old statistics
+        nnx.update(model, optax.tree.where(finite, batch_stats(model), before))
         return loss
 
     return train_step

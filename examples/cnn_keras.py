@@ -48,8 +48,9 @@ def make_train_step(model: keras.Model, tx: optax.GradientTransformation, precis
     @jax.jit
     def train_step(params: Any, state: Any, opt_state: Any, images: jax.Array, labels: jax.Array) -> Any:
         value_and_grad = amp.value_and_grad(loss_fn, opt_state=opt_state, has_aux=True)
-        (loss, state), grads = value_and_grad(params, state, images, labels)
+        (loss, new_state), grads = value_and_grad(params, state, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
+        state = optax.tree.where(amp.metrics(opt_state)["last_finite"], new_state, state)
         return optax.apply_updates(params, updates), state, opt_state, loss
 
     return train_step
