@@ -537,16 +537,34 @@ def test_mutable_arrays_are_not_looked_into():
     assert line(first_nonfinite(model)(X)) == planted("read")
 
 
-def test_shard_map_is_one_op():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.P("data")
+def test_layers_that_share_a_line_are_told_apart():
+    def model(params, x):
+        for layer in params["layers"]:
+            x = jax.nn.relu(x @ layer["w"])
+        return x
 
-    def model(x):
-        return jax.shard_map(lambda x: jnp.exp(x), mesh=mesh, in_specs=spec, out_specs=spec)(x)  # planted: shard_map
+    params = {"layers": [{"w": EYE}, {"w": EYE}, {"w": 1e5 * EYE}, {"w": EYE}]}
+    found = first_nonfinite(amp.autocast(model))(params, 10 * jnp.abs(X))
+    assert found.leaf == "params['layers'][2]['w']"
+    assert "  after    `params['layers'][2]['w']` was read" in str(found).splitlines()
 
-    found = first_nonfinite(model)(X)
-    assert (found.primitive, line(found)) == ("shard_map", planted("shard_map"))
-    assert "on the function inside it" in found.cure
+
+def test_nnx_layers_that_share_a_line_are_told_apart():
+    nnx = pytest.importorskip("flax.nnx", reason="needs flax")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.relu(layer(x))
+            return jnp.mean(x)
+
+    model = Model(nnx.Rngs(0))
+    model.layers[2].kernel[...] = model.layers[2].kernel[...] * 1e7
+    found = first_nonfinite(amp.autocast(Model.__call__))(model, jnp.ones((2, 8)))
+    assert "layers[2].kernel" in found.leaf or "['layers'][2]['kernel']" in found.leaf
 
 
 # The report

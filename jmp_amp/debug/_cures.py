@@ -225,7 +225,7 @@ class Part(NamedTuple):
                 if node.eqn is None:
                     found[node] = widened(jnp.asarray(node.held), FLOAT64)
                 else:
-                    outs = evaluate_in(FLOAT64, node.eqn, [compute(x) for x in node.operands])
+                    outs = evaluate_in(FLOAT64, node.place, [compute(x) for x in node.operands])
                     if outs is None:
                         raise TypeError(f"{node.primitive} does not run in float64")
                     found[node] = outs[node.index[0]]
@@ -255,7 +255,7 @@ class Part(NamedTuple):
             x, rest = function(*values[: len(self.inputs)]), iter(values[len(self.inputs) :])
             for move in self.moves:
                 operands = [x, *itertools.islice(rest, len(move.operands) - 1)]
-                (x,) = evaluate_in(np.dtype(x.dtype), move.eqn, operands) or [x]
+                (x,) = evaluate_in(np.dtype(x.dtype), move.place, operands) or [x]
             return x
 
         return Rewrite(self.root.key, inputs, moved)

@@ -105,12 +105,15 @@ class Place(NamedTuple):
         key: the same without iterations: the position in the program.
         eqns: the equations that contain this one, outermost first, and the equation itself.
         iteration: the index of the iteration of each loop that contains the equation, outermost first.
+        mesh: the names and sizes of the mesh axes of the `shard_map` that contains the equation. Arrays inside have
+            these axes in front.
     """
 
     id: Id = ()
     key: Id = ()
     eqns: tuple[JaxprEqn, ...] = ()
     iteration: tuple[int, ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
 
     @property
     def eqn(self) -> JaxprEqn:
@@ -119,12 +122,19 @@ class Place(NamedTuple):
 
     def of(self, index: int, eqn: JaxprEqn) -> "Place":
         """Returns the place of an equation of the jaxpr at this place."""
-        return Place((*self.id, index), (*self.key, index), (*self.eqns, eqn), self.iteration)
+        return Place((*self.id, index), (*self.key, index), (*self.eqns, eqn), self.iteration, self.mesh)
 
     def body(self, jaxpr: int, i: int | None = None) -> "Place":
         """Returns the place of a branch, or of iteration `i` of one of the jaxprs of the loop at this place."""
         i_or_none = () if i is None else (i,)
-        return Place((*self.id, jaxpr, *i_or_none), (*self.key, jaxpr), self.eqns, (*self.iteration, *i_or_none))
+        iteration = (*self.iteration, *i_or_none)
+        return Place((*self.id, jaxpr, *i_or_none), (*self.key, jaxpr), self.eqns, iteration, self.mesh)
+
+    def on_devices(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of the arrays of all devices."""
+        for name, size in reversed(self.mesh):
+            fun = jax.vmap(fun, axis_name=name, axis_size=size)
+        return fun
 
 
 def argument_id(i: int) -> Id:
@@ -294,7 +304,10 @@ class Evaluation:
             return self._equation(operands, inner)
 
         def constant(x: Any, is_literal: bool = False) -> Cell:
-            cell = self._cell(self._in_dtype(self.constant(x)))
+            x = self._in_dtype(self.constant(x))
+            if place.mesh:
+                x = jnp.broadcast_to(x, (*(n for _, n in place.mesh), *np.shape(x)))
+            cell = self._cell(x)
             cell.node.held, cell.node.is_constant = cell.value, is_literal
             return cell
 
@@ -307,7 +320,7 @@ class Evaluation:
         )
 
     def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Evaluates the jaxpr of a loop or a branch; a part of the program that is replaced is inside or outside."""
+        """Evaluates the jaxpr of a loop, a branch or `shard_map`; a part that is replaced is inside or outside."""
         cells = [self._cell(x.value, (), place, argument_id(j), x.causes) for j, x in enumerate(args)]
         for cell, x in zip(cells, args, strict=True):
             self._link(cell.node, x.node)
@@ -369,10 +382,12 @@ class Evaluation:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case jx.Branches() | jx.Loop() if self._is_traced and is_split:
+            case jx.Call(jaxpr, _, False) if not place.mesh:
+                return self._shard_map(jaxpr, operands, place)
+            case jx.Branches() | jx.Loop() if self._is_traced and is_split and not place.mesh:
                 return self._traced(structure, operands, place)
-            case jx.Branches(jaxprs, inputs) if not self._is_traced:
-                index = min(max(int(operands[0].value), 0), len(jaxprs) - 1)
+            case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
+                index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if not self._is_traced:
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
@@ -383,6 +398,20 @@ class Evaluation:
                 run = self._while if loop.length is None else self._scan
                 return run(loop, operands, place)
         return self._op(operands, place)
+
+    def _shard_map(self, jaxpr: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
+        """Evaluates the jaxpr of `shard_map` for all devices at once, which `vmap` with the names of the axes does."""
+        params, n_nodes, nonfinite = place.eqn.params, len(self.nodes), dict(self.nonfinite)
+        mesh = tuple((name, n) for name, n in params["mesh"].shape.items() if name in params["newly_manual_axes"])
+        args = [x._replace(value=_split(x.value, s, mesh)) for x, s in zip(operands, params["in_specs"], strict=True)]
+        try:
+            outs = self._run_body(jaxpr, args, place.body(0)._replace(mesh=mesh))
+        except Exception:  # a collective that `vmap` does not know, such as `all_gather` over two axes
+            del self.nodes[n_nodes:]
+            self.nonfinite = nonfinite
+            return self._op(list(operands), place)
+        outs = [x._replace(value=_joined(x.value, s, mesh)) for x, s in zip(outs, params["out_specs"], strict=True)]
+        return [self._returned(x, place, k) for k, x in enumerate(outs)]
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
@@ -429,40 +458,43 @@ class Evaluation:
             outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
         cells = [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
         for node in (x.node for x in cells if x.node.values.zeros):
-            if not node.underflow and _underflows(eqn, operands, node.values):
+            if not node.underflow and _underflows(place, operands, node.values):
                 node.underflow = node
         return cells
 
     def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
+        if eqn.primitive.name == "pvary":  # changes a type that only `shard_map` has
+            return operands
+        as_traced = place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs))
         if self.wide is None:
-            return jx.apply_as_traced(eqn, operands)
+            return as_traced(*operands)
         traced = [jx.dtype_of(atom) for atom in eqn.invars]
         is_wide = self.region is None or self.region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             is_wide = any(jx.is_inexact(x) and x.dtype != dtype for x, dtype in zip(operands, traced, strict=True))
-        outs = evaluate_in(self.wide, eqn, operands) if is_wide else None
+        outs = evaluate_in(self.wide, place, operands) if is_wide else None
         if outs is None:
             narrow = [x.astype(d) if jx.is_inexact(x) else x for x, d in zip(operands, traced, strict=True)]
-            outs = [self._in_dtype(x) for x in jx.apply_as_traced(eqn, narrow)]
+            outs = [self._in_dtype(x) for x in as_traced(*narrow)]
         return outs
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.region else widened(x, self.wide)
 
     def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        carry, xs = operands[loop.carry], operands[loop.xs]
+        carry, xs, axis = operands[loop.carry], operands[loop.xs], len(place.mesh)
         ys: dict[int, list[Cell]] = {}
         steps = range(loop.length)
         for i in reversed(steps) if place.eqn.params["reverse"] else steps:
-            slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), keepdims=False)) for x in xs]
+            slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), axis, False)) for x in xs]
             outs = self._run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         if not ys:
             return self._apply(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._cell(jnp.stack([y.value for y in column]), column) for column in columns]
+        stacked = [self._cell(jnp.stack([y.value for y in column], axis), column) for column in columns]
         return [self._returned(x, place, k) for k, x in enumerate([*carry, *stacked])]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
@@ -478,7 +510,7 @@ class Evaluation:
         return [self._returned(x, place, k) for k, x in enumerate(carry)]
 
     def _returned(self, x: Cell, place: Place, k: int) -> Cell:
-        """Returns a result of a loop, which the program knows by the place of the loop."""
+        """Returns a result of a loop or of `shard_map`, which the program knows by its place."""
         cell = self._cell(x.value, (), place, (k,), x.causes)
         self._link(cell.node, x.node)
         return cell
@@ -501,15 +533,48 @@ def _is_backward(place: Place) -> bool:
     return any(map(jx.is_backward, stacks)) and not any(map(jx.is_recomputed, stacks))
 
 
-def _underflows(eqn: JaxprEqn, operands: Sequence[Cell], result: Values) -> bool:
+def _split(x: Any, spec: Any, mesh: Sequence[tuple[str, int]]) -> jax.Array:
+    """Returns the blocks of an array, `[*mesh, *block]`."""
+    sizes, shape, names = dict(mesh), list[int](), list[Any]()
+    for n, axes in zip(x.shape, _axes(spec, x.ndim), strict=True):
+        shape += [*(sizes[name] for name in axes), n // math.prod(sizes[name] for name in axes)]
+        names += [*axes, None]
+    x = x.reshape(shape)
+    for i, (name, n) in enumerate(mesh):
+        if name in names:
+            x = jnp.moveaxis(x, names.index(name), i)
+            names.remove(name)
+        else:
+            x = jnp.broadcast_to(jnp.expand_dims(x, i), (*x.shape[:i], n, *x.shape[i:]))
+        names.insert(i, "")
+    return x
+
+
+def _joined(x: Any, spec: Any, mesh: Sequence[tuple[str, int]]) -> jax.Array:
+    """Returns the array of some blocks, which are equal along the axes that the specification does not name."""
+    axes = _axes(spec, x.ndim - len(mesh))
+    split = [name for name, _ in mesh if any(name in each for each in axes)]
+    x = x[tuple(slice(None) if name in split else 0 for name, _ in mesh)]
+    parts = [[*map(split.index, each), len(split) + i] for i, each in enumerate(axes)]
+    shape = [math.prod(x.shape[k] for k in part) for part in parts]
+    return x.transpose([k for part in parts for k in part]).reshape(shape)
+
+
+def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that split each axis of an array."""
+    names = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+    return [*names, *[()] * (ndim - len(names))]
+
+
+def _underflows(place: Place, operands: Sequence[Cell], result: Values) -> bool:
     """Whether an op rounds to 0."""
-    name = eqn.primitive.name
+    name = place.eqn.primitive.name
     if name in ("exp", "exp2", "logistic"):
         return result.zeros > operands[0].node.values.infs
     if name not in _MAY_UNDERFLOW:
         return False
     with precise(FLOAT64):
-        wide = evaluate_in(FLOAT64, eqn, [x.value for x in operands])
+        wide = evaluate_in(FLOAT64, place, [x.value for x in operands])
         return wide is not None and values_of(wide[0]).zeros < result.zeros
 
 
@@ -552,8 +617,9 @@ def widened(x: Any, wide: Any) -> Any:
     return lax.convert_element_type(x, _wider(x.dtype, wide)) if jx.is_inexact(x) else x
 
 
-def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
+def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
     """Evaluates an op in a wide dtype, also in place of the dtype `narrow`; None if the op does not run in it."""
+    eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
     rule = rule_of(eqn)
@@ -563,6 +629,6 @@ def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any =
     try:
         inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
         params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}
-        return jx.bind(eqn, [widened(x, wide) for x in operands], **params)
+        return place.on_devices(lambda *xs: jx.bind(eqn, xs, **params))(*(widened(x, wide) for x in operands))
     except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
         return None

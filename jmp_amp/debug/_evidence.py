@@ -86,7 +86,7 @@ def _of_integers(t: Trials) -> Diagnosis | None:
             continue
         with precise(FLOAT64):
             inputs = [jnp.asarray(x).astype(FLOAT64) if jnp.result_type(x) == dtype else x for x in operands]
-            wide = evaluate_in(FLOAT64, node.eqn, inputs, dtype)
+            wide = evaluate_in(FLOAT64, node.place, inputs, dtype)
             wrapped = np.zeros(()) if wide is None else np.abs(np.asarray(wide[node.index[0]]))
         if wrapped.max(initial=0) > np.iinfo(dtype).max:
             text = (

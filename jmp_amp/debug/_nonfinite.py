@@ -43,8 +43,9 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
     Use it on the arguments of a step that failed, not in every step: it runs on the host, one op at a time. Pass the
     function that you train: `amp.autocast(loss_fn)` or, to include the backward pass,
     `amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale)` with the current scale. The evaluation enters calls,
-    branches and `jax.checkpoint`. It enters loops with non-finite results, iteration by iteration. `shard_map` and
-    kernels count as one op.
+    branches and `jax.checkpoint`. It enters loops with non-finite results, iteration by iteration. It
+    evaluates `shard_map` for all devices at once, so that arrays in there have the axes of the mesh in front. Kernels
+    count as one op.
 
     The reported op is the first, in program order, that computes non-finite values from finite operands, if these
     values reach a result. Infinities from constants, -inf in arguments (a mask), and infinities that `jnp.where` or an
@@ -121,6 +122,8 @@ class NonFinite:
             as `"loss scale"`; `"unknown"` if no cure passes.
         cure: what to change, or, if the cause is not known, the values on the way to the op.
         tried: what was seen when the program ran with the cure; empty if the cause is not in the program.
+        leaf: the nearest leaf of an argument that the op was computed from, such as `"params['layers'][2]['w']"`, which
+            tells apart layers that share a line; empty if there is none.
         finite_in_float32: whether all results are finite if the program runs in float32, so that low precision is the
             cause; None if that is not known.
         in_float32: the same as a sentence, which names the op that is not finite in float32 if it is another one.
@@ -148,6 +151,7 @@ class NonFinite:
     cause: str
     cure: str
     tried: str = ""
+    leaf: str = ""
     finite_in_float32: bool | None = None
     in_float32: str = ""
 
@@ -160,6 +164,8 @@ class NonFinite:
             head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
         if self.primitive == "constant":
             head = "the results contain an infinite constant that no op produced"
+        if self.leaf and not self.scope:
+            lines.append(f"  after    `{self.leaf}` was read")
         if self.in_float32:
             lines.append(f"  float32  {self.in_float32}")
         lines.append(_wrapped(f"  cure     {self.cure}"))
@@ -212,6 +218,7 @@ def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
         found.cause,
         found.cure,
         found.tried,
+        trials.leaf,
         *in_float32,
     )
 
@@ -257,7 +264,7 @@ def _in_float32(evaluation: Evaluation, node: Node) -> tuple[bool | None, str]:
     if wide.is_finite:
         return True, "in float32 all results are finite: precision is the cause"
     other = wide.nonfinite.get(_cause(wide) or ())
-    if other is None:
+    if other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
         return None, ""
     kind = "NaN" if other.values.nans else "inf"
     if other.key == node.key:

@@ -99,6 +99,12 @@ class Trials:
         names: Any = jx.open_jaxpr(self.evaluation.program)[0].debug_info.arg_names
         return str(names[i])
 
+    @property
+    def leaf(self) -> str:
+        """The path of the nearest leaf of an argument that the op was computed from; empty if there is none."""
+        read = (x.index[1] for x in upstream([self.node]) if x.is_floating and x.place and not x.place.eqns)
+        return next((name for name in map(self.name, read) if name.endswith("]") or "." in name), "")
+
     @functools.cached_property
     def sites(self) -> list[Node]:
         """The values near the op that a cure may compute otherwise, nearest first."""

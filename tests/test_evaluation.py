@@ -1,0 +1,92 @@
+"""The evaluation of the debug tools returns what a program returns, inside of `shard_map` too."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp.debug import first_nonfinite
+from jmp_amp.debug._evaluation import FLOAT64, Evaluation
+
+pytestmark = pytest.mark.usefixtures("users_code")
+X, W = np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4), np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
+
+
+def collectives(x, w):
+    i, n = lax.axis_index("rows"), lax.axis_size("rows")
+    ring = lax.ppermute(x, "rows", [(k, (k + 1) % n) for k in range(n)])
+    everything = lax.all_gather(x, "columns", tiled=True)
+    parts = lax.psum_scatter(x @ w * i, "rows", tiled=True)
+    return lax.psum(ring * i, "rows"), lax.pmax(jnp.sum(everything), ("rows", "columns")), parts, lax.pmean(x, "rows")
+
+
+def loops(x, w):
+    def step(carry, row):
+        return carry + jnp.sum(row) * (1 + lax.axis_index("rows")), carry * row
+
+    total, rows = lax.scan(step, jnp.sum(w[0]) * (1 + lax.axis_index("rows")), x)
+    count = lax.while_loop(lambda c: c < 5, lambda c: c * 2, 1.0 + lax.axis_index("rows"))
+    chosen = lax.cond(lax.axis_index("columns") == 0, jnp.sin, jnp.cos, x)
+    return rows * total, chosen * count
+
+
+# The function on a device, and its specifications.
+PROGRAMS = {
+    "collectives": (
+        collectives,
+        (P(("rows", "columns")), P()),
+        (P("columns"), P(), P(("rows", "columns")), P(("columns",), None)),
+    ),
+    "loops": (loops, (P("rows", "columns"), P(None, "columns")), (P("rows", "columns"), P("rows", "columns"))),
+    "gradients": (
+        lambda x, w: jax.grad(lambda w: lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "rows"))(w),
+        (P("rows"), P(None, "columns")),
+        P(None, "columns"),
+    ),
+}
+
+
+def shard_map(fun, in_specs, out_specs, **options):
+    mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_results_are_those_of_the_devices(name, check_vma):
+    fun = shard_map(*PROGRAMS[name], check_vma=check_vma and name == "gradients")
+    program, arrays, _ = jx.trace_call(fun, (X, W), {})
+    for wide in (None, FLOAT64):
+        results = Evaluation(program, [jnp.asarray(x) for x in arrays], wide=wide, enters_all=True).results
+        for result, expected in zip(results, jax.tree.leaves(fun(X, W)), strict=True):
+            np.testing.assert_allclose(result.value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_line_on_a_device_is_named_with_its_cure():
+    def fun(x, w):
+        products = lax.pmean(x @ w, "rows")
+        return jnp.sqrt(jnp.sum(products.astype(jnp.float16) * 1000 * 60, keepdims=True))  # planted: shard_map
+
+    found = first_nonfinite(shard_map(fun, (P("rows"), P()), P(None)))(X, W)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith("# planted: shard_map"))
+    assert f"test_evaluation.py:{line} " in found.source
+    assert found.finite_in_float32
+
+
+def test_a_collective_that_vmap_does_not_know_leaves_one_op():
+    def fun(x, w):
+        return lax.all_gather((x @ w).astype(jnp.float16) * 1000 * 60, ("rows", "columns"), tiled=True)
+
+    found = first_nonfinite(shard_map(fun, (P(("rows", "columns")), P()), P(), check_vma=False))(X, W)
+    assert (found.primitive, found.cause, found.in_float32) == ("shard_map", "kernel", "")
+
+
+def test_the_shape_of_values_on_devices_has_their_mesh_in_front():
+    found = first_nonfinite(shard_map(lambda x: jnp.log(x - x), P("rows"), P("rows")))(X)
+    assert found.result.shape == (2, 2, 4, 4)
