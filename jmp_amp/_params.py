@@ -77,7 +77,8 @@ class LowPrecisionParamsState(NamedTuple):
 
     Attributes:
         masters: float32 copies of the parameters whose dtype is narrower than float32; `optax.MaskedNode` in place of
-            all other parameters, which need no copy. None with `masters=False`.
+            all other parameters, which need no copy. With `remainder=True`, the lower 16 bits of these copies for
+            bfloat16 parameters, as uint16. None with `masters=False`.
         step: int32[], the number of steps so far. `seed` and `step` determine the random bits of the next step. None
             unless `rounding="stochastic"`.
         inner_state: the state of the wrapped transformation, initialized with float32 parameters.
@@ -94,9 +95,29 @@ class LowPrecisionParamsState(NamedTuple):
     step: jax.Array | None
     inner_state: optax.OptState
 
+    def with_float32(self, params: optax.Params) -> "LowPrecisionParamsState":
+        """Returns the state with float32 masters in place of remainders, for a run with `remainder=False`."""
+        masters = jax.tree.map(lambda p, m: m if is_hole(m) else _master(p, m), params, self.masters)
+        return self._replace(masters=masters)
+
+    def with_remainders(self, params: optax.Params) -> tuple[optax.Params, "LowPrecisionParamsState"]:
+        """Returns parameters and state for a run with `remainder=True`; these are the same masters, bit for bit.
+
+        A bfloat16 parameter whose master is halfway between two numbers may become the other one.
+        """
+        split = lambda i: jax.tree.map(  # noqa: E731
+            lambda p, m: _halves(m)[i] if _is_bfloat16(p) and not is_hole(m) else (p, m)[i], params, self.masters
+        )
+        return split(0), self._replace(masters=split(1))
+
 
 def low_precision_params(
-    inner: optax.GradientTransformation, *, masters: bool = True, rounding: str = "nearest", seed: int = 0
+    inner: optax.GradientTransformation,
+    *,
+    masters: bool = True,
+    remainder: bool = False,
+    rounding: str = "nearest",
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a transformation so that it updates float16 or bfloat16 parameters in float32.
 
@@ -106,6 +127,10 @@ def low_precision_params(
     - With masters, which is the default, the optimizer state holds float32 copies of the parameters, the master
       weights. `inner` receives and updates these, and the new parameters are the new masters, rounded to nearest.
       Updates that are too small for the dtype accumulate in the masters.
+    - `remainder=True` saves 2 bytes for each bfloat16 parameter, and trains the same masters: their upper 16 bits are
+      the parameter, so the state holds the lower 16 bits only. The parameter is rounded to nearest, and away from 0
+      halfway between two numbers, so that both together are the master, bit for bit. If one step shrinks a parameter
+      more than 32768-fold, the master becomes the parameter, an error of 2**-24 times the old one.
     - `masters=False` saves 4 bytes for each parameter. `inner` receives the parameters themselves, cast to float32.
       Rounding to nearest loses updates of less than half a unit in the last place.
     - `masters=False, rounding="stochastic"` rounds up or down at random, to each of the two neighbours with a
@@ -133,6 +158,7 @@ def low_precision_params(
     Args:
         inner: any optax transformation.
         masters: whether the optimizer state holds float32 copies of the low-precision parameters.
+        remainder: whether it holds their lower 16 bits only, for bfloat16 parameters.
         rounding: `"nearest"`, or, without masters, `"stochastic"`.
         seed: seeds the random bits of stochastic rounding.
 
@@ -142,7 +168,8 @@ def low_precision_params(
 
     Raises:
         TypeError: `inner` is not an optax transformation.
-        ValueError: `rounding` is unknown, or `"stochastic"` with masters; or `update` is called without `params`.
+        ValueError: `rounding` is unknown, or `"stochastic"` with masters; `remainder` without masters; or `update` is
+            called without `params`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -165,7 +192,8 @@ def low_precision_params(
 
     References:
         Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), 2018, section 3.1, and apex's
-        O2 have masters; apex's O3 has none. Stochastic rounding: Gupta et al., [Deep Learning with Limited Numerical
+        O2 have masters; apex's O3 has none. Remainders: `store_param_remainders` of apex's `DistributedFusedAdam`.
+        Stochastic rounding: Gupta et al., [Deep Learning with Limited Numerical
         Precision](https://arxiv.org/abs/1502.02551), 2015.
     """
     check_inner(inner, "low_precision_params")
@@ -176,12 +204,18 @@ def low_precision_params(
             'masters hold each update in full, so parameters are rounded to nearest, got `rounding="stochastic"`; '
             "write `masters=False` to keep no masters"
         )
+    if remainder and not masters:
+        raise ValueError("`remainder=True` stores masters in 16 bits, got `masters=False`; leave one of them out")
     inner = optax.with_extra_args_support(inner)
+
+    def is_upper_half(param: Any) -> bool:
+        return remainder and _is_bfloat16(param)
 
     def init(params: optax.Params) -> LowPrecisionParamsState:
         full = _upcast(params)
+        stored = jax.tree.map(lambda p, x: _halves(x)[1] if is_upper_half(p) else x, params, full)
         step = jnp.zeros((), jnp.int32) if rounding == "stochastic" else None
-        return LowPrecisionParamsState(_masters(params, full) if masters else None, step, inner.init(full))
+        return LowPrecisionParamsState(_masters(params, stored) if masters else None, step, inner.init(full))
 
     def update(
         updates: optax.Updates, state: LowPrecisionParamsState, params: optax.Params | None = None, **extra_args: Any
@@ -192,15 +226,21 @@ def low_precision_params(
         full = _upcast(params)
         if masters:
             trained = _where_frozen(updates, updates, state.masters)
-            full = jax.tree.map(lambda p, m: m if _is_low_precision(p) else p, params, trained)
+            full = jax.tree.map(lambda p, m: _master(p, m) if _is_low_precision(p) else p, params, trained)
         full_updates, inner_state = inner.update(_upcast(updates), state.inner_state, full, **extra_args)
         new_full = optax.apply_updates(full, full_updates)
-        new_masters = _where_frozen(updates, state.masters, _masters(params, new_full)) if masters else None
         keys, step = [], state.step
         if step is not None:
             keys = [optax.tree.split_key_like(jax.random.fold_in(jax.random.key(seed), step), new_full)]
             step = optax.safe_increment(step)
-        new_updates = jax.tree.map(_rounded_update, params, new_full, full_updates, *keys)
+        nearest = jax.tree.map(lambda p, x: _halves(x)[0] if is_upper_half(p) else x, params, new_full)
+        new_updates = jax.tree.map(_rounded_update, params, nearest, full_updates, *keys)
+        new_masters = None
+        if masters:
+            stored = jax.tree.map(
+                lambda p, x, u: _remainder(p, x, u) if is_upper_half(p) else x, params, new_full, new_updates
+            )
+            new_masters = _where_frozen(updates, state.masters, _masters(params, stored))
         return new_updates, LowPrecisionParamsState(new_masters, step, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -224,6 +264,36 @@ def _rounded_update(param: Any, full: Any, full_update: Any, key: Any = None) ->
     return -(old - _upcast(new))
 
 
+def _halves(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns float32 values as bfloat16 parameters and uint16 remainders; `_master` joins them again, bit for bit.
+
+    Rounding halfway values to even would lose which of two values it was. Rounded away from 0, a value went up if and
+    only if its remainder is 2**15 or more. Values that would go up to infinity become the largest one that does not.
+    """
+    bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
+    bits = jnp.where(jnp.isnan(master), jnp.uint32(0x7FC00000), bits)  # others could round to infinity
+    magnitude, sign = bits & 0x7FFFFFFF, bits >> 31 << 31
+    bits = sign | jnp.where(magnitude < 0x7F800000, jnp.minimum(magnitude, 0x7F7F7FFF), magnitude)
+    upper = (bits + 0x8000 >> 16).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16), bits.astype(jnp.uint16)
+
+
+def _master(param: jax.Array, stored: jax.Array) -> jax.Array:
+    """Returns a float32 master, from its two halves if they are stored so."""
+    if stored.dtype != jnp.uint16:
+        return stored
+    upper, lower = (jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (param, stored))
+    went_up = (lower >= 0x8000) & (upper & 0x7FFF > 0)  # a parameter that the user has set to 0 did not
+    return jax.lax.bitcast_convert_type((upper - went_up << 16) + lower, jnp.float32)
+
+
+def _remainder(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
+    """Returns the remainder of a new master; 0 if the update, in float32, does not lead to the parameter beside it."""
+    wanted, lower = _halves(master)
+    new, wanted = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (optax.apply_updates(param, update), wanted))
+    return jnp.where(new == wanted, lower, jnp.uint16(0))
+
+
 def _masters(params: Any, full: Any) -> Any:
     """Returns the leaves of `full` whose parameter is low precision, and `optax.MaskedNode` for the others."""
     return jax.tree.map(lambda p, x: x if _is_low_precision(p) else optax.MaskedNode(), params, full)
@@ -240,6 +310,10 @@ def _where_frozen(grads: Any, frozen: Any, trained: Any) -> Any:
 def _upcast(tree: Any) -> Any:
     """Casts the low-precision leaves of a tree to float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_low_precision(x) else x, tree)
+
+
+def _is_bfloat16(x: Any) -> bool:
+    return is_inexact(x) and jnp.result_type(x) == jnp.bfloat16
 
 
 def _is_low_precision(x: Any) -> bool:

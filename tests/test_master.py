@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
+from jmp_amp._params import _halves, _master
 
 pytestmark = pytest.mark.usefixtures("users_code")
 LOW = [jnp.float16, jnp.bfloat16]
@@ -400,3 +401,125 @@ def test_wrong_calls_without_masters_say_what_is_missing():
     tx = rounded(optax.sgd(0.1))
     with pytest.raises(ValueError, match="`low_precision_params` needs the parameters"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+# Masters in two halves: a bfloat16 parameter, and a remainder of 16 bits
+
+
+def bits(x):
+    return np.asarray(x).view(f"uint{8 * np.asarray(x).dtype.itemsize}")
+
+
+def remainders(inner, **options):
+    return amp.low_precision_params(inner, remainder=True, **options)
+
+
+def masters_of(state, params):
+    return state.with_float32(params).masters
+
+
+def test_two_halves_are_the_master_bit_for_bit():
+    edges = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x007FFFFF, 0x00800000, 0x3F808000, 0x3F818000, 0x7F7F7FFF]
+    magnitudes = np.concatenate([np.random.default_rng(0).integers(0, 0x7F7F8000, 100_000), edges, [0x7F800000]])
+    x = np.concatenate([magnitudes, magnitudes + 2**31]).astype(np.uint32).view(np.float32)
+    params, lower = jax.jit(_halves)(x)
+    np.testing.assert_array_equal(bits(jax.jit(_master)(params, lower)), bits(x))
+    is_halfway = bits(x) & 0xFFFF == 0x8000
+    np.testing.assert_array_equal(bits(params)[~is_halfway], bits(x.astype(jnp.bfloat16))[~is_halfway])
+
+    largest = np.float32(jnp.finfo(jnp.bfloat16).max)
+    params, lower = _halves(np.array([np.nan, -np.nan, 3.4e38, -3.4e38], np.float32))
+    np.testing.assert_array_equal(params.astype(np.float32), [np.nan, np.nan, largest, -largest])
+    np.testing.assert_array_equal(np.isnan(_master(params, lower)), [True, True, False, False])
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.adamw(1e-2)], ids=["sgd", "adamw"])
+def test_a_thousand_steps_have_the_masters_of_float32(inner):
+    rng = np.random.default_rng(0)
+    sizes = (10.0 ** rng.uniform(-7, 3, 2048)).astype(np.float32)
+    params = {"w": (sizes * rng.normal(size=2048)).astype(jnp.bfloat16)}
+
+    def step(carry, key):
+        grads = {"w": sizes * jax.random.normal(key, sizes.shape) * jax.random.bernoulli(key, 0.9, sizes.shape)}
+        new, before = [], carry[0][1].masters["w"]
+        for tx, (params, state) in zip(txs, carry, strict=True):
+            updates, state = tx.update(grads, state, params)
+            new.append((optax.apply_updates(params, updates), state))
+        return new, jnp.abs(before) > 2.0**15 * jnp.abs(new[0][1].masters["w"])
+
+    txs = amp.low_precision_params(inner), remainders(inner)
+    keys = jax.random.split(jax.random.key(0), 1000)
+    train = jax.jit(lambda carry: jax.lax.scan(step, carry, keys))
+    ((low, state), (same, halves)), shrinks = train([(params, tx.init(params)) for tx in txs])
+    assert halves.masters["w"].dtype == jnp.uint16
+    kept = ~np.asarray(shrinks).any(0)
+    assert kept.mean() > 0.99
+    np.testing.assert_array_equal(bits(masters_of(halves, same)["w"])[kept], bits(state.masters["w"])[kept])
+    assert (bits(same["w"]) == bits(low["w"])).mean() > 0.99  # but for values halfway between two numbers
+
+
+def test_masters_that_are_not_finite_are_kept_and_skipped_steps_keep_all():
+    params = {"w": jnp.array([1, -1, 1, 1], jnp.bfloat16)}
+    tx = remainders(optax.sgd(1.0))
+    updates, state = tx.update({"w": jnp.array([-np.inf, np.inf, np.nan, 2.0**-20])}, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(masters_of(state, params)["w"], np.float32([np.inf, -np.inf, np.nan, 1 - 2.0**-20]))
+
+    params = {"w": jnp.full(3, 0.3, jnp.bfloat16)}
+    tx = amp.dynamic_loss_scale(remainders(optax.adam(0.1)))
+    _, state = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+    updates, after = tx.update({"w": jnp.array([1, np.inf, 1])}, state, params)
+    equal(after.inner_state, state.inner_state)
+    equal(optax.apply_updates(params, updates), params)
+
+
+def test_a_parameter_that_shrinks_to_nothing_in_a_step_loses_less_than_a_rounding():
+    params, tx = jnp.array([1.0, -3.0], jnp.bfloat16), remainders(optax.sgd(1.0))
+    target = np.float32([1.2345678e-6, 0])
+    updates, state = tx.update(params.astype(jnp.float32) - target, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(masters_of(state, params), target, rtol=0, atol=2.0**-23)
+
+
+def test_other_dtypes_have_masters_as_ever():
+    params = {"b": jnp.ones(2, jnp.bfloat16), "h": jnp.ones(2, jnp.float16), "f": jnp.ones(2), "frozen": None}
+    tx = remainders(optax.sgd(0.1))
+    state = tx.init(params)
+    assert [str(x.dtype) for x in jax.tree.leaves(state.masters)] == ["uint16", "float32"]
+    updates, state = tx.update(params, state, params)
+    assert [str(x.dtype) for x in jax.tree.leaves(state.masters)] == ["uint16", "float32"]
+    assert [str(x.dtype) for x in jax.tree.leaves(masters_of(state, params))] == ["float32", "float32"]
+    assert updates["frozen"] is None
+
+
+def test_checkpoints_convert_both_ways():
+    params = {
+        "b": jnp.float32([0.3, 1 + 2.0**-8]).astype(jnp.bfloat16),
+        "h": jnp.ones(2, jnp.float16),
+        "f": jnp.ones(2),
+    }
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params)
+    plain, halves = amp.low_precision_params(optax.sgd(1.0)), remainders(optax.sgd(1.0))
+    updates, state = plain.update(grads, plain.init(params), params)  # one is halfway now
+    params = optax.apply_updates(params, updates)
+
+    moved, stored = state.with_remainders(params)
+    equal(masters_of(stored, moved), state.masters)
+    assert jax.tree.structure(stored) == jax.tree.structure(halves.init(params))
+    expected, expected_state = plain.update(grads, state, params)
+    updates, stored = halves.update(grads, stored, moved)
+    new = optax.apply_updates(moved, updates)
+    equal(masters_of(stored, new), expected_state.masters)
+    equal({k: new[k] for k in "hf"}, {k: optax.apply_updates(params, expected)[k] for k in "hf"})
+
+
+def test_a_parameter_that_the_user_sets_is_taken_to_half_a_step():
+    params, tx = jnp.float32([0.3, 0.3]).astype(jnp.bfloat16), remainders(optax.sgd(1.0))
+    _, state = tx.update(jnp.full(2, 1e-5), tx.init(params), params)
+    for new in (0.0, 0.5):
+        np.testing.assert_allclose(masters_of(state, jnp.full(2, new, jnp.bfloat16)), new, rtol=2.0**-8, atol=1e-38)
+
+
+def test_remainders_without_masters_are_an_error():
+    with pytest.raises(ValueError, match=r"`remainder=True` stores masters in 16 bits, got `masters=False`"):
+        remainders(optax.sgd(0.1), masters=False)
