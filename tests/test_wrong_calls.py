@@ -75,7 +75,7 @@ SCOPES = (
 REGION = (
     r"`full_precision` takes a function or no argument, got {}; write `with amp.full_precision\(\):`.*amp.precision\("
 )
-MODULE = r"respect to floating arrays, got {} at `args\[0\]{}`; write `amp.value_and_grad\(fun, transform={}\)`"
+MODULE = r"differentiates floating arrays, got {} at `args\[0\]{}`; write `amp.value_and_grad\(fun, transform={}\)`"
 INNER = r"`inner` must be an optax transformation, got {}; write `{}`"
 
 CALLS = {
