@@ -91,6 +91,11 @@ def test_says_what_is_decided_and_why(name):
     assert decisions(found) == ([] if expected is None else [expected])
 
 
+def test_an_op_without_operands_needs_no_rule():
+    report = amp.explain(lambda x: x * lax.iota(jnp.float32, 3))(jnp.ones(3))
+    assert report.summary()["unknown"] == []
+
+
 def test_regions_patterns_overrides_and_unknown_primitives_are_reasons():
     def fun(x):
         with amp.full_precision():

@@ -153,7 +153,7 @@ def _forward_site(
     why = step.why
     if eqn.primitive.name in planner.options.overrides.primitives:
         why = "override"
-    elif eqn.primitive.name not in RULES:
+    elif eqn.primitive.name not in RULES and eqn.invars:  # `iota` reads nothing that could be cast
         why = "opaque" if planner.hides_products(eqn) else "unknown"
     inputs = [value.dtype for value in compress(values, is_float)]
     return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
