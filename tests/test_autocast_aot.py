@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import models
 import pytest
+from jax import lax
 
 import jmp_amp as amp
 
@@ -91,3 +92,19 @@ def test_no_weight_is_cast_in_the_loop_of_an_lstm():
         lowered = [line for block in [computations[body], *called] for line in block if "= f16[" in line]
         converts = [line for line in lowered if " convert(" in line]
         assert not [line for line in converts if f"[{2 * dim},{4 * dim}]" in line or f"[{4 * dim},{2 * dim}]" in line]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_products_of_experts_are_low_precision_in_both_passes(dtype):
+    def loss_fn(params, x, sizes):
+        hidden = jax.nn.gelu(lax.ragged_dot(x, params["up"], sizes))
+        return jnp.mean(lax.ragged_dot(hidden, params["down"], sizes) ** 2)
+
+    params = {"up": jnp.ones((4, 64, 256)), "down": jnp.ones((4, 256, 64))}
+    args = params, jnp.ones((512, 64)), jnp.full(4, 128)
+    gradient = jax.grad(amp.autocast(loss_fn, dtype))
+    program = gpu_aot.compile_for(gradient, *gpu_aot.struct(gpu_aot.h200_mesh(), args))
+    low = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    products = [operands for _, _, operands in gpu_aot.products(program)]
+    assert len(products) >= 5
+    assert {tuple(each) for each in products} == {(low, low)}
