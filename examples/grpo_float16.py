@@ -1,12 +1,11 @@
-"""Post-train a small decoder with GRPO in float32, bfloat16 and float16, and compare its sampler with its learner.
+"""Post-train a small decoder with GRPO in float32, bfloat16 and float16: does the sampler agree with the learner?
 
-    python examples/grpo_float16.py                               # all three, a few minutes on two CPU cores
-    python examples/grpo_float16.py --precision float16 --steps 50
+    python examples/grpo_float16.py                               # all three, five minutes on two CPU cores
+    python examples/grpo_float16.py --precision float16 bfloat16 --steps 50
 
-The sampler writes one token after the other, with a cache of keys and values; the learner reads whole sequences. Both
-compute the same log-probabilities, but round them differently. GRPO divides the one by the other, so that what differs
-between them counts as a change of the policy. float16 rounds to 11 bits where bfloat16 rounds to 8. Writes
-`metrics.csv` and `grpo.png`.
+The sampler writes one token after the other and keeps keys and values in a cache; the learner reads whole sequences.
+They compute the same log-probabilities and round them differently. GRPO divides one by the other, so it takes the
+mismatch for a change of the policy. float16 rounds to 11 bits, bfloat16 to 8. Writes `metrics.csv` and `grpo.png`.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import csv
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,30 @@ import numpy as np
 import optax
 from flax import nnx
 from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 import jmp_amp as amp
 
-DIGITS, SEPARATOR, VOCAB = 8, 10, 11  # a sequence: digits, the separator, the digits in order
+DIGITS, SEPARATOR, VOCAB = 8, 10, 11  # a sequence: the digits of a prompt, the separator, the digits in order
 WIDTH, HEADS, LAYERS = 64, 4, 2
-PROMPTS, GROUP, PASSES = 32, 8, 2  # a rollout: prompts, completions of each; and how often the learner reads it
+PROMPTS, GROUP, PASSES = 32, 8, 2  # of a rollout: the prompts, the completions of each, the learner's steps
 CLIP, KL_WEIGHT = 0.2, 0.01
-PRECISIONS = ("float32", "bfloat16", "float16")
+RUNS = {  # how each precision is drawn
+    "float32": {"color": "0.7", "lw": 4},
+    "bfloat16": {"color": "C2"},
+    "float16": {"color": "C0"},
+}
+PANELS = {
+    "reward": "Reward: share of completions in order",
+    "mismatch_mean": "Mismatch: |log p learner - log p sampler|, mean (dotted: largest)",
+    "kl": "KL from the reference, nats a token",
+    "clipped": "Share of clipped ratios",
+}
 
-Cache = list[tuple[jax.Array, jax.Array]]  # a layer's keys and values [batch, time, heads, width of a head]
-Rollout = dict[str, jax.Array]
+Cache = list[tuple[jax.Array, jax.Array]]  # keys and values [batch, time, heads, width of a head] of each layer
+Batch = dict[str, jax.Array]
 
 
 class Block(nnx.Module):
@@ -95,102 +107,164 @@ def completion_log_probs(model: Decoder, tokens: jax.Array) -> jax.Array:
     return -optax.softmax_cross_entropy_with_integer_labels(logits[:, DIGITS:], tokens[:, DIGITS + 1 :])
 
 
-def sorts(prompts: jax.Array, completions: jax.Array) -> jax.Array:
-    """The reward: 1 if all digits of a completion are right."""
+def reward(prompts: jax.Array, completions: jax.Array) -> jax.Array:
+    """1 for a completion with all digits of its prompt in order, 0 for any other: f32[batch]."""
     return jnp.all(completions == jnp.sort(prompts[:, :DIGITS]), axis=-1).astype(jnp.float32)
 
 
 @functools.partial(nnx.jit, static_argnames="precision")
-def roll_out(model: Decoder, reference: Decoder, prompts: jax.Array, key: jax.Array, precision: str) -> Rollout:
+def roll_out(model: Decoder, reference: Decoder, prompts: jax.Array, key: jax.Array, precision: str) -> Batch:
+    """Samples a group of completions for each of `prompts[PROMPTS, DIGITS + 1]`, and judges each within its group."""
     prompts = jnp.repeat(prompts, GROUP, axis=0)
     completions, log_probs = amp.autocast(sample, precision)(model, prompts, key)
-    rewards = sorts(prompts, completions).reshape(-1, GROUP)
-    spread = rewards - rewards.mean(1, keepdims=True)
     tokens = jnp.concatenate([prompts, completions], axis=1)
+    rewards = reward(prompts, completions).reshape(-1, GROUP)
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
     return {
         "tokens": tokens,
         "rewards": rewards.ravel(),
-        "advantages": (spread / (rewards.std(1, keepdims=True) + 1e-4)).reshape(-1, 1),
+        "advantages": advantages.reshape(-1, 1),
         "log_probs": log_probs,
         "reference": amp.autocast(completion_log_probs, precision)(reference, tokens),
     }
 
 
-def grpo_loss(model: Decoder, rollout: Rollout) -> tuple[jax.Array, dict[str, jax.Array]]:
+def grpo_loss(model: Decoder, rollout: Batch) -> tuple[jax.Array, Batch]:
     log_probs = completion_log_probs(model, rollout["tokens"])
-    log_ratio = log_probs - rollout["log_probs"]  # the learner's, less the sampler's
+    log_ratio = log_probs - rollout["log_probs"]  # before the first step on a rollout: the mismatch
     ratio, advantages = jnp.exp(log_ratio), rollout["advantages"]
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
     from_reference = rollout["reference"] - log_probs
     kl = jnp.mean(jnp.expm1(from_reference) - from_reference)
-    return KL_WEIGHT * kl - gain.mean(), {
-        "kl": kl,
-        "mismatch_mean": jnp.abs(log_ratio).mean(),
-        "mismatch_max": jnp.abs(log_ratio).max(),
-        "clipped": jnp.mean(jnp.abs(ratio - 1) > CLIP),
-    }
+    distance = jnp.abs(log_ratio)
+    clipped = jnp.mean(jnp.abs(ratio - 1) > CLIP)
+    return KL_WEIGHT * kl - gain.mean(), {"kl": kl, "clipped": clipped, "mean": distance.mean(), "max": distance.max()}
 
 
-@functools.partial(nnx.jit, static_argnames="precision")
-def train_step(model: Decoder, optimizer: nnx.Optimizer, rollout: Rollout, precision: str) -> dict[str, jax.Array]:
-    loss_fn = amp.autocast(grpo_loss, precision)
-    value_and_grad = amp.value_and_grad(loss_fn, has_aux=True, opt_state=optimizer, transform=nnx.value_and_grad)
-    (_, measured), grads = value_and_grad(model, rollout)
+def imitation_loss(model: Decoder, batch: Batch) -> tuple[jax.Array, Batch]:
+    """Of the warm start, which shows the model some sorted digits."""
+    return -completion_log_probs(model, batch["tokens"]).mean(), {}
+
+
+@functools.partial(nnx.jit, static_argnames=("loss_fn", "precision"))
+def train_step(model: Decoder, optimizer: nnx.Optimizer, batch: Batch, *, loss_fn: Any, precision: str) -> Batch:
+    low_loss_fn = amp.autocast(loss_fn, precision)
+    value_and_grad = amp.value_and_grad(low_loss_fn, has_aux=True, opt_state=optimizer, transform=nnx.value_and_grad)
+    (_, measured), grads = value_and_grad(model, batch)
     optimizer.update(model, grads)  # unscales the gradients, and skips the step if they overflow
     return measured
 
 
-def make_optimizer(model: Decoder, precision: str, lr: float) -> nnx.Optimizer:
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr))
+def make_optimizer(model: Decoder, precision: str, learning_rate: float) -> nnx.Optimizer:
     rule = amp.LossScale(growth_interval=100) if precision == "float16" else amp.LossScale.none()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate))
     return nnx.Optimizer(model, amp.dynamic_loss_scale(tx, rule), wrt=nnx.Param)
 
 
-def draw_prompts(seed: int, size: int) -> Iterator[np.ndarray]:
-    """Endless random prompts i32[size, DIGITS + 1]."""
+def draw_prompts(*seed: int, size: int) -> Iterator[np.ndarray]:
+    """Endless random prompts i32[size, DIGITS + 1], which end with the separator."""
     rng = np.random.default_rng(seed)
     while True:
-        digits = rng.integers(10, size=(size, DIGITS), dtype=np.int32)
-        yield np.pad(digits, ((0, 0), (0, 1)), constant_values=SEPARATOR)
+        yield np.pad(rng.integers(10, size=(size, DIGITS), dtype=np.int32), ((0, 0), (0, 1)), constant_values=SEPARATOR)
 
 
-def warm_start(steps: int, seed: int, lr=1e-3) -> Decoder:
-    """A decoder that has seen some sorted digits, in float32."""
+def warm_start(steps: int, seed: int) -> Decoder:
+    """The reference, from which each precision starts: a decoder that gets some digits in order, in float32."""
     model = Decoder(nnx.Rngs(seed))
-    optimizer = make_optimizer(model, "float32", lr)
-
-    @nnx.jit
-    def step(model: Decoder, optimizer: nnx.Optimizer, tokens: jax.Array):
-        loss, grads = nnx.value_and_grad(lambda model: -completion_log_probs(model, tokens).mean())(model)
-        optimizer.update(model, grads)
-        return loss
-
-    for _, prompts in zip(range(steps), draw_prompts(seed, 256), strict=False):
-        loss = step(model, optimizer, np.concatenate([prompts, np.sort(prompts[:, :DIGITS])], axis=1))
-        if _ % 50 == 49: print(_, loss)
+    optimizer = make_optimizer(model, "float32", 1e-3)
+    for _, prompts in zip(range(steps), draw_prompts(seed, 0, size=256), strict=False):
+        tokens = np.concatenate([prompts, np.sort(prompts[:, :DIGITS])], axis=1)
+        train_step(model, optimizer, {"tokens": tokens}, loss_fn=imitation_loss, precision="float32")
     return model
 
 
-def train(start: Decoder, precision: str, steps: int, seed: int, lr=3e-4):
-    model = nnx.clone(start)
-    optimizer = make_optimizer(model, precision, lr)
-    key, rows = jax.random.key(seed), []
-    for step, prompts in zip(range(steps), draw_prompts(seed+1000, PROMPTS), strict=False):
-        rollout = roll_out(model, start, prompts, jax.random.fold_in(key, step), precision)
-        passes = [train_step(model, optimizer, rollout, precision) for _ in range(PASSES)]
-        row = {**passes[0], "kl": passes[-1]["kl"], "clipped0": passes[0]["clipped"], "clipped": passes[-1]["clipped"], "reward": rollout["rewards"].mean()}
-        rows.append(row)
-        if step % 10 == 9:
-            r = jax.device_get(rows[-10:])
-            print(precision, step + 1, *(f"{k} {np.mean([x[k] for x in r]):.3g}" for k in r[0]), amp.get_loss_scale(optimizer), flush=True)
-    return rows
+def train(reference: Decoder, precision: str, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Post-trains a copy of the reference, and returns a row for each rollout."""
+    model, key, rows = nnx.clone(reference), jax.random.key(seed), []
+    optimizer = make_optimizer(model, precision, 3e-4)
+    with amp.watch.live(steps, precision) as view:
+        for step, prompts in zip(range(1, steps + 1), draw_prompts(seed, 1, size=PROMPTS), strict=False):
+            rollout = roll_out(model, reference, prompts, jax.random.fold_in(key, step), precision)
+            passes = [
+                train_step(model, optimizer, rollout, loss_fn=grpo_loss, precision=precision) for _ in range(PASSES)
+            ]
+            row = {"run": precision, "step": step, "reward": rollout["rewards"].mean()}
+            row |= {"kl": passes[-1]["kl"], "clipped": passes[-1]["clipped"]}
+            row |= {"mismatch_mean": passes[0]["mean"], "mismatch_max": passes[0]["max"]}
+            scaling = amp.metrics(optimizer)
+            row |= {name: scaling[name] for name in ("loss_scale", "total_notfinite", "grad_norm")}
+            rows.append(row)
+            view.update(**{name: value for name, value in row.items() if name not in ("run", "step")})
+            if step % max(1, steps // 10) == 0 and not sys.stdout.isatty():
+                print(f"{precision} {step}/{steps} reward {float(row['reward']):.3f}", flush=True)
+    amp.check_health(optimizer, nnx.state(model, nnx.Param))
+    return jax.device_get(rows)
+
+
+def column(rows: Sequence[dict[str, Any]], field: str) -> np.ndarray:
+    return np.array([row[field] for row in rows])
+
+
+def last(rows: Sequence[dict[str, Any]], field: str) -> float:
+    """The mean of the last fifth of a run."""
+    return column(rows, field)[-max(1, len(rows) // 5) :].mean().item()
+
+
+def summarize(runs: dict[str, list[dict[str, Any]]]) -> Table:
+    table = Table("run", "reward", "KL", "clipped", "mismatch", "largest", "scale", "skips", box=SIMPLE_HEAD)
+    for name, rows in runs.items():
+        mean, largest = column(rows, "mismatch_mean").mean(), column(rows, "mismatch_max").max()
+        shown = [f"{last(rows, 'reward'):.3f}", f"{last(rows, 'kl'):.3f}", f"{last(rows, 'clipped'):.2%}"]
+        scale = f"2^{math.log2(rows[-1]['loss_scale']):g}"
+        table.add_row(name, *shown, f"{mean:.1e}", f"{largest:.1e}", scale, f"{rows[-1]['total_notfinite']}")
+    return table
+
+
+def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
+    for (field, title), axes in zip(PANELS.items(), figure.subplots(2, 2, sharex=True).flat, strict=True):
+        for name, rows in runs.items():
+            window = max(1, len(rows) // 15)
+            smooth = np.convolve(column(rows, field), np.ones(window) / window, mode="valid")
+            axes.plot(column(rows, "step")[window - 1 :], smooth, label=name, **{"lw": 1.8} | RUNS[name])
+            if field == "mismatch_mean":
+                axes.plot(column(rows, "step"), column(rows, "mismatch_max"), ":", color=RUNS[name]["color"], lw=1.2)
+                axes.set_yscale("log")
+        axes.set_title(title, fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_subplotspec().is_last_row():
+            axes.set_xlabel("step")
+        if field == "reward":
+            axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--precision", nargs="+", choices=("all", *RUNS), default=["all"], help="of sampler and learner"
+    )
+    parser.add_argument("--steps", type=int, default=150, help=f"rollouts, of {PASSES} optimizer steps each")
+    parser.add_argument("--warmup", type=int, default=50, help="steps of the warm start")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial parameters, the prompts and the samples")
+    parser.add_argument("--out", type=Path, default=Path("runs/grpo_float16"), help="where metrics.csv and grpo.png go")
+    config = parser.parse_args(argv)
+    if config.steps < 1:
+        parser.error(f"argument --steps: must be at least 1, got {config.steps}")
+    reference = warm_start(config.warmup, config.seed)
+    names = RUNS if "all" in config.precision else config.precision
+    runs = {name: train(reference, name, config.steps, config.seed) for name in names}
+    config.out.mkdir(parents=True, exist_ok=True)
+    with (config.out / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, next(iter(runs.values()))[0])
+        writer.writeheader()
+        writer.writerows(row for rows in runs.values() for row in rows)
+    plot(runs, config.out / "grpo.png")
+    Console().print(summarize(runs))
+    print(f"Wrote {config.out / 'metrics.csv'} and {config.out / 'grpo.png'}")
+
 
 if __name__ == "__main__":
-    import time
-    t = time.time()
-    start = warm_start(int(sys.argv[1]), 0)
-    print("warm", time.time() - t)
-    for p in PRECISIONS:
-        t = time.time()
-        train(start, p, int(sys.argv[2]), 0)
-        print(p, time.time() - t)
+    main()
