@@ -182,20 +182,19 @@ def train(reference: Decoder, precision: str, steps: int, seed: int) -> list[dic
     """Post-trains a copy of the reference, and returns a row for each rollout."""
     model, key, rows = nnx.clone(reference), jax.random.key(seed), []
     optimizer = make_optimizer(model, precision, 3e-4)
+    step_fn = functools.partial(train_step, model, optimizer, loss_fn=grpo_loss, precision=precision)
     with amp.watch.live(steps, precision) as view:
         for step, prompts in zip(range(1, steps + 1), draw_prompts(seed, 1, size=PROMPTS), strict=False):
             rollout = roll_out(model, reference, prompts, jax.random.fold_in(key, step), precision)
-            passes = [
-                train_step(model, optimizer, rollout, loss_fn=grpo_loss, precision=precision) for _ in range(PASSES)
-            ]
-            row = {"run": precision, "step": step, "reward": rollout["rewards"].mean()}
-            row |= {"kl": passes[-1]["kl"], "clipped": passes[-1]["clipped"]}
-            row |= {"mismatch_mean": passes[0]["mean"], "mismatch_max": passes[0]["max"]}
+            first, *_, last = [step_fn(rollout) for _ in range(PASSES)]
+            row = {"reward": rollout["rewards"].mean(), "kl": last["kl"], "mismatch_mean": first["mean"]}
             scaling = amp.metrics(optimizer)
+            view.update(**row, **scaling)
+            row |= {"mismatch_max": first["max"], "clipped": last["clipped"]}
             row |= {name: scaling[name] for name in ("loss_scale", "total_notfinite", "grad_norm")}
-            rows.append(row)
-            view.update(**{name: value for name, value in row.items() if name not in ("run", "step")})
+            rows.append({"run": precision, "step": step, **row})
             if step % max(1, steps // 10) == 0 and not sys.stdout.isatty():
+                # A log file gets the live line only at the end.
                 print(f"{precision} {step}/{steps} reward {float(row['reward']):.3f}", flush=True)
     amp.check_health(optimizer, nnx.state(model, nnx.Param))
     return jax.device_get(rows)
@@ -205,7 +204,7 @@ def column(rows: Sequence[dict[str, Any]], field: str) -> np.ndarray:
     return np.array([row[field] for row in rows])
 
 
-def last(rows: Sequence[dict[str, Any]], field: str) -> float:
+def final(rows: Sequence[dict[str, Any]], field: str) -> float:
     """The mean of the last fifth of a run."""
     return column(rows, field)[-max(1, len(rows) // 5) :].mean().item()
 
@@ -214,7 +213,7 @@ def summarize(runs: dict[str, list[dict[str, Any]]]) -> Table:
     table = Table("run", "reward", "KL", "clipped", "mismatch", "largest", "scale", "skips", box=SIMPLE_HEAD)
     for name, rows in runs.items():
         mean, largest = column(rows, "mismatch_mean").mean(), column(rows, "mismatch_max").max()
-        shown = [f"{last(rows, 'reward'):.3f}", f"{last(rows, 'kl'):.3f}", f"{last(rows, 'clipped'):.2%}"]
+        shown = [f"{final(rows, 'reward'):.3f}", f"{final(rows, 'kl'):.3f}", f"{final(rows, 'clipped'):.2%}"]
         scale = f"2^{math.log2(rows[-1]['loss_scale']):g}"
         table.add_row(name, *shown, f"{mean:.1e}", f"{largest:.1e}", scale, f"{rows[-1]['total_notfinite']}")
     return table
