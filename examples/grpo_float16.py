@@ -40,13 +40,14 @@ RUNS = {  # how each precision is drawn
 }
 PANELS = {
     "reward": "Reward: share of completions in order",
-    "mismatch_mean": "Mismatch: |log p learner - log p sampler|, mean (dotted: largest)",
+    "mismatch_mean": "Mismatch of log-probabilities: mean, and largest (dotted)",
     "kl": "KL from the reference, nats a token",
     "clipped": "Share of clipped ratios",
 }
 
 Cache = list[tuple[jax.Array, jax.Array]]  # keys and values [batch, time, heads, width of a head] of each layer
 Batch = dict[str, jax.Array]
+Rows = list[dict[str, Any]]  # one for each rollout
 
 
 class Block(nnx.Module):
@@ -178,7 +179,7 @@ def warm_start(steps: int, seed: int) -> Decoder:
     return model
 
 
-def train(reference: Decoder, precision: str, steps: int, seed: int) -> list[dict[str, Any]]:
+def train(reference: Decoder, precision: str, steps: int, seed: int) -> Rows:
     """Post-trains a copy of the reference, and returns a row for each rollout."""
     model, key, rows = nnx.clone(reference), jax.random.key(seed), []
     optimizer = make_optimizer(model, precision, 3e-4)
@@ -200,16 +201,16 @@ def train(reference: Decoder, precision: str, steps: int, seed: int) -> list[dic
     return jax.device_get(rows)
 
 
-def column(rows: Sequence[dict[str, Any]], field: str) -> np.ndarray:
+def column(rows: Rows, field: str) -> np.ndarray:
     return np.array([row[field] for row in rows])
 
 
-def final(rows: Sequence[dict[str, Any]], field: str) -> float:
+def final(rows: Rows, field: str) -> float:
     """The mean of the last fifth of a run."""
     return column(rows, field)[-max(1, len(rows) // 5) :].mean().item()
 
 
-def summarize(runs: dict[str, list[dict[str, Any]]]) -> Table:
+def summarize(runs: dict[str, Rows]) -> Table:
     table = Table("run", "reward", "KL", "clipped", "mismatch", "largest", "scale", "skips", box=SIMPLE_HEAD)
     for name, rows in runs.items():
         mean, largest = column(rows, "mismatch_mean").mean(), column(rows, "mismatch_max").max()
@@ -219,22 +220,20 @@ def summarize(runs: dict[str, list[dict[str, Any]]]) -> Table:
     return table
 
 
-def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def plot(runs: dict[str, Rows], path: Path) -> None:
+    window = max(1, len(next(iter(runs.values()))) // 15)
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
     for (field, title), axes in zip(PANELS.items(), figure.subplots(2, 2, sharex=True).flat, strict=True):
         for name, rows in runs.items():
-            window = max(1, len(rows) // 15)
-            smooth = np.convolve(column(rows, field), np.ones(window) / window, mode="valid")
-            axes.plot(column(rows, "step")[window - 1 :], smooth, label=name, **{"lw": 1.8} | RUNS[name])
+            steps, smooth = column(rows, "step"), np.convolve(column(rows, field), np.ones(window) / window, "valid")
+            axes.plot(steps[window - 1 :], smooth, label=name, **{"lw": 1.8} | RUNS[name])
             if field == "mismatch_mean":
-                axes.plot(column(rows, "step"), column(rows, "mismatch_max"), ":", color=RUNS[name]["color"], lw=1.2)
-                axes.set_yscale("log")
+                axes.semilogy(steps, column(rows, "mismatch_max"), ":", color=RUNS[name]["color"], lw=1.2)
         axes.set_title(title, fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_subplotspec().is_last_row():
-            axes.set_xlabel("step")
-        if field == "reward":
-            axes.legend(frameon=False)
+            axes.set_xlabel(f"step (lines: means of {window} steps)")
+    figure.axes[0].legend(frameon=False)
     figure.savefig(path)
 
 

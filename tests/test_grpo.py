@@ -22,9 +22,10 @@ nnx = grpo.nnx
 def small(monkeypatch):
     monkeypatch.setattr(grpo, "WIDTH", 32)
     monkeypatch.setattr(grpo, "LAYERS", 1)
+    monkeypatch.setattr(grpo, "PROMPTS", 4)
 
 
-def prompts(size):
+def prompts(size=4):
     return next(grpo.draw_prompts(0, size=size))
 
 
@@ -44,7 +45,7 @@ def test_a_short_run_writes_its_columns_and_its_picture(tmp_path, capsys):
 def mismatch(precision):
     """Returns tokens and |log p learner - log p sampler|, with the same weights and key for each precision."""
     model = grpo.Decoder(nnx.Rngs(0))
-    rollout = grpo.roll_out(model, model, prompts(8), jax.random.key(0), precision)
+    rollout = grpo.roll_out(model, model, prompts(), jax.random.key(0), precision)
     assert rollout["log_probs"].dtype == rollout["reference"].dtype == jnp.float32
     return np.asarray(rollout["tokens"]), np.abs(rollout["reference"] - rollout["log_probs"])
 
@@ -66,7 +67,7 @@ def test_a_completion_is_rewarded_if_all_its_digits_are_in_order():
 
 def test_the_first_step_on_a_rollout_follows_the_policy_gradient():
     model = grpo.Decoder(nnx.Rngs(0))
-    rollout = grpo.roll_out(model, model, prompts(4), jax.random.key(0), "float32")
+    rollout = grpo.roll_out(model, model, prompts(), jax.random.key(0), "float32")
     rollout["advantages"] = jax.random.normal(jax.random.key(1), rollout["advantages"].shape)
 
     def reinforce(model):
@@ -83,7 +84,7 @@ def test_the_first_step_on_a_rollout_follows_the_policy_gradient():
 def test_an_overflow_skips_the_step_and_halves_the_scale_in_the_optimizer():
     model = grpo.Decoder(nnx.Rngs(0))
     optimizer = grpo.make_optimizer(model, "float16", 1e-3)
-    rollout = grpo.roll_out(model, model, prompts(4), jax.random.key(0), "float16")
+    rollout = grpo.roll_out(model, model, prompts(), jax.random.key(0), "float16")
     before = jax.tree.map(jnp.copy, jax.tree.leaves(nnx.state(model)))
     grpo.train_step(
         model,
