@@ -3,9 +3,10 @@
     python examples/grpo_float16.py                               # all three, five minutes on two CPU cores
     python examples/grpo_float16.py --precision float16 bfloat16 --steps 50
 
-The sampler writes one token after the other and keeps keys and values in a cache; the learner reads whole sequences.
-They compute the same log-probabilities and round them differently. GRPO divides one by the other, so it takes the
-mismatch for a change of the policy. float16 rounds to 11 bits, bfloat16 to 8. Writes `metrics.csv` and `grpo.png`.
+The sampler writes one token after the other, with a cache, and stores all that it can in 16 bits, as inference engines
+do; the learner reads whole sequences. They compute the same log-probabilities and round them differently. GRPO divides
+one by the other, so it takes the mismatch for a change of the policy. float16 rounds to 11 bits, bfloat16 to 8. Writes
+`metrics.csv` and `grpo.png`.
 """
 
 import argparse
@@ -117,7 +118,8 @@ def reward(prompts: jax.Array, completions: jax.Array) -> jax.Array:
 def roll_out(model: Decoder, reference: Decoder, prompts: jax.Array, key: jax.Array, precision: str) -> Batch:
     """Samples a group of completions for each of `prompts[PROMPTS, DIGITS + 1]`, and judges each within its group."""
     prompts = jnp.repeat(prompts, GROUP, axis=0)
-    completions, log_probs = amp.autocast(sample, precision)(model, prompts, key)
+    # Engines for inference store the residual stream in 16 bits; the learner sums it in float32.
+    completions, log_probs = amp.autocast(sample, precision, residual_stream="low")(model, prompts, key)
     tokens = jnp.concatenate([prompts, completions], axis=1)
     rewards = reward(prompts, completions).reshape(-1, GROUP)
     advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)

@@ -55,7 +55,8 @@ def test_sampler_and_learner_agree_better_in_float16_than_in_bfloat16():
     assert (tokens[0] == tokens[1]).all()
     assert (tokens[0] == tokens[2]).all()
     full, half, brain = (differences.mean() for differences in found)
-    assert full < half < brain / 4
+    assert full < half / 100
+    assert 4 < brain / half < 16  # three bits
     assert found[1].max() < found[2].max() / 4
 
 
