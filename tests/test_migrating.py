@@ -323,7 +323,7 @@ def test_an_overflow_on_one_device_skips_on_all():
         return updates["w"][None]
 
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P("data"), "check_vma": False}
-    updates = jax.shard_map(own_gradients, mesh=mesh, **specs)(PARAMS, by_axis.init(PARAMS), x)
+    updates = jax.jit(jax.shard_map(own_gradients, mesh=mesh, **specs))(PARAMS, by_axis.init(PARAMS), x)
     assert updates.shape[0] == 2
     assert not updates.any()
 

@@ -30,10 +30,8 @@ def load_example() -> ModuleType:
 
 @pytest.fixture
 def example() -> Iterator[ModuleType]:
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time here
     with jax.numpy_dtype_promotion("standard"):  # `optax.adamw` takes a float to an integer power
         yield load_example()
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def read_runs(out: Path) -> dict[str, list[dict[str, float]]]:
@@ -191,6 +189,7 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_uninterrupted_one(example, t
     assert sorted(path.name for path in (tmp_path / "saved" / "mixed_float16").iterdir()) == ["20", "23", "30"]
 
 
+@pytest.mark.slow
 def test_a_comparison_is_resumed_in_the_run_that_was_stopped(example, tmp_path, monkeypatch):
     options = [*TINY.split(), "--precision", "compare", "--out", str(tmp_path), "--checkpoint", str(tmp_path / "saved")]
     press_ctrl_c(example, monkeypatch, unmoved(example), at=37)
