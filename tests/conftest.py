@@ -49,7 +49,7 @@ def pytest_runtest_setup(item):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what was imported lives to the end, so that collecting garbage need not visit it
-    gc.set_threshold(10_000, 20, 20)  # nor every few functions that are traced
+    gc.set_threshold(50_000, 20, 20)  # nor every few functions that are traced
 
 
 def pytest_addoption(parser):
