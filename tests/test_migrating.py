@@ -318,7 +318,7 @@ def test_an_overflow_on_one_device_skips_on_all():
     by_axis = amp.dynamic_loss_scale(optax.sgd(1.0), axis_name="data")
 
     def own_gradients(params, state, x):
-        grads = jax.grad(loss_fn)(params, x)
+        grads = amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, x)
         updates, _ = by_axis.update(grads, state, params)
         return updates["w"][None]
 

@@ -81,7 +81,13 @@ def test_float16_run_skips_the_injected_overflow_and_goes_on(example, tmp_path, 
     assert not {"(", "…"} & set(summary)  # nothing to compare with, nothing cut
 
 
-def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys):
+def write_nothing(params, prompt, key):
+    """A stand-in for `generate`, which takes as long to compile as a step."""
+    return prompt
+
+
+def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(example, "generate", write_nothing)
     example.main([*TINY.split(), "--precision", "compare", "--out", str(tmp_path)])
     runs = read_runs(tmp_path)
     assert list(runs) == ["float32", "float16_unscaled", "mixed_float16"]
@@ -169,6 +175,8 @@ def test_ctrl_c_before_the_first_step_ends_quietly(example, tmp_path, monkeypatc
 def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_uninterrupted_one(example, tmp_path, monkeypatch):
     final = []
     train, train_step = example.train, example.train_step
+    monkeypatch.setattr(example, "generate", write_nothing)
+    monkeypatch.setattr(example, "plot", lambda *args: None)
     monkeypatch.setattr(example, "train", lambda *args: final.append(train(*args)) or final[-1])
     options = [*TINY.split(), "--growth-interval", "8", "--inject-overflow", "25", "--out", str(tmp_path)]
     example.main(options)
