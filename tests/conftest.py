@@ -4,6 +4,7 @@ import collections
 import gc
 import importlib.util
 import os
+import threading
 import zlib
 from importlib.metadata import version
 
@@ -14,6 +15,7 @@ os.environ.setdefault(
     "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")  # no key of a program that is not kept
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -22,6 +24,20 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if version("jaxlib").startswith("0.10."):
+    from jax._src.interpreters import mlir
+
+    # Newer versions lower a few programs in each MLIR context. To make one takes longer than to lower a small program.
+    make_ir_context, contexts = mlir.make_ir_context, threading.local()
+
+    def reused_ir_context():
+        if not getattr(contexts, "left", 0):
+            contexts.current, contexts.left = make_ir_context(), 10
+        contexts.left -= 1
+        return contexts.current
+
+    mlir.make_ir_context = reused_ir_context
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile as well
@@ -33,7 +49,7 @@ def pytest_runtest_setup(item):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what was imported lives to the end, so that collecting garbage need not visit it
-    gc.set_threshold(10_000, 20, 20)  # nor every few functions that are traced
+    gc.set_threshold(50_000, 20, 20)  # nor every few functions that are traced
 
 
 def pytest_addoption(parser):

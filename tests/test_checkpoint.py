@@ -145,6 +145,7 @@ def test_float16_training_restored_at_every_step_is_close_to_a_float32_control(n
     assert amp.get_loss_scale(state) == 128 * 2.0**3 * 0.5
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_its_last_complete_checkpoint(tmp_path):
     rng, folder = random.Random(0), tmp_path / "saved"
     folder.mkdir()

@@ -26,7 +26,7 @@ def solved(x):
     return jnp.sum(odeint(lambda y, _: -(y @ W), x, jnp.array([0.0, 1.0])))
 
 
-@pytest.mark.parametrize("name", ["closing over an array", "odeint"])
+@pytest.mark.parametrize("name", ["closing over an array", pytest.param("odeint", marks=pytest.mark.slow)])
 def test_second_derivatives_of_a_rule_that_closes_over_an_array(name):
     fun = {"closing over an array": closing_over, "odeint": solved}[name]
 

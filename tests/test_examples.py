@@ -15,6 +15,7 @@ EXAMPLES = {  # what an example needs, and how far the scores of float16 may be 
     "lstm": (None, {"val_loss": 0.02}),
     "neural_ode_diffrax": ("diffrax", {"fit error": 0.01, "rounding error": 0.01, "steps": 20, "naive steps": 1000}),
 }
+SMALLER = {"lstm": {"WIDTH": 32, "EVAL_WINDOWS": 32}}  # constants of an example that takes seconds without
 
 
 def run(name, library, *argv):
@@ -24,8 +25,10 @@ def run(name, library, *argv):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_float16_scores_as_float32_does(name, tmp_path, capsys):
+def test_float16_scores_as_float32_does(name, tmp_path, capsys, monkeypatch):
     library, tolerances = EXAMPLES[name]
+    for constant, value in SMALLER.get(name, {}).items():
+        monkeypatch.setattr(f"{name}.{constant}", value)
     scores = run(name, library, "--steps", "10", "--out", str(tmp_path))
     assert scores["float32"].keys() == scores["float16"].keys() == tolerances.keys()
     for score, tolerance in tolerances.items():

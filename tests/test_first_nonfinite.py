@@ -182,8 +182,14 @@ CASES = {
 DIRECTIONS = {"forward": lambda f: f, "and backward": functools.partial(amp.value_and_grad, loss_scale=2.0**10)}
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("model", CASES, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    ("model", "direction"),
+    [  # each model in one direction, and the other by turns
+        pytest.param(model, way, marks=pytest.mark.slow if (i + k) % 2 else (), id=f"{model.__name__}-{way}")
+        for i, model in enumerate(CASES)
+        for k, way in enumerate(DIRECTIONS)
+    ],
+)
 def test_the_planted_line_is_named(model, direction):
     if direction != "forward" and model is while_in_scan:
         pytest.skip("JAX does not differentiate `while_loop`")

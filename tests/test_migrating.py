@@ -318,12 +318,12 @@ def test_an_overflow_on_one_device_skips_on_all():
     by_axis = amp.dynamic_loss_scale(optax.sgd(1.0), axis_name="data")
 
     def own_gradients(params, state, x):
-        grads = jax.grad(loss_fn)(params, x)
+        grads = amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, x)
         updates, _ = by_axis.update(grads, state, params)
         return updates["w"][None]
 
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P("data"), "check_vma": False}
-    updates = jax.shard_map(own_gradients, mesh=mesh, **specs)(PARAMS, by_axis.init(PARAMS), x)
+    updates = jax.jit(jax.shard_map(own_gradients, mesh=mesh, **specs))(PARAMS, by_axis.init(PARAMS), x)
     assert updates.shape[0] == 2
     assert not updates.any()
 

@@ -103,17 +103,17 @@ def test_equal_options_share_what_is_kept(compiled):
 
 def test_memory_is_flat_over_calls():
     fun = amp.autocast(lambda x: inner(x) @ x + PROGRAMS["scan"](x) + with_vjp(x))
-    for _ in range(20):
+    for _ in range(10):
         fun(X)
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    for _ in range(40):
+    for _ in range(20):
         fun(X)
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (after - before) / 40 < 4096  # bytes a call, of caches of JAX that are bounded
+    assert (after - before) / 20 < 4096  # bytes a call, of caches of JAX that are bounded
 
 
 class Scaled:

@@ -38,7 +38,7 @@ def one_value_in_every_binade(dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_stochastic_rounding_is_unbiased_in_every_binade(dtype, jit):
     info, x = jnp.finfo(dtype), one_value_in_every_binade(dtype)
     size = np.abs(x.astype(np.float64))

@@ -30,10 +30,8 @@ def load_example() -> ModuleType:
 
 @pytest.fixture
 def example() -> Iterator[ModuleType]:
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time here
     with jax.numpy_dtype_promotion("standard"):  # `optax.adamw` takes a float to an integer power
         yield load_example()
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def read_runs(out: Path) -> dict[str, list[dict[str, float]]]:
@@ -83,7 +81,13 @@ def test_float16_run_skips_the_injected_overflow_and_goes_on(example, tmp_path, 
     assert not {"(", "…"} & set(summary)  # nothing to compare with, nothing cut
 
 
-def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys):
+def write_nothing(params, prompt, key):
+    """A stand-in for `generate`, which takes as long to compile as a step."""
+    return prompt
+
+
+def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(example, "generate", write_nothing)
     example.main([*TINY.split(), "--precision", "compare", "--out", str(tmp_path)])
     runs = read_runs(tmp_path)
     assert list(runs) == ["float32", "float16_unscaled", "mixed_float16"]
@@ -171,6 +175,8 @@ def test_ctrl_c_before_the_first_step_ends_quietly(example, tmp_path, monkeypatc
 def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_uninterrupted_one(example, tmp_path, monkeypatch):
     final = []
     train, train_step = example.train, example.train_step
+    monkeypatch.setattr(example, "generate", write_nothing)
+    monkeypatch.setattr(example, "plot", lambda *args: None)
     monkeypatch.setattr(example, "train", lambda *args: final.append(train(*args)) or final[-1])
     options = [*TINY.split(), "--growth-interval", "8", "--inject-overflow", "25", "--out", str(tmp_path)]
     example.main(options)
@@ -191,6 +197,7 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_uninterrupted_one(example, t
     assert sorted(path.name for path in (tmp_path / "saved" / "mixed_float16").iterdir()) == ["20", "23", "30"]
 
 
+@pytest.mark.slow
 def test_a_comparison_is_resumed_in_the_run_that_was_stopped(example, tmp_path, monkeypatch):
     options = [*TINY.split(), "--precision", "compare", "--out", str(tmp_path), "--checkpoint", str(tmp_path / "saved")]
     press_ctrl_c(example, monkeypatch, unmoved(example), at=37)

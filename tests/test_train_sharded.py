@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_processes import free_port
+from test_processes import flags_but_devices, free_port
 
 import jmp_amp
 
@@ -18,7 +18,7 @@ TINY = ("--steps", "12", "--batch", "32", "--inject-overflow", "5")
 def start(*args, **more):
     """Starts the example as users do: JAX has not been used in its process."""
     package = str(Path(jmp_amp.__file__).parent.parent)
-    env = os.environ | {"PYTHONPATH": package, "XLA_FLAGS": "", "COLUMNS": "100"} | more
+    env = os.environ | {"PYTHONPATH": package, "XLA_FLAGS": flags_but_devices(), "COLUMNS": "100"} | more
     command = [sys.executable, "-W", "error", str(EXAMPLE), *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 

@@ -526,7 +526,7 @@ def test_a_named_vmap_axis_makes_all_skip_together(skip):
     tx = amp.dynamic_loss_scale(optax.sgd(1.0), RULE, axis_name="seed", skip=skip)
     state = tx.init(jnp.ones(2))
     grads = jnp.ones((3, 2)).at[2, 1].set(np.inf)
-    updates, state = jax.vmap(tx.update, (0, None), axis_name="seed")(grads, state)
+    updates, state = jax.jit(jax.vmap(tx.update, (0, None), axis_name="seed"))(grads, state)
     assert not updates.any()
     assert state.loss_scale.loss_scale.tolist() == [32] * 3
 
