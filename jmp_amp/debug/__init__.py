@@ -2,9 +2,9 @@
 
 from jmp_amp._loss_scale import count_nonfinite, describe_nonfinite
 from jmp_amp.debug._compare import Comparison, ErrorRow, compare
-from jmp_amp.debug._evaluation import Values
 from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
 from jmp_amp.debug._explain import explain as explain  # public as `jmp_amp.explain`
+from jmp_amp.debug._nodes import Values
 from jmp_amp.debug._nonfinite import NonFinite, first_nonfinite
 from jmp_amp.debug._scaling import check_loss_scaling
 from jmp_amp.debug._suggest import suggest_rules

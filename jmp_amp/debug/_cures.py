@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp._autocast import rule_of
-from jmp_amp.debug._evaluation import FLOAT64, Node, Rewrite, evaluate_in, precise, widened
+from jmp_amp.debug._evaluation import FLOAT64, Rewrite, evaluate_in, precise, widened
+from jmp_amp.debug._nodes import Node
 
 _MOST_CUTS, _MOST_INPUTS = 40, 5
 _ELEMENTWISE = {"log", "log2", "log1p", "neg", "sqrt", "exp"}

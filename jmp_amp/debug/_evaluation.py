@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
 from jmp_amp._loss_scale import LOSS_SCALE
+from jmp_amp.debug._nodes import NO_VALUES, Cell, Id, Node, Place, Values, argument_id, is_low, values_of
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -24,198 +25,6 @@ FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
 # They return 0 for no finite operand but 0, unless they underflow.
 _MAY_UNDERFLOW = {"mul", "div", "integer_pow", "square", "pow", "dot_general", "reduce_prod", "convert_element_type"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """A summary of the values of an array. `str` formats it as `float16[4,8] from -3 to 410, 2 of 32 inf`.
-
-    Attributes:
-        dtype: the name of the dtype.
-        shape: the shape.
-        min: the smallest finite value, of the real part if complex; None if no value is finite.
-        max: the largest finite value, likewise.
-        zeros: the number of zeros.
-        infs: the number of infinities.
-        nans: the number of NaNs.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import jmp_amp as amp
-        >>> amp.debug.first_nonfinite(lambda x: jnp.log(x - 1))(jnp.ones(2)).operands[0]
-        Values(dtype='float32', shape=(2,), min=0.0, max=0.0, zeros=2, infs=0, nans=0)
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    min: float | None
-    max: float | None
-    zeros: int
-    infs: int
-    nans: int
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether there are no infinities and no NaNs."""
-        return self.infs == self.nans == 0
-
-    def __str__(self) -> str:
-        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        if self.min is not None:
-            text += f" = {self.min:.4g}" if self.min == self.max else f" from {self.min:.4g} to {self.max:.4g}"
-        for count, name in ((self.infs, "inf"), (self.nans, "NaN")):
-            if count:
-                text += f", {count} of {math.prod(self.shape)} {name}"
-        return text
-
-
-_NO_VALUES = Values("", (), None, None, 0, 0, 0)
-
-
-def values_of(x: Any) -> Values:
-    """Returns the summary of an array; an empty one, without a dtype, unless it is floating or complex."""
-    if not jx.is_inexact(x):
-        return _NO_VALUES
-    counts, extremes = map(np.asarray, _summary(x))
-    low, high = extremes.tolist()
-    return Values(x.dtype.name, x.shape, *((low, high) if low <= high else (None, None)), *counts.tolist())
-
-
-@jax.jit
-def _summary(x: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the numbers of zeros, infinities and NaNs, and the smallest and the largest finite value."""
-    counts = [jnp.sum(flags, dtype=jnp.int32) for flags in (x == jnp.zeros((), x.dtype), jnp.isinf(x), jnp.isnan(x))]
-    real, is_finite = jnp.real(x), jnp.isfinite(x)
-    real = real.astype(jnp.float32) if is_low(real.dtype) else real
-    inf = jnp.asarray(jnp.inf, real.dtype)
-    low = jnp.min(jnp.where(is_finite, real, inf), initial=inf)
-    high = jnp.max(jnp.where(is_finite, real, -inf), initial=-inf)
-    return jnp.stack(counts), jnp.stack([low, high])
-
-
-Id = tuple[int, ...]
-_ARGUMENT = -1
-
-
-class Place(NamedTuple):
-    """The position of an equation in one evaluation of a program.
-
-    Attributes:
-        id: the index of each equation in `eqns` within its jaxpr, and the jaxpr and the iteration of each loop.
-        key: the same without iterations: the position in the program.
-        eqns: the equations that contain this one, outermost first, and the equation itself.
-        iteration: the index of the iteration of each loop that contains the equation, outermost first.
-        mesh: the names and sizes of the mesh axes of the `shard_map` that contains the equation. Arrays inside have
-            these axes in front.
-    """
-
-    id: Id = ()
-    key: Id = ()
-    eqns: tuple[JaxprEqn, ...] = ()
-    iteration: tuple[int, ...] = ()
-    mesh: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def eqn(self) -> JaxprEqn:
-        """The equation."""
-        return self.eqns[-1]
-
-    def of(self, index: int, eqn: JaxprEqn) -> "Place":
-        """Returns the place of an equation of the jaxpr at this place."""
-        return Place((*self.id, index), (*self.key, index), (*self.eqns, eqn), self.iteration, self.mesh)
-
-    def body(self, jaxpr: int, i: int | None = None) -> "Place":
-        """Returns the place of a branch, or of iteration `i` of one of the jaxprs of the loop at this place."""
-        i_or_none = () if i is None else (i,)
-        iteration = (*self.iteration, *i_or_none)
-        return Place((*self.id, jaxpr, *i_or_none), (*self.key, jaxpr), self.eqns, iteration, self.mesh)
-
-    def on_devices(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of the arrays of all devices."""
-        for name, size in reversed(self.mesh):
-            fun = jax.vmap(fun, axis_name=name, axis_size=size)
-        return fun
-
-
-def argument_id(i: int) -> Id:
-    """Returns the id of argument `i` of the program, which differs from the id of every equation."""
-    return _ARGUMENT, i
-
-
-@dataclasses.dataclass(eq=False)
-class Node:
-    """A value of an evaluation in its dataflow. It holds no floating array, so that arrays can be freed.
-
-    Attributes:
-        values: its summary.
-        place: the place of the op that computed it, or of the body that it is an argument of; None for constants.
-        index: which result of the op it is; `argument_id(i)` for an argument of a body.
-        operands: the values that the op read.
-        source: the same value outside of the body that it is an argument of, or inside of the loop that returned it.
-        held: the value of constants, integers and flags.
-        number: values are numbered as they are computed.
-        is_constant: whether it was computed from literals alone.
-        is_backward: whether it was computed in a backward pass.
-        underflow: the value that was rounded to 0, if a zero of this one comes from there.
-        readers: the values that were computed from it.
-    """
-
-    values: Values
-    place: Any = None
-    index: Id = ()
-    operands: Sequence["Node"] = ()
-    source: "Node | None" = None
-    held: Any = None
-    number: int = 0
-    is_constant: bool = False
-    is_backward: bool = False
-    underflow: "Node | None" = None
-    readers: list["Node"] = dataclasses.field(default_factory=list)
-
-    @property
-    def eqn(self) -> Any:
-        """The op that computed it; None for arguments and constants."""
-        return self.place.eqn if self.place and self.operands else None
-
-    @property
-    def primitive(self) -> str:
-        """The name of that op; empty if there is none."""
-        return self.eqn.primitive.name if self.eqn else ""
-
-    @property
-    def key(self) -> Id:
-        """Its position in the program."""
-        return (*self.place.key, *self.index) if self.place else ()
-
-    @property
-    def is_floating(self) -> bool:
-        """Whether it is floating or complex."""
-        return bool(self.values.dtype)
-
-    @property
-    def parents(self) -> list["Node"]:
-        """The values that it was computed from."""
-        return [*self.operands, *([self.source] if self.source else [])]
-
-
-class Cell(NamedTuple):
-    """An array and the facts that an evaluation tracks about it.
-
-    Attributes:
-        value: the array.
-        node: the value in the dataflow.
-        causes: the ids of the upstream ops and arguments that introduced its non-finite values; empty if they come
-            from constants alone, or from -inf in an argument.
-    """
-
-    value: Any
-    node: Node
-    causes: frozenset[Id] = frozenset()
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values of the array are finite."""
-        return self.node.values.is_finite
 
 
 class Rewrite(NamedTuple):
@@ -341,7 +150,7 @@ class Evaluation:
     ) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads = [x.node for x in operands]
-        values = _NO_VALUES if self._is_traced else values_of(value)
+        values = NO_VALUES if self._is_traced else values_of(value)
         node = Node(values, place, index, reads, number=len(self.nodes))
         node.held = None if node.is_floating else value
         node.is_constant = bool(reads) and all(x.is_constant for x in reads)
@@ -368,7 +177,7 @@ class Evaluation:
 
     def _argument(self, x: Any, i: int) -> Cell:
         x, cause = self._in_dtype(x), argument_id(i)
-        values = _NO_VALUES if self._is_traced else values_of(x)
+        values = NO_VALUES if self._is_traced else values_of(x)
         # -inf is often intended, as in a mask.
         is_bad = not values.is_finite and bool(values.nans or np.isposinf(np.asarray(x)).any())
         if is_bad and not self._is_allowed(cause):
@@ -591,11 +400,6 @@ def precise(wide: Any) -> Any:
         if wide == FLOAT64:
             stack.enter_context(jax.enable_x64(True))
         yield
-
-
-def is_low(dtype: Any) -> bool:
-    """Returns whether `dtype` is a floating dtype of less than 32 bits."""
-    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
 def has_low_precision(program: Any) -> bool:

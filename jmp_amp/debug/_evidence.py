@@ -19,14 +19,13 @@ from jmp_amp.debug._evaluation import (
     FLOAT32,
     FLOAT64,
     Evaluation,
-    Node,
     Rewrite,
     applies_loss_scale,
-    argument_id,
     evaluate_in,
     has_low_precision,
     precise,
 )
+from jmp_amp.debug._nodes import Node, argument_id
 from jmp_amp.debug._report import Location, location_of
 from jmp_amp.debug._trials import Diagnosis, Trials, nearest, upstream
 

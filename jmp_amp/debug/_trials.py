@@ -16,11 +16,11 @@ from jmp_amp.debug._evaluation import (
     FLOAT32,
     FLOAT64,
     Evaluation,
-    Node,
     Rewrite,
     precise,
     widened,
 )
+from jmp_amp.debug._nodes import Node
 from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS = 7, 24
