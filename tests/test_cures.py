@@ -103,6 +103,34 @@ def diverged(params, x):
     return jnp.mean((x @ params[-1]) ** 2)
 
 
+def cosine(w, x, y):
+    a, b = x @ w, y @ w
+    return jnp.mean(jnp.sum(a * b, -1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)))
+
+
+def entropy(logits):
+    p = jax.nn.softmax(logits)
+    return -jnp.sum(p * jnp.log(p))
+
+
+def likelihood(params, y):
+    return jnp.mean(0.5 * ((y - params["mean"]) / jnp.exp(params["log_sigma"])) ** 2 + params["log_sigma"])
+
+
+def regression(w, batch):
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+def masked_sqrt(w, x):
+    distances = x @ w
+    return jnp.sum(jnp.where(distances > 0, jnp.sqrt(distances), 0.0))
+
+
+def contrastive(w, x):
+    scores = jnp.exp(x @ w @ w.T @ x.T / 0.01)
+    return -jnp.mean(jnp.log(jnp.diag(scores) / jnp.sum(scores, -1)))
+
+
 def with_norms(params, x):
     penalty = sum(jnp.linalg.norm(layer["bias"]) for layer in params)
     return jnp.mean(x @ params[0]["w"] @ params[1]["w"]) + penalty
@@ -118,6 +146,7 @@ def squared_relu(w, x):
 
 
 X, W = normal(8, 4), normal(4, 1)
+BAD = np.where(np.arange(32).reshape(8, 4) == 22, np.float32(3e30), X)
 FIT = W, X, np.asarray(jax.jit(jnp.matmul)(X, W))
 KERNELS = {f"dense{i}": {"kernel": normal(4, 4) * (5e3 if i == 1 else 0.5)} for i in range(3)}
 OLD = np.float32([-1, -120, -2, -1, -0.5, -3])
@@ -157,6 +186,17 @@ PROGRAMS = {
         "`jnp.sqrt(jnp.sum(x**2, axis) + 1e-12)`",
         True,
     ),
+    "cosine of nothing": (grad(cosine), (np.eye(4, dtype=np.float32), X * (X[:, :1] > 0), X), "axis) + 1e-12)`", True),
+    "entropy": (grad(entropy), (np.float32([[0, -200, 3]]),), "`jax.nn.log_softmax(x, axis)`", True),
+    "likelihood": (
+        grad(likelihood),
+        ({"mean": np.float32(0), "log_sigma": np.float32(-60)}, normal(8)),
+        UNKNOWN,
+        False,
+    ),
+    "a bad element": (grad(regression), (W[:, 0], {"x": BAD, "y": X[:, 0]}), "`batch['x'][5, 2]` is 3e+30", True),
+    "masked sqrt": (grad(masked_sqrt), (normal(4, 4), X), "jnp.sqrt(jnp.where(x > 0, x, 1))", True),
+    "contrastive": (grad(contrastive), (10 * np.eye(4, dtype=np.float32), X), UNKNOWN, False),
     "scan": (half(scanned), (np.stack([np.eye(4, dtype=np.float32) * 30] * 4), abs(X)), "full_precision", True),
     "relu": (half(squared_relu), (200 * np.eye(4, dtype=np.float32), abs(X)), "full_precision", True),
 }

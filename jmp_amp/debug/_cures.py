@@ -106,6 +106,7 @@ _CANCELS = "subtracts numbers that are equal but for rounding, so its result may
 _AT_ZERO, _EDGE = "has an infinite derivative at 0", "has an infinite derivative at the end of its domain"
 _NO_NORM = "divides by 0 where all values are 0, or has a NaN derivative there"
 _BRANCH = "is not selected by `jnp.where` where it is not finite, but its derivative is 0 times infinity there"
+_UNSELECTED = "overflows where another value is selected, and its derivative is 0 times infinity there"
 
 # Equal functions first, those of more ops before those of fewer.
 CURES = [
@@ -157,6 +158,7 @@ CURES = [
     Cure("log(x)", "jnp.log(jnp.where(x > 0, x, 1))", _BRANCH, "unselected"),
     Cure("x / y", "x / jnp.where(y == 0, 1, y)", _BRANCH, "unselected"),
     Cure("1 / x", "1 / jnp.where(x == 0, 1, x)", _BRANCH, "unselected"),
+    Cure("exp(x)", "jnp.exp(jnp.minimum(x, 80.0))", _UNSELECTED, "unselected"),
     # The result changes by an eps at most.
     Cure("sqrt(sum(x**2, axis))", "jnp.sqrt(jnp.sum(x**2, axis) + eps)", _AT_ZERO),
     Cure("sqrt(mean(x**2, axis))", "jnp.sqrt(jnp.mean(x**2, axis) + eps)", _AT_ZERO),
@@ -179,9 +181,6 @@ CURES = [
     Cure("y / sqrt(x)", "y / jnp.sqrt(x + eps)", "divides by a root that is 0, or has a NaN derivative"),
     Cure("1 / sqrt(x)", "jax.lax.rsqrt(x + eps)", "is infinite at 0"),
     Cure("sqrt(x)", "jnp.sqrt(x + eps)", _AT_ZERO),
-    Cure(
-        "exp(x)", "jnp.exp(jnp.minimum(x, 80.0))", "overflows where another value is selected, and 0 times inf is NaN"
-    ),
     Cure("cbrt(x)", "jnp.where(x == 0, 0, jnp.cbrt(jnp.where(x == 0, 1, x)))", _AT_ZERO),
     Cure("arctan2(x, y)", "jnp.arctan2(x, jnp.where((x == 0) & (y == 0), 1, y))", "has no derivative at (0, 0)"),
 ]
