@@ -129,10 +129,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         if checker.errors:
             lines = "\n".join(f"- {error}" for error in list(checker.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
-        outvars = jx.open_jaxpr(program)[0].outvars
-        scaled = [
-            x if _is_scaled(x) and jx.shape_of(var) == () else None for x, var in zip(results, outvars, strict=True)
-        ]
+        is_scalar = [jx.shape_of(var) == () for var in jx.open_jaxpr(program)[0].outvars]
+        scaled = [x if ok and _is_scaled(x) else None for x, ok in zip(results, is_scalar, strict=True)]
         for path, x in jax.tree.leaves_with_path(rebuild(scaled), is_leaf=lambda x: isinstance(x, Unit)):
             if isinstance(x, Unit):
                 name = "result" + jax.tree_util.keystr(path)
@@ -173,11 +171,8 @@ class UnitChecker:
 
     def __init__(self, n_scales: int) -> None:
         """Takes the number of loss scales."""
-        self.unscaled, self.errors, self.warnings = (
-            Unit((Fraction(0),) * n_scales),
-            dict[str, None](),
-            dict[str, None](),
-        )
+        self.unscaled = Unit((Fraction(0),) * n_scales)
+        self.errors, self.warnings = dict[str, None](), dict[str, None]()
         self._path: list[JaxprEqn] = []  # the equation, after those that contain it
 
     def of_scale(self, k: int) -> Unit:
