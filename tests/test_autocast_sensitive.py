@@ -256,5 +256,7 @@ def test_explain_says_why_and_the_user_has_the_last_word():
     assert ("distance", "float32") in products(fun, X, Y)
     assert ("decomposition", "float32") in products(solve, X)
     assert ("solution", "float32") in products(lambda x: solved(x) @ W, X)
+    assert ("edge", "float32") in products(lambda x: jnp.sqrt(1 - jnp.square(x @ W)), X)
+    assert ("rule", "float16") in products(lambda x: jnp.sqrt(1 + jnp.square(x @ W)), X)
     assert ("rule", "float16") in products(solve, X, rules={lax.linalg.cholesky_p: "original"})
     assert ("rule", "float16") in products(low, X, Y)
