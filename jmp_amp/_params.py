@@ -105,10 +105,9 @@ class LowPrecisionParamsState(NamedTuple):
 
         A bfloat16 parameter whose master is halfway between two numbers may become the other one.
         """
-        split = lambda i: jax.tree.map(  # noqa: E731
-            lambda p, m: _halves(m)[i] if _is_bfloat16(p) and not is_hole(m) else (p, m)[i], params, self.masters
-        )
-        return split(0), self._replace(masters=split(1))
+        upper, lower = _split(params, self.masters)
+        params = jax.tree.map(lambda p, x: x if _is_bfloat16(p) else p, params, upper)
+        return params, self._replace(masters=lower)
 
 
 def low_precision_params(
@@ -208,12 +207,9 @@ def low_precision_params(
         raise ValueError("`remainder=True` stores masters in 16 bits, got `masters=False`; leave one of them out")
     inner = optax.with_extra_args_support(inner)
 
-    def is_upper_half(param: Any) -> bool:
-        return remainder and _is_bfloat16(param)
-
     def init(params: optax.Params) -> LowPrecisionParamsState:
         full = _upcast(params)
-        stored = jax.tree.map(lambda p, x: _halves(x)[1] if is_upper_half(p) else x, params, full)
+        stored = _split(params, full)[1] if remainder else full
         step = jnp.zeros((), jnp.int32) if rounding == "stochastic" else None
         return LowPrecisionParamsState(_masters(params, stored) if masters else None, step, inner.init(full))
 
@@ -233,14 +229,11 @@ def low_precision_params(
         if step is not None:
             keys = [optax.tree.split_key_like(jax.random.fold_in(jax.random.key(seed), step), new_full)]
             step = optax.safe_increment(step)
-        nearest = jax.tree.map(lambda p, x: _halves(x)[0] if is_upper_half(p) else x, params, new_full)
+        nearest, stored = _split(params, new_full) if remainder else (new_full, new_full)
         new_updates = jax.tree.map(_rounded_update, params, nearest, full_updates, *keys)
-        new_masters = None
-        if masters:
-            stored = jax.tree.map(
-                lambda p, x, u: _remainder(p, x, u) if is_upper_half(p) else x, params, new_full, new_updates
-            )
-            new_masters = _where_frozen(updates, state.masters, _masters(params, stored))
+        if remainder:
+            stored = jax.tree.map(_reached, params, new_updates, nearest, stored)
+        new_masters = _where_frozen(updates, state.masters, _masters(params, stored)) if masters else None
         return new_updates, LowPrecisionParamsState(new_masters, step, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -287,10 +280,19 @@ def _master(param: jax.Array, stored: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((upper - went_up << 16) + lower, jnp.float32)
 
 
-def _remainder(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
-    """Returns the remainder of a new master; 0 if the update, in float32, does not lead to the parameter beside it."""
-    wanted, lower = _halves(master)
-    new, wanted = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (optax.apply_updates(param, update), wanted))
+def _split(params: Any, masters: Any) -> tuple[Any, Any]:
+    """Returns the upper and the lower halves of the masters of bfloat16 parameters, and other masters twice."""
+    tree: Any = jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(params), tree.flatten_up_to(masters), strict=True)
+    halves = [_halves(master) if _is_bfloat16(param) else (master, master) for param, master in pairs]
+    return tree.unflatten([upper for upper, _ in halves]), tree.unflatten([lower for _, lower in halves])
+
+
+def _reached(param: jax.Array, update: jax.Array, upper: jax.Array, lower: jax.Array) -> jax.Array:
+    """Returns the lower half of a master; 0 if the update, in float32, does not lead to the parameter beside it."""
+    if lower.dtype != jnp.uint16:
+        return lower
+    new, wanted = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (optax.apply_updates(param, update), upper))
     return jnp.where(new == wanted, lower, jnp.uint16(0))
 
 
