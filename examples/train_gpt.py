@@ -152,7 +152,7 @@ def make_optimizer(name: str, config: Config) -> optax.GradientTransformationExt
     scaled = amp.LossScale(init_scale=config.init_scale, growth_interval=config.growth_interval)
     schedule = optax.warmup_cosine_decay_schedule(0, config.lr, config.steps // 10, config.steps, config.lr / 10)
     return amp.dynamic_loss_scale(
-        optax.chain(amp.unscale_and_check(), optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95)),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95)),
         loss_scale=scaled if name == "mixed_float16" else amp.LossScale.none(),
     )
 

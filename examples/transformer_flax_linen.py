@@ -73,7 +73,7 @@ def make_train_step(precision: str) -> Callable[..., tuple[TrainState, jax.Array
 def train(precision: str, steps: int, seed: int, log: Callable[..., None]) -> twins.Scores:
     rule = amp.LossScale(growth_interval=100) if precision == "float16" else amp.LossScale.none()
     schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps)
-    tx = optax.chain(amp.unscale_and_check(), optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     model, key = Transformer(), jax.random.key(seed)
     text, test_text = data.library_text()
     params = jax.jit(model.init)(key, jnp.zeros((1, CONTEXT), int))["params"]

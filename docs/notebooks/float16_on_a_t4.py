@@ -202,7 +202,6 @@ def make_optimizer(loss_scale):
     rate = optax.warmup_cosine_decay_schedule(0, peak_rate, warmup, steps)
     return amp.dynamic_loss_scale(
         optax.chain(
-            amp.unscale_and_check(),
             optax.clip_by_global_norm(1.0),
             optax.adamw(rate),
         ),
