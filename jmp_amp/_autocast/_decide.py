@@ -161,7 +161,7 @@ def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Valu
     if rule.op_class is not OpClass.PROMOTE:
         return values
     features: list[Axes] = []
-    if rule.adds:
+    if rule.makes is Makes.SUM:
         products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin.takes_bias]
         features = [varying(jx.shape_of(atom)) - rows for atom, value in products for rows in value.axes]
     result = jx.shape_of(eqn.outvars[0])
@@ -284,7 +284,7 @@ def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> V
         return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
     products = [value for value in values if value.origin.takes_bias]
     others = [value for value in weighed(rule, eqn, values) if value.origin is not Origin.SCALAR]
-    if rule.adds and products and len(products) == len(others):
+    if rule.makes is Makes.SUM and products and len(products) == len(others):
         axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
         return Value(None, Origin.SUM, axes=axes)
     return Value(None)

@@ -125,7 +125,7 @@ class Knowledge(jx.Forward[Facts, Known]):
         is_norm = rule.scales and any(each.squares in (Squares.NORM, Squares.INVERSE) for each in read)
         known = Known(
             1.0 if all(each.size == 1 for each in read) else _rounded(_size(facts, operands, read)),
-            rule.makes is Makes.LOGARITHM or (joined.is_log and rule.keeps_magnitude),
+            rule.makes is Makes.LOGARITHM or (joined.is_log and rule.passes_on and rule.makes is not Makes.QUOTIENT),
             _squares(facts, operands) if joined.squares or facts.is_square or facts.is_with_itself else Squares.NO,
             _moment(facts, operands) if passes_on or facts.is_square else Moment.NO,
             _whole(facts, read),
@@ -165,7 +165,7 @@ def _size(facts: Facts, operands: Sequence[Known], read: Sequence[Known]) -> flo
         return _scaled(eqn, operands, _power(operands[1].size, -1))
     if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT) or rule.is_product:
         return _scaled(eqn, operands, operands[1].size)
-    if rule.keeps_magnitude or rule.sums:
+    if rule.passes_on or rule.sums:
         return max(known.size for known in read)
     return 1.0
 

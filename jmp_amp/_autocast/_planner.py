@@ -14,7 +14,7 @@ from jmp_amp._autocast._decide import Context, decide, params_for, results
 from jmp_amp._autocast._known import Knowledge, Whole
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
-from jmp_amp._autocast._primitives import Facts, OpClass, Reads, Rule, Rules, find_rule, rule_of
+from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads, Rule, Rules, find_rule, rule_of
 from jmp_amp._autocast._readers import Readers, why
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
@@ -267,7 +267,7 @@ class _Draft:
         overflows = any(
             known.size > op.format.largest for known in self._planner.knowledge.of(self._known, eqn.outvars)
         )
-        stream = self._variables[eqn.outvars[0]].stream if rule.adds else Stream.NONE
+        stream = self._variables[eqn.outvars[0]].stream if rule.makes is Makes.SUM else Stream.NONE
         return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
 
     def plan(self) -> Plan:

@@ -236,7 +236,7 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
         return _Part(scaled[0], is_normal=True)
     if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
-    if rule.adds:
+    if rule.makes is Makes.SUM:
         norms.terms[result] = {part.root for part in elements if not part.is_normal}
         # The output of a layer is computed after the stream that it is added to.
         last = max(elements, key=lambda part: norms.order.get(part.root, -1), default=None)
