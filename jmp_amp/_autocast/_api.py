@@ -318,7 +318,7 @@ def planner_of(options: Options) -> Planner:
 
     So, outside `jit`, a second call compiles nothing, and plans only what is traced anew.
     """
-    return Planner(RULES, plan_higher_order, options)
+    return Planner(plan_higher_order, options)
 
 
 def autocast_with(fun: Callable, settings: Settings, planned: Callable[[Plan], Any] = lambda plan: None) -> Callable:

@@ -91,7 +91,7 @@ def decide(op: Context) -> tuple[Any, str]:
     is_traced = not any(jx.dtype_of(atom) == FLOAT32 for atom in atoms)
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
-    values = list(compress(weighed(rule, op.eqn, op.values), op.is_float32))
+    values = list(compress(weighed(op), op.is_float32))
     if _joins_stream(op):
         return low, "stream"
     if rule.op_class is OpClass.FULL:
@@ -146,18 +146,19 @@ def _joins_stream(op: Context) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
     if op.stream is Stream.NONE:
         return False
-    terms = [value for value in weighed(op.rule, op.eqn, op.values) if value.origin is not Origin.SCALAR]
+    terms = [value for value in weighed(op) if value.origin is not Origin.SCALAR]
     dtypes = [op.stream_dtype(value) if op.stream is Stream.NORM else value.as_data().dtype for value in terms]
     is_low = all(dtype == op.format.dtype for dtype in dtypes)
     fits = not any(value.overflows(op.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2
 
 
-def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+def weighed(op: Context) -> Sequence[Value]:
     """Returns the operands of an op, with `SCALAR` as the origin of those that do not widen it, and of no others.
 
     These are scalars beside an array, arrays that hold one number in an op that only selects values, and biases.
     """
+    rule, eqn, values = op.rule, op.eqn, op.values
     if rule.op_class is not OpClass.PROMOTE:
         return values
     features: list[Axes] = []
@@ -212,26 +213,21 @@ def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
         operands: the dtypes that its operands are cast to.
     """
     eqn, rule, values = op.eqn, op.rule, op.values
-    scalars = all(
-        value.origin is Origin.SCALAR and jx.shape_of(atom) == ()
-        for value, atom in zip(values, eqn.invars, strict=True)
-    )
+    pairs = zip(values, eqn.invars, strict=True)
+    scalars = all(value.origin is Origin.SCALAR and jx.shape_of(atom) == () for value, atom in pairs)
     eligible = list(compress(operands, op.is_float32))
     outs = []
     for i, var in enumerate(eqn.outvars):
-        out = _moved(op, var) if rule.moves else _computed(rule, eqn, values, var)
+        out = _moved(op, var) if rule.moves else _computed(op)
         if scalars and jx.shape_of(var) == () and not rule.moves:
             out = Value(None, Origin.SCALAR)
-        is_float32 = jx.dtype_of(var) == FLOAT32
         out = out._replace(
             dtype=_result_dtype(op, i, operands, eligible),
-            data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype) if is_float32 and eligible else None,
-            stream_dtype=_data_dtype(op, var, op.stream_dtype)
-            if op.options.has_low_stream and is_float32 and eligible
-            else None,
+            data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype),
+            stream_dtype=_data_dtype(op, var, op.stream_dtype) if op.options.has_low_stream else None,
             save_cast=rule.moves and all(value.save_cast for value in values),
         )
-        outs.append(_fold(op, out) if scalars and is_float32 and jx.shape_of(var) == () else out)
+        outs.append(_fold(op, out) if scalars and jx.dtype_of(var) == FLOAT32 and jx.shape_of(var) == () else out)
     return tuple(outs)
 
 
@@ -275,15 +271,16 @@ def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | Non
     return tuple(None if every is None or rows is None else varying(after) - (every - rows) for every, rows in places)
 
 
-def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
+def _computed(op: Context) -> Value:
     """Returns the origin of the result of another op: a product, or a sum of products and their biases, stays one."""
+    rule, values = op.rule, op.values
     if rule.op_class is OpClass.LOWER and any(rows is not None for rows in rule.rows):
         inputs = [value.origin <= Origin.INPUT for value in values[:2]]
         weights = inputs if any(inputs) else [True, True]
         axes = tuple(rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None)
         return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
     products = [value for value in values if value.origin.takes_bias]
-    others = [value for value in weighed(rule, eqn, values) if value.origin is not Origin.SCALAR]
+    others = [value for value in weighed(op) if value.origin is not Origin.SCALAR]
     if rule.makes is Makes.SUM and products and len(products) == len(others):
         axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
         return Value(None, Origin.SUM, axes=axes)
@@ -301,23 +298,19 @@ def _fold(op: Context, out: Value) -> Value:
 
 def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
     """Returns the data dtype of a float32 result: the `dtype` of the operands whose elements it holds."""
-    rule, eqn, values = op.rule, op.eqn, op.values
-    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
+    rule, shape = op.rule, jx.shape_of(var) or ()
+    if jx.dtype_of(var) != FLOAT32 or rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
-    floating = [
-        (value, jx.shape_of(atom))
-        for value, atom in zip(weighed(rule, eqn, values), eqn.invars, strict=True)
-        if jx.dtype_of(atom) == FLOAT32 and not _is_broadcast(value, jx.shape_of(atom) or ())
+    before = [jx.shape_of(atom) or () for atom in op.eqn.invars]
+    data = [
+        value
+        for value, is_float32, each in zip(weighed(op), op.is_float32, before, strict=True)
+        if is_float32 and not _is_broadcast(value, each) and (rule.moves or each == shape)
     ]
-    if not rule.moves:
-        floating = [(value, shape) for value, shape in floating if shape == jx.shape_of(var)]
-    elif len(floating) == 1 and is_smaller(floating[0][1] or (), jx.shape_of(var) or ()):
-        floating = []
-    if floating:
-        return widest(dtype(value) for value, _ in floating)
-    return (
-        op.format.dtype if rule.moves and is_smaller(jx.shape_of(eqn.invars[0]) or (), jx.shape_of(var) or ()) else None
-    )
+    is_larger = rule.moves and is_smaller(before[0], shape)
+    if is_larger and len(data) < 2:
+        return op.format.dtype
+    return widest(map(dtype, data)) if data else None
 
 
 def _is_broadcast(value: Value, shape: tuple[Any, ...]) -> bool:

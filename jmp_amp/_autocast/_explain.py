@@ -224,7 +224,7 @@ def explain_call(
     try:
         program = jx.trace(call_and_pull, arrays)
     except Exception as error:
-        if not jx.has_no_derivative(error):
+        if not jx.versions.has_no_derivative(error):
             raise
         plans.clear()
         program, is_differentiable = jx.trace(call, arrays), False

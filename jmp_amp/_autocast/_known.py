@@ -1,9 +1,8 @@
 """What is known of a value that does not depend on dtypes, from its inputs on: why a product of it is float32."""
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,64 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
 from jmp_amp._autocast._shapes import varying
-
-
-class Squares(enum.IntEnum):
-    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
-
-    NO = 0
-    SQUARE = 1  # each element is a square
-    SUM = 2  # each element is a sum of squares
-    NORM = 3  # each element is the square root of a sum of squares
-    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
-    INVERSE = 5  # each element is the reciprocal of a norm
-
-
-class Moment(enum.IntEnum):
-    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
-
-    NO = 0
-    PAIR = 1  # a multiplication of two arrays
-    PRODUCT = 2  # a product of matrices, or a convolution
-    SECOND = 3  # such a product of a multiplication, as a mean of squares
-    SQUARED = 4  # a multiplication of two such products, as the square of a mean
-
-
-class Whole(enum.IntEnum):
-    """Whether a value holds whole numbers."""
-
-    NO = 0
-    CONSTANT = 1  # a constant of whole numbers
-    COUNT = 2  # sums and products of comparisons and integers
-
-
-class Known(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are.
-        is_log: whether it is a logarithm.
-        squares: how it is made of squares.
-        moment: how it is made of products.
-        whole: whether it holds whole numbers.
-        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
-        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
-        recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
-        multiplied: how often slices of it were multiplied with each other, as by an associative scan; at most 2.
-    """
-
-    size: float = 1.0
-    is_log: bool = False
-    squares: Squares = Squares.NO
-    moment: Moment = Moment.NO
-    whole: Whole = Whole.NO
-    is_solution: bool = False
-    adds_up: bool = False
-    recurs: bool = False
-    multiplied: int = 0
-
-
-NOTHING = Known()
+from jmp_amp._autocast._values import NOTHING, Known, Moment, Squares, Whole, constant, constants
 
 
 class Knowledge(jx.Forward[Facts, Known]):
@@ -77,23 +19,18 @@ class Knowledge(jx.Forward[Facts, Known]):
 
     bottom = NOTHING
 
-    def __init__(
-        self,
-        facts_of: Callable[[Jaxpr], Sequence[Facts]],
-        constants_of: Callable[[Jaxpr, Sequence[Any]], Sequence[Any]],
-        constant_of: Callable[[Any], Any],
-    ) -> None:
-        """Takes functions that return the facts of each equation of an open jaxpr, its constants, and a literal."""
+    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
+        """Takes a function that returns the facts of each equation of an open jaxpr."""
         super().__init__(facts_of)
-        self.paths, self._constants_of, self._constant_of = Paths(facts_of), constants_of, constant_of
+        self.paths = Paths(facts_of)
 
     def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[Known]:
-        """Returns what is known of constants; the planner reads each once."""
-        return [value.known for value in self._constants_of(jaxpr, consts)]
+        """Returns what is known of the constants of an open jaxpr."""
+        return [value.known for value in constants(jaxpr, consts)]
 
     def constant(self, x: Any) -> Known:
         """Returns what is known of a literal."""
-        return self._constant_of(x).known
+        return constant(x).known
 
     def join(self, a: Known, b: Known) -> Known:
         """Returns what is known of a value that is either of two."""

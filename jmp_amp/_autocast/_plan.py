@@ -17,8 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._known import Known
-from jmp_amp._autocast._values import Value
+from jmp_amp._autocast._values import Known, Value
 from jmp_amp._formats import Format
 
 SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
@@ -149,7 +148,7 @@ class Plan:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
         env = dict(zip(self.frame.constvars, self.consts, strict=True))
         env |= dict(zip(self.frame.invars, args, strict=True))
-        is_traced = jx.is_differentiated()
+        is_traced = jx.versions.is_differentiated()
         steps, convert = (self._groups, _shared_cast) if is_traced else (self._single, lax.convert_element_type)
         shared: dict[tuple[Var, Any], Any] = {}
 
@@ -163,7 +162,7 @@ class Plan:
             return shared[atom, dtype]
 
         def apply(step: Step, operands: list[Any]) -> Sequence[Any]:
-            with jx.context_of(step.eqn):
+            with jx.versions.context_of(step.eqn):
                 return step.run(list(map(cast_once, step.invars, operands, step.casts)))
 
         return jx.evaluate_steps(steps, self.frame.outvars, env, apply)
@@ -258,7 +257,7 @@ def _call(step: Step) -> tuple[Any, ...] | None:
     """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
     if not isinstance(step.run, Op) or step.eqn.effects or not _is_hashable(step.run):
         return None
-    return jx.call_of(step.eqn)
+    return jx.versions.call_of(step.eqn)
 
 
 def _is_hashable(x: Any) -> bool:
@@ -286,7 +285,7 @@ class _Group(NamedTuple):
     results: tuple[int, ...]
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=jx.INLINE)
+@functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)
 def _run(group: _Group, *args: Any) -> list[Any]:
     values = list(args)
     for op, places in zip(group.ops, group.reads, strict=True):
@@ -319,7 +318,7 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(group, *args))
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=jx.INLINE)
+@functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)
 def _shared_cast(x: Any, dtype: Any) -> Any:
     """Casts an array. JAX differentiates all casts of the same types once."""
     return lax.convert_element_type(x, dtype)

@@ -11,14 +11,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context, decide, params_for, results
-from jmp_amp._autocast._known import Knowledge, Whole
+from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
-from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads, Rule, Rules, find_rule, rule_of
+from jmp_amp._autocast._primitives import RULES, Facts, Makes, OpClass, Reads, Rule, find_rule, rule_of
 from jmp_amp._autocast._readers import Readers, why
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, Whole, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
 
 PlanHigherOrder = Callable[["Planner", Context], Step]
@@ -27,15 +27,15 @@ PlanHigherOrder = Callable[["Planner", Context], Step]
 class Planner:
     """Plans jaxprs. It keeps what it finds out about a jaxpr as long as that lives; see `planner_of`."""
 
-    def __init__(self, rules: Rules, plan_higher_order: PlanHigherOrder, options: Options) -> None:
-        """Takes the op table, a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
-        self._rules: Mapping[str, Any] = {**rules, **options.overrides.primitives}
+    def __init__(self, plan_higher_order: PlanHigherOrder, options: Options) -> None:
+        """Takes a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
+        self._rules: Mapping[str, Any] = {**RULES, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.knowledge = Knowledge(self.facts_of, self.constants, constant)
+        self.knowledge = Knowledge(self.facts_of)
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
-        self._plans, self._bodies, self._facts, self._constants = jx.Kept(), jx.Kept(), jx.Kept(), jx.Kept()
+        self._plans, self._bodies, self._facts = jx.Kept(), jx.Kept(), jx.Kept()
         self._steps, self._numbers, self._counter = jx.Memo(), jx.Memo(), itertools.count()
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
@@ -49,16 +49,12 @@ class Planner:
         """
         opened, consts = jx.open_jaxpr(jaxpr)
         key = tuple(map(id, consts)), values, uses, region  # the plan keeps the constants alive
-        return self._plans(opened, key, lambda: self._plan(opened, consts, values, uses, region))
+        return self._plans(opened, key, lambda: self._plan(jaxpr, values, uses, region))
 
-    def _plan(self, jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> Plan:
-        plan = _Draft(self, jaxpr, consts, *args).plan()
-        bodies = self._bodies(jaxpr, (tuple(map(id, consts)), plan.decisions), dict)
-        return dataclasses.replace(plan, bodies=bodies)
-
-    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
-        """Describes the constants of an open jaxpr, and reads them only once."""
-        return self._constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
+    def _plan(self, jaxpr: Any, *args: Any) -> Plan:
+        plan = _Draft(self, jaxpr, *args).plan()
+        key = tuple(map(id, plan.consts)), plan.decisions
+        return dataclasses.replace(plan, bodies=self._bodies(jx.open_jaxpr(jaxpr)[0], key, dict))
 
     def rule_of(self, eqn: JaxprEqn) -> Rule:
         """Returns the rule for a first-order equation."""
@@ -109,7 +105,7 @@ class Planner:
 
         A kernel has no rule and reads floating values.
         """
-        jaxprs = jx.jaxprs_in(params) if primitive.name in jx.HIGHER_ORDER else None
+        jaxprs = jx.versions.jaxprs_in(params) if primitive.name in jx.HIGHER_ORDER else None
         if jaxprs is not None:
             inside = [eqn for inner in jaxprs for eqn in jx.open_jaxpr(inner)[0].eqns]
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
@@ -173,7 +169,6 @@ class _Variable:
         readers: the equations that read it.
         float32_readers: those that read it in float32.
         low_reads: how many equations and results of the jaxpr may read it in low precision.
-        is_read: whether there is a reader, or it is a result of the jaxpr.
         reads: how its readers read it.
         stream: how it is read as a residual stream.
         is_stored: whether an op reads it from memory, as products do.
@@ -184,7 +179,6 @@ class _Variable:
     readers: list[int] = dataclasses.field(default_factory=list)
     float32_readers: set[int] = dataclasses.field(default_factory=set)
     low_reads: int = 0
-    is_read: bool = False
     reads: int = Reads.NOBODY
     stream: Stream = Stream.NONE
     is_stored: bool = False
@@ -192,7 +186,7 @@ class _Variable:
     @property
     def needs_float32(self) -> bool:
         """Whether all its readers read float32, or it is a gate."""
-        return (self.is_read and not self.low_reads) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
+        return (self.reads != Reads.NOBODY and not self.low_reads) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
 
 
 class _Draft:
@@ -204,32 +198,26 @@ class _Draft:
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        values: tuple[Value, ...],
-        uses: tuple[Use, ...],
-        region: Region,
+        self, planner: Planner, jaxpr: Any, values: Sequence[Value], uses: Sequence[Use], region: Region
     ) -> None:
         """Takes a planner and the arguments of `Planner.plan`."""
-        self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
-        given = zip((*jaxpr.constvars, *jaxpr.invars), (*planner.constants(jaxpr, consts), *values), strict=True)
+        self._planner, self._region = planner, region
+        self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
+        given = zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True)
         self._variables = {var: _Variable(value) for var, value in given}
-        facts = planner.facts_of(jaxpr)
+        facts = planner.facts_of(opened)
         for i, each in enumerate(facts):
             self._connect(i, each)
-        for use, atom in zip(uses, jaxpr.outvars, strict=True):
+        for use, atom in zip(uses, opened.outvars, strict=True):
             if isinstance(atom, Var):
-                self._variables[atom].is_read = True
                 self._variables[atom].low_reads += not use.needs_float32
         known = [value.known for value in values]
-        self._known = planner.knowledge.find(jaxpr, known, consts)
-        for var, reads in planner.readers.find(jaxpr, known, [use.reads for use in uses], consts).items():
+        self._known = planner.knowledge.find(jaxpr, known)
+        for var, reads in planner.readers.find(jaxpr, known, [use.reads for use in uses]).items():
             self._variables[var].reads = reads
         if planner.options.has_low_stream:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
-            streams = planner.streams.find(jaxpr, is_computed, [use.stream for use in uses])
+            streams = planner.streams.find(opened, is_computed, [use.stream for use in uses])
             for var, stream in streams.items():
                 self._variables[var].stream = stream
         self._as_traced = [""] * len(facts)
@@ -242,7 +230,6 @@ class _Draft:
             variable = self._variables[var]
             variable.readers.append(i)
             variable.low_reads += 1
-            variable.is_read = True
             variable.is_stored |= facts.rule.stores
         for var in facts.eqn.outvars:
             self._variables[var] = _Variable(producer=i)

@@ -9,8 +9,8 @@ from jax import numpy as jnp
 from jax.extend.core import Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._known import Known, Moment, Squares
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
+from jmp_amp._autocast._values import Known, Moment, Squares
 
 
 class Readers(jx.Backward[Facts, Known, int]):

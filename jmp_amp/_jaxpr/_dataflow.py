@@ -81,16 +81,14 @@ class Forward(_Analysis[E, T]):
         """Returns what is known of a carry that is not settled after three iterations."""
         return new
 
-    def find(self, jaxpr: Any, inputs: Sequence[T], consts: Sequence[Any] | None = None) -> Mapping[Var, T]:
+    def find(self, jaxpr: Any, inputs: Sequence[T]) -> Mapping[Var, T]:
         """Returns what is known of the variables of a jaxpr; `bottom` for those that it leaves out.
 
         Args:
             jaxpr: the jaxpr.
             inputs: what is known of its inputs.
-            consts: the values of its constants, if it is open.
         """
-        opened, closed_over = open_jaxpr(jaxpr)
-        consts = closed_over if consts is None else consts
+        opened, consts = open_jaxpr(jaxpr)
         given = (*self.constants(opened, consts), *inputs)
         return self._found(opened, given, lambda: self._find(opened, given))
 
@@ -179,21 +177,17 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         """Returns what is said of the operands of a loop, from what is said of its results and of one iteration."""
         return said
 
-    def find(
-        self, jaxpr: Any, inputs: Sequence[S], outs: Sequence[T], consts: Sequence[Any] | None = None
-    ) -> Mapping[Var, T]:
+    def find(self, jaxpr: Any, inputs: Sequence[S], outs: Sequence[T]) -> Mapping[Var, T]:
         """Returns what is said of the variables of a jaxpr; `bottom` of those that it leaves out.
 
         Args:
             jaxpr: the jaxpr.
             inputs: what is known of its inputs.
             outs: what is said of its results.
-            consts: the values of its constants, if it is open.
         """
-        opened, closed_over = open_jaxpr(jaxpr)
-        consts = closed_over if consts is None else consts
+        opened, consts = open_jaxpr(jaxpr)
         key = tuple(map(id, consts)), tuple(inputs), tuple(outs)
-        known = self.known.find(opened, inputs, consts)
+        known = self.known.find(jaxpr, inputs)
         return self._found(opened, key, lambda: (self._find(opened, known, outs), consts))[0]
 
     def _find(self, opened: Jaxpr, known: Mapping[Var, S], outs: Sequence[T]) -> Mapping[Var, T]:
