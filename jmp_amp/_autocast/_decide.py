@@ -15,7 +15,7 @@ from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
 from jmp_amp._autocast._primitives import ORIGINAL, Facts, Makes, OpClass, Rule, operand_dtypes
 from jmp_amp._autocast._shapes import Axes, is_smaller, varying
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, folded, merged_magnitudes, widest
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, magnitudes, merged_magnitudes, widest
 from jmp_amp._formats import FLOAT32, Format
 
 
@@ -205,7 +205,7 @@ def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
     return params | {name: jx.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
 
 
-def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
+def describe_results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
     """Returns what is known of the results of an op.
 
     Args:
@@ -227,7 +227,7 @@ def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
             stream_dtype=_data_dtype(op, var, op.stream_dtype) if op.options.has_low_stream else None,
             save_cast=rule.moves and all(value.save_cast for value in values),
         )
-        outs.append(_fold(op, out) if scalars and jx.dtype_of(var) == FLOAT32 and jx.shape_of(var) == () else out)
+        outs.append(_folded(op, out) if scalars and jx.dtype_of(var) == FLOAT32 and jx.shape_of(var) == () else out)
     return tuple(outs)
 
 
@@ -287,13 +287,14 @@ def _computed(op: Context) -> Value:
     return Value(None)
 
 
-def _fold(op: Context, out: Value) -> Value:
+def _folded(op: Context, out: Value) -> Value:
     """Computes a scalar from known scalars on the host, so that `-1e9` is known however it was written."""
     fold, known = op.facts.rule.fold, [value.scalar for value in op.values]
     if fold is None or None in known:
         return out
     with np.errstate(all="ignore"):
-        return folded(out, fold(op.eqn.params, *map(np.float32, known)))
+        scalar = np.asarray(fold(op.eqn.params, *map(np.float32, known)), np.float32)
+    return out._replace(magnitudes=magnitudes(scalar), scalar=float(scalar))
 
 
 def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:

@@ -12,7 +12,6 @@ from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Plan, Region, Run, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import Reads
-from jmp_amp._autocast._shapes import sliced
 from jmp_amp._autocast._values import Known, Origin, Stream, Use, Value, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
@@ -126,7 +125,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     if entry.run is None or has_references:
         return _as_traced(planner, call, op, eqn)
     ((jaxpr, known, reads),) = op.inside
-    values, uses = _known_as(values, known), _read_by(uses, reads)
+    values = _known_as(values, known)
+    uses = tuple(use._replace(reads=each) for use, each in zip(uses, reads, strict=True))
     plan = planner.plan(jaxpr, values, uses, op.region)
     reads_float32 = (False,) * len(values) if entry.keeps_inputs else plan.reads_float32
     cast = tuple(
@@ -134,13 +134,11 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
         for value, in_float32, atom in zip(values, reads_float32, eqn.invars, strict=True)
     )
     plan = planner.plan(jaxpr, cast, uses, op.region)
-    if call.rule is not None and plan.changed:
-        with_rule = custom_jvp if call.rule == "custom_jvp_call" else custom_vjp
-        run: Run | None = with_rule(planner, eqn, plan)
-    else:
-        run = None
-    step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])
-    return step._replace(reads_float32=reads_float32, run=run or step.run)
+    step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])._replace(reads_float32=reads_float32)
+    if call.rule is None or not plan.changed:
+        return step
+    with_rule = custom_jvp if call.rule == "custom_jvp_call" else custom_vjp
+    return step._replace(run=with_rule(planner, eqn, plan))
 
 
 def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> Step:
@@ -238,15 +236,11 @@ def _step(
 
 def _sliced(value: Value) -> Value:
     """Describes the slices of a value along its first axis."""
-    value = value._replace(save_cast=False, axes=sliced(value.axes))
+    axes = tuple(frozenset(axis - 1 for axis in each if axis) for each in value.axes)
+    value = value._replace(save_cast=False, axes=axes)
     is_scalar = value.origin is Origin.INPUT and value.axes == (frozenset(),)
     return value._replace(origin=Origin.SCALAR) if is_scalar else value
 
 
 def _known_as(values: Values, known: Sequence[Known]) -> Values:
     return tuple(value._replace(known=each) for value, each in zip(values, known, strict=True))
-
-
-def _read_by(uses: tuple[Use, ...], reads: Sequence[int]) -> tuple[Use, ...]:
-    read = [use._replace(reads=each) for use, each in zip(uses, reads, strict=True)]
-    return tuple(use._replace(in_float32=use.needs_float32) for use in read)

@@ -209,11 +209,6 @@ class Paths(jx.Forward[Facts, Sources]):
 
     bottom: Sources = frozenset()
 
-    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
-        """Takes a function that returns the facts of each equation of an open jaxpr."""
-        super().__init__(facts_of)
-        self._loops = jx.Kept()
-
     def carries(self, loop: jx.Loop) -> list[tuple[bool, bool]]:
         """Returns for each carry of a loop whether it is an accumulator, and whether it is a recurrence by products."""
         carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
@@ -230,7 +225,7 @@ class Paths(jx.Forward[Facts, Sources]):
     def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         """Returns what reaches the carries of a loop in one or more iterations, and its results."""
         body, _ = jx.open_jaxpr(loop.body)
-        return self._loops(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
+        return self._carries(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
 
     def _find_carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         n, first = len(jx.open_jaxpr(loop.body)[0].invars), loop.n_consts

@@ -80,7 +80,11 @@ def _format_of_scopes(pattern: str, value: Any) -> Format:
 
 def _override(name: str, value: Any) -> RuleOf:
     """Returns the rule of a primitive with another class; its other properties stay as in the table."""
-    op_class = _op_class(name, value)
+    try:
+        op_class = OpClass(value)
+    except ValueError:
+        classes = ", ".join(each.value for each in OpClass)
+        raise ValueError(f"the class of `{name}` must be one of {classes}, got {value!r}") from None
     known = RULES.get(name, Rule(OpClass.ORIGINAL, dtype_params=("preferred_element_type",)))
     is_as_traced = name in RULES and isinstance(known, Rule) and known.op_class is OpClass.ORIGINAL
     if is_as_traced and op_class not in (OpClass.FULL, OpClass.ORIGINAL):
@@ -106,15 +110,6 @@ def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
     if op_class is OpClass.FOLLOW and rule.op_class is not OpClass.FOLLOW and several:
         op_class = OpClass.PROMOTE  # all operands of an op must have one dtype
     return rule._replace(op_class=op_class)
-
-
-def _op_class(name: str, value: Any) -> OpClass:
-    try:
-        return OpClass(value)
-    except ValueError:
-        raise ValueError(
-            f"the class of `{name}` must be one of {', '.join(c.value for c in OpClass)}, got {value!r}"
-        ) from None
 
 
 def format_in(name_stack: Any) -> Format | None:

@@ -173,8 +173,7 @@ class Plan:
 
     @functools.cached_property
     def _groups(self) -> list[tuple[Step, list[Var]]]:
-        results = {atom for atom in self.frame.outvars if isinstance(atom, Var)}
-        return jx.with_last_reads(_grouped(self.steps, results), self.frame.outvars)
+        return jx.with_last_reads(_grouped(self.steps, self.frame.outvars), self.frame.outvars)
 
     @functools.cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -238,15 +237,10 @@ def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
 # trace than one layer, and each op keeps its source line and its scope.
 
 
-def _grouped(steps: Sequence[Step], results: Collection[Any]) -> list[Step]:
-    """Joins the steps of ops that come from one call in the user's code.
-
-    Args:
-        steps: the steps, in order.
-        results: the variables that the caller reads.
-    """
+def _grouped(steps: Sequence[Step], results: Sequence[Any]) -> list[Step]:
+    """Joins the steps of ops that come from one call in the user's code; the caller reads `results`."""
     groups = [list(group) for _, group in itertools.groupby(steps, lambda step: _call(step) or id(step))]
-    read_later, joined = set(results), []
+    read_later, joined = {atom for atom in results if isinstance(atom, Var)}, []
     for group in reversed(groups):
         joined.append(group[0] if _call(group[0]) is None else _join(group, read_later))
         read_later.update([atom for step in group for atom in step.invars if isinstance(atom, Var)])

@@ -1,33 +1,29 @@
 """Plans jaxprs: decides the dtype that each op computes in, by the rule of its primitive."""
 
 import dataclasses
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._decide import Context, decide, params_for, results
+from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
 from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
 from jmp_amp._autocast._primitives import RULES, Facts, Makes, OpClass, Reads, Rule, find_rule, rule_of
-from jmp_amp._autocast._readers import Readers, why
+from jmp_amp._autocast._readers import Readers, joined, why_as_traced
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, Whole, constant, constants
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
-
-PlanHigherOrder = Callable[["Planner", Context], Step]
 
 
 class Planner:
     """Plans jaxprs. It keeps what it finds out about a jaxpr as long as that lives; see `planner_of`."""
 
-    def __init__(self, plan_higher_order: PlanHigherOrder, options: Options) -> None:
+    def __init__(self, plan_higher_order: Callable[..., Step], options: Options) -> None:
         """Takes a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
         self._rules: Mapping[str, Any] = {**RULES, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
@@ -36,7 +32,7 @@ class Planner:
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
         self._plans, self._bodies, self._facts = jx.Kept(), jx.Kept(), jx.Kept()
-        self._steps, self._numbers, self._counter = jx.Memo(), jx.Memo(), itertools.count()
+        self._steps, self._numbers, self._counter = jx.Kept(2**14), jx.Kept(2**14), itertools.count()
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -85,7 +81,7 @@ class Planner:
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
         key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, len(set(map(id, eqn.invars)))
         try:
-            return self._numbers(key, lambda: next(self._counter))
+            return self._numbers(self, key, lambda: next(self._counter))
         except TypeError:  # a parameter that cannot be hashed
             return None
 
@@ -132,7 +128,7 @@ class Planner:
         if op.facts.op is None:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
-        step = self._steps((op.facts.op, *op.decision_key), lambda: self._first_order(op))
+        step = self._steps(self, (op.facts.op, *op.decision_key), lambda: self._first_order(op))
         return step._replace(eqn=op.eqn)
 
     def _first_order(self, op: Context) -> Step:
@@ -143,7 +139,7 @@ class Planner:
             for value, eligible in zip(op.values, is_float32, strict=True)
         )
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
-        params, outs = params_for(op, dtypes), results(op, dtypes)
+        params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
         own = [isinstance(atom, Var) and is_input for atom, is_input in zip(eqn.invars, op.is_input, strict=True)]
         own_casts = tuple(cast if is_own else None for cast, is_own in zip(casts, own, strict=True))
@@ -240,20 +236,21 @@ class _Draft:
         region = self._planner.enter(self._region, eqn)
         op = Context(facts, region, self._planner.options, ())
         outs = [self._variables[var].reads for var in eqn.outvars]
-        reads = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, Reads.NOBODY)
+        reads = joined(outs)
         if facts.structure is not None or rule.op_class is OpClass.LOWER or reads & Reads.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
             is_marked = format_in(eqn.source_info.name_stack) is not None
             if facts.enters is not None:
                 given = [Reads.OTHERWISE] * len(outs) if is_marked else outs
                 op = op._replace(inside=self._planner.readers.inside(facts, operands, given))
-            reason = None if is_marked else _why_as_traced(facts, reads, operands, region)  # a region takes precedence
+            reason = (
+                None if is_marked else why_as_traced(facts, reads, operands, region.format)
+            )  # a region takes precedence
             if reason is not None and region.format.is_low:
                 self._as_traced[i] = reason
                 op = op._replace(region=region._replace(format=FORMATS["float32"]))
-        overflows = any(
-            known.size > op.format.largest for known in self._planner.knowledge.of(self._known, eqn.outvars)
-        )
+        results = self._planner.knowledge.of(self._known, eqn.outvars)
+        overflows = any(known.size > op.format.largest for known in results)
         stream = self._variables[eqn.outvars[0]].stream if rule.makes is Makes.SUM else Stream.NONE
         return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
 
@@ -350,22 +347,6 @@ class _Draft:
             isinstance(atom, Var) and self._variables[atom].is_stored and value.as_data().dtype != value.dtype
             for atom, value in zip(facts.eqn.invars, values, strict=True)
         )
-
-
-def _why_as_traced(facts: Facts, reads: int, operands: Sequence[Any], region: Region) -> str | None:
-    """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not."""
-    if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, jx.Call | jx.Branches):
-        return "loop"
-    if facts.rule.op_class is not OpClass.LOWER:
-        return None
-    if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
-        return "recurrence"
-    if any(known.is_solution for known in operands):
-        return "solution"
-    counts = [known.whole for known in operands]
-    if min(counts) > Whole.NO and max(counts) is Whole.COUNT:
-        return "count"
-    return why(reads, not region.format.needs_loss_scale)
 
 
 def _need_float32(results: Sequence[_Variable]) -> bool:

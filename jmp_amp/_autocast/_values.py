@@ -220,7 +220,7 @@ def _constant(x: Any) -> Value:
         return value
     with np.errstate(all="ignore"):
         whole = Whole.CONSTANT if np.all(read == np.rint(read)) else Whole.NO
-    sizes = _magnitudes(read)
+    sizes = magnitudes(read)
     return value._replace(magnitudes=sizes, known=Known(size=sizes[1], whole=whole))
 
 
@@ -240,16 +240,11 @@ def _elements(x: Any) -> np.ndarray | None:
     return np.asarray(x, aval.dtype) if aval.size <= _READABLE else None
 
 
-def _magnitudes(x: np.ndarray) -> tuple[float, float]:
+def magnitudes(x: np.ndarray) -> tuple[float, float]:
     """Returns the smallest nonzero and the largest finite magnitude; infinity and 0 if there is no such element."""
     size = np.abs(x)
     size = size[np.isfinite(size) & (size > 0)]
     return float(size.min(initial=np.inf)), float(size.max(initial=0))
-
-
-def folded(value: Value, scalar: Any) -> Value:
-    """Returns the value as a known scalar."""
-    return value._replace(magnitudes=_magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
 
 
 def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:

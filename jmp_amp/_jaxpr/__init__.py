@@ -17,7 +17,6 @@ from jmp_amp._jaxpr._structures import (
 )
 from jmp_amp._jaxpr._trace import (
     Kept,
-    Memo,
     apply_as_traced,
     as_type,
     aval_with,

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jmp_amp._jaxpr._structures import Loop
-from jmp_amp._jaxpr._trace import Kept, Memo
+from jmp_amp._jaxpr._trace import Kept
 from jmp_amp._jaxpr._versions import open_jaxpr
 
 E = TypeVar("E", bound=Any)
@@ -33,7 +33,7 @@ class _Analysis(Generic[E, T]):
     def __init__(self, equations_of: Callable[[Jaxpr], Sequence[E]]) -> None:
         """Takes a function that returns the equations of an open jaxpr."""
         self._equations_of = equations_of
-        self._found, self._carries, self._ops = Kept(), Kept(), Memo()
+        self._found, self._carries, self._ops = Kept(), Kept(), Kept(2**14)
 
     def join(self, a: T, b: T) -> T:
         """Returns the fact that covers two."""
@@ -45,7 +45,7 @@ class _Analysis(Generic[E, T]):
             return self._through(equation, *facts)
         if equation.op is None:
             return self.transfer(equation, *facts)
-        return self._ops((equation.op, facts), lambda: self.transfer(equation, *facts))
+        return self._ops(self, (equation.op, facts), lambda: self.transfer(equation, *facts))
 
 
 class Forward(_Analysis[E, T]):
