@@ -271,20 +271,13 @@ class _Cast(NamedTuple):
         return [lax.convert_element_type(args[0], self.dtype)]
 
 
-class _Group(NamedTuple):
-    """A sequence of ops, as a value. Each reads by index from the inputs and all results so far."""
-
-    ops: tuple[Op | _Cast, ...]
-    reads: tuple[tuple[int, ...], ...]
-    results: tuple[int, ...]
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)
-def _run(group: _Group, *args: Any) -> list[Any]:
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)
+def _run(ops: tuple[tuple[Op | _Cast, tuple[int, ...]], ...], results: tuple[int, ...], *args: Any) -> list[Any]:
+    """Runs ops, each of which reads by index from the arguments and all results so far."""
     values = list(args)
-    for op, places in zip(group.ops, group.reads, strict=True):
+    for op, places in ops:
         values += op([values[place] for place in places])
-    return [values[place] for place in group.results]
+    return [values[place] for place in results]
 
 
 def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
@@ -293,23 +286,20 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     defined = {id(var) for step in steps for var in step.outvars}
     inputs = {key: atom for each in read for key, atom in each if key[0] not in defined}
     places = {key: i for i, key in enumerate(inputs)}
-    ops: list[Any] = []
-    reads: list[tuple[int, ...]] = []
+    ops: list[tuple[Any, tuple[int, ...]]] = []
     for step, each in zip(steps, read, strict=True):
         for (atom, cast), _ in each:
             if (atom, cast) not in places:  # computed in this group
-                ops.append(_Cast(cast))
-                reads.append((places[atom, None],))
+                ops.append((_Cast(cast), (places[atom, None],)))
                 places[atom, cast] = len(places)
-        ops.append(step.run)
-        reads.append(tuple([places[key] for key, _ in each]))
+        ops.append((step.run, tuple([places[key] for key, _ in each])))
         for var in step.outvars:
             places[id(var), None] = len(places)
     outvars = [var for step in steps for var in step.outvars if var in read_later]
-    group = _Group(tuple(ops), tuple(reads), tuple([places[id(var), None] for var in outvars]))
+    group = tuple(ops), tuple([places[id(var), None] for var in outvars])
     eqn = steps[0].eqn.replace(invars=[*inputs.values()], outvars=outvars)
     casts = tuple([cast for _, cast in inputs])
-    return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(group, *args))
+    return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(*group, *args))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)
