@@ -33,6 +33,7 @@ class Context(NamedTuple):
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         uses: how each of its results is used, if it holds jaxprs.
         inside: its jaxprs, with facts, if it holds some and does not run as it was traced.
+        as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
     """
 
     facts: Facts
@@ -45,6 +46,7 @@ class Context(NamedTuple):
     stream: Stream = Stream.NONE
     uses: tuple[Use, ...] = ()
     inside: Sequence[Inside] = ()
+    as_traced: str | None = None
 
     @property
     def eqn(self) -> JaxprEqn:

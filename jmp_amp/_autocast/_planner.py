@@ -216,8 +216,7 @@ class _Draft:
             streams = planner.streams.find(opened, is_computed, [use.stream for use in uses])
             for var, stream in streams.items():
                 self._variables[var].stream = stream
-        self._as_traced = [""] * len(facts)
-        self._contexts = [self._context(i, each) for i, each in enumerate(facts)]
+        self._contexts = list(map(self._context, facts))
         self._steps: list[Step | None] = [None] * len(facts)
 
     def _connect(self, i: int, facts: Facts) -> None:
@@ -230,8 +229,8 @@ class _Draft:
         for var in facts.eqn.outvars:
             self._variables[var] = _Variable(producer=i)
 
-    def _context(self, i: int, facts: Facts) -> Context:
-        """Returns what is known of an equation before its operands are decided; notes why it runs as it was traced."""
+    def _context(self, facts: Facts) -> Context:
+        """Returns what is known of an equation before its operands are decided."""
         eqn, rule = facts.eqn, facts.rule
         region = self._planner.enter(self._region, eqn)
         op = Context(facts, region, self._planner.options, ())
@@ -247,8 +246,7 @@ class _Draft:
                 None if is_marked else why_as_traced(facts, reads, operands, region.format)
             )  # a region takes precedence
             if reason is not None and region.format.is_low:
-                self._as_traced[i] = reason
-                op = op._replace(region=region._replace(format=FORMATS["float32"]))
+                op = op._replace(region=region._replace(format=FORMATS["float32"]), as_traced=reason)
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
         stream = self._variables[eqn.outvars[0]].stream if rule.makes is Makes.SUM else Stream.NONE
@@ -262,23 +260,14 @@ class _Draft:
                 pending += self._decide(pending.pop())
         known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads_float32 = tuple([self._variables[var].needs_float32 for var in self._jaxpr.invars])
-        pairs = zip(filter(None, self._steps), self._as_traced, strict=True)
-        steps = [step._replace(as_traced=reason) if reason else step for step, reason in pairs]
+        pairs = zip(filter(None, self._steps), self._contexts, strict=True)
+        steps = [step._replace(as_traced=op.as_traced) for step, op in pairs]
         inner = [plan for step in steps for plan, _ in step.inner]
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
-        equations = [op.eqn for op in self._contexts]
-        opaque = {eqn.primitive.name for eqn in equations if self._planner.hides_products(eqn)}
-        return Plan(
-            self._jaxpr.replace(eqns=[]),
-            self._consts,
-            known,
-            steps,
-            tuple(map(self._read, self._jaxpr.outvars)),
-            reads_float32,
-            self._region,
-            scopes,
-            frozenset(opaque.union(*[plan.opaque for plan in inner])),
-        )
+        hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
+        opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
+        frame, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
+        return Plan(frame, self._consts, known, steps, outs, reads_float32, self._region, scopes, opaque)
 
     def _read(self, atom: Any) -> Value:
         if isinstance(atom, Literal):
@@ -341,8 +330,6 @@ class _Draft:
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
         be stored twice.
         """
-        if not any(self._variables[var].is_stored for var in facts.operands):
-            return False
         return any(
             isinstance(atom, Var) and self._variables[atom].is_stored and value.as_data().dtype != value.dtype
             for atom, value in zip(facts.eqn.invars, values, strict=True)

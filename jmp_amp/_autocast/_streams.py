@@ -100,8 +100,7 @@ class Streams:
         outs = [(part, reads) for part, reads in zip(norms.outs, uses, strict=True) if part and not part.is_normal]
         norms = norms._replace(streams=dict(norms.streams))
         for part, reads in outs:
-            if reads in (Stream.RESNET, Stream.NORM):
-                norms.add(part.root, reads)
+            norms.add(part.root, reads)
         returned = norms.reached(part.root for part, reads in outs if reads is Stream.RETURNED)
         found = {root: reads for root, reads in norms.streams.items() if root in norms.layers}
         found |= dict.fromkeys(returned, Stream.RETURNED)
