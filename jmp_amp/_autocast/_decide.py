@@ -93,7 +93,7 @@ def decide(op: Context) -> tuple[Any, str]:
     is_traced = not any(jx.dtype_of(atom) == FLOAT32 for atom in atoms)
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
-    values = list(compress(weighed(op), op.is_float32))
+    values = list(compress(for_promotion(op), op.is_float32))
     if _joins_stream(op):
         return low, "stream"
     if rule.op_class is OpClass.FULL:
@@ -148,14 +148,14 @@ def _joins_stream(op: Context) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
     if op.stream is Stream.NONE:
         return False
-    terms = [value for value in weighed(op) if value.origin is not Origin.SCALAR]
+    terms = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
     dtypes = [op.stream_dtype(value) if op.stream is Stream.NORM else value.as_data().dtype for value in terms]
     is_low = all(dtype == op.format.dtype for dtype in dtypes)
     fits = not any(value.overflows(op.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2
 
 
-def weighed(op: Context) -> Sequence[Value]:
+def for_promotion(op: Context) -> Sequence[Value]:
     """Returns the operands of an op, with `SCALAR` as the origin of those that do not widen it, and of no others.
 
     These are scalars beside an array, arrays that hold one number in an op that only selects values, and biases.
@@ -282,7 +282,7 @@ def _computed(op: Context) -> Value:
         axes = tuple(rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None)
         return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
     products = [value for value in values if value.origin.takes_bias]
-    others = [value for value in weighed(op) if value.origin is not Origin.SCALAR]
+    others = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
     if rule.makes is Makes.SUM and products and len(products) == len(others):
         axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
         return Value(None, Origin.SUM, axes=axes)
@@ -307,7 +307,7 @@ def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
     before = [jx.shape_of(atom) or () for atom in op.eqn.invars]
     data = [
         value
-        for value, is_float32, each in zip(weighed(op), op.is_float32, before, strict=True)
+        for value, is_float32, each in zip(for_promotion(op), op.is_float32, before, strict=True)
         if is_float32 and not _is_broadcast(value, each) and (rule.moves or each == shape)
     ]
     is_larger = rule.moves and is_smaller(before[0], shape)

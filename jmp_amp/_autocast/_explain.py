@@ -243,9 +243,9 @@ def explain_call(
 def _kept(program: Any) -> dict[str, int]:
     eqns = jx.open_jaxpr(program)[0].eqns
     is_late = [jx.is_backward(eqn.source_info.name_stack) for eqn in eqns]
-    made = {var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars}
     read = {atom for eqn in compress(eqns, is_late) for atom in eqn.invars if isinstance(atom, Var)}
+    saved = [var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars if var in read]
     kept: Counter[str] = Counter()
-    for var in filter(jx.is_floating, made & read):
+    for var in filter(jx.is_floating, saved):
         kept[str(jx.dtype_of(var))] += _nbytes(var, jx.dtype_of(var))
     return dict(kept)

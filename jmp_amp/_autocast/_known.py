@@ -40,12 +40,12 @@ class Knowledge(jx.Forward[Facts, Known]):
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
         return new._replace(size=old.size)
 
-    def carried(self, loop: jx.Loop, carry: Sequence[Known]) -> Sequence[Known]:
+    def enter_loop(self, loop: jx.Loop, carry: Sequence[Known]) -> Sequence[Known]:
         """Marks the accumulators and the recurrences of a loop."""
         facts = zip(carry, self.paths.carries(loop), strict=True)
         return [known._replace(adds_up=adds_up, recurs=recurs) for known, (adds_up, recurs) in facts]
 
-    def left(self, loop: jx.Loop, outs: Sequence[Known]) -> Sequence[Known]:
+    def leave_loop(self, loop: jx.Loop, outs: Sequence[Known]) -> Sequence[Known]:
         """Returns what is known of the results of a loop; outside, they are no accumulators."""
         return [known._replace(adds_up=False, recurs=False) for known in outs]
 
@@ -63,7 +63,7 @@ class Knowledge(jx.Forward[Facts, Known]):
         known = Known(
             1.0 if all(each.size == 1 for each in read) else _rounded(_size(facts, operands, read)),
             rule.makes is Makes.LOGARITHM or (joined.is_log and rule.passes_on and rule.makes is not Makes.QUOTIENT),
-            _squares(facts, operands) if joined.squares or facts.is_square or facts.is_with_itself else Squares.NO,
+            _squares(facts, operands) if joined.squares or facts.is_square or facts.repeats_operand else Squares.NO,
             _moment(facts, operands) if passes_on or facts.is_square else Moment.NO,
             _whole(facts, read),
             rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not is_norm),
@@ -167,7 +167,7 @@ def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
     first = squares[0] if squares else Squares.NO
     if facts.is_square:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
-    if rule.makes in (Makes.MATRIX_PRODUCT, Makes.OUTER_PRODUCT) and facts.is_with_itself:
+    if rule.makes in (Makes.MATRIX_PRODUCT, Makes.OUTER_PRODUCT) and facts.repeats_operand:
         return Squares.GRAM if rule.op_class is OpClass.LOWER else Squares.SUM
     if rule.sums:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM

@@ -31,8 +31,8 @@ class Planner:
         self.knowledge = Knowledge(self.facts_of)
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
-        self._plans, self._bodies, self._facts = jx.Kept(), jx.Kept(), jx.Kept()
-        self._steps, self._numbers, self._counter = jx.Kept(2**14), jx.Kept(2**14), itertools.count()
+        self._plans, self._bodies, self._facts = jx.Cache(), jx.Cache(), jx.Cache()
+        self._steps, self._numbers, self._counter = jx.Cache(2**14), jx.Cache(2**14), itertools.count()
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.

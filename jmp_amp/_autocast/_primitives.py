@@ -58,7 +58,7 @@ class Reads:
     ROOT = 1 << 7  # as the operand of a square root
     FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
     GATE = 1 << 9  # as such a factor, where the result is a term of the next value of an accumulator
-    GATE_IS_MADE_OF_IT = 1 << 10  # as `z` in a gate `1 - z` or `exp(-z)`
+    MAKES_GATE = 1 << 10  # as `z` in a gate `1 - z` or `exp(-z)`
     TERM = 1 << 11  # as a term of the next value of an accumulator
     RECURRENCE = 1 << 12  # as the next value of a recurrence by products
     ENDS_LOOP = 1 << 13  # to decide when a loop ends
@@ -385,16 +385,16 @@ class Facts(NamedTuple):
         return self.structure is not None or (self.rule.moves and not self.rule.fuses)
 
     @property
-    def is_with_itself(self) -> bool:
+    def repeats_operand(self) -> bool:
         """Whether it has two operands that are the same array, moved or not."""
         return len(self.sources) == 2 and self.sources[0] is not None and self.sources[0] is self.sources[1]
 
     @property
     def is_square(self) -> bool:
         """Whether its result is the square of an array, element by element."""
-        return self.rule.power == 2 or (self.rule.makes is Makes.PRODUCT and self.is_with_itself)
+        return self.rule.power == 2 or (self.rule.makes is Makes.PRODUCT and self.repeats_operand)
 
     @property
     def multiplies_slices(self) -> bool:
         """Whether it multiplies different parts of one array."""
-        return self.rule.scales and self.is_with_itself and self.eqn.invars[0] is not self.eqn.invars[1]
+        return self.rule.scales and self.repeats_operand and self.eqn.invars[0] is not self.eqn.invars[1]

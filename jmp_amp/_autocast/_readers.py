@@ -28,16 +28,16 @@ class Readers(jx.Backward[Facts, Known, int]):
         """Returns how branches read their index."""
         return (joined(outs) & Reads.ENDS_LOOP) or Reads.OTHERWISE
 
-    def carried(self, loop: jx.Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
+    def enter_loop(self, loop: jx.Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of the accumulators and the recurrences of a loop."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
         marks = [Reads.TERM * known.adds_up | Reads.RECURRENCE * known.recurs for known in carry]
         return [reads | mark for reads, mark in zip(outs, marks, strict=True)]
 
-    def left(self, loop: jx.Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
+    def leave_loop(self, loop: jx.Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
         """Returns how a loop reads its operands. What decides when it ends may be rounded before it starts."""
         ends_loop = joined(outs) & Reads.ENDS_LOOP
-        gates = [Reads.GATE if reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) else Reads.NOBODY for reads in said]
+        gates = [Reads.GATE if reads & (Reads.GATE | Reads.MAKES_GATE) else Reads.NOBODY for reads in said]
         return [(reads & ~_OF_A_BODY) | gate | ends_loop for reads, gate in zip(said, gates, strict=True)]
 
     def transfer(self, facts: Facts, operands: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
@@ -86,7 +86,7 @@ def why_as_traced(facts: Facts, reads: int, operands: Sequence[Known], form: For
 
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
-_OF_A_BODY = Reads.ENDS_LOOP | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.GATE_IS_MADE_OF_IT
+_OF_A_BODY = Reads.ENDS_LOOP | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.MAKES_GATE
 
 _REASONS = {
     Reads.MATRIX: "decomposition",
@@ -141,7 +141,7 @@ def _gate(facts: Facts, operands: Sequence[Known], reads: int) -> int:
     if facts.multiplies_slices and any(known.multiplied for known in operands):
         return Reads.GATE
     if rule.moves or facts.multiplies_slices:
-        return reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT)
-    of_a_gate = reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) and len(facts.operands) == 1
+        return reads & (Reads.GATE | Reads.MAKES_GATE)
+    of_a_gate = reads & (Reads.GATE | Reads.MAKES_GATE) and len(facts.operands) == 1
     is_simple = rule.arithmetic or rule.makes_gates
-    return Reads.GATE_IS_MADE_OF_IT if of_a_gate and is_simple else Reads.NOBODY
+    return Reads.MAKES_GATE if of_a_gate and is_simple else Reads.NOBODY

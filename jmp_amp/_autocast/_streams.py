@@ -86,7 +86,7 @@ class Streams:
     def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
-        self._norms, self._layers = jx.Kept(), _Layers(facts_of)
+        self._norms, self._layers = jx.Cache(), _Layers(facts_of)
 
     def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], uses: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.

@@ -203,7 +203,7 @@ def constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
     return _constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
 
 
-_constants = jx.Kept()
+_constants = jx.Cache()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from jmp_amp._jaxpr._structures import (
     structure_of,
 )
 from jmp_amp._jaxpr._trace import (
-    Kept,
+    Cache,
     apply_as_traced,
     as_type,
     aval_with,

@@ -50,7 +50,7 @@ def _has_dtype(x: Any, kind: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, kind)
 
 
-class Kept:
+class Cache:
     """Values by object and key. JAX keeps the jaxprs of inner functions, so what is found out about them is kept too.
 
     The objects are held weakly and compared by identity. For each, the newest values are kept, 64 unless told. Several
