@@ -302,7 +302,7 @@ def parse_settings(
     if residual_stream not in ("float32", "low"):
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{residual_stream}"')
     grads = None if weight_grad_dtype is None else FLOAT32
-    return Settings(policy, form, Options(overrides, save, grads, residual_stream))
+    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low"))
 
 
 @functools.lru_cache(maxsize=64)

@@ -175,8 +175,7 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
     eqn, values, uses = op.eqn, op.values, op.uses
     ((body, known, reads),) = op.inside
-    saves_products = planner.options.save == "matmuls"
-    consts = tuple(value._replace(save_cast=saves_products) for value in values[loop.consts])
+    consts = tuple(value._replace(save_cast=planner.options.saves_products) for value in values[loop.consts])
     inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
     first, last = loop.n_consts, loop.n_consts + loop.n_carry
     streams = [False] * loop.n_carry
@@ -196,7 +195,7 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     slices = zip(results[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
     stacked = [stored.get(var, out) if isinstance(var, Var) else out for var, out in slices]
     outs = carry + tuple(Value(out.dtype) for out in stacked)
-    recomputes = saves_products and not plan.frame.effects and not jx.versions.is_checkified()
+    recomputes = planner.options.saves_products and not plan.frame.effects and not jx.versions.is_checkified()
     policy = planner.is_saved if recomputes else None
     cast = (*consts, *carry, *values[loop.xs])
     return _step(eqn, values, cast, outs, [plan.body(outs, policy)], [(plan, loop.length)])

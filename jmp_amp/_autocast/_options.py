@@ -118,14 +118,16 @@ def format_in(name_stack: Any) -> Format | None:
 
 
 class Options(NamedTuple):
-    """The arguments of `autocast` that hold for a whole function; see there."""
+    """The arguments of `autocast` that hold for a whole function.
+
+    Attributes:
+        overrides: `rules`, parsed.
+        saves_products: whether bodies of scans keep only the results of products and other costly ops.
+        weight_grad_dtype: float32 or None.
+        has_low_stream: whether residual streams are stored in the compute dtype.
+    """
 
     overrides: Overrides
-    save: str = "matmuls"
-    weight_grad_dtype: np.dtype | None = None
-    residual_stream: str = "float32"
-
-    @property
-    def has_low_stream(self) -> bool:
-        """Whether residual streams are stored in the compute dtype."""
-        return self.residual_stream == "low"
+    saves_products: bool
+    weight_grad_dtype: np.dtype | None
+    has_low_stream: bool
