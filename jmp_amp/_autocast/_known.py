@@ -1,4 +1,4 @@
-"""What is known of a value that does not depend on dtypes, from its inputs on: why a product of it is float32."""
+"""Finds what is known of values, from the inputs on and whatever their dtypes: why a product is float32."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -215,12 +215,9 @@ class Paths(jx.Forward[Facts, Sources]):
         after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
         added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
         adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
-        found = []
-        for k, paths in enumerate(after):
-            of_itself = [path | Path.ARITHMETIC for i, path in paths if i == k]
-            is_accumulator = adds_up[k] or any(adds_up[i] for i, _ in added[k])
-            found.append((is_accumulator, set(of_itself) == {_RECURS}))
-        return found
+        reads_sum = [adds or any(adds_up[i] for i, _ in paths) for adds, paths in zip(adds_up, added, strict=True)]
+        of_itself = [{path | Path.ARITHMETIC for i, path in paths if i == k} for k, paths in enumerate(after)]
+        return [(is_sum, paths == {_RECURS}) for is_sum, paths in zip(reads_sum, of_itself, strict=True)]
 
     def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         """Returns what reaches the carries of a loop in one or more iterations, and its results."""

@@ -167,7 +167,6 @@ class _Variable:
         low_reads: how many equations and results of the jaxpr may read it in low precision.
         reads: how its readers read it.
         stream: how it is read as a residual stream.
-        is_stored: whether an op reads it from memory, as products do.
     """
 
     value: Value | None = None
@@ -177,7 +176,6 @@ class _Variable:
     low_reads: int = 0
     reads: int = Reads.NOBODY
     stream: Stream = Stream.NONE
-    is_stored: bool = False
 
     @property
     def needs_float32(self) -> bool:
@@ -203,7 +201,10 @@ class _Draft:
         self._variables = {var: _Variable(value) for var, value in given}
         facts = planner.facts_of(opened)
         for i, each in enumerate(facts):
-            self._connect(i, each)
+            for var in each.operands:
+                self._variables[var].readers.append(i)
+                self._variables[var].low_reads += 1
+            self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
         for use, atom in zip(uses, opened.outvars, strict=True):
             if isinstance(atom, Var):
                 self._variables[atom].low_reads += not use.needs_float32
@@ -219,16 +220,6 @@ class _Draft:
         self._contexts = list(map(self._context, facts))
         self._steps: list[Step | None] = [None] * len(facts)
 
-    def _connect(self, i: int, facts: Facts) -> None:
-        """Notes which variables an equation reads and defines."""
-        for var in facts.operands:
-            variable = self._variables[var]
-            variable.readers.append(i)
-            variable.low_reads += 1
-            variable.is_stored |= facts.rule.stores
-        for var in facts.eqn.outvars:
-            self._variables[var] = _Variable(producer=i)
-
     def _context(self, facts: Facts) -> Context:
         """Returns what is known of an equation before its operands are decided."""
         eqn, rule = facts.eqn, facts.rule
@@ -242,10 +233,8 @@ class _Draft:
             if facts.enters is not None:
                 given = [Reads.OTHERWISE] * len(outs) if is_marked else outs
                 op = op._replace(inside=self._planner.readers.inside(facts, operands, given))
-            reason = (
-                None if is_marked else why_as_traced(facts, reads, operands, region.format)
-            )  # a region takes precedence
-            if reason is not None and region.format.is_low:
+            reason = why_as_traced(facts, reads, operands, region.format)
+            if reason is not None and region.format.is_low and not is_marked:  # a region in the code takes precedence
                 op = op._replace(region=region._replace(format=FORMATS["float32"]), as_traced=reason)
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
@@ -330,10 +319,13 @@ class _Draft:
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
         be stored twice.
         """
-        return any(
-            isinstance(atom, Var) and self._variables[atom].is_stored and value.as_data().dtype != value.dtype
-            for atom, value in zip(facts.eqn.invars, values, strict=True)
-        )
+
+        def is_stored(var: Var) -> bool:
+            return any(self._contexts[i].facts.rule.stores for i in self._variables[var].readers)
+
+        pairs = zip(facts.eqn.invars, values, strict=True)
+        norms = [atom for atom, value in pairs if value.data_dtype is not None and value.data_dtype != value.dtype]
+        return any(isinstance(atom, Var) and is_stored(atom) for atom in norms)
 
 
 def _need_float32(results: Sequence[_Variable]) -> bool:
