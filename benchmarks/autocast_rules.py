@@ -35,7 +35,7 @@ def changed(change):
 
 def without_biases(rule):
     """A sum whose operands are never biases."""
-    return rule._replace(makes=Makes.DIFFERENCE) if rule.adds else rule
+    return rule._replace(makes=Makes.DIFFERENCE) if rule.makes is Makes.SUM else rule
 
 
 def without_label_logit():

@@ -100,7 +100,7 @@ def _call(avals: Sequence[Any], fun: Callable) -> jx.Call:
     return jx.Call(jaxpr, range(len(avals)))
 
 
-_traced = jx.Kept()
+_traced = jx.Cache()
 
 
 def _cast(avals: Sequence[Any], dtype: Any) -> list[Any]:

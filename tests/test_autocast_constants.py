@@ -120,3 +120,8 @@ def test_a_number_is_known_however_it_was_computed(name):
     for number, dtype in ((large, "float32"), (fits, "float16")):
         autocast = amp.autocast(read_low(lambda w, number=number: X @ w + fun(jnp.float32(number))))
         assert dtypes(autocast, W, primitive="add")[-1].endswith(f"-> {dtype}"), number
+
+
+def test_a_product_with_constants_that_are_0_in_float16_is_float32():
+    small = jnp.full((2, 2), 1e-9)
+    assert dtypes(amp.autocast(lambda w: (X @ w) @ small), W, primitive="dot_general") == [LOW, FULL]

@@ -133,6 +133,23 @@ def test_a_loop_in_a_loop_that_decides_is_float32():
     assert products(by_a_boolean(inner, MEASURES["norm"]), X) == {FULL}
 
 
+def test_a_product_in_front_of_a_loop_in_a_loop_that_decides_is_float32():
+    def body(x):
+        return lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x) / 2, x @ W)
+
+    assert products(lambda x: lax.while_loop(lambda x: jnp.max(x) > 1e-5, body, x), X) == {FULL}
+
+
+def test_in_a_region_what_decides_is_float32_behind_a_product():
+    def body(x):
+        with amp.precision("float16"):
+            return jnp.tanh(x @ W)
+
+    fun = amp.autocast(lambda x: lax.while_loop(lambda x: jnp.max(x) > 1e-5, body, x))
+    assert dtypes(fun, X, primitive="dot_general") == [LOW]
+    assert dtypes(fun, X, primitive="tanh") == ["float32 -> float32"]
+
+
 def test_a_settling_loop_in_a_scan_leaves_the_scan_low():
     inner = by_a_float(lambda x: jnp.tanh(x @ W), MEASURES["norm"])
 

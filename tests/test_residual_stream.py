@@ -141,6 +141,16 @@ def test_a_sum_with_the_result_of_a_norm_is_low(call):
     assert FULL in sums(model, list(WS), X, residual_stream="float32")
 
 
+def test_a_sum_with_a_norm_that_a_product_reads_too_is_low_by_default():
+    """The product stores the norm in low precision; for a float32 sum it would be stored twice."""
+
+    def model(w, x):
+        h = layer_norm(x @ w)
+        return jnp.tanh(plus(h, h @ w)) @ w
+
+    assert sums(model, W, X, residual_stream="float32") == [LOW]
+
+
 def in_jit(layer):
     return jax.jit(layer)
 

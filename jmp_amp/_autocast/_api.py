@@ -39,23 +39,14 @@ class Decorator(functools.partial):
 
 def check_function(fun: Any) -> None:
     """Raises TypeError unless `fun` is a function; scalar types such as `jnp.float16` are callable, but dtypes."""
-    option = _option(fun)
-    if option:
+    if isinstance(fun, Policy) or _is_dtype(fun):
+        option = _option(fun)
         raise TypeError(
             f"`autocast` takes a function, got {fun!r}; write `amp.autocast(fun, {option})`, or "
             f"`@amp.autocast({option})` over the function (it transforms a function, so it has no `with` block)"
         )
     if not callable(fun):
         raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
-
-
-def check_region_function(fun: Any) -> None:
-    """Raises TypeError unless `full_precision` can decorate `fun`."""
-    if _is_dtype(fun) or not callable(fun):
-        raise TypeError(
-            f"`full_precision` takes a function or no argument, got {fun!r}; write `with amp.full_precision():`, or "
-            '`@amp.full_precision` over a function; a region of another dtype is `with amp.precision("bfloat16"):`'
-        )
 
 
 def check_dtype_or_policy(dtype: Any, policy: Any) -> None:
@@ -70,12 +61,10 @@ def check_dtype_or_policy(dtype: Any, policy: Any) -> None:
         )
 
 
-def _option(value: Any) -> str | None:
-    """Returns the argument of `autocast` that a dtype or a policy should have been; None if it is neither."""
+def _option(value: Any) -> str:
+    """Returns the argument of `autocast` that a dtype or a policy should have been."""
     if isinstance(value, Policy):
         return "policy=policy"
-    if not _is_dtype(value):
-        return None
     try:
         return f'dtype="{parse_format(value).name}"'
     except (TypeError, ValueError):
@@ -270,7 +259,11 @@ def full_precision(fun: F | None = None) -> F | Mark:
     region = precision("float32")
     if fun is None:
         return region
-    check_region_function(fun)
+    if _is_dtype(fun) or not callable(fun):
+        raise TypeError(
+            f"`full_precision` takes a function or no argument, got {fun!r}; write `with amp.full_precision():`, or "
+            '`@amp.full_precision` over a function; a region of another dtype is `with amp.precision("bfloat16"):`'
+        )
     return region(fun)
 
 
@@ -309,7 +302,7 @@ def parse_settings(
     if residual_stream not in ("float32", "low"):
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{residual_stream}"')
     grads = None if weight_grad_dtype is None else FLOAT32
-    return Settings(policy, form, Options(overrides, save, grads, residual_stream))
+    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -318,7 +311,7 @@ def planner_of(options: Options) -> Planner:
 
     So, outside `jit`, a second call compiles nothing, and plans only what is traced anew.
     """
-    return Planner(RULES, plan_higher_order, options)
+    return Planner(plan_higher_order, options)
 
 
 def autocast_with(fun: Callable, settings: Settings, planned: Callable[[Plan], Any] = lambda plan: None) -> Callable:
@@ -357,16 +350,15 @@ def _warn(plan: Plan, options: Options) -> None:
     """Warns of patterns that match no scope, and of products that stay as they were traced."""
     matched = {pattern for scope in plan.scopes for pattern in options.overrides.matching(scope)}
     for pattern in options.overrides.scopes.keys() - matched:
-        warnings.warn(_unmatched(pattern, plan.scopes), stacklevel=4)
+        scopes = sorted(filter(None, plan.scopes))
+        shown = ", ".join(scopes[:20]) + (f" and {len(scopes) - 20} more" if len(scopes) > 20 else "")
+        warnings.warn(
+            f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}",
+            stacklevel=4,
+        )
     for name in sorted(plan.opaque):
         warnings.warn(
             f"autocast has no rule for `{name}`, so the products in it stay as they were traced; cast its operands in "
             "the function, or report it with the program",
             stacklevel=4,
         )
-
-
-def _unmatched(pattern: str, scopes: frozenset[str]) -> str:
-    known = sorted(scope for scope in scopes if scope)
-    shown = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
-    return f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}"

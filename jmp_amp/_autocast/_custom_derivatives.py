@@ -23,7 +23,7 @@ from jmp_amp._autocast._values import Use, Value
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    symbolic_zeros, _ = jx.custom_rule(eqn)
+    symbolic_zeros, _ = jx.versions.custom_rule(eqn)
     inexact_outs = list(map(jx.is_inexact, eqn.outvars))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -50,7 +50,7 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`. Its residuals may be low precision."""
-    symbolic_zeros, _ = jx.custom_rule(eqn)
+    symbolic_zeros, _ = jx.versions.custom_rule(eqn)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         perturbed = _differentiable(eqn)
@@ -59,12 +59,14 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             args = tuple(arg.value for arg in args)
         return _forward(planner, eqn, plan, perturbed, args)
 
-    return _with_rule(plan, eqn, jax.custom_vjp, lambda f: jx.define_vjp(f, forward, operator.call, symbolic_zeros))
+    return _with_rule(
+        plan, eqn, jax.custom_vjp, lambda f: jx.versions.define_vjp(f, forward, operator.call, symbolic_zeros)
+    )
 
 
 def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[[Any], Any]) -> Run:
     """Returns the planned function with a derivative rule, which `define` gives to what `transform` returns."""
-    _, n_closed_over = jx.custom_rule(eqn)
+    _, n_closed_over = jx.versions.custom_rule(eqn)
 
     def call(*args: Any) -> list[Any]:
         return plan(*args)
@@ -88,12 +90,12 @@ def _refuses_tangents(x: Any) -> Any:
 
 @_refuses_tangents.defjvp
 def _(primals: Any, tangents: Any) -> NoReturn:  # is not called for a tangent that is known to be zero
-    raise jx.closed_over_error()
+    raise jx.versions.closed_over_error()
 
 
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
     """Returns whether each operand may be differentiated."""
-    _, n_closed_over = jx.custom_rule(eqn)
+    _, n_closed_over = jx.versions.custom_rule(eqn)
     return [i >= n_closed_over and jx.is_inexact(var) for i, var in enumerate(eqn.invars)]
 
 
@@ -112,7 +114,7 @@ def _forward(
 
     try:
         traced = jx.trace(as_traced, _types(args, eqn.invars))
-    except jx.closed_over_error():
+    except jx.versions.closed_over_error():
         # An equation that JAX traced again does not tell which of its first operands its function closes over.
         if not any(perturbed):
             raise
@@ -132,8 +134,8 @@ def _forward(
         def as_traced(*args: Any) -> list[Any]:
             nonlocal logs_tree
             pullback = jax.tree.unflatten(pullback_tree, args[: len(types)])
-            zeros = [jx.zero_cotangent(var.aval) for var in eqn.outvars]
-            grads, logs = jx.pull_with_logs(pullback, jx.combine(given, args[len(types) :], zeros))
+            zeros = [jx.versions.zero_cotangent(var.aval) for var in eqn.outvars]
+            grads, logs = jx.versions.pull_with_logs(pullback, jx.combine(given, args[len(types) :], zeros))
             logged, logs_tree = jax.tree.flatten(logs)
             return [*grads, *logged]
 

@@ -15,7 +15,7 @@ from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
 from jmp_amp._autocast._primitives import ORIGINAL, Facts, Makes, OpClass, Rule, operand_dtypes
 from jmp_amp._autocast._shapes import Axes, is_smaller, varying
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, folded, merged_magnitudes, widest
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, magnitudes, merged_magnitudes, widest
 from jmp_amp._formats import FLOAT32, Format
 
 
@@ -33,6 +33,7 @@ class Context(NamedTuple):
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         uses: how each of its results is used, if it holds jaxprs.
         inside: its jaxprs, with facts, if it holds some and does not run as it was traced.
+        as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
     """
 
     facts: Facts
@@ -45,6 +46,7 @@ class Context(NamedTuple):
     stream: Stream = Stream.NONE
     uses: tuple[Use, ...] = ()
     inside: Sequence[Inside] = ()
+    as_traced: str | None = None
 
     @property
     def eqn(self) -> JaxprEqn:
@@ -91,7 +93,7 @@ def decide(op: Context) -> tuple[Any, str]:
     is_traced = not any(jx.dtype_of(atom) == FLOAT32 for atom in atoms)
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
-    values = list(compress(weighed(rule, op.eqn, op.values), op.is_float32))
+    values = list(compress(for_promotion(op), op.is_float32))
     if _joins_stream(op):
         return low, "stream"
     if rule.op_class is OpClass.FULL:
@@ -146,22 +148,23 @@ def _joins_stream(op: Context) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
     if op.stream is Stream.NONE:
         return False
-    terms = [value for value in weighed(op.rule, op.eqn, op.values) if value.origin is not Origin.SCALAR]
+    terms = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
     dtypes = [op.stream_dtype(value) if op.stream is Stream.NORM else value.as_data().dtype for value in terms]
     is_low = all(dtype == op.format.dtype for dtype in dtypes)
     fits = not any(value.overflows(op.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2
 
 
-def weighed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+def for_promotion(op: Context) -> Sequence[Value]:
     """Returns the operands of an op, with `SCALAR` as the origin of those that do not widen it, and of no others.
 
     These are scalars beside an array, arrays that hold one number in an op that only selects values, and biases.
     """
+    rule, eqn, values = op.rule, op.eqn, op.values
     if rule.op_class is not OpClass.PROMOTE:
         return values
     features: list[Axes] = []
-    if rule.adds:
+    if rule.makes is Makes.SUM:
         products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin.takes_bias]
         features = [varying(jx.shape_of(atom)) - rows for atom, value in products for rows in value.axes]
     result = jx.shape_of(eqn.outvars[0])
@@ -204,7 +207,7 @@ def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
     return params | {name: jx.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
 
 
-def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
+def describe_results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
     """Returns what is known of the results of an op.
 
     Args:
@@ -212,26 +215,21 @@ def results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
         operands: the dtypes that its operands are cast to.
     """
     eqn, rule, values = op.eqn, op.rule, op.values
-    scalars = all(
-        value.origin is Origin.SCALAR and jx.shape_of(atom) == ()
-        for value, atom in zip(values, eqn.invars, strict=True)
-    )
+    pairs = zip(values, eqn.invars, strict=True)
+    scalars = all(value.origin is Origin.SCALAR and jx.shape_of(atom) == () for value, atom in pairs)
     eligible = list(compress(operands, op.is_float32))
     outs = []
     for i, var in enumerate(eqn.outvars):
-        out = _moved(op, var) if rule.moves else _computed(rule, eqn, values, var)
+        out = _moved(op, var) if rule.moves else _computed(op)
         if scalars and jx.shape_of(var) == () and not rule.moves:
             out = Value(None, Origin.SCALAR)
-        is_float32 = jx.dtype_of(var) == FLOAT32
         out = out._replace(
             dtype=_result_dtype(op, i, operands, eligible),
-            data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype) if is_float32 and eligible else None,
-            stream_dtype=_data_dtype(op, var, op.stream_dtype)
-            if op.options.has_low_stream and is_float32 and eligible
-            else None,
+            data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype),
+            stream_dtype=_data_dtype(op, var, op.stream_dtype) if op.options.has_low_stream else None,
             save_cast=rule.moves and all(value.save_cast for value in values),
         )
-        outs.append(_fold(op, out) if scalars and is_float32 and jx.shape_of(var) == () else out)
+        outs.append(_folded(op, out) if scalars and jx.dtype_of(var) == FLOAT32 and jx.shape_of(var) == () else out)
     return tuple(outs)
 
 
@@ -275,49 +273,47 @@ def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | Non
     return tuple(None if every is None or rows is None else varying(after) - (every - rows) for every, rows in places)
 
 
-def _computed(rule: Rule, eqn: JaxprEqn, values: Sequence[Value], var: Var) -> Value:
+def _computed(op: Context) -> Value:
     """Returns the origin of the result of another op: a product, or a sum of products and their biases, stays one."""
+    rule, values = op.rule, op.values
     if rule.op_class is OpClass.LOWER and any(rows is not None for rows in rule.rows):
         inputs = [value.origin <= Origin.INPUT for value in values[:2]]
         weights = inputs if any(inputs) else [True, True]
         axes = tuple(rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None)
         return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
     products = [value for value in values if value.origin.takes_bias]
-    others = [value for value in weighed(rule, eqn, values) if value.origin is not Origin.SCALAR]
-    if rule.adds and products and len(products) == len(others):
+    others = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
+    if rule.makes is Makes.SUM and products and len(products) == len(others):
         axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
         return Value(None, Origin.SUM, axes=axes)
     return Value(None)
 
 
-def _fold(op: Context, out: Value) -> Value:
+def _folded(op: Context, out: Value) -> Value:
     """Computes a scalar from known scalars on the host, so that `-1e9` is known however it was written."""
     fold, known = op.facts.rule.fold, [value.scalar for value in op.values]
     if fold is None or None in known:
         return out
     with np.errstate(all="ignore"):
-        return folded(out, fold(op.eqn.params, *map(np.float32, known)))
+        scalar = np.asarray(fold(op.eqn.params, *map(np.float32, known)), np.float32)
+    return out._replace(magnitudes=magnitudes(scalar), scalar=float(scalar))
 
 
 def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
     """Returns the data dtype of a float32 result: the `dtype` of the operands whose elements it holds."""
-    rule, eqn, values = op.rule, op.eqn, op.values
-    if rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
+    rule, shape = op.rule, jx.shape_of(var) or ()
+    if jx.dtype_of(var) != FLOAT32 or rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
-    floating = [
-        (value, jx.shape_of(atom))
-        for value, atom in zip(weighed(rule, eqn, values), eqn.invars, strict=True)
-        if jx.dtype_of(atom) == FLOAT32 and not _is_broadcast(value, jx.shape_of(atom) or ())
+    before = [jx.shape_of(atom) or () for atom in op.eqn.invars]
+    data = [
+        value
+        for value, is_float32, each in zip(for_promotion(op), op.is_float32, before, strict=True)
+        if is_float32 and not _is_broadcast(value, each) and (rule.moves or each == shape)
     ]
-    if not rule.moves:
-        floating = [(value, shape) for value, shape in floating if shape == jx.shape_of(var)]
-    elif len(floating) == 1 and is_smaller(floating[0][1] or (), jx.shape_of(var) or ()):
-        floating = []
-    if floating:
-        return widest(dtype(value) for value, _ in floating)
-    return (
-        op.format.dtype if rule.moves and is_smaller(jx.shape_of(eqn.invars[0]) or (), jx.shape_of(var) or ()) else None
-    )
+    is_larger = rule.moves and is_smaller(before[0], shape)
+    if is_larger and len(data) < 2:
+        return op.format.dtype
+    return widest(map(dtype, data)) if data else None
 
 
 def _is_broadcast(value: Value, shape: tuple[Any, ...]) -> bool:

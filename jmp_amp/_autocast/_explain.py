@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
@@ -224,28 +224,28 @@ def explain_call(
     try:
         program = jx.trace(call_and_pull, arrays)
     except Exception as error:
-        if not jx.has_no_derivative(error):
+        if not jx.versions.has_no_derivative(error):
             raise
         plans.clear()
         program, is_differentiable = jx.trace(call, arrays), False
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
     forward = _forward(planner, plans[0], settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
-    casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
+    casts = [
+        origin.times
+        for eqn, origin in equations
+        if eqn.primitive.name == "convert_element_type" and all(map(jx.is_floating, (*eqn.invars, *eqn.outvars)))
+    ]
     sites = [*forward, *filter(None, backward)]
-    return sites, casts, _kept(program) if is_differentiable else None
+    return sites, sum(casts), _kept(program) if is_differentiable else None
 
 
 def _kept(program: Any) -> dict[str, int]:
     eqns = jx.open_jaxpr(program)[0].eqns
     is_late = [jx.is_backward(eqn.source_info.name_stack) for eqn in eqns]
-    made = {var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars}
     read = {atom for eqn in compress(eqns, is_late) for atom in eqn.invars if isinstance(atom, Var)}
+    saved = [var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars if var in read]
     kept: Counter[str] = Counter()
-    for var in filter(jx.is_floating, made & read):
+    for var in filter(jx.is_floating, saved):
         kept[str(jx.dtype_of(var))] += _nbytes(var, jx.dtype_of(var))
     return dict(kept)
-
-
-def _is_cast(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and all(map(jx.is_floating, (*eqn.invars, *eqn.outvars)))

@@ -9,12 +9,10 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._decide import Context
-from jmp_amp._autocast._known import Known
 from jmp_amp._autocast._plan import Plan, Region, Run, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import Reads
-from jmp_amp._autocast._shapes import sliced
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, join
+from jmp_amp._autocast._values import Known, Origin, Stream, Use, Value, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
 
@@ -118,8 +116,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     """
     eqn, values, uses = op.eqn, op.values, op.uses
     entry = jx.HIGHER_ORDER[eqn.primitive.name]
-    if jx.params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
-        eqn = jx.with_params(eqn, policy=as_products(jx.params_of(eqn)["policy"]))
+    if jx.versions.params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
+        eqn = jx.versions.with_params(eqn, policy=as_products(jx.versions.params_of(eqn)["policy"]))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     has_references = call.rule is not None and any(map(jx.is_reference, eqn.invars))
     if entry.enter_low is not None and op.format.is_low:
@@ -127,7 +125,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     if entry.run is None or has_references:
         return _as_traced(planner, call, op, eqn)
     ((jaxpr, known, reads),) = op.inside
-    values, uses = _known_as(values, known), _read_by(uses, reads)
+    values = _known_as(values, known)
+    uses = tuple(use._replace(reads=each) for use, each in zip(uses, reads, strict=True))
     plan = planner.plan(jaxpr, values, uses, op.region)
     reads_float32 = (False,) * len(values) if entry.keeps_inputs else plan.reads_float32
     cast = tuple(
@@ -135,12 +134,11 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
         for value, in_float32, atom in zip(values, reads_float32, eqn.invars, strict=True)
     )
     plan = planner.plan(jaxpr, cast, uses, op.region)
-    if call.rule is not None and plan.changed:
-        with_rule = custom_jvp if call.rule == "custom_jvp_call" else custom_vjp
-        run: Run | None = with_rule(planner, eqn, plan)
-    else:
-        run = _run_with(eqn, [plan.body()], [plan])
-    return _step(eqn, _casts(values, cast), plan.outs, run, [(plan, 1)])._replace(reads_float32=reads_float32)
+    step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])._replace(reads_float32=reads_float32)
+    if call.rule is None or not plan.changed:
+        return step
+    with_rule = custom_jvp if call.rule == "custom_jvp_call" else custom_vjp
+    return step._replace(run=with_rule(planner, eqn, plan))
 
 
 def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> Step:
@@ -156,8 +154,8 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> S
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(eqn.outvars)
     plan = planner.plan(call.jaxpr, inputs, uses, Region(AS_TRACED, op.region.path))
     outs = tuple(Value(jx.dtype_of(atom)) for atom in opened.outvars)
-    step = _step(eqn, _casts(op.values, cast), outs, functools.partial(jx.bind, eqn), [(plan, 1)])
-    return step._replace(reads_float32=(True,) * len(cast))
+    step = _step(eqn, op.values, cast, outs, [], [(plan, 1)])
+    return step._replace(reads_float32=(True,) * len(cast), run=functools.partial(jx.bind, eqn))
 
 
 def _branches(planner: Planner, branches: jx.Branches, op: Context) -> Step:
@@ -169,19 +167,20 @@ def _branches(planner: Planner, branches: jx.Branches, op: Context) -> Step:
         plans.append(planner.plan(branch, _known_as(inputs, known), stored, op.region))
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
-    run = _run_with(op.eqn, [plan.body(outs) for plan in plans], plans)
-    return _step(op.eqn, (None,) * len(op.values), outs, run, [(plan, 1) for plan in plans])
+    bodies = [plan.body(outs) for plan in plans]
+    return _step(op.eqn, op.values, op.values, outs, bodies, [(plan, 1) for plan in plans])
 
 
 def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
     eqn, values, uses = op.eqn, op.values, op.uses
     ((body, known, reads),) = op.inside
-    saves_products = planner.options.save == "matmuls"
-    consts = tuple(value._replace(save_cast=saves_products) for value in values[loop.consts])
+    consts = tuple(value._replace(save_cast=planner.options.saves_products) for value in values[loop.consts])
     inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
     first, last = loop.n_consts, loop.n_consts + loop.n_carry
-    streams = _streams(planner, loop, op)
+    streams = [False] * loop.n_carry
+    if planner.options.has_low_stream and op.format.is_low:
+        streams = planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in uses])
     read_as = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
     read_as = [use.stream if use.stream is Stream.RETURNED else each for use, each in zip(uses, read_as, strict=False)]
     of_body = tuple(map(Use, reads, read_as))
@@ -196,17 +195,10 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     slices = zip(results[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
     stacked = [stored.get(var, out) if isinstance(var, Var) else out for var, out in slices]
     outs = carry + tuple(Value(out.dtype) for out in stacked)
-    recomputes = saves_products and not plan.frame.effects and not jx.is_checkified()
+    recomputes = planner.options.saves_products and not plan.frame.effects and not jx.versions.is_checkified()
     policy = planner.is_saved if recomputes else None
-    casts = _casts(values, (*consts, *carry, *values[loop.xs]))
-    return _step(eqn, casts, outs, _run_with(eqn, [plan.body(outs, policy)], [plan]), [(plan, loop.length)])
-
-
-def _streams(planner: Planner, loop: jx.Loop, op: Context) -> list[bool]:
-    """Returns whether each carry of a `scan` is a residual stream that is stored in low precision."""
-    if not planner.options.has_low_stream or not op.format.is_low:
-        return [False] * loop.n_carry
-    return planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in op.uses])
+    cast = (*consts, *carry, *values[loop.xs])
+    return _step(eqn, values, cast, outs, [plan.body(outs, policy)], [(plan, loop.length)])
 
 
 def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
@@ -222,46 +214,32 @@ def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     carry, body = _plan_carries(plan_body, inputs[first:], eqn.invars[loop.carry], streams, op.format.dtype)
     of_cond = _known_as((*values[loop.cond_consts], *carry), known_of_cond)
     cond = planner.plan(loop.cond, of_cond, (Use(Reads.ENDS_LOOP),), op.region)
-    casts = _casts(values, (*values[loop.cond_consts], *values[loop.consts], *carry))
-    run = _run_with(eqn, [cond.body(), body.body(carry)], [cond, body])
-    return _step(eqn, casts, carry, run, [(cond, 1), (body, 1)])
-
-
-def _run_with(eqn: JaxprEqn, bodies: Sequence[jx.Body], plans: Sequence[Plan]) -> Run | None:
-    """Returns a function that runs an equation with plans in place of its jaxprs; None if no plan changes anything."""
-    run = jx.HIGHER_ORDER[eqn.primitive.name].run
-    changed = any(plan.changed for plan in plans)
-    return functools.partial(run, eqn, bodies) if changed and run is not None else None
+    cast = (*values[loop.cond_consts], *values[loop.consts], *carry)
+    return _step(eqn, values, cast, carry, [cond.body(), body.body(carry)], [(cond, 1), (body, 1)])
 
 
 def _step(
-    eqn: JaxprEqn, casts: tuple[Any, ...], outs: Values, run: Run | None, inner: Sequence[tuple[Plan, Any]]
+    eqn: JaxprEqn, values: Values, cast: Values, outs: Values, bodies: list[jx.Body], inner: list[tuple[Plan, Any]]
 ) -> Step:
-    """Returns the decision for an equation.
+    """Returns the decision for an equation, whose operands are cast, and which runs with other bodies if they differ.
 
     Its operands are stored, so float32 would cost memory. So `reads_float32` is false, even if the body reads float32.
     """
-    changed = any(plan.changed for plan, _ in inner)
-    return Step(
-        eqn, casts, outs, run or functools.partial(jx.bind, eqn), changed, (False,) * len(casts), inner=tuple(inner)
-    )
+    casts = tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(values, cast, strict=True))
+    run_with, changed = jx.HIGHER_ORDER[eqn.primitive.name].run, any(plan.changed for plan, _ in inner)
+    run: Run = functools.partial(jx.bind, eqn)
+    if changed and run_with is not None:
+        run = functools.partial(run_with, eqn, bodies)
+    return Step(eqn, casts, outs, run, changed, (False,) * len(casts), inner=tuple(inner))
 
 
 def _sliced(value: Value) -> Value:
     """Describes the slices of a value along its first axis."""
-    value = value._replace(save_cast=False, axes=sliced(value.axes))
+    axes = tuple(frozenset(axis - 1 for axis in each if axis) for each in value.axes)
+    value = value._replace(save_cast=False, axes=axes)
     is_scalar = value.origin is Origin.INPUT and value.axes == (frozenset(),)
     return value._replace(origin=Origin.SCALAR) if is_scalar else value
 
 
 def _known_as(values: Values, known: Sequence[Known]) -> Values:
     return tuple(value._replace(known=each) for value, each in zip(values, known, strict=True))
-
-
-def _read_by(uses: tuple[Use, ...], reads: Sequence[int]) -> tuple[Use, ...]:
-    read = [use._replace(reads=each) for use, each in zip(uses, reads, strict=True)]
-    return tuple(use._replace(in_float32=use.needs_float32) for use in read)
-
-
-def _casts(values: Values, cast: Values) -> tuple[Any, ...]:
-    return tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(values, cast, strict=True))

@@ -1,9 +1,8 @@
-"""What is known of a value that does not depend on dtypes, from its inputs on: why a product of it is float32."""
+"""Finds what is known of values, from the inputs on and whatever their dtypes: why a product is float32."""
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,64 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
 from jmp_amp._autocast._shapes import varying
-
-
-class Squares(enum.IntEnum):
-    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
-
-    NO = 0
-    SQUARE = 1  # each element is a square
-    SUM = 2  # each element is a sum of squares
-    NORM = 3  # each element is the square root of a sum of squares
-    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
-    INVERSE = 5  # each element is the reciprocal of a norm
-
-
-class Moment(enum.IntEnum):
-    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
-
-    NO = 0
-    PAIR = 1  # a multiplication of two arrays
-    PRODUCT = 2  # a product of matrices, or a convolution
-    SECOND = 3  # such a product of a multiplication, as a mean of squares
-    SQUARED = 4  # a multiplication of two such products, as the square of a mean
-
-
-class Whole(enum.IntEnum):
-    """Whether a value holds whole numbers."""
-
-    NO = 0
-    CONSTANT = 1  # a constant of whole numbers
-    COUNT = 2  # sums and products of comparisons and integers
-
-
-class Known(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are.
-        is_log: whether it is a logarithm.
-        squares: how it is made of squares.
-        moment: how it is made of products.
-        whole: whether it holds whole numbers.
-        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
-        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
-        recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
-        multiplied: how often slices of it were multiplied with each other, as by an associative scan; at most 2.
-    """
-
-    size: float = 1.0
-    is_log: bool = False
-    squares: Squares = Squares.NO
-    moment: Moment = Moment.NO
-    whole: Whole = Whole.NO
-    is_solution: bool = False
-    adds_up: bool = False
-    recurs: bool = False
-    multiplied: int = 0
-
-
-NOTHING = Known()
+from jmp_amp._autocast._values import NOTHING, Known, Moment, Squares, Whole, constant, constants
 
 
 class Knowledge(jx.Forward[Facts, Known]):
@@ -77,23 +19,18 @@ class Knowledge(jx.Forward[Facts, Known]):
 
     bottom = NOTHING
 
-    def __init__(
-        self,
-        facts_of: Callable[[Jaxpr], Sequence[Facts]],
-        constants_of: Callable[[Jaxpr, Sequence[Any]], Sequence[Any]],
-        constant_of: Callable[[Any], Any],
-    ) -> None:
-        """Takes functions that return the facts of each equation of an open jaxpr, its constants, and a literal."""
+    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
+        """Takes a function that returns the facts of each equation of an open jaxpr."""
         super().__init__(facts_of)
-        self.paths, self._constants_of, self._constant_of = Paths(facts_of), constants_of, constant_of
+        self.paths = Paths(facts_of)
 
     def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[Known]:
-        """Returns what is known of constants; the planner reads each once."""
-        return [value.known for value in self._constants_of(jaxpr, consts)]
+        """Returns what is known of the constants of an open jaxpr."""
+        return [value.known for value in constants(jaxpr, consts)]
 
     def constant(self, x: Any) -> Known:
         """Returns what is known of a literal."""
-        return self._constant_of(x).known
+        return constant(x).known
 
     def join(self, a: Known, b: Known) -> Known:
         """Returns what is known of a value that is either of two."""
@@ -103,12 +40,12 @@ class Knowledge(jx.Forward[Facts, Known]):
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
         return new._replace(size=old.size)
 
-    def carried(self, loop: jx.Loop, carry: Sequence[Known]) -> Sequence[Known]:
+    def enter_loop(self, loop: jx.Loop, carry: Sequence[Known]) -> Sequence[Known]:
         """Marks the accumulators and the recurrences of a loop."""
         facts = zip(carry, self.paths.carries(loop), strict=True)
         return [known._replace(adds_up=adds_up, recurs=recurs) for known, (adds_up, recurs) in facts]
 
-    def left(self, loop: jx.Loop, outs: Sequence[Known]) -> Sequence[Known]:
+    def leave_loop(self, loop: jx.Loop, outs: Sequence[Known]) -> Sequence[Known]:
         """Returns what is known of the results of a loop; outside, they are no accumulators."""
         return [known._replace(adds_up=False, recurs=False) for known in outs]
 
@@ -125,8 +62,8 @@ class Knowledge(jx.Forward[Facts, Known]):
         is_norm = rule.scales and any(each.squares in (Squares.NORM, Squares.INVERSE) for each in read)
         known = Known(
             1.0 if all(each.size == 1 for each in read) else _rounded(_size(facts, operands, read)),
-            rule.makes is Makes.LOGARITHM or (joined.is_log and rule.keeps_magnitude),
-            _squares(facts, operands) if joined.squares or facts.is_square or facts.is_with_itself else Squares.NO,
+            rule.makes is Makes.LOGARITHM or (joined.is_log and rule.passes_on and rule.makes is not Makes.QUOTIENT),
+            _squares(facts, operands) if joined.squares or facts.is_square or facts.repeats_operand else Squares.NO,
             _moment(facts, operands) if passes_on or facts.is_square else Moment.NO,
             _whole(facts, read),
             rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not is_norm),
@@ -165,7 +102,7 @@ def _size(facts: Facts, operands: Sequence[Known], read: Sequence[Known]) -> flo
         return _scaled(eqn, operands, _power(operands[1].size, -1))
     if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT) or rule.is_product:
         return _scaled(eqn, operands, operands[1].size)
-    if rule.keeps_magnitude or rule.sums:
+    if rule.passes_on or rule.sums:
         return max(known.size for known in read)
     return 1.0
 
@@ -230,7 +167,7 @@ def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
     first = squares[0] if squares else Squares.NO
     if facts.is_square:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
-    if rule.makes in (Makes.MATRIX_PRODUCT, Makes.OUTER_PRODUCT) and facts.is_with_itself:
+    if rule.makes in (Makes.MATRIX_PRODUCT, Makes.OUTER_PRODUCT) and facts.repeats_operand:
         return Squares.GRAM if rule.op_class is OpClass.LOWER else Squares.SUM
     if rule.sums:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
@@ -272,28 +209,20 @@ class Paths(jx.Forward[Facts, Sources]):
 
     bottom: Sources = frozenset()
 
-    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
-        """Takes a function that returns the facts of each equation of an open jaxpr."""
-        super().__init__(facts_of)
-        self._loops = jx.Kept()
-
     def carries(self, loop: jx.Loop) -> list[tuple[bool, bool]]:
         """Returns for each carry of a loop whether it is an accumulator, and whether it is a recurrence by products."""
         carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
         after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
         added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
         adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
-        found = []
-        for k, paths in enumerate(after):
-            of_itself = [path | Path.ARITHMETIC for i, path in paths if i == k]
-            is_accumulator = adds_up[k] or any(adds_up[i] for i, _ in added[k])
-            found.append((is_accumulator, set(of_itself) == {_RECURS}))
-        return found
+        reads_sum = [adds or any(adds_up[i] for i, _ in paths) for adds, paths in zip(adds_up, added, strict=True)]
+        of_itself = [{path | Path.ARITHMETIC for i, path in paths if i == k} for k, paths in enumerate(after)]
+        return [(is_sum, paths == {_RECURS}) for is_sum, paths in zip(reads_sum, of_itself, strict=True)]
 
     def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         """Returns what reaches the carries of a loop in one or more iterations, and its results."""
         body, _ = jx.open_jaxpr(loop.body)
-        return self._loops(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
+        return self._carries(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
 
     def _find_carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         n, first = len(jx.open_jaxpr(loop.body)[0].invars), loop.n_consts

@@ -80,7 +80,11 @@ def _format_of_scopes(pattern: str, value: Any) -> Format:
 
 def _override(name: str, value: Any) -> RuleOf:
     """Returns the rule of a primitive with another class; its other properties stay as in the table."""
-    op_class = _op_class(name, value)
+    try:
+        op_class = OpClass(value)
+    except ValueError:
+        classes = ", ".join(each.value for each in OpClass)
+        raise ValueError(f"the class of `{name}` must be one of {classes}, got {value!r}") from None
     known = RULES.get(name, Rule(OpClass.ORIGINAL, dtype_params=("preferred_element_type",)))
     is_as_traced = name in RULES and isinstance(known, Rule) and known.op_class is OpClass.ORIGINAL
     if is_as_traced and op_class not in (OpClass.FULL, OpClass.ORIGINAL):
@@ -108,29 +112,22 @@ def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
     return rule._replace(op_class=op_class)
 
 
-def _op_class(name: str, value: Any) -> OpClass:
-    try:
-        return OpClass(value)
-    except ValueError:
-        raise ValueError(
-            f"the class of `{name}` must be one of {', '.join(c.value for c in OpClass)}, got {value!r}"
-        ) from None
-
-
 def format_in(name_stack: Any) -> Format | None:
     """Returns the format of the innermost region in a name stack; None outside of regions."""
     return next((FORMATS[mark].at_any_size for mark in reversed(jx.marks_in(name_stack)) if mark in FORMATS), None)
 
 
 class Options(NamedTuple):
-    """The arguments of `autocast` that hold for a whole function; see there."""
+    """The arguments of `autocast` that hold for a whole function.
+
+    Attributes:
+        overrides: `rules`, parsed.
+        saves_products: whether bodies of scans keep only the results of products and other costly ops.
+        weight_grad_dtype: float32 or None.
+        has_low_stream: whether residual streams are stored in the compute dtype.
+    """
 
     overrides: Overrides
-    save: str = "matmuls"
-    weight_grad_dtype: np.dtype | None = None
-    residual_stream: str = "float32"
-
-    @property
-    def has_low_stream(self) -> bool:
-        """Whether residual streams are stored in the compute dtype."""
-        return self.residual_stream == "low"
+    saves_products: bool
+    weight_grad_dtype: np.dtype | None
+    has_low_stream: bool

@@ -17,8 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._known import Known
-from jmp_amp._autocast._values import Value
+from jmp_amp._autocast._values import Known, Value
 from jmp_amp._formats import Format
 
 SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
@@ -149,7 +148,7 @@ class Plan:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
         env = dict(zip(self.frame.constvars, self.consts, strict=True))
         env |= dict(zip(self.frame.invars, args, strict=True))
-        is_traced = jx.is_differentiated()
+        is_traced = jx.versions.is_differentiated()
         steps, convert = (self._groups, _shared_cast) if is_traced else (self._single, lax.convert_element_type)
         shared: dict[tuple[Var, Any], Any] = {}
 
@@ -163,7 +162,7 @@ class Plan:
             return shared[atom, dtype]
 
         def apply(step: Step, operands: list[Any]) -> Sequence[Any]:
-            with jx.context_of(step.eqn):
+            with jx.versions.context_of(step.eqn):
                 return step.run(list(map(cast_once, step.invars, operands, step.casts)))
 
         return jx.evaluate_steps(steps, self.frame.outvars, env, apply)
@@ -174,8 +173,7 @@ class Plan:
 
     @functools.cached_property
     def _groups(self) -> list[tuple[Step, list[Var]]]:
-        results = {atom for atom in self.frame.outvars if isinstance(atom, Var)}
-        return jx.with_last_reads(_grouped(self.steps, results), self.frame.outvars)
+        return jx.with_last_reads(_grouped(self.steps, self.frame.outvars), self.frame.outvars)
 
     @functools.cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -239,15 +237,10 @@ def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
 # trace than one layer, and each op keeps its source line and its scope.
 
 
-def _grouped(steps: Sequence[Step], results: Collection[Any]) -> list[Step]:
-    """Joins the steps of ops that come from one call in the user's code.
-
-    Args:
-        steps: the steps, in order.
-        results: the variables that the caller reads.
-    """
+def _grouped(steps: Sequence[Step], results: Sequence[Any]) -> list[Step]:
+    """Joins the steps of ops that come from one call in the user's code; the caller reads `results`."""
     groups = [list(group) for _, group in itertools.groupby(steps, lambda step: _call(step) or id(step))]
-    read_later, joined = set(results), []
+    read_later, joined = {atom for atom in results if isinstance(atom, Var)}, []
     for group in reversed(groups):
         joined.append(group[0] if _call(group[0]) is None else _join(group, read_later))
         read_later.update([atom for step in group for atom in step.invars if isinstance(atom, Var)])
@@ -258,7 +251,7 @@ def _call(step: Step) -> tuple[Any, ...] | None:
     """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
     if not isinstance(step.run, Op) or step.eqn.effects or not _is_hashable(step.run):
         return None
-    return jx.call_of(step.eqn)
+    return jx.versions.call_of(step.eqn)
 
 
 def _is_hashable(x: Any) -> bool:
@@ -278,20 +271,13 @@ class _Cast(NamedTuple):
         return [lax.convert_element_type(args[0], self.dtype)]
 
 
-class _Group(NamedTuple):
-    """A sequence of ops, as a value. Each reads by index from the inputs and all results so far."""
-
-    ops: tuple[Op | _Cast, ...]
-    reads: tuple[tuple[int, ...], ...]
-    results: tuple[int, ...]
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=jx.INLINE)
-def _run(group: _Group, *args: Any) -> list[Any]:
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)
+def _run(ops: tuple[tuple[Op | _Cast, tuple[int, ...]], ...], results: tuple[int, ...], *args: Any) -> list[Any]:
+    """Runs ops, each of which reads by index from the arguments and all results so far."""
     values = list(args)
-    for op, places in zip(group.ops, group.reads, strict=True):
+    for op, places in ops:
         values += op([values[place] for place in places])
-    return [values[place] for place in group.results]
+    return [values[place] for place in results]
 
 
 def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
@@ -300,26 +286,23 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     defined = {id(var) for step in steps for var in step.outvars}
     inputs = {key: atom for each in read for key, atom in each if key[0] not in defined}
     places = {key: i for i, key in enumerate(inputs)}
-    ops: list[Any] = []
-    reads: list[tuple[int, ...]] = []
+    ops: list[tuple[Any, tuple[int, ...]]] = []
     for step, each in zip(steps, read, strict=True):
         for (atom, cast), _ in each:
             if (atom, cast) not in places:  # computed in this group
-                ops.append(_Cast(cast))
-                reads.append((places[atom, None],))
+                ops.append((_Cast(cast), (places[atom, None],)))
                 places[atom, cast] = len(places)
-        ops.append(step.run)
-        reads.append(tuple([places[key] for key, _ in each]))
+        ops.append((step.run, tuple([places[key] for key, _ in each])))
         for var in step.outvars:
             places[id(var), None] = len(places)
     outvars = [var for step in steps for var in step.outvars if var in read_later]
-    group = _Group(tuple(ops), tuple(reads), tuple([places[id(var), None] for var in outvars]))
+    group = tuple(ops), tuple([places[id(var), None] for var in outvars])
     eqn = steps[0].eqn.replace(invars=[*inputs.values()], outvars=outvars)
     casts = tuple([cast for _, cast in inputs])
-    return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(group, *args))
+    return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(*group, *args))
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=jx.INLINE)
+@functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)
 def _shared_cast(x: Any, dtype: Any) -> Any:
     """Casts an array. JAX differentiates all casts of the same types once."""
     return lax.convert_element_type(x, dtype)

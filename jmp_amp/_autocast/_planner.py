@@ -1,42 +1,38 @@
 """Plans jaxprs: decides the dtype that each op computes in, by the rule of its primitive."""
 
 import dataclasses
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._decide import Context, decide, params_for, results
-from jmp_amp._autocast._known import Knowledge, Whole
+from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
+from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
-from jmp_amp._autocast._primitives import Facts, OpClass, Reads, Rule, Rules, find_rule, rule_of
-from jmp_amp._autocast._readers import Readers, why
+from jmp_amp._autocast._primitives import RULES, Facts, Makes, OpClass, Reads, Rule, find_rule, rule_of
+from jmp_amp._autocast._readers import Readers, joined, why_as_traced
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
-
-PlanHigherOrder = Callable[["Planner", Context], Step]
 
 
 class Planner:
     """Plans jaxprs. It keeps what it finds out about a jaxpr as long as that lives; see `planner_of`."""
 
-    def __init__(self, rules: Rules, plan_higher_order: PlanHigherOrder, options: Options) -> None:
-        """Takes the op table, a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
-        self._rules: Mapping[str, Any] = {**rules, **options.overrides.primitives}
+    def __init__(self, plan_higher_order: Callable[..., Step], options: Options) -> None:
+        """Takes a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
+        self._rules: Mapping[str, Any] = {**RULES, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.knowledge = Knowledge(self.facts_of, self.constants, constant)
+        self.knowledge = Knowledge(self.facts_of)
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
-        self._plans, self._bodies, self._facts, self._constants = jx.Kept(), jx.Kept(), jx.Kept(), jx.Kept()
-        self._steps, self._numbers, self._counter = jx.Memo(), jx.Memo(), itertools.count()
+        self._plans, self._bodies, self._facts = jx.Cache(), jx.Cache(), jx.Cache()
+        self._steps, self._numbers, self._counter = jx.Cache(2**14), jx.Cache(2**14), itertools.count()
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -49,16 +45,12 @@ class Planner:
         """
         opened, consts = jx.open_jaxpr(jaxpr)
         key = tuple(map(id, consts)), values, uses, region  # the plan keeps the constants alive
-        return self._plans(opened, key, lambda: self._plan(opened, consts, values, uses, region))
+        return self._plans(opened, key, lambda: self._plan(jaxpr, values, uses, region))
 
-    def _plan(self, jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> Plan:
-        plan = _Draft(self, jaxpr, consts, *args).plan()
-        bodies = self._bodies(jaxpr, (tuple(map(id, consts)), plan.decisions), dict)
-        return dataclasses.replace(plan, bodies=bodies)
-
-    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
-        """Describes the constants of an open jaxpr, and reads them only once."""
-        return self._constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
+    def _plan(self, jaxpr: Any, *args: Any) -> Plan:
+        plan = _Draft(self, jaxpr, *args).plan()
+        key = tuple(map(id, plan.consts)), plan.decisions
+        return dataclasses.replace(plan, bodies=self._bodies(jx.open_jaxpr(jaxpr)[0], key, dict))
 
     def rule_of(self, eqn: JaxprEqn) -> Rule:
         """Returns the rule for a first-order equation."""
@@ -89,7 +81,7 @@ class Planner:
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
         key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, len(set(map(id, eqn.invars)))
         try:
-            return self._numbers(key, lambda: next(self._counter))
+            return self._numbers(self, key, lambda: next(self._counter))
         except TypeError:  # a parameter that cannot be hashed
             return None
 
@@ -109,7 +101,7 @@ class Planner:
 
         A kernel has no rule and reads floating values.
         """
-        jaxprs = jx.jaxprs_in(params) if primitive.name in jx.HIGHER_ORDER else None
+        jaxprs = jx.versions.jaxprs_in(params) if primitive.name in jx.HIGHER_ORDER else None
         if jaxprs is not None:
             inside = [eqn for inner in jaxprs for eqn in jx.open_jaxpr(inner)[0].eqns]
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
@@ -136,7 +128,7 @@ class Planner:
         if op.facts.op is None:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
-        step = self._steps((op.facts.op, *op.decision_key), lambda: self._first_order(op))
+        step = self._steps(self, (op.facts.op, *op.decision_key), lambda: self._first_order(op))
         return step._replace(eqn=op.eqn)
 
     def _first_order(self, op: Context) -> Step:
@@ -147,7 +139,7 @@ class Planner:
             for value, eligible in zip(op.values, is_float32, strict=True)
         )
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
-        params, outs = params_for(op, dtypes), results(op, dtypes)
+        params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
         own = [isinstance(atom, Var) and is_input for atom, is_input in zip(eqn.invars, op.is_input, strict=True)]
         own_casts = tuple(cast if is_own else None for cast, is_own in zip(casts, own, strict=True))
@@ -173,10 +165,8 @@ class _Variable:
         readers: the equations that read it.
         float32_readers: those that read it in float32.
         low_reads: how many equations and results of the jaxpr may read it in low precision.
-        is_read: whether there is a reader, or it is a result of the jaxpr.
         reads: how its readers read it.
         stream: how it is read as a residual stream.
-        is_stored: whether an op reads it from memory, as products do.
     """
 
     value: Value | None = None
@@ -184,15 +174,13 @@ class _Variable:
     readers: list[int] = dataclasses.field(default_factory=list)
     float32_readers: set[int] = dataclasses.field(default_factory=set)
     low_reads: int = 0
-    is_read: bool = False
     reads: int = Reads.NOBODY
     stream: Stream = Stream.NONE
-    is_stored: bool = False
 
     @property
     def needs_float32(self) -> bool:
         """Whether all its readers read float32, or it is a gate."""
-        return (self.is_read and not self.low_reads) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
+        return (self.reads != Reads.NOBODY and not self.low_reads) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
 
 
 class _Draft:
@@ -204,70 +192,53 @@ class _Draft:
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        values: tuple[Value, ...],
-        uses: tuple[Use, ...],
-        region: Region,
+        self, planner: Planner, jaxpr: Any, values: Sequence[Value], uses: Sequence[Use], region: Region
     ) -> None:
         """Takes a planner and the arguments of `Planner.plan`."""
-        self._planner, self._jaxpr, self._consts, self._region = planner, jaxpr, consts, region
-        given = zip((*jaxpr.constvars, *jaxpr.invars), (*planner.constants(jaxpr, consts), *values), strict=True)
+        self._planner, self._region = planner, region
+        self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
+        given = zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True)
         self._variables = {var: _Variable(value) for var, value in given}
-        facts = planner.facts_of(jaxpr)
+        facts = planner.facts_of(opened)
         for i, each in enumerate(facts):
-            self._connect(i, each)
-        for use, atom in zip(uses, jaxpr.outvars, strict=True):
+            for var in each.operands:
+                self._variables[var].readers.append(i)
+                self._variables[var].low_reads += 1
+            self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
+        for use, atom in zip(uses, opened.outvars, strict=True):
             if isinstance(atom, Var):
-                self._variables[atom].is_read = True
                 self._variables[atom].low_reads += not use.needs_float32
         known = [value.known for value in values]
-        self._known = planner.knowledge.find(jaxpr, known, consts)
-        for var, reads in planner.readers.find(jaxpr, known, [use.reads for use in uses], consts).items():
+        self._known = planner.knowledge.find(jaxpr, known)
+        for var, reads in planner.readers.find(jaxpr, known, [use.reads for use in uses]).items():
             self._variables[var].reads = reads
         if planner.options.has_low_stream:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
-            streams = planner.streams.find(jaxpr, is_computed, [use.stream for use in uses])
+            streams = planner.streams.find(opened, is_computed, [use.stream for use in uses])
             for var, stream in streams.items():
                 self._variables[var].stream = stream
-        self._as_traced = [""] * len(facts)
-        self._contexts = [self._context(i, each) for i, each in enumerate(facts)]
+        self._contexts = list(map(self._context, facts))
         self._steps: list[Step | None] = [None] * len(facts)
 
-    def _connect(self, i: int, facts: Facts) -> None:
-        """Notes which variables an equation reads and defines."""
-        for var in facts.operands:
-            variable = self._variables[var]
-            variable.readers.append(i)
-            variable.low_reads += 1
-            variable.is_read = True
-            variable.is_stored |= facts.rule.stores
-        for var in facts.eqn.outvars:
-            self._variables[var] = _Variable(producer=i)
-
-    def _context(self, i: int, facts: Facts) -> Context:
-        """Returns what is known of an equation before its operands are decided; notes why it runs as it was traced."""
+    def _context(self, facts: Facts) -> Context:
+        """Returns what is known of an equation before its operands are decided."""
         eqn, rule = facts.eqn, facts.rule
         region = self._planner.enter(self._region, eqn)
         op = Context(facts, region, self._planner.options, ())
         outs = [self._variables[var].reads for var in eqn.outvars]
-        reads = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, Reads.NOBODY)
+        reads = joined(outs)
         if facts.structure is not None or rule.op_class is OpClass.LOWER or reads & Reads.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
             is_marked = format_in(eqn.source_info.name_stack) is not None
             if facts.enters is not None:
                 given = [Reads.OTHERWISE] * len(outs) if is_marked else outs
                 op = op._replace(inside=self._planner.readers.inside(facts, operands, given))
-            reason = None if is_marked else _why_as_traced(facts, reads, operands, region)  # a region takes precedence
-            if reason is not None and region.format.is_low:
-                self._as_traced[i] = reason
-                op = op._replace(region=region._replace(format=FORMATS["float32"]))
-        overflows = any(
-            known.size > op.format.largest for known in self._planner.knowledge.of(self._known, eqn.outvars)
-        )
-        stream = self._variables[eqn.outvars[0]].stream if rule.adds else Stream.NONE
+            reason = why_as_traced(facts, reads, operands, region.format)
+            if reason is not None and region.format.is_low and not is_marked:  # a region in the code takes precedence
+                op = op._replace(region=region._replace(format=FORMATS["float32"]), as_traced=reason)
+        results = self._planner.knowledge.of(self._known, eqn.outvars)
+        overflows = any(known.size > op.format.largest for known in results)
+        stream = self._variables[eqn.outvars[0]].stream if rule.makes is Makes.SUM else Stream.NONE
         return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
 
     def plan(self) -> Plan:
@@ -278,23 +249,14 @@ class _Draft:
                 pending += self._decide(pending.pop())
         known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads_float32 = tuple([self._variables[var].needs_float32 for var in self._jaxpr.invars])
-        pairs = zip(filter(None, self._steps), self._as_traced, strict=True)
-        steps = [step._replace(as_traced=reason) if reason else step for step, reason in pairs]
+        pairs = zip(filter(None, self._steps), self._contexts, strict=True)
+        steps = [step._replace(as_traced=op.as_traced) for step, op in pairs]
         inner = [plan for step in steps for plan, _ in step.inner]
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
-        equations = [op.eqn for op in self._contexts]
-        opaque = {eqn.primitive.name for eqn in equations if self._planner.hides_products(eqn)}
-        return Plan(
-            self._jaxpr.replace(eqns=[]),
-            self._consts,
-            known,
-            steps,
-            tuple(map(self._read, self._jaxpr.outvars)),
-            reads_float32,
-            self._region,
-            scopes,
-            frozenset(opaque.union(*[plan.opaque for plan in inner])),
-        )
+        hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
+        opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
+        frame, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
+        return Plan(frame, self._consts, known, steps, outs, reads_float32, self._region, scopes, opaque)
 
     def _read(self, atom: Any) -> Value:
         if isinstance(atom, Literal):
@@ -357,28 +319,13 @@ class _Draft:
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
         be stored twice.
         """
-        if not any(self._variables[var].is_stored for var in facts.operands):
-            return False
-        return any(
-            isinstance(atom, Var) and self._variables[atom].is_stored and value.as_data().dtype != value.dtype
-            for atom, value in zip(facts.eqn.invars, values, strict=True)
-        )
 
+        def is_stored(var: Var) -> bool:
+            return any(self._contexts[i].facts.rule.stores for i in self._variables[var].readers)
 
-def _why_as_traced(facts: Facts, reads: int, operands: Sequence[Any], region: Region) -> str | None:
-    """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not."""
-    if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, jx.Call | jx.Branches):
-        return "loop"
-    if facts.rule.op_class is not OpClass.LOWER:
-        return None
-    if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
-        return "recurrence"
-    if any(known.is_solution for known in operands):
-        return "solution"
-    counts = [known.whole for known in operands]
-    if min(counts) > Whole.NO and max(counts) is Whole.COUNT:
-        return "count"
-    return why(reads, not region.format.needs_loss_scale)
+        pairs = zip(facts.eqn.invars, values, strict=True)
+        norms = [atom for atom, value in pairs if value.data_dtype is not None and value.data_dtype != value.dtype]
+        return any(isinstance(atom, Var) and is_stored(atom) for atom in norms)
 
 
 def _need_float32(results: Sequence[_Variable]) -> bool:

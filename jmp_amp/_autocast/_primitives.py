@@ -13,17 +13,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._shapes import (
-    Axes,
-    MoveAxes,
-    broadcast_axes,
-    is_smaller,
-    no_axes,
-    reshape_axes,
-    same_axes,
-    squeeze_axes,
-    transpose_axes,
-)
+from jmp_amp._autocast import _shapes as shapes
 
 
 class OpClass(enum.StrEnum):
@@ -68,7 +58,7 @@ class Reads:
     ROOT = 1 << 7  # as the operand of a square root
     FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
     GATE = 1 << 9  # as such a factor, where the result is a term of the next value of an accumulator
-    GATE_IS_MADE_OF_IT = 1 << 10  # as `z` in a gate `1 - z` or `exp(-z)`
+    MAKES_GATE = 1 << 10  # as `z` in a gate `1 - z` or `exp(-z)`
     TERM = 1 << 11  # as a term of the next value of an accumulator
     RECURRENCE = 1 << 12  # as the next value of a recurrence by products
     ENDS_LOOP = 1 << 13  # to decide when a loop ends
@@ -106,14 +96,14 @@ class Rule(NamedTuple):
     makes: Makes = Makes.OTHER
     reads: int = Reads.NOBODY
     fuses: bool = False
-    rows: tuple[Axes | None, Axes | None] = (None, None)
+    rows: tuple[shapes.Axes | None, shapes.Axes | None] = (None, None)
     costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
     power: float | None = None
     fold: Callable[..., Any] | None = None
-    move_axes: MoveAxes = same_axes
+    move_axes: shapes.MoveAxes = shapes.same_axes
     takes: bool = False
     makes_gates: bool = False
     keeps_unit: bool = False
@@ -125,11 +115,6 @@ class Rule(NamedTuple):
         return self.makes is Makes.MOVED
 
     @property
-    def adds(self) -> bool:
-        """Whether the op adds two arrays; one may be a bias."""
-        return self.makes is Makes.SUM
-
-    @property
     def scales(self) -> bool:
         """Whether the op multiplies or divides two arrays element by element."""
         return self.makes in (Makes.PRODUCT, Makes.QUOTIENT)
@@ -138,11 +123,6 @@ class Rule(NamedTuple):
     def arithmetic(self) -> bool:
         """Whether the op adds, subtracts, multiplies or divides."""
         return self.makes in _ARITHMETIC
-
-    @property
-    def keeps_magnitude(self) -> bool:
-        """Whether a large element of an operand can be as large in the result."""
-        return self.passes_on and self.makes is not Makes.QUOTIENT
 
     @property
     def passes_on(self) -> bool:
@@ -183,42 +163,18 @@ RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
 Rules = Mapping[str, Rule | RuleOf]
 
 ORIGINAL = Rule(OpClass.ORIGINAL)
-
-
-_LOWER = Rule(OpClass.LOWER, Makes.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",))
 _FULL = Rule(OpClass.FULL)
-_VECTORS = Rule(OpClass.FULL, Makes.MATRIX_PRODUCT, dtype_params=("preferred_element_type",))
-_LOGARITHM = Rule(OpClass.FULL, Makes.LOGARITHM, Reads.RANGE)
-_LOGARITHM_OF_MORE = Rule(OpClass.FULL, reads=Reads.RANGE)
-_EDGE = Rule(OpClass.FULL, reads=Reads.EDGE)
-_TOTAL = Rule(OpClass.FULL, Makes.TOTAL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_UPDATE = Rule(OpClass.PROMOTE, Makes.CHOSEN)
-_OUTER_PRODUCT = Rule(OpClass.PROMOTE, Makes.OUTER_PRODUCT, dtype_params=("preferred_element_type",))
-_SCATTER = Rule(OpClass.PROMOTE, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
-_SCATTER_SUM = Rule(OpClass.FULL, Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
-_WINDOW = Rule(OpClass.FOLLOW, stores=True)
-_COMPARE = Rule(OpClass.PROMOTE, fuses=True, keeps_unit=True)
-_CHOOSE_OF = Rule(OpClass.PROMOTE, Makes.CHOSEN, fuses=True)
-_SELECT = Rule(OpClass.PROMOTE, Makes.SELECTED, fuses=True)
-_ADD = Rule(OpClass.PROMOTE, Makes.SUM, fuses=True, fold=lambda _, x, y: x + y)
-_SUBTRACT = Rule(OpClass.PROMOTE, Makes.DIFFERENCE, fuses=True)
-_MULTIPLY = Rule(OpClass.PROMOTE, Makes.PRODUCT, fuses=True, fold=lambda _, x, y: x * y)
-_DIVIDE = Rule(OpClass.PROMOTE, Makes.QUOTIENT, fuses=True, fold=lambda _, x, y: x / y)
+_LOWER = Rule(OpClass.LOWER, Makes.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",))
+_PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
-_ANGLE = Rule(OpClass.FOLLOW, reads=Reads.ANGLE, fuses=True)
-_CHOOSE = Rule(OpClass.FOLLOW, Makes.CHOSEN, fuses=True)
+_LOGARITHM = Rule(OpClass.FULL, Makes.LOGARITHM, Reads.RANGE)
+_POWER = Rule(OpClass.FULL, Makes.POWER)
+_SQUARE = Rule(OpClass.FOLLOW, Makes.POWER, fuses=True, power=2, fold=lambda _, x: x * x)
 _MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
-_CAST = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True, dtype_params=("new_dtype",), fold=lambda _, x: x)
-_CAST_AS_TRACED = Rule(OpClass.ORIGINAL, dtype_params=("new_dtype",))
-_JOIN = Rule(OpClass.PROMOTE, Makes.MOVED)
-_ROOT = Rule(OpClass.FOLLOW, Makes.POWER, Reads.ROOT, fuses=True, power=0.5, fold=lambda _, x: np.sqrt(x))
-_SQUARE = Rule(OpClass.FOLLOW, Makes.POWER, fuses=True, power=2, fold=lambda _, x: x * x)
-_POWER = Rule(OpClass.FULL, Makes.POWER)
-_PRODUCT_AS_TRACED = Rule(OpClass.ORIGINAL, Makes.MATRIX_PRODUCT, costly=True)
-_COSTLY = Rule(OpClass.ORIGINAL, costly=True)
+_CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda _, x: x)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
 
 
@@ -228,13 +184,17 @@ def operand_dtypes(precision: Any) -> set[np.dtype] | None:
     return None if read is None else set(map(np.dtype, read if isinstance(read, tuple) else (read,)))
 
 
-def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
+def _product(
+    params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[shapes.Axes | None, shapes.Axes | None]
+) -> Rule:
     """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered."""
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
     if lax.Precision.HIGHEST in asked or operand_dtypes(precision) == {np.dtype(np.float32)}:
-        return _PRODUCT_AS_TRACED
-    return _OUTER_PRODUCT if all(n == 1 for n in terms) else _LOWER._replace(rows=rows)
+        return Rule(OpClass.ORIGINAL, Makes.MATRIX_PRODUCT, costly=True)
+    if all(n == 1 for n in terms):
+        return Rule(OpClass.PROMOTE, Makes.OUTER_PRODUCT, dtype_params=_LOWER.dtype_params)
+    return _LOWER._replace(rows=rows)
 
 
 def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -249,7 +209,9 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
     # A layer with one input or one output is a layer, not a product of vectors.
     is_of_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
-    return _VECTORS if is_of_vectors and rule.op_class is OpClass.LOWER else rule
+    if is_of_vectors and rule.op_class is OpClass.LOWER:
+        return Rule(OpClass.FULL, Makes.MATRIX_PRODUCT, dtype_params=_LOWER.dtype_params)
+    return rule
 
 
 def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -272,7 +234,7 @@ def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
 
 def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """A cast from float32 to float32 changes only the weak type. Any other cast is the user's choice."""
-    return _CAST if params["new_dtype"] == np.float32 else _CAST_AS_TRACED
+    return _CAST if params["new_dtype"] == np.float32 else ORIGINAL._replace(dtype_params=_CAST.dtype_params)
 
 
 def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -282,12 +244,13 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
         return _FULL
     x, indices = avals
     shape = (*indices.shape[:-1], *params["slice_sizes"])
-    is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
-    return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=no_axes)
+    is_whole = math.prod(shape) == math.prod(x.shape) or shapes.is_smaller(x.shape, shape)
+    return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=shapes.no_axes)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    return _MULTIPLY if params.get("out_dtype") is None else ORIGINAL
+    product = _PAIRWISE._replace(makes=Makes.PRODUCT, fold=lambda _, x, y: x * y)
+    return product if params.get("out_dtype") is None else ORIGINAL
 
 
 def _table(rows: Mapping[str, Any]) -> Rules:
@@ -313,66 +276,65 @@ RULES: Rules = _table(
         "rsqrt": _POWER._replace(power=-0.5, fold=lambda _, x: 1 / np.sqrt(x)),
         "log": _LOGARITHM._replace(fold=lambda _, x: np.log(x)),
         "log2": _LOGARITHM,
-        "log1p": _LOGARITHM_OF_MORE,
-        "acos acosh asin atanh erf_inv": _EDGE,
+        "log1p": _FULL._replace(reads=Reads.RANGE),
+        "acos acosh asin atanh erf_inv": _FULL._replace(reads=Reads.EDGE),
         "asinh atan cosh sinh tan": _FULL,
         "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
         "regularized_incomplete_beta zeta": _FULL,
         # Sums over many terms.
-        "reduce_sum cumsum reduce_window_sum": _TOTAL,
+        "reduce_sum cumsum reduce_window_sum": _FULL._replace(makes=Makes.TOTAL),
         "reduce_prod cumprod cumlogsumexp": _FULL,
-        "scatter-add scatter-sub scatter-mul": _SCATTER_SUM,
+        "scatter-add scatter-sub scatter-mul": _FULL._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",)),
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
-        "add": _ADD,
-        "sub": _SUBTRACT._replace(fold=lambda _, x, y: x - y),
-        "add_any": _SUBTRACT,
+        "add": _PAIRWISE._replace(makes=Makes.SUM, fold=lambda _, x, y: x + y),
+        "sub": _PAIRWISE._replace(makes=Makes.DIFFERENCE, fold=lambda _, x, y: x - y),
+        "add_any": _PAIRWISE._replace(makes=Makes.DIFFERENCE),
         "mul": _mul,
-        "div": _DIVIDE,
-        "max": _CHOOSE_OF._replace(fold=lambda _, x, y: np.maximum(x, y)),
-        "min": _CHOOSE_OF._replace(fold=lambda _, x, y: np.minimum(x, y)),
-        "clamp": _CHOOSE_OF,
-        "select_n": _SELECT,
-        "eq ne lt le gt ge": _COMPARE,
+        "div": _PAIRWISE._replace(makes=Makes.QUOTIENT, fold=lambda _, x, y: x / y),
+        "max": _PAIRWISE._replace(makes=Makes.CHOSEN, fold=lambda _, x, y: np.maximum(x, y)),
+        "min": _PAIRWISE._replace(makes=Makes.CHOSEN, fold=lambda _, x, y: np.minimum(x, y)),
+        "clamp": _PAIRWISE._replace(makes=Makes.CHOSEN),
+        "select_n": _PAIRWISE._replace(makes=Makes.SELECTED),
+        "eq ne lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
         "rem nextafter": _PROMOTE._replace(keeps_unit=True),
         "atan2": _PROMOTE,
-        "scatter scatter-min scatter-max": _SCATTER,
-        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _UPDATE,
-        "concatenate pad": _JOIN._replace(move_axes=no_axes),
-        "stack": _JOIN,
+        "scatter scatter-min scatter-max": _PROMOTE._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",)),
+        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(makes=Makes.CHOSEN),
+        "concatenate pad": _PROMOTE._replace(makes=Makes.MOVED, move_axes=shapes.no_axes),
+        "stack": _PROMOTE._replace(makes=Makes.MOVED),
         # Bounded or exact in any dtype.
-        "neg": _CHOOSE._replace(makes_gates=True, fold=lambda _, x: -x),
-        "abs": _CHOOSE._replace(fold=lambda _, x: np.abs(x)),
-        "reduce_max reduce_min": _CHOOSE,
+        "neg": _ELEMENTWISE._replace(makes=Makes.CHOSEN, makes_gates=True, fold=lambda _, x: -x),
+        "abs": _ELEMENTWISE._replace(makes=Makes.CHOSEN, fold=lambda _, x: np.abs(x)),
+        "reduce_max reduce_min": _ELEMENTWISE._replace(makes=Makes.CHOSEN),
         "square": _SQUARE,
         "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
         "one_minus_square": _ELEMENTWISE,
-        "sin cos": _ANGLE,
-        "sqrt": _ROOT,
+        "sin cos": _ELEMENTWISE._replace(reads=Reads.ANGLE),
+        "sqrt": _ELEMENTWISE._replace(makes=Makes.POWER, reads=Reads.ROOT, power=0.5, fold=lambda _, x: np.sqrt(x)),
         "cbrt": _ELEMENTWISE._replace(power=1 / 3),
         "floor ceil round tanh logistic erf erfc": _ELEMENTWISE,
         "argmax argmin": _FOLLOW._replace(drops_unit=True),
         "cummax cummin sort top_k": _FOLLOW._replace(keeps_unit=True),
         "approx_top_k": _FOLLOW,
-        "reduce_window_max reduce_window_min": _WINDOW,
+        "reduce_window_max reduce_window_min": _FOLLOW._replace(stores=True),
         "psum psum_invariant": _FOLLOW._replace(makes=Makes.TOTAL),
         "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
-        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=broadcast_axes),
-        "reshape": _FUSED_MOVE._replace(move_axes=reshape_axes),
-        "squeeze": _FUSED_MOVE._replace(move_axes=squeeze_axes),
-        "transpose": _FUSED_MOVE._replace(move_axes=transpose_axes),
+        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=shapes.broadcast_axes),
+        "reshape": _FUSED_MOVE._replace(move_axes=shapes.reshape_axes),
+        "squeeze": _FUSED_MOVE._replace(move_axes=shapes.squeeze_axes),
+        "transpose": _FUSED_MOVE._replace(move_axes=shapes.transpose_axes),
         "stop_gradient": _FUSED_MOVE._replace(fold=lambda _, x: x),
         "slice dynamic_slice rev split unstack": _FUSED_MOVE,
         "gather": _gather,
-        "tile copy name": _MOVE,
-        "device_put sharding_constraint optimization_barrier": _MOVE,
+        "tile copy name device_put sharding_constraint optimization_barrier": _MOVE,
         "convert_element_type": _convert,
         # Linear algebra, transforms and kernels in their own precision.
         "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
         "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
-        "fft ffi_call pallas_call float8_dot_general": _COSTLY,
+        "fft ffi_call pallas_call float8_dot_general": ORIGINAL._replace(costly=True),
         # Bits, complex numbers, and reductions by any function.
         "bitcast_convert_type": ORIGINAL,
         "reduce_precision complex conj imag real": ORIGINAL._replace(keeps_unit=True),
@@ -423,16 +385,16 @@ class Facts(NamedTuple):
         return self.structure is not None or (self.rule.moves and not self.rule.fuses)
 
     @property
-    def is_with_itself(self) -> bool:
+    def repeats_operand(self) -> bool:
         """Whether it has two operands that are the same array, moved or not."""
         return len(self.sources) == 2 and self.sources[0] is not None and self.sources[0] is self.sources[1]
 
     @property
     def is_square(self) -> bool:
         """Whether its result is the square of an array, element by element."""
-        return self.rule.power == 2 or (self.rule.makes is Makes.PRODUCT and self.is_with_itself)
+        return self.rule.power == 2 or (self.rule.makes is Makes.PRODUCT and self.repeats_operand)
 
     @property
     def multiplies_slices(self) -> bool:
         """Whether it multiplies different parts of one array."""
-        return self.rule.scales and self.is_with_itself and self.eqn.invars[0] is not self.eqn.invars[1]
+        return self.rule.scales and self.repeats_operand and self.eqn.invars[0] is not self.eqn.invars[1]

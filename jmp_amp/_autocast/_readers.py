@@ -9,8 +9,9 @@ from jax import numpy as jnp
 from jax.extend.core import Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._known import Known, Moment, Squares
 from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads
+from jmp_amp._autocast._values import Known, Moment, Squares, Whole
+from jmp_amp._formats import Format
 
 
 class Readers(jx.Backward[Facts, Known, int]):
@@ -25,23 +26,23 @@ class Readers(jx.Backward[Facts, Known, int]):
 
     def control(self, outs: Sequence[int]) -> int:
         """Returns how branches read their index."""
-        return (_all(outs) & Reads.ENDS_LOOP) or Reads.OTHERWISE
+        return (joined(outs) & Reads.ENDS_LOOP) or Reads.OTHERWISE
 
-    def carried(self, loop: jx.Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
+    def enter_loop(self, loop: jx.Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of the accumulators and the recurrences of a loop."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
         marks = [Reads.TERM * known.adds_up | Reads.RECURRENCE * known.recurs for known in carry]
         return [reads | mark for reads, mark in zip(outs, marks, strict=True)]
 
-    def left(self, loop: jx.Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
+    def leave_loop(self, loop: jx.Loop, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
         """Returns how a loop reads its operands. What decides when it ends may be rounded before it starts."""
-        ends_loop = _all(outs) & Reads.ENDS_LOOP
-        gates = [Reads.GATE if reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) else Reads.NOBODY for reads in said]
+        ends_loop = joined(outs) & Reads.ENDS_LOOP
+        gates = [Reads.GATE if reads & (Reads.GATE | Reads.MAKES_GATE) else Reads.NOBODY for reads in said]
         return [(reads & ~_OF_A_BODY) | gate | ends_loop for reads, gate in zip(said, gates, strict=True)]
 
     def transfer(self, facts: Facts, operands: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
         """Returns how an op reads its operands."""
-        rule, reads = facts.rule, outs[0] if len(outs) == 1 else _all(outs)
+        rule, reads = facts.rule, joined(outs)
         of_all = rule.reads
         if rule.moves or reads & ~Reads.OTHERS:
             of_all |= _passed_on(facts, reads)
@@ -61,20 +62,31 @@ class Readers(jx.Backward[Facts, Known, int]):
         return each
 
 
-def why(reads: int, has_float32_range: bool) -> str | None:
-    """Returns why a product is float32 for its readers, as `explain` names it; None if it is not.
+def why_as_traced(facts: Facts, reads: int, operands: Sequence[Known], form: Format) -> str | None:
+    """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not.
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
+    if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, jx.Call | jx.Branches):
+        return "loop"
+    if facts.rule.op_class is not OpClass.LOWER:
+        return None
+    if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
+        return "recurrence"
+    if any(known.is_solution for known in operands):
+        return "solution"
+    counts = [known.whole for known in operands]
+    if min(counts) > Whole.NO and max(counts) is Whole.COUNT:
+        return "count"
     if reads & Reads.OTHERS:
         reads &= ~Reads.ANGLE
-    if has_float32_range:
+    if not form.needs_loss_scale:
         reads &= ~Reads.RANGE
     return next((reason for way, reason in _REASONS.items() if reads & way), None)
 
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
-_OF_A_BODY = Reads.ENDS_LOOP | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.GATE_IS_MADE_OF_IT
+_OF_A_BODY = Reads.ENDS_LOOP | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.MAKES_GATE
 
 _REASONS = {
     Reads.MATRIX: "decomposition",
@@ -85,8 +97,9 @@ _REASONS = {
 }
 
 
-def _all(several: Sequence[int]) -> int:
-    return functools.reduce(operator.or_, several, Reads.NOBODY)
+def joined(several: Sequence[int]) -> int:
+    """Returns how several readers read a value."""
+    return several[0] if len(several) == 1 else functools.reduce(operator.or_, several, Reads.NOBODY)
 
 
 def _passed_on(facts: Facts, reads: int) -> int:
@@ -128,7 +141,7 @@ def _gate(facts: Facts, operands: Sequence[Known], reads: int) -> int:
     if facts.multiplies_slices and any(known.multiplied for known in operands):
         return Reads.GATE
     if rule.moves or facts.multiplies_slices:
-        return reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT)
-    of_a_gate = reads & (Reads.GATE | Reads.GATE_IS_MADE_OF_IT) and len(facts.operands) == 1
+        return reads & (Reads.GATE | Reads.MAKES_GATE)
+    of_a_gate = reads & (Reads.GATE | Reads.MAKES_GATE) and len(facts.operands) == 1
     is_simple = rule.arithmetic or rule.makes_gates
-    return Reads.GATE_IS_MADE_OF_IT if of_a_gate and is_simple else Reads.NOBODY
+    return Reads.MAKES_GATE if of_a_gate and is_simple else Reads.NOBODY

@@ -68,11 +68,6 @@ def same_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes
     return axes if len(before) == len(after) else None
 
 
-def sliced(axes: Sequence[Axes]) -> tuple[Axes, ...]:
-    """Returns the positions of the axes in slices along the first axis."""
-    return tuple(frozenset(axis - 1 for axis in each if axis) for each in axes)
-
-
 def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether an array of a shape is known to have fewer elements than one of another shape.
 

@@ -86,7 +86,7 @@ class Streams:
     def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
         self._facts_of = facts_of
-        self._norms, self._layers = jx.Kept(), _Layers(facts_of)
+        self._norms, self._layers = jx.Cache(), _Layers(facts_of)
 
     def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], uses: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
@@ -100,8 +100,7 @@ class Streams:
         outs = [(part, reads) for part, reads in zip(norms.outs, uses, strict=True) if part and not part.is_normal]
         norms = norms._replace(streams=dict(norms.streams))
         for part, reads in outs:
-            if reads in (Stream.RESNET, Stream.NORM):
-                norms.add(part.root, reads)
+            norms.add(part.root, reads)
         returned = norms.reached(part.root for part, reads in outs if reads is Stream.RETURNED)
         found = {root: reads for root, reads in norms.streams.items() if root in norms.layers}
         found |= dict.fromkeys(returned, Stream.RETURNED)
@@ -236,7 +235,7 @@ def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], no
         return _Part(scaled[0], is_normal=True)
     if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
-    if rule.adds:
+    if rule.makes is Makes.SUM:
         norms.terms[result] = {part.root for part in elements if not part.is_normal}
         # The output of a layer is computed after the stream that it is added to.
         last = max(elements, key=lambda part: norms.order.get(part.root, -1), default=None)

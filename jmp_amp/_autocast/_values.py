@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._known import NOTHING, Known, Whole
 from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._shapes import Axes, varying
 from jmp_amp._formats import FLOAT32
@@ -57,6 +57,64 @@ class Use(NamedTuple):
     def needs_float32(self) -> bool:
         """Whether all readers read float32, or float32 is for one of them."""
         return self.in_float32 or self.reads == Reads.RETURNED or bool(self.reads & Reads.SENSITIVE)
+
+
+class Squares(enum.IntEnum):
+    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
+
+    NO = 0
+    SQUARE = 1  # each element is a square
+    SUM = 2  # each element is a sum of squares
+    NORM = 3  # each element is the square root of a sum of squares
+    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
+    INVERSE = 5  # each element is the reciprocal of a norm
+
+
+class Moment(enum.IntEnum):
+    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
+
+    NO = 0
+    PAIR = 1  # a multiplication of two arrays
+    PRODUCT = 2  # a product of matrices, or a convolution
+    SECOND = 3  # such a product of a multiplication, as a mean of squares
+    SQUARED = 4  # a multiplication of two such products, as the square of a mean
+
+
+class Whole(enum.IntEnum):
+    """Whether a value holds whole numbers."""
+
+    NO = 0
+    CONSTANT = 1  # a constant of whole numbers
+    COUNT = 2  # sums and products of comparisons and integers
+
+
+class Known(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are.
+        is_log: whether it is a logarithm.
+        squares: how it is made of squares.
+        moment: how it is made of products.
+        whole: whether it holds whole numbers.
+        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
+        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
+        recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
+        multiplied: how often slices of it were multiplied with each other, as by an associative scan; at most 2.
+    """
+
+    size: float = 1.0
+    is_log: bool = False
+    squares: Squares = Squares.NO
+    moment: Moment = Moment.NO
+    whole: Whole = Whole.NO
+    is_solution: bool = False
+    adds_up: bool = False
+    recurs: bool = False
+    multiplied: int = 0
+
+
+NOTHING = Known()
 
 
 class Value(NamedTuple):
@@ -140,6 +198,14 @@ def constant(x: Any) -> Value:
     return _number(float(x)) if is_number else _constant(x)
 
 
+def constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
+    """Describes the constants of an open jaxpr, and reads them only once."""
+    return _constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
+
+
+_constants = jx.Cache()
+
+
 @functools.lru_cache(maxsize=1024)
 def _number(x: float) -> Value:
     return _constant(np.float32(x))
@@ -154,7 +220,7 @@ def _constant(x: Any) -> Value:
         return value
     with np.errstate(all="ignore"):
         whole = Whole.CONSTANT if np.all(read == np.rint(read)) else Whole.NO
-    sizes = _magnitudes(read)
+    sizes = magnitudes(read)
     return value._replace(magnitudes=sizes, known=Known(size=sizes[1], whole=whole))
 
 
@@ -174,16 +240,11 @@ def _elements(x: Any) -> np.ndarray | None:
     return np.asarray(x, aval.dtype) if aval.size <= _READABLE else None
 
 
-def _magnitudes(x: np.ndarray) -> tuple[float, float]:
+def magnitudes(x: np.ndarray) -> tuple[float, float]:
     """Returns the smallest nonzero and the largest finite magnitude; infinity and 0 if there is no such element."""
     size = np.abs(x)
     size = size[np.isfinite(size) & (size > 0)]
     return float(size.min(initial=np.inf)), float(size.max(initial=0))
-
-
-def folded(value: Value, scalar: Any) -> Value:
-    """Returns the value as a known scalar."""
-    return value._replace(magnitudes=_magnitudes(np.asarray(scalar, np.float32)), scalar=float(scalar))
 
 
 def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:

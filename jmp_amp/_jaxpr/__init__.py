@@ -1,15 +1,8 @@
 """Reads and runs jaxprs; nothing here knows of precision."""
 
+from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._dataflow import Backward, Forward
-from jmp_amp._jaxpr._source import (
-    Frame,
-    Provenance,
-    equations_in,
-    frames_of,
-    marked,
-    marks_in,
-    scope_path,
-)
+from jmp_amp._jaxpr._source import Frame, Provenance, equations_in, frames_of, marked, marks_in, scope_path
 from jmp_amp._jaxpr._structures import (
     HIGHER_ORDER,
     Body,
@@ -23,8 +16,7 @@ from jmp_amp._jaxpr._structures import (
     structure_of,
 )
 from jmp_amp._jaxpr._trace import (
-    Kept,
-    Memo,
+    Cache,
     apply_as_traced,
     as_type,
     aval_with,
@@ -46,29 +38,15 @@ from jmp_amp._jaxpr._trace import (
     with_last_reads,
 )
 from jmp_amp._jaxpr._versions import (
-    INLINE,
     api_boundary,
     apply,
-    call_of,
-    closed_over_error,
-    context_of,
-    custom_rule,
-    define_vjp,
-    has_no_derivative,
     is_backward,
-    is_checkified,
-    is_differentiated,
     is_of_derivative,
     is_recomputed,
-    jaxprs_in,
     lowered_once,
     lowering_platforms,
     open_jaxpr,
     operands_of,
-    params_of,
     parent_of,
-    pull_with_logs,
     varying_axes,
-    with_params,
-    zero_cotangent,
 )

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jmp_amp._jaxpr._structures import Loop
-from jmp_amp._jaxpr._trace import Kept, Memo
+from jmp_amp._jaxpr._trace import Cache
 from jmp_amp._jaxpr._versions import open_jaxpr
 
 E = TypeVar("E", bound=Any)
@@ -33,7 +33,7 @@ class _Analysis(Generic[E, T]):
     def __init__(self, equations_of: Callable[[Jaxpr], Sequence[E]]) -> None:
         """Takes a function that returns the equations of an open jaxpr."""
         self._equations_of = equations_of
-        self._found, self._carries, self._ops = Kept(), Kept(), Memo()
+        self._found, self._carries, self._ops = Cache(), Cache(), Cache(2**14)
 
     def join(self, a: T, b: T) -> T:
         """Returns the fact that covers two."""
@@ -45,7 +45,7 @@ class _Analysis(Generic[E, T]):
             return self._through(equation, *facts)
         if equation.op is None:
             return self.transfer(equation, *facts)
-        return self._ops((equation.op, facts), lambda: self.transfer(equation, *facts))
+        return self._ops(self, (equation.op, facts), lambda: self.transfer(equation, *facts))
 
 
 class Forward(_Analysis[E, T]):
@@ -69,11 +69,11 @@ class Forward(_Analysis[E, T]):
         """Returns what is known of the constants of an open jaxpr."""
         return [self.bottom] * len(consts)
 
-    def carried(self, loop: Loop, carry: Sequence[T]) -> Sequence[T]:
+    def enter_loop(self, loop: Loop, carry: Sequence[T]) -> Sequence[T]:
         """Returns what is known of carries as they enter the body of a loop."""
         return carry
 
-    def left(self, loop: Loop, outs: Sequence[T]) -> Sequence[T]:
+    def leave_loop(self, loop: Loop, outs: Sequence[T]) -> Sequence[T]:
         """Returns what is known of the results of a loop from those of its body."""
         return outs
 
@@ -81,16 +81,14 @@ class Forward(_Analysis[E, T]):
         """Returns what is known of a carry that is not settled after three iterations."""
         return new
 
-    def find(self, jaxpr: Any, inputs: Sequence[T], consts: Sequence[Any] | None = None) -> Mapping[Var, T]:
+    def find(self, jaxpr: Any, inputs: Sequence[T]) -> Mapping[Var, T]:
         """Returns what is known of the variables of a jaxpr; `bottom` for those that it leaves out.
 
         Args:
             jaxpr: the jaxpr.
             inputs: what is known of its inputs.
-            consts: the values of its constants, if it is open.
         """
-        opened, closed_over = open_jaxpr(jaxpr)
-        consts = closed_over if consts is None else consts
+        opened, consts = open_jaxpr(jaxpr)
         given = (*self.constants(opened, consts), *inputs)
         return self._found(opened, given, lambda: self._find(opened, given))
 
@@ -125,10 +123,10 @@ class Forward(_Analysis[E, T]):
 
     def _settle(self, loop: Loop, consts: tuple[T, ...], carry: tuple[T, ...], xs: tuple[T, ...]) -> tuple[T, ...]:
         """Returns what is known of the carries of a loop in every iteration."""
-        carry = tuple(self.carried(loop, carry))
+        carry = tuple(self.enter_loop(loop, carry))
         for iteration in itertools.count():
             outs = self.outs(loop.body, (*consts, *carry, *xs))[: loop.n_carry]
-            new = tuple(self.carried(loop, tuple(map(self.join, carry, outs))))
+            new = tuple(self.enter_loop(loop, tuple(map(self.join, carry, outs))))
             if iteration > 2:
                 new = tuple(map(self.widen, carry, new))
             if new == carry:
@@ -143,7 +141,7 @@ class Forward(_Analysis[E, T]):
             return [functools.reduce(self.join, facts) for facts in zip(*outs_of_each, strict=True)]
         body, inputs = inside[-1]
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-        return self.left(loop, self.outs(body, inputs) if loop.cond is None else carry)
+        return self.leave_loop(loop, self.outs(body, inputs) if loop.cond is None else carry)
 
 
 class Backward(_Analysis[E, T], Generic[E, S, T]):
@@ -171,29 +169,25 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         """Returns what is said of the index of branches, from what is said of their results."""
         raise NotImplementedError
 
-    def carried(self, loop: Loop, inputs: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
+    def enter_loop(self, loop: Loop, inputs: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
         """Returns what is said of the carries that the body of a loop returns."""
         return outs
 
-    def left(self, loop: Loop, outs: Sequence[T], said: Sequence[T]) -> Sequence[T]:
+    def leave_loop(self, loop: Loop, outs: Sequence[T], said: Sequence[T]) -> Sequence[T]:
         """Returns what is said of the operands of a loop, from what is said of its results and of one iteration."""
         return said
 
-    def find(
-        self, jaxpr: Any, inputs: Sequence[S], outs: Sequence[T], consts: Sequence[Any] | None = None
-    ) -> Mapping[Var, T]:
+    def find(self, jaxpr: Any, inputs: Sequence[S], outs: Sequence[T]) -> Mapping[Var, T]:
         """Returns what is said of the variables of a jaxpr; `bottom` of those that it leaves out.
 
         Args:
             jaxpr: the jaxpr.
             inputs: what is known of its inputs.
             outs: what is said of its results.
-            consts: the values of its constants, if it is open.
         """
-        opened, closed_over = open_jaxpr(jaxpr)
-        consts = closed_over if consts is None else consts
+        opened, consts = open_jaxpr(jaxpr)
         key = tuple(map(id, consts)), tuple(inputs), tuple(outs)
-        known = self.known.find(opened, inputs, consts)
+        known = self.known.find(jaxpr, inputs)
         return self._found(opened, key, lambda: (self._find(opened, known, outs), consts))[0]
 
     def _find(self, opened: Jaxpr, known: Mapping[Var, S], outs: Sequence[T]) -> Mapping[Var, T]:
@@ -219,7 +213,7 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         if not isinstance(loop := equation.enters, Loop):
             return [(*each, tuple(outs)) for each in (*cond, (body, inputs))]
         conditions = [(*each, (self.condition,)) for each in cond]
-        carry, ys = tuple(self.carried(loop, inputs, outs[: loop.n_carry])), outs[loop.n_carry :]
+        carry, ys = tuple(self.enter_loop(loop, inputs, outs[: loop.n_carry])), outs[loop.n_carry :]
         for condition in conditions:
             carry = tuple(map(self.join, carry, self._said(*condition)[loop.cond_consts.stop :]))
         while True:
@@ -248,4 +242,4 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         for of_cond in cond:
             said[:n] = of_cond[:n]
             said[structure.carry] = list(map(self.join, of_cond[n:], said[structure.carry]))
-        return self.left(structure, outs, said)
+        return self.leave_loop(structure, outs, said)

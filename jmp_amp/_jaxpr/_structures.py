@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._trace import Kept, bind, split_arrays, trace
+from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace
 from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, open_jaxpr, params_of, scan_sizes, with_params
 
 
@@ -120,7 +120,7 @@ def _hi_jaxpr(eqn: JaxprEqn) -> Any:
     return _expanded(primitive, (), lambda: trace(expand, list(chain(*arrays))))
 
 
-_expanded = Kept()
+_expanded = Cache()
 
 
 def _scan(eqn: JaxprEqn) -> Loop:

@@ -50,16 +50,16 @@ def _has_dtype(x: Any, kind: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, kind)
 
 
-class Kept:
+class Cache:
     """Values by object and key. JAX keeps the jaxprs of inner functions, so what is found out about them is kept too.
 
-    The objects are held weakly and compared by identity. For each, the newest 64 values are kept. Several threads may
-    use it.
+    The objects are held weakly and compared by identity. For each, the newest values are kept, 64 unless told. Several
+    threads may use it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 64) -> None:
         self._values: dict[int, tuple[Any, dict[Hashable, Any]]] = {}
-        self._lock = threading.RLock()
+        self._limit, self._lock = limit, threading.RLock()
 
     def __call__(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the value that is kept for `owner` and `key`, or makes it. It must not hold `owner`."""
@@ -70,23 +70,10 @@ class Kept:
             _, values = self._values[number]
             if key not in values:
                 value = make()
-                while len(values) >= 64:
+                while len(values) >= self._limit:
                     del values[next(iter(values))]
                 values[key] = value
             return values[key]
-
-
-class Memo(dict[Any, Any]):
-    """Values by key, at most 2^14: when it is full, it starts anew."""
-
-    def __call__(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the value that is kept for `key`, or makes it."""
-        found = self.get(key)
-        if found is None:
-            if len(self) >= 2**14:
-                self.clear()
-            found = self[key] = make()
-        return found
 
 
 def trace(fun: Callable, args: Sequence[Any]) -> Any:
