@@ -5,7 +5,6 @@ the function again. Without autocast the primitive is the function.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -76,17 +75,6 @@ def cast_inputs(dtype: Any) -> Callable[[F], F]:
     return decorate
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batched:
-    """A function of batches."""
-
-    fun: Callable[..., Sequence[Any]]
-    axes: tuple[int | None, ...]
-
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        return jax.vmap(self.fun, self.axes)(*args)
-
-
 def _call(avals: Sequence[Any], fun: Callable) -> jx.Call:
     """Returns the structure of a call with arguments of these types."""
     jaxpr = _traced(fun, tuple(avals), lambda: jx.trace(fun, avals))
@@ -127,7 +115,7 @@ def _abstract_eval(*avals: Any, fun: Callable, dtype: Any) -> Sequence[Any]:
 
 
 def _batch(args: Sequence[Any], axes: Sequence[Any], *, fun: Callable, dtype: Any) -> tuple[Sequence[Any], list[int]]:
-    outs = _cast_inputs_p.bind(*args, fun=_Batched(fun, tuple(axes)), dtype=dtype)
+    outs = _cast_inputs_p.bind(*args, fun=jax.vmap(fun, tuple(axes)), dtype=dtype)
     return outs, [0] * len(outs)
 
 
@@ -135,15 +123,15 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, fun: Callable, dtyp
     return jax.jvp(fun, list(primals), list(map(ad.instantiate_zeros, tangents)))
 
 
-def _lower(ctx: Any, *args: Any, fun: Callable, dtype: Any) -> Any:
-    return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
+def _run(*args: Any, fun: Callable, dtype: Any) -> Any:
+    return fun(*args)
 
 
-_cast_inputs_p.def_impl(lambda *args, fun, dtype: fun(*args))
+_cast_inputs_p.def_impl(_run)
 _cast_inputs_p.def_abstract_eval(_abstract_eval)
 batching.primitive_batchers[_cast_inputs_p] = _batch
 ad.primitive_jvps[_cast_inputs_p] = _jvp
-mlir.register_lowering(_cast_inputs_p, _lower, cacheable=False)
+mlir.register_lowering(_cast_inputs_p, mlir.lower_fun(_run, multiple_results=True), cacheable=False)
 
 jx.HIGHER_ORDER[_cast_inputs_p.name] = jx.HigherOrder(
     enter=lambda eqn: _call_as_traced([atom.aval for atom in eqn.invars], **eqn.params),

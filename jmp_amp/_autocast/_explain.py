@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,21 @@ from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._modules import unbound
 
 
+class Operand(NamedTuple):
+    """A floating operand of a product.
+
+    Attributes:
+        shape: its shape.
+        array: a number; operands with the same number are the same array.
+        is_argument: whether it is an argument of the function, such as a weight, as it is or reshaped. In a backward
+            pass this is not known, and False.
+    """
+
+    shape: tuple[int, ...]
+    array: int
+    is_argument: bool
+
+
 class OpSite(NamedTuple):
     """An op of the program at one place in the code.
 
@@ -35,6 +50,7 @@ class OpSite(NamedTuple):
         op_class: the class of the primitive, see `autocast`.
         why: a key of `REASONS`.
         inputs: the dtypes of its floating operands before they are cast.
+        operands: an `Operand` for each of these, of products and convolutions only.
         compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
         output: the dtype of its result.
         runs: how often it runs; a `while_loop` counts as one iteration, and of a `cond` each branch counts.
@@ -49,6 +65,7 @@ class OpSite(NamedTuple):
     op_class: str
     why: str
     inputs: tuple[str, ...]
+    operands: tuple[Operand, ...]
     compute: str
     output: str
     runs: int
@@ -156,7 +173,8 @@ def _forward_site(
     elif eqn.primitive.name not in RULES and eqn.invars:  # `iota` reads nothing that could be cast
         why = "opaque" if planner.hides_products(eqn) else "unknown"
     inputs = [value.dtype for value in compress(values, is_float)]
-    return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
+    arguments = [value.origin <= Origin.INPUT for value in compress(values, is_float)]
+    return _site("forward", eqn, provenance, rule, forced or why, inputs, arguments, str(compute), results)
 
 
 def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
@@ -169,19 +187,30 @@ def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpS
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))
-    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", inputs, compute, results)
+    rule, arguments = planner.rule_of(eqn), [False] * len(inputs)
+    return _site(direction, eqn, provenance, rule, "derivative", inputs, arguments, compute, results)
 
 
 def _site(
-    direction: str, eqn: Any, provenance: jx.Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
+    direction: str,
+    eqn: Any,
+    provenance: jx.Provenance,
+    rule: Rule,
+    why: str,
+    inputs: Sequence[Any],
+    arguments: Sequence[bool],
+    compute: str,
+    outs: Sequence[tuple[Any, Any]],
 ) -> OpSite:
     """Returns the site of an op, given the dtypes of its floating operands, and its results with their dtypes."""
     times, floating = provenance.times, [dtype for var, dtype in outs if jx.is_floating(var)]
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    costs = times, times * _flops(eqn), times * nbytes
-    return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
+    flops, operands = _flops(eqn), zip(filter(jx.is_floating, eqn.invars), arguments, strict=True)
+    read = tuple(Operand(x.aval.shape, id(x), is_argument) for x, is_argument in operands) if flops else ()
+    costs = times, times * flops, times * nbytes
+    return OpSite(direction, *where, why, tuple(map(str, inputs)), read, compute, str(output), *costs)
 
 
 def _nbytes(var: Any, dtype: Any) -> int:
@@ -236,8 +265,23 @@ def explain_call(
         for eqn, origin in equations
         if eqn.primitive.name == "convert_element_type" and all(map(jx.is_floating, (*eqn.invars, *eqn.outvars)))
     ]
-    sites = [*forward, *filter(None, backward)]
+    sites = list(_with_numbers([*forward, *filter(None, backward)]))
     return sites, sum(casts), _kept(program) if is_differentiable else None
+
+
+def _with_numbers(sites: Sequence[OpSite]) -> Iterator[OpSite]:
+    """Yields the sites with operands numbered from 0, in place of the identities of their variables."""
+    numbers: dict[int, int] = {}
+    earlier: set[Any] = set()
+    new = count()
+    for site in sites:
+        key = site.module, site.source, site.operands
+        if key in earlier:  # another call of the same jaxpr, with other values
+            numbers, earlier = {}, set()
+        earlier |= {key} if site.operands else set()
+        for x in site.operands:
+            numbers[x.array] = numbers[x.array] if x.array in numbers else next(new)
+        yield site._replace(operands=tuple(x._replace(array=numbers[x.array]) for x in site.operands))
 
 
 def _kept(program: Any) -> dict[str, int]:

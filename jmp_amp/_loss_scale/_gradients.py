@@ -122,20 +122,18 @@ def check_leaves(grads: Any, params: Any) -> None:
     if isinstance(params, optax.LookaheadParams):
         params = params.fast
     grads_by_path, params_by_path = _leaves_by_path(grads), _leaves_by_path(params)
-    holes = tuple(path for path, x in grads_by_path.items() if not is_value(x))
-    arrays = {path: x for path, x in grads_by_path.items() if is_value(x)}
-    for path in arrays:
-        if not is_value(params_by_path.get(path)):
+    for path, x in grads_by_path.items():
+        if is_value(x) and not is_value(params_by_path.get(path)):
             extra = f"have a leaf `{keystr(path)}` that" if path else "are a single array, which"
             raise ValueError(
                 f"the gradients {extra} the parameters do not have; pass `tx.update` gradients with respect to the "
                 "same tree as `params`"
             )
-    shapes = [(jnp.shape(x), jnp.shape(params_by_path[path])) for path, x in arrays.items()]
+    shapes = [(jnp.shape(x), jnp.shape(params_by_path[path])) for path, x in grads_by_path.items() if is_value(x)]
     if any(shape[1:] != want for shape, want in shapes) or len({shape[:1] for shape, _ in shapes}) > 1:
         check_shapes("gradient", grads, params, "reduce or index it to the shape of the parameter")
     for path, x in params_by_path.items():
-        if is_value(x) and path not in grads_by_path and not any(path[: len(hole)] == hole for hole in holes):
+        if is_value(x) and not any(path[:i] in grads_by_path for i in range(len(path) + 1)):
             raise ValueError(
                 f"the parameter `{keystr(path)}` has no gradient; differentiate with respect to it, or, "
                 "if it is frozen, replace it with None in both the gradients and the parameters"
@@ -243,19 +241,15 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
             yield is_constant
         if is_constant:
             constants |= {id(x): "computed" for x in eqn.outvars}
-        for jaxpr, indices in _fixed_inputs(jx.structure_of(eqn)):
+        structure = jx.structure_of(eqn)
+        if isinstance(structure, jx.Loop):  # in every iteration
+            inside: list[Any] = [(structure.body, range(structure.consts.start, structure.consts.stop))]
+        else:
+            inside = [(jaxpr, structure.operands) for jaxpr in structure.jaxprs] if structure else []
+        for jaxpr, indices in inside:
             opened, _ = jx.open_jaxpr(jaxpr)
             known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
             yield from _has_constant_factors(opened.eqns, known, is_inner)
-
-
-def _fixed_inputs(structure: jx.Structure | None) -> Sequence[tuple[Any, Sequence[int]]]:
-    """Returns the jaxprs of an equation, each with the operands that its first inputs are in every iteration."""
-    if structure is None:
-        return []
-    if isinstance(structure, jx.Loop):
-        return [(structure.body, range(structure.consts.start, structure.consts.stop))]
-    return [(jaxpr, structure.operands) for jaxpr in structure.jaxprs]
 
 
 def _is_unscale(eqn: Any) -> bool:

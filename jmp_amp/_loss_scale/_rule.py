@@ -110,9 +110,8 @@ class LossScale:
             object.__setattr__(self, name, to_number(name, getattr(self, name)))
         for name, minimum in {"growth_interval": 1, "hysteresis": 1, "overflow_delay": 0, "growth_delay": 0}.items():
             object.__setattr__(self, name, to_count(name, getattr(self, name), minimum))
-        for name, cure in _FLAGS.items():
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"`{name}` must be a bool, got {getattr(self, name)!r}; {cure}")
+        for name, number in {"consecutive_hysteresis": "hysteresis", "clamp_growth": "max_scale"}.items():
+            check_type(name, getattr(self, name), bool, f"pass a number as `{number}`")
         if self.growth_factor <= 1:
             raise ValueError(f"`growth_factor` must be greater than 1, got {self.growth_factor}")
         if self.backoff_factor >= 1:
@@ -265,17 +264,11 @@ class LossScale:
         for name, value in overrides.items():
             if name not in names:
                 cures = [f"; write `{ours}={value!r}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others]
-                raise TypeError(
-                    f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got `{name}={value!r}`"
-                    + "".join(cures)
-                )
+                got = f"`{name}={value!r}`{''.join(cures)}"
+                raise TypeError(f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got {got}")
         return cls(**preset | overrides)
 
 
-_FLAGS = {
-    "consecutive_hysteresis": "pass the number of overflows as `hysteresis`",
-    "clamp_growth": "pass the upper bound as `max_scale`",
-}
 _NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
     "init_scale": ("scale", "loss_scale", "initial_scale"),
     "growth_interval": ("scale_window", "dynamic_growth_steps", "period"),

@@ -296,18 +296,6 @@ def find_state(opt_state: Any) -> LossScaleState:
     if len(found) > 1:
         paths = ", ".join(f"opt_state{path}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state; pass only one of: {paths}")
-    _check_outermost(opt_state)
-    return LossScaleState(*jax.tree.leaves(found[0][1]))
-
-
-def _nodes(tree: Any, *kinds: type) -> list[tuple[str, Any]]:
-    """Returns the outermost nodes of these types in a tree, with their paths."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [(keystr(path), x) for path, x in leaves if isinstance(x, kinds)]
-
-
-def _check_outermost(opt_state: Any) -> None:
-    """Raises if a transformation outside of `dynamic_loss_scale` would unscale its gradients or hide overflows."""
     for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *HARMFUL_WRAPPERS):
         if isinstance(x, UnscaleAndCheckState) and _nodes(opt_state, DynamicLossScaleState):
             raise ValueError(
@@ -317,3 +305,10 @@ def _check_outermost(opt_state: Any) -> None:
         if type(x) in HARMFUL_WRAPPERS and _nodes(x, DynamicLossScaleState):
             name, harm = HARMFUL_WRAPPERS[type(x)]
             raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {harm}")
+    return LossScaleState(*jax.tree.leaves(found[0][1]))
+
+
+def _nodes(tree: Any, *kinds: type) -> list[tuple[str, Any]]:
+    """Returns the outermost nodes of these types in a tree, with their paths."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [(keystr(path), x) for path, x in leaves if isinstance(x, kinds)]

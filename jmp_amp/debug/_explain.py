@@ -19,6 +19,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, OpSite, explain_call, matches, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp.debug._report import check_callable, format_table
+from jmp_amp.debug._roofline import Peaks, Roofline, roofline_of
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _LOW_PRECISION = re.compile(r"float(16|[84]_)")
@@ -169,6 +170,42 @@ class PrecisionReport:
             other = self._explain_again(**options)
         return PrecisionDiff(self, other)
 
+    def roofline(self, device: str | Peaks) -> Roofline:
+        """Returns the least time of each product on a device, in the base dtype and in the format of the report.
+
+        Use it to see whether a format can pay. The bound of a product is the larger of two times: its FLOPs by the peak
+        rate of its dtype, and the bytes of its operands and its result by the rate of the memory. Added is the time to
+        read and write the operands that are cast:
+
+        - to float8: an array is read for its largest magnitude, from which its scale is computed, and again for the
+          cast. It is cast once for all products of a pass, and the backward pass casts cotangents only. A format with
+          scales of blocks reads once, and casts for each product.
+        - to 16 bits: arguments only, such as weights. Other casts fuse with the op that computes the operand.
+
+        A format with float8 is compared with its 16-bit dtype, a 16-bit dtype with float32. All other ops are left out.
+        They take as long with float8, so a whole step gains less than its products. If `fun` computes gradients itself,
+        the step is the forward pass of the report: `report.select(direction="forward").roofline(device)`.
+
+        Args:
+            device: the name of a device (`"T4"`, `"V100"`, `"A100"`, `"L4"`, `"H100"`, `"H200"`, `"B200"`, `"MI300X"`,
+                `"TPU v5e"`, `"TPU v5p"`, `"TPU v6e"`, `"TPU7x"`), or its rates.
+
+        Raises:
+            ValueError: the device is unknown, or the report is in a format of 32 bits.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import jmp_amp as amp
+            >>> w, x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+            >>> report = amp.explain(lambda w, x: x @ w, "float8")(w, x)
+            >>> print(f"{report.roofline('H100').speedup:.2f}")
+            1.54
+
+        References:
+            Williams, Waterman and Patterson, Roofline: an insightful visual performance model, 2009.
+        """
+        return roofline_of(self.rows, self.dtype, device)
+
     def to_json(self, **options: Any) -> str:
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
         return json.dumps({"summary": self.summary(), "rows": [row._asdict() for row in self.rows]}, **options)
@@ -316,7 +353,7 @@ def _grouped_rows(sites: Iterable[OpSite]) -> Iterator[tuple[str, list[tuple[str
     groups: dict[tuple[str, str], dict[OpSite, list[OpSite]]] = {}
     for site in sites:
         group = groups.setdefault((_without_numbers(_module_or_function(site)), site.direction), {})
-        group.setdefault(site._replace(module="", runs=0, flops=0, bytes=0), []).append(site)
+        group.setdefault(site._replace(module="", operands=(), runs=0, flops=0, bytes=0), []).append(site)
     for (_, direction), group in groups.items():
         modules = [_module_or_function(site) for equal in group.values() for site in equal]
         yield f"{_format_modules(modules)}, {direction}", [_row(equal) for equal in group.values()]

@@ -1,8 +1,7 @@
 """Mixed precision training in one call, at one of apex's four opt levels."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import optax
 
@@ -76,35 +75,22 @@ def initialize(
         `amp.initialize` of apex. apex's O2 and O3 run every op on 16-bit parameters in 16 bits. Here the rules of
         `autocast` apply at each level, because XLA fuses the ops that stay float32.
     """
-    if opt_level not in _LEVELS:
-        raise ValueError(f"`opt_level` must be one of {', '.join(map(repr, _LEVELS))}, got {opt_level!r}")
+    if opt_level not in ("O0", "O1", "O2", "O3"):
+        raise ValueError(f"`opt_level` must be one of 'O0', 'O1', 'O2', 'O3', got {opt_level!r}")
     if "policy" in options:
         raise TypeError(
             f"`initialize` takes no `policy`, because the level and `dtype` set it, got {options['policy']!r}; write "
             '`opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and `dynamic_loss_scale`'
         )
-    level, form = _LEVELS[opt_level], parse_format(dtype)
+    form = parse_format(dtype)
     if not form.is_low:
         raise ValueError(f'`dtype` must have less than 32 bits, got {form.name}; for float32 use opt_level="O0"')
-    policy = Policy(form.dtype if level.keep else "float32", form.name, "float32")
+    casts_params = opt_level in ("O2", "O3")
+    policy = Policy(form.dtype if casts_params else "float32", form.name, "float32")
     if loss_scale is None:
-        loss_scale = LossScale() if level.scaled and form.needs_loss_scale else LossScale.none()
-    return (
-        autocast(loss_fn, policy=policy, enabled=opt_level != "O0", **options),
-        cast_params(params, policy, keep=keep or level.keep) if level.keep else params,
-        dynamic_loss_scale(level.wrap(tx), loss_scale),
-    )
-
-
-class _Level(NamedTuple):
-    scaled: bool
-    keep: Callable | None = None  # None if the level does not cast parameters
-    wrap: Callable = lambda tx: tx
-
-
-_LEVELS = {
-    "O0": _Level(scaled=False),
-    "O1": _Level(scaled=True),
-    "O2": _Level(True, is_norm, low_precision_params),
-    "O3": _Level(False, lambda path, leaf: False, functools.partial(low_precision_params, masters=False)),
-}
+        loss_scale = LossScale() if opt_level in ("O1", "O2") and form.needs_loss_scale else LossScale.none()
+    if casts_params:
+        keep = keep or (is_norm if opt_level == "O2" else lambda path, leaf: False)
+        params, tx = cast_params(params, policy, keep=keep), low_precision_params(tx, masters=opt_level == "O2")
+    loss_fn = autocast(loss_fn, policy=policy, enabled=opt_level != "O0", **options)
+    return loss_fn, params, dynamic_loss_scale(tx, loss_scale)

@@ -1,7 +1,6 @@
 """The loss scale that a DeepSpeed config describes."""
 
 import difflib
-import numbers
 import os
 import re
 import reprlib
@@ -106,18 +105,12 @@ _BOOLS = dict.fromkeys((1, "1", "t", "true", "y", "yes", "on"), True)  # True an
 _BOOLS |= dict.fromkeys((0, "0", "f", "false", "n", "no", "off"), False)
 
 
-def _to_float(value: Any) -> float:
-    if isinstance(value, str | numbers.Real):
-        return float(value)
-    raise TypeError
-
-
 def _to_int(value: Any) -> int:
     if isinstance(value, str):
         return int(re.sub(r"\.0+\s*$", "", value))
-    if not (number := _to_float(value)).is_integer():
+    if not float(value).is_integer():
         raise ValueError
-    return int(number)
+    return int(value)
 
 
 class _Field(NamedTuple):
@@ -135,11 +128,11 @@ _A_SCALE = "a number from 2^-126 to 2^126, so that float32 holds its reciprocal"
 _FIELDS = {
     "enabled": _BOOL,
     "auto_cast": _BOOL,
-    "loss_scale": _Field(0.0, _to_float, f"0 (dynamic) or {_A_SCALE}", SMALLEST_SCALE, LARGEST_SCALE),
+    "loss_scale": _Field(0.0, float, f"0 (dynamic) or {_A_SCALE}", SMALLEST_SCALE, LARGEST_SCALE),
     "initial_scale_power": _Field(16, _to_int, "an integer from -126 to 126", -126, 126),
     "loss_scale_window": _COUNT._replace(default=1000),
     "hysteresis": _COUNT._replace(default=2),
     "consecutive_hysteresis": _BOOL,
-    "min_loss_scale": _Field(1.0, _to_float, _A_SCALE, SMALLEST_SCALE, LARGEST_SCALE),
+    "min_loss_scale": _Field(1.0, float, _A_SCALE, SMALLEST_SCALE, LARGEST_SCALE),
     "fp16_master_weights_and_grads": _BOOL,
 }
