@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from arg_specs import Shape, gpt2_small
 from autocast_trace_time import cpu_seconds
 from collectives import on_the_wire
 from jax.sharding import PartitionSpec as P
@@ -22,6 +21,7 @@ from kernels import ADAMW, CLIPPED, optimizer_step
 from report import arguments, head, report, row
 
 import jmp_amp as amp
+from pallas_kernels.finite_check.arg_specs import Shape, gpt2_small
 
 PLAIN, SCALED = 28, 32  # bytes a parameter that a step of AdamW cannot do without
 TOTAL = 122_880_000  # parameters of the trees of equal leaves

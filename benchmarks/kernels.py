@@ -29,12 +29,12 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import optax
-from arg_specs import TREES, Shape
 from report import arguments, head, report, row
 
 import jmp_amp as amp
 from pallas_kernels import check_finite, unscale_check
 from pallas_kernels.finite_check.api import fastest_implementation
+from pallas_kernels.finite_check.arg_specs import TREES, Shape
 
 try:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.finite_check.api import FASTEST, fastest_implementation
+from pallas_kernels._measured import fastest_implementation, measurements
 
 _PACKAGES = ("jmp-amp", "jax", "jaxlib", "optax", "chex", "numpy", "flax", "equinox", "dm-haiku", "keras")
 
@@ -25,8 +25,8 @@ def facts() -> Iterator[str]:
     kinds = sorted({(device.platform, device.device_kind) for device in jax.devices()})
     for backend, kind in kinds:
         count = sum(device.device_kind == kind for device in jax.devices())
-        implementation = fastest_implementation(kind, "check_finite", leaves=100)
-        reason = "fastest in measurements" if kind in FASTEST else "default, no measurements on this device"
+        implementation = fastest_implementation("check_finite", ["float32"], 100, kind)
+        reason = "fastest in measurements" if measurements(kind) else "default, no measurements on this device"
         yield f"{count} x {kind} ({backend}); finite check by {implementation} ({reason})"
 
 

@@ -23,6 +23,24 @@ def mosaic_gpu_interpret_params() -> Any:
     return InterpretGPUParams()
 
 
+def mosaic_gpu_load(ref: Any, layout: Any) -> jax.Array:
+    """Loads from shared memory in a layout, with whatever bank conflicts it has."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    indices = () if hasattr(plgpu, "store") else ((),)  # until JAX 0.11
+    return plgpu.load(ref, *indices, layout=layout, optimized=False)
+
+
+def mosaic_gpu_store(ref: Any, x: jax.Array) -> None:
+    """Stores to global memory, where newer versions refuse less than a cache line unless asked."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def define_primitive(
     name: str, plain: Callable[..., Function], lowered: Callable[..., Function], platform: str, linear: bool = False
 ) -> Primitive:

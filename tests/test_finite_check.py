@@ -8,7 +8,6 @@ import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxprs import equations
+from kernels_ways import Way, assert_same_bits, compiled, interpreted
 
-from pallas_kernels import check_finite, unscale_check
-from pallas_kernels.finite_check import api, launch, mosaic_gpu, reference
+from pallas_kernels import _implementations, check_finite, unscale_check
+from pallas_kernels.finite_check import launch, mosaic_gpu, reference
 
 BAD = [np.inf, -np.inf, np.nan]
 READ = [jnp.float32, jnp.float16, jnp.bfloat16]  # by the kernels
@@ -27,31 +27,8 @@ DTYPES = [*READ, jnp.float8_e5m2, jnp.complex64]
 BLOCK = 2048
 
 
-class Way(NamedTuple):
-    """How the ops run."""
-
-    implementation: str
-    interpret: bool = False
-
-
-def missing(implementation):
-    """What a compiled kernel lacks here."""
-    if jax.default_backend() != "gpu":
-        return "needs an NVIDIA GPU and JAX_PLATFORMS=cuda"
-    found, least = jax.devices()[0].compute_capability, launch.KERNELS[implementation].capability
-    if not found[0].isdigit() or float(found) < least:
-        return f"needs a GPU of compute capability {least}, this one has {found}"
-    return ""
-
-
-def on_a_gpu(name):
-    skip = pytest.mark.skipif(bool(missing(name)), reason=missing(name))
-    return pytest.param(Way(name), id=f"{name} on a GPU", marks=[pytest.mark.gpu, skip])
-
-
-COMPILED = [on_a_gpu(name) for name in launch.KERNELS]
-INTERPRETED = [pytest.param(Way(name, interpret=True), id=name) for name in launch.KERNELS]
-KERNELS = [*INTERPRETED, *COMPILED]
+COMPILED = compiled(launch.KERNELS)
+KERNELS = [*interpreted(launch.KERNELS), *COMPILED]
 WAYS = [pytest.param(Way("xla"), id="xla"), *KERNELS]
 
 for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS)
@@ -64,18 +41,6 @@ def small_blocks():
         if jax.default_backend() != "gpu":
             patch.setattr(launch, "DEFAULT", launch.Config(block=BLOCK))
         yield
-
-
-@pytest.fixture
-def fastest(monkeypatch):
-    """Makes `None` choose a kernel, as it would on a GPU on which that was measured to be fastest."""
-
-    def choose(implementation, least_leaves=1):
-        measured = api.Measured(implementation, least_leaves)
-        monkeypatch.setattr(api, "_device_kind", lambda: "this")
-        monkeypatch.setitem(api.FASTEST, "this", {"check_finite": measured, "unscale_check": measured})
-
-    return choose
 
 
 def jitted(way, out_dtype=jnp.float32):
@@ -118,18 +83,6 @@ def assert_is(result, finite, sum_of_squares, rtol=1e-6):
     assert (total.shape, total.dtype) == ((), jnp.float32)
     assert bool(flag) is finite
     np.testing.assert_allclose(float(total), sum_of_squares, rtol=rtol)
-
-
-def assert_same_bits(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        assert _bits(x) == _bits(y), (x, y)
-
-
-def _bits(x):
-    x = np.asarray(x)
-    return np.where(x == x, x, np.asarray(np.nan).astype(x.dtype)).tobytes()
 
 
 def assert_right(way, tree, inv_scale=1.0):
@@ -456,7 +409,7 @@ def test_random_trees_in_the_triton_interpreter(leaves, inv_scale):
 def test_none_takes_the_kernel_measured_to_be_fastest_from_so_many_leaves_on(fastest):
     leaves = [jnp.ones(size) for size in (2, 3, 4)]
     assert kernel_inputs(lambda tree: check_finite(tree), leaves) == []
-    fastest("mosaic_gpu", least_leaves=3)
+    fastest("mosaic_gpu", least_size=3)
     for op in (check_finite, functools.partial(unscale_check, inv_scale=0.5)):
         assert kernel_inputs(lambda tree, op=op: op(tree), leaves) == [[(2,), (3,), (4,)]]
         assert kernel_inputs(lambda tree, op=op: op(tree), leaves[:2]) == []
@@ -613,7 +566,7 @@ def test_an_empty_leaf_of_any_dtype_is_no_obstacle(kernel):
 def on_device(monkeypatch, capability):
     gpu = SimpleNamespace(device_kind="A fine GPU", compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
-    monkeypatch.setattr(api, "_device_kind", lambda: gpu.device_kind)
+    monkeypatch.setattr(_implementations, "device_kind", lambda: gpu.device_kind)
 
 
 @pytest.mark.parametrize(
@@ -632,7 +585,7 @@ def test_a_kernel_names_the_gpus_that_it_needs(kernel, capability, oldest, cure,
         assert part in str(error.value)
     # The interpreter does not need it, nor does a program for another device.
     assert check_finite(TREE["b"], implementation=kernel, interpret=True)[0]
-    monkeypatch.setattr(api, "_device_kind", lambda: "A finer GPU")
+    monkeypatch.setattr(_implementations, "device_kind", lambda: "A finer GPU")
     with pytest.raises(NotImplementedError, match="compiled for cpu"):
         check_finite(TREE, implementation=kernel)
 

@@ -3,16 +3,16 @@
 import functools
 import warnings
 
-import arg_specs
 import gpu_aot
 import jax
 import jax.numpy as jnp
 import pytest
-from arg_specs import Shape
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import check_finite, unscale_check
-from pallas_kernels.finite_check import api, launch
+from pallas_kernels._implementations import DTYPES
+from pallas_kernels.finite_check import arg_specs, launch
+from pallas_kernels.finite_check.arg_specs import Shape
 
 pytestmark = pytest.mark.aot
 
@@ -48,16 +48,6 @@ def bytes_of_xla(tree, op):
 
 def launches(figures):
     return figures["kinds"].get("custom-call", 0)
-
-
-@pytest.fixture
-def fastest(monkeypatch):
-    """Makes `None` choose a kernel on the H200."""
-
-    def choose(implementation):
-        monkeypatch.setitem(api.FASTEST, "NVIDIA H200", dict.fromkeys(OPS, api.Measured(implementation, 1)))
-
-    return choose
 
 
 GPT2, RESNET, ONE_LEAF = arg_specs.TREES
@@ -115,7 +105,7 @@ def test_in_plain_jax_no_sharded_leaf_is_gathered():
 
 
 @for_every_kernel
-@pytest.mark.parametrize("out_dtype", [None, *launch.DTYPES], ids=str)
+@pytest.mark.parametrize("out_dtype", [None, *DTYPES], ids=str)
 def test_float16_is_read_as_such_and_results_are_written_as_asked(kernel, out_dtype):
     leaves = [Shape((size,), jnp.float16) for size in SIZES] + [Shape((size, 3), jnp.bfloat16) for size in SIZES]
     fun = run("unscale_check", kernel, out_dtype=out_dtype) if out_dtype else run("check_finite", kernel)
@@ -160,7 +150,7 @@ def test_the_most_leaves_of_one_launch_fit_into_its_parameters(kernel, op, monke
 @for_both_ops
 def test_64_bit_programs_compile(kernel, op):
     with jax.enable_x64(True):
-        leaves = [Shape((size,), dtype) for size in (5, 129, 9000) for dtype in launch.DTYPES]
+        leaves = [Shape((size,), dtype) for size in (5, 129, 9000) for dtype in DTYPES]
         assert launches(cost(run(op, kernel), leaves)) == 1
         assert launches(cost(run(op, kernel), [Shape((2**31 + 16,), jnp.float16)])) == 1
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from arg_specs import gpt2_small
 from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
+from pallas_kernels.finite_check.arg_specs import gpt2_small
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 ADAMW = optax.adamw(1e-3)

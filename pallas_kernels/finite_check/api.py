@@ -1,27 +1,14 @@
 """The public ops, for any tree and any device."""
 
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels._implementations import DTYPES, check_arguments, check_gpu, is_available
+from pallas_kernels._measured import fastest_implementation
 from pallas_kernels.finite_check import launch, reference
-
-IMPLEMENTATIONS = (None, "xla", *launch.KERNELS)
-
-
-class Measured(NamedTuple):
-    """An implementation that is faster than XLA for trees of `least_leaves` leaves or more, as measured."""
-
-    implementation: str
-    least_leaves: int
-
-
-# Keys: device kind, then op. Values: measurements by `benchmarks/kernels.py`. Missing entries mean XLA. It is empty
-# because the kernels have been compiled for an H200 and run in Pallas' interpreters, but not timed on a GPU.
-FASTEST: dict[str, dict[str, Measured]] = {}
 
 
 def check_finite(
@@ -108,22 +95,18 @@ def unscale_check(
     References:
         `torch._amp_foreach_non_finite_check_and_unscale_`, `apex.multi_tensor_scale`.
     """
-    if jnp.dtype(out_dtype) not in launch.DTYPES:
-        allowed = ", ".join(dtype.name for dtype in launch.DTYPES)
+    if jnp.dtype(out_dtype) not in DTYPES:
+        allowed = ", ".join(dtype.name for dtype in DTYPES)
         raise ValueError(f"`out_dtype` must be one of {allowed}, got {jnp.dtype(out_dtype).name}")
     return _run("unscale_check", tree, inv_scale, jnp.dtype(out_dtype), implementation, interpret)
-
-
-def fastest_implementation(device_kind: str | None, op: str, leaves: int) -> str:
-    """Returns the fastest implementation for a tree of `leaves` leaves, or `"xla"` if there is no measurement."""
-    measured = FASTEST.get(device_kind or "", {}).get(op)
-    return measured.implementation if measured and leaves >= measured.least_leaves else "xla"
 
 
 def _run(
     op: str, tree: Any, inv_scale: ArrayLike, out_dtype: Any, implementation: str | None, interpret: bool
 ) -> tuple[Any, jax.Array, jax.Array]:
-    _check_arguments(op, inv_scale, implementation, interpret)
+    check_arguments(op, implementation, interpret, launch.KERNELS)
+    if jnp.shape(inv_scale):
+        raise ValueError(f"{op}: `inv_scale` must be a scalar, got shape {jnp.shape(inv_scale)}")
     factor = jnp.asarray(inv_scale, jnp.float32)
     paths, structure = jax.tree.flatten_with_path(tree)
     leaves = [x for _, x in paths]
@@ -132,11 +115,14 @@ def _run(
         leaves[k] = jnp.asarray(leaves[k])
 
     forced = implementation is not None
-    implementation = implementation or fastest_implementation(_device_kind(), op, len(floating))
+    dtypes = [dtype for k in floating if (dtype := leaves[k].dtype) in DTYPES]
+    implementation = implementation or fastest_implementation(op, dtypes, len(floating))
     supported: list[int] = []
-    if implementation != "xla" and _is_available(implementation, forced):
+    if implementation != "xla" and is_available(__package__, implementation, forced):
         if forced:
-            _check_supported(implementation, {paths[k][0]: leaves[k] for k in floating}, interpret)
+            _check_supported(implementation, {paths[k][0]: leaves[k] for k in floating})
+        if forced and not interpret:
+            check_gpu(implementation, launch.KERNELS)
         supported = [k for k in floating if launch.is_supported(leaves[k])]
     rest = sorted({*floating} - {*supported})
     outs, sum_of_squares = reference.unscale_check([leaves[k] for k in rest], factor, out_dtype=out_dtype)
@@ -150,65 +136,18 @@ def _run(
     return jax.tree.unflatten(structure, leaves), ~jnp.isnan(sum_of_squares), sum_of_squares
 
 
-def _check_arguments(op: str, inv_scale: ArrayLike, implementation: str | None, interpret: bool) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        allowed = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r}")
-    if interpret and implementation not in launch.KERNELS:
-        kernels = "implementation=" + " or ".join(map(repr, launch.KERNELS))
-        raise ValueError(
-            f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; pass {kernels}"
-        )
-    if jnp.shape(inv_scale):
-        raise ValueError(f"{op}: `inv_scale` must be a scalar, got shape {jnp.shape(inv_scale)}")
-
-
 def _is_floating(x: Any) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _is_available(implementation: str, forced: bool) -> bool:
-    try:
-        launch.load_kernel(implementation)
-    except ImportError as error:
-        if forced:
-            raise NotImplementedError(
-                f'implementation="{implementation}" needs a backend that JAX {jax.__version__} does not have '
-                f"({error}); pass another implementation, or `implementation=None`"
-            ) from error
-        return False
-    return True
-
-
-def _check_supported(implementation: str, leaves: dict[Any, jax.Array], interpret: bool) -> None:
-    """Raises a `NotImplementedError` if a kernel cannot read one of the leaves, or cannot run on this GPU."""
+def _check_supported(implementation: str, leaves: dict[Any, jax.Array]) -> None:
+    """Raises a `NotImplementedError` if a kernel cannot read one of the leaves."""
     for path, x in leaves.items():
         if x.size and not launch.is_supported(x):
-            allowed = ", ".join(dtype.name for dtype in launch.DTYPES)
+            allowed = ", ".join(dtype.name for dtype in DTYPES)
             raise NotImplementedError(
                 f'implementation="{implementation}" supports leaves of dtype {allowed} with fewer than 2^31 elements '
                 "(or up to 64 equal rows of fewer, of a length that is a multiple of 8), but "
                 f"the leaf{jax.tree_util.keystr(path)} is {x.dtype.name}{list(x.shape)}; "
                 "pass `implementation=None`, which reads such leaves in plain JAX"
             )
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; not a number for AMD GPUs
-    if interpret or not re.fullmatch(r"\d+\.\d+", capability) or _device_kind() != device.device_kind:
-        return
-    oldest = launch.KERNELS[implementation]
-    if float(capability) < oldest.capability:
-        others = [name for name, gpu in launch.KERNELS.items() if float(capability) >= gpu.capability]
-        raise NotImplementedError(
-            f'implementation="{implementation}" needs a GPU of compute capability {oldest.capability} ({oldest.name}) '
-            f"or newer, but {device.device_kind} has {capability}; pass "
-            f"{' or '.join(f'`implementation={name!r}`' for name in (*others, None))}"
-        )
-
-
-def _device_kind() -> str | None:
-    """Returns the kind of GPU that programs are traced for, or `None` for other devices."""
-    # A program can be compiled for a device that is not present (`AbstractDevice`).
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if described is not None:
-        return described.device_kind
-    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None

@@ -1,13 +1,6 @@
-"""The launches of the kernels: how the leaves are split over programs, and the primitive that falls back to plain JAX.
-
-Some programs cannot use a kernel: those that are batched, differentiated, partitioned over devices, or compiled for
-another platform. JAX determines this while it transforms or lowers a program, so the rules of the primitive choose
-the implementation. They use the reference, or raise an error if the caller passed the kernel as `implementation`.
-"""
+"""The launches of the kernels: how the leaves are split over programs."""
 
 import dataclasses
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,25 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._compat import define_primitive, is_partitioned
+from pallas_kernels._implementations import AMPERE, DTYPES, HOPPER, INDEX_LIMIT, define_kernel, load_kernel
 from pallas_kernels.finite_check import reference
 
 C = TypeVar("C")
 
-DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
-
-INDEX_LIMIT = 2**31  # the exclusive upper bound of an index: kernels index with int32
-
-
-class Generation(NamedTuple):
-    """A generation of NVIDIA GPUs, and the compute capability of its first."""
-
-    name: str
-    capability: float
-
-
-# The kernels, and the oldest GPUs that their compilers support.
-KERNELS = {"mosaic_gpu": Generation("Hopper", 9.0), "triton": Generation("Ampere", 8.0)}
+KERNELS = {"mosaic_gpu": HOPPER, "triton": AMPERE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +75,6 @@ class Launch(NamedTuple):
     out_types: Sequence[jax.ShapeDtypeStruct]
     config: Config
     interpret: bool
-
-
-def load_kernel(implementation: str) -> Callable[[Launch], Sequence[jax.Array]]:
-    """Imports a kernel on first use, because the import of its backend takes a second.
-
-    Raises:
-        ImportError: JAX has removed the backend.
-    """
-    return importlib.import_module(f"{__package__}.{implementation}").run
 
 
 def is_supported(x: jax.Array) -> bool:
@@ -185,32 +156,13 @@ def _run(
     out_types = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in views]
     out_types.append(jax.ShapeDtypeStruct((programs,), jnp.float32))
     launch = Launch(inv_scale.reshape(1), views, table, out_types, config, interpret)
-    *outs, sums = load_kernel(implementation)(launch)
+    *outs, sums = load_kernel(__package__, implementation)(launch)
     return [jnp.sum(sums), *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
 
 
-def _plain(reason: str | None, *, forced: bool, implementation: str, out_dtype: Any, **_: Any) -> Any:
-    """Returns the reference. Raises a `NotImplementedError` with the reason if the caller passed the kernel by name."""
-    if forced and reason:
-        raise NotImplementedError(
-            f'implementation="{implementation}" {reason}; '
-            'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
-        )
-
-    def run(inv_scale: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
-        outs, total = reference.unscale_check(leaves, inv_scale, out_dtype=out_dtype)
-        return [total, *outs]
-
-    return run
+def _plain(inv_scale: jax.Array, *leaves: jax.Array, out_dtype: Any, **_: Any) -> list[jax.Array]:
+    outs, total = reference.unscale_check(leaves, inv_scale, out_dtype=out_dtype)
+    return [total, *outs]
 
 
-def _lowered(context: Any, on_cuda: bool, **params: Any) -> Any:
-    if not on_cuda:
-        platforms = ", ".join(context.platforms)
-        return _plain(f"needs an NVIDIA GPU, but the program is compiled for {platforms}", **params)
-    if is_partitioned(context):
-        return _plain("cannot be partitioned over devices by the compiler, call it inside `jax.shard_map`", **params)
-    return functools.partial(_run, **params)
-
-
-unscale_check_p = define_primitive("unscale_check", _plain, _lowered, "cuda")
+unscale_check_p = define_kernel("unscale_check", _plain, _run)

@@ -28,9 +28,9 @@ def resnet50(dtype: Any) -> list[Shape]:
     return _shapes([*shapes, *_dense(features, 1000)], dtype)
 
 
-def one_leaf(dtype: Any) -> list[Shape]:
-    """Returns the shape of one leaf of 1 GiB."""
-    return _shapes([(2**30 // jnp.dtype(dtype).itemsize,)], dtype)
+def one_leaf(dtype: Any, nbytes: int = 2**30) -> list[Shape]:
+    """Returns the shape of one leaf."""
+    return _shapes([(nbytes // jnp.dtype(dtype).itemsize,)], dtype)
 
 
 TREES = {"GPT-2 small, 148 leaves": gpt2_small, "ResNet-50, 161 leaves": resnet50, "one leaf of 1 GiB": one_leaf}

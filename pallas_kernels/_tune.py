@@ -1,0 +1,170 @@
+"""Times every kernel beside XLA on the GPU of this machine, and finds for which arguments one is faster."""
+
+import concurrent.futures
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels._measured import Measured, Measurements
+from pallas_kernels.finite_check.api import check_finite, unscale_check
+from pallas_kernels.finite_check.arg_specs import gpt2_small, one_leaf
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.arg_specs import matrices
+
+CALLS = 20  # queued back to back in a batch
+BATCHES = 11  # of which the median counts, after one to warm up
+ROTATED = 2**28  # least bytes of the arguments taken in turn, more than the cache of a GPU
+DTYPES = {16: jnp.bfloat16, 32: jnp.float32}  # by the bits for which they stand
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+class Case(NamedTuple):
+    """Arguments of an op.
+
+    Attributes:
+        label: what the table calls them.
+        size: the number of leaves, or of elements for an op on one array.
+        args: the arguments, with shapes in place of arrays.
+    """
+
+    label: str
+    size: int
+    args: tuple[Any, ...]
+
+
+class Op(NamedTuple):
+    """An op, `call(*args, implementation=)`, and the cases on which it is timed, for a dtype."""
+
+    call: Callable[..., Any]
+    cases: Callable[[Any], Iterable[Case]]
+
+
+def _trees(dtype: Any) -> Iterable[Case]:
+    for label, leaves in (("GPT-2 small", gpt2_small(dtype)), ("256 MiB", one_leaf(dtype, 2**28))):
+        yield Case(label, len(leaves), (leaves, SCALAR))
+
+
+def _matrices(dtype: Any) -> Iterable[Case]:
+    return (Case(label, x.size, (x,)) for label, x in matrices(dtype).items())
+
+
+OPS = {
+    "check_finite": Op(check_finite, _trees),
+    "unscale_check": Op(unscale_check, _trees),
+    "quantize": Op(quantize, _matrices),
+    "quantize_blocks": Op(partial(quantize, block=32), _matrices),
+}
+KERNELS = ("mosaic_gpu", "triton")
+
+
+def tune(
+    ops: Mapping[str, Op] = OPS, timer: Callable[[], float] = time.perf_counter, report: Callable[[str], Any] = print
+) -> Measurements:
+    """Times the ops, and returns which kernel is faster than XLA from which size on.
+
+    A kernel must give XLA's result, and win by more than two timings of XLA differ.
+
+    Args:
+        ops: the ops by name.
+        timer: the clock, in seconds.
+        report: is called with each line of the table.
+    """
+    report("| op | bits | arguments | by | µs | x as fast as XLA |\n|---|---|---|---|---|---|")
+    fastest: dict[str, dict[int, Measured]] = {}
+    for (name, op), (bits, dtype) in itertools.product(ops.items(), DTYPES.items()):
+        cases = list(op.cases(dtype))
+        gains = [_gains(op.call, case, timer, partial(_report, report, name, bits, case.label)) for case in cases]
+        if measured := choose([case.size for case in cases], gains):
+            fastest.setdefault(name, {})[bits] = measured
+    return fastest
+
+
+def choose(sizes: Sequence[int], gains: Sequence[Mapping[str, float]]) -> Measured | None:
+    """Returns the kernel that won on the largest arguments, and the least size from which on it always did.
+
+    Args:
+        sizes: those of the cases.
+        gains: by kernel, how many times as fast as XLA it was in each case, beyond the noise; only those that won.
+    """
+    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    largest = gains[order[0]]
+    if not largest:
+        return None
+    kernel = max(largest, key=largest.__getitem__)
+    won = itertools.takewhile(lambda k: kernel in gains[k], order)
+    return Measured(kernel, min(sizes[k] for k in won))
+
+
+def _report(report: Callable[[str], Any], *cells: Any) -> None:
+    report(f"| {' | '.join(map(str, cells))} |")
+
+
+def _gains(call: Callable[..., Any], case: Case, timer: Callable[[], float], report: Any) -> dict[str, float]:
+    """Times the implementations of an op in one case. Returns the gains of the kernels that win."""
+    programs = _compile(call, case.args)
+    args = jax.tree.map(_random, case.args)
+    turns = range(max(2, -(-ROTATED // sum(x.nbytes for x in jax.tree.leaves(args)))))
+    inputs = [jax.device_put(args) for _ in turns]
+    expected = programs["xla"].result()(*inputs[0])
+    seconds = {}
+    for by in ("xla", *KERNELS, "xla again"):
+        try:
+            program = programs[by.removesuffix(" again")].result()
+            if not _agree(program(*inputs[0]), expected):
+                raise ValueError("another result than XLA's")
+            seconds[by] = median_seconds(program, inputs, timer)
+        except Exception as error:  # whatever a compiler or a device says: this kernel is not used
+            report(by, " ".join(f"{type(error).__name__}: {error}".split())[:200], "")
+            continue
+        report(by, f"{seconds[by] * 1e6:.1f}", f"{seconds['xla'] / seconds[by]:.2f}")
+    xla = seconds["xla"], seconds["xla again"]
+    enough = min(xla) - (max(xla) - min(xla))
+    return {by: min(xla) / seconds[by] for by in KERNELS if seconds.get(by, enough) < enough}
+
+
+def _compile(call: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, concurrent.futures.Future[Any]]:
+    """Compiles an op by each implementation, side by side."""
+
+    def program(by: str) -> Any:
+        return jax.jit(partial(call, implementation=by)).lower(*args).compile()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return {by: pool.submit(program, by) for by in ("xla", *KERNELS)}
+
+
+def _random(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns fresh numbers between 0 and 1."""
+    return np.asarray(np.random.default_rng().random(x.shape, np.float32)).astype(x.dtype)
+
+
+def _agree(result: Any, expected: Any) -> bool:
+    def is_close(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-5, equal_nan=True)
+
+    return all(map(is_close, jax.tree.leaves(result), jax.tree.leaves(expected)))
+
+
+def median_seconds(
+    call: Callable[..., Any],
+    inputs: Sequence[Any],
+    timer: Callable[[], float] = time.perf_counter,
+    calls: int = CALLS,
+    batches: int = BATCHES,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> float:
+    """Returns the seconds of a call: the median of batches of calls that are queued back to back, on inputs in turn."""
+    turns, times = itertools.cycle(inputs), []
+    for _ in range(batches + 1):
+        start = timer()
+        for _ in range(calls):
+            out = call(*next(turns))
+        wait(out)
+        times.append((timer() - start) / calls)
+    return statistics.median(times[1:])
