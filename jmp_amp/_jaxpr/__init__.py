@@ -61,6 +61,7 @@ from jmp_amp._jaxpr._versions import (
     is_of_derivative,
     is_recomputed,
     jaxprs_in,
+    lowered_for_devices,
     lowered_once,
     lowering_platforms,
     open_jaxpr,
