@@ -91,7 +91,7 @@ REASONS = {
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
     "no weight": "float8 is for products with a weight, which is an argument of the function",
-    "multiple": "the sizes of a float8 product are multiples of 16",
+    "multiple": "the sizes of a float8 product are multiples of 16, in blocks of 32",
     "size": "the product is too small to gain by float8",
     "precision": "the program asks for float32 by `precision`",
     "region": "it is in a region: `full_precision` or `precision(dtype)`",

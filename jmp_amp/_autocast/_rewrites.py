@@ -159,8 +159,8 @@ class Float8Product:
 
     def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
         lhs, rhs = args
-        operands = self.float8.operands, self.float8.operands
-        return [float8_dot(lhs, rhs, self.base, operands, self.float8.cotangents, **dict(op.params))]
+        dtypes = (self.float8.operands,) * 2, self.float8.cotangents
+        return [float8_dot(lhs, rhs, self.base, *dtypes, blocks=self.float8.blocks, **dict(op.params))]
 
 
 def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:

@@ -43,6 +43,7 @@ from jmp_amp._jaxpr._versions import (
     is_backward,
     is_of_derivative,
     is_recomputed,
+    lowered_for_devices,
     lowered_once,
     lowering_platforms,
     open_jaxpr,

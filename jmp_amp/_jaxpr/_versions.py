@@ -266,6 +266,15 @@ def lowered_once(ctx: Any, key: Any, lower: Callable[[], Any]) -> Any:
     return cache[key][1]
 
 
+def lowered_for_devices(primitive: Primitive) -> Primitive:
+    """Returns a primitive whose lowering rule gets the devices of the program, as `jax.nn.scaled_matmul` needs them."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+    return primitive
+
+
 # Where JAX cannot differentiate an op, and does not raise `NotImplementedError`: a loop, a callback, an FFI call, an op
 # in the forward pass of a `custom_vjp`, a solver without a transpose.
 _NO_DERIVATIVE = re.compile(

@@ -1,0 +1,5 @@
+"""Products whose operands are cast to float8 with scales; nothing here knows of autocast."""
+
+from jmp_amp._float8._devices import EMULATE, emulated, is_emulated, without_float8
+from jmp_amp._float8._product import PRIMITIVE, as_products, float8_dot
+from jmp_amp._float8._quantize import BLOCK, power_of_two, quantize, quantize_blocks

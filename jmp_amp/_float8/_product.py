@@ -1,0 +1,253 @@
+"""The primitive of a product whose operands are cast to float8, with one scale each or one for each block of 32.
+
+Its operands and its result are 16-bit or float32, as in any other product. How it computes is decided when a program is
+lowered: devices with float8 units cast both operands and multiply them as float8; others multiply in the base dtype.
+The rules of the primitive are those of a product: it is linear in each operand, and its gradients are such products.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
+from jmp_amp._float8._quantize import dequantize_blocks, power_of_two, quantize, quantize_blocks
+
+PRIMITIVE = "float8_dot_general"
+
+
+def float8_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    base: Any,
+    operands: tuple[Any, Any],
+    cotangents: Any,
+    *,
+    blocks: bool = False,
+    **params: Any,
+) -> jax.Array:
+    """Computes `lax.dot_general` of operands that are cast to float8, each with scales of its own.
+
+    The product is accumulated in float32 and rounded once. The gradient of an operand has the dtype of the operand. It
+    is a product of the operand as it was given, not as it was cast: with `blocks`, each product casts its operands
+    along the axes that it sums over.
+
+    Args:
+        lhs: an operand, in `base` or float32.
+        rhs: likewise.
+        base: the dtype of the product on devices without float8 units.
+        operands: the float8 dtypes that `lhs` and `rhs` are cast to.
+        cotangents: the float8 dtype of the cotangent of the result.
+        blocks: whether each 32 terms of a sum have a scale, and not an operand; the numbers of terms, rows and columns
+            are multiples of 32.
+        **params: the parameters of `lax.dot_general_p`. `preferred_element_type` is the dtype of the result; None is
+            `base`. With `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast
+            accumulation").
+    """
+    params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
+    own = {"base": base, "operands": operands, "cotangents": cotangents, "blocks": blocks, "emulated": is_emulated()}
+    return _bind(lhs, rhs, **own, **params)
+
+
+def _bind(lhs: Any, rhs: Any, **params: Any) -> Any:
+    return _PRODUCTS[params["blocks"]].bind(lhs, rhs, **params)
+
+
+@functools.cache
+def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a policy for `jax.checkpoint` that treats `float8_dot` as `policy` treats `lax.dot_general`."""
+
+    def saves(primitive: Primitive, *args: Any, **params: Any) -> Any:
+        return policy(lax.dot_general_p if primitive in _PRODUCTS.values() else primitive, *args, **params)
+
+    return saves
+
+
+def _in_base(lhs: jax.Array, rhs: jax.Array, *, base: Any, **params: Any) -> jax.Array:
+    return _dot(lhs.astype(base), rhs.astype(base), **params | {"precision": None})
+
+
+_OWN = ("base", "operands", "cotangents", "blocks", "emulated")  # parameters that `lax.dot_general_p` does not have
+
+
+def _dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    return lax.dot_general_p.bind(lhs, rhs, **{name: x for name, x in params.items() if name not in _OWN})
+
+
+def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
+    return jx.trace(functools.partial(_in_base, **params), [lhs, rhs]).out_avals[0]
+
+
+def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+    blocks, platforms = params["blocks"], jx.lowering_platforms(ctx)
+    lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
+    if lacking and not params["emulated"]:
+        units = "units for blocks of float8" if blocks else "float8 units"
+        warnings.warn(
+            f"{lacking[0]} has no {units}, so products run in {params['base']} instead of float8; "
+            f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does",
+            stacklevel=2,
+        )
+        return mlir.lower_fun(functools.partial(_in_base, **params), multiple_results=False)(ctx, lhs, rhs)
+    if not blocks:
+        casts = [_Cast(dtype) for dtype in params["operands"]]
+        return _lower_casts(ctx, ctx.avals_in, (lhs, rhs), casts, functools.partial(_of_tensors, **params))
+    axes, out = params["dimension_numbers"][0], _abstract_eval(*ctx.avals_in, **params)
+    casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
+    product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
+    avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    # JAX does not merge axes of a type that has a sharding. Without a mesh no type has one; the compiler propagates it.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return _lower_casts(ctx, avals, (lhs, rhs), casts, product)
+
+
+def _lower_casts(ctx: Any, avals: Any, operands: Any, casts: Any, product: Callable[..., jax.Array]) -> Any:
+    pairs = [pair for each in zip(avals, operands, casts, strict=True) for pair in _lowered_cast(ctx, *each)]
+    avals, values = zip(*pairs, strict=True)
+    return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values)
+
+
+def _lowered_cast(ctx: Any, aval: Any, x: Any, cast: Callable[..., Any]) -> Sequence[tuple[Any, Any]]:
+    """Lowers a cast once for each array, and returns its results, each as a type and a value.
+
+    The forward and the backward pass cast the same weights. XLA does not merge equal collectives: two maxima of a
+    sharded weight would make two casts of it, and two all-gathers.
+    """
+
+    def lower() -> Sequence[tuple[Any, Any]]:
+        avals = jx.trace(cast, [aval]).out_avals
+        values = mlir.lower_fun(cast, multiple_results=True)(ctx.replace(avals_in=[aval], avals_out=avals), x)
+        return list(zip(avals, values, strict=True))
+
+    return jx.lowered_once(ctx, (cast, x), lower)
+
+
+class _Cast(NamedTuple):
+    """The cast of an operand.
+
+    Attributes:
+        dtype: the float8 dtype.
+        along: the axes that are summed over, if each 32 elements along them have a scale; None for one scale.
+    """
+
+    dtype: np.dtype
+    along: tuple[int, ...] | None = None
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns `quantize` of the operand, or `quantize_blocks` of it as a matrix, whose rows are summed over."""
+        if self.along is None:
+            return quantize(x, self.dtype)
+        terms = math.prod(x.shape[axis] for axis in self.along)
+        if self.along == tuple(range(len(self.along))):  # the float8 array is transposed, which has fewer bytes
+            return quantize_blocks(x.reshape(terms, -1), self.dtype, 0)
+        others = [axis for axis in range(x.ndim) if axis not in self.along]
+        return quantize_blocks(x.transpose(*others, *self.along).reshape(-1, terms), self.dtype, 1)
+
+
+def _of_tensors(x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, **params: Any) -> jax.Array:
+    result = params["preferred_element_type"]
+    # A float8 product may exceed float16. In bfloat16 it fits, and the power of two is exact there as well.
+    accumulated = np.dtype(np.float32) if result == np.float16 else result
+    product = _dot(x, y, **params | {"preferred_element_type": accumulated})
+    for exponent in (x_exponent, y_exponent):  # one after the other: the power of an operand serves all its products
+        product *= power_of_two(-exponent).astype(accumulated)
+    return product.astype(result)
+
+
+def _of_blocks(
+    x: jax.Array, x_scales: jax.Array, y: jax.Array, y_scales: jax.Array, *, is_native: bool, shape: Any, dtype: Any
+) -> jax.Array:
+    if is_native:
+        operands = x[None], y[None], x_scales[None], y_scales[None]
+        return jax.nn.scaled_matmul(*operands, dtype).reshape(shape)
+    # Without the barrier, a compiler that may keep excess precision removes a cast to float8 and back.
+    x, x_scales, y, y_scales = lax.optimization_barrier((x, x_scales, y, y_scales))
+    wide = dequantize_blocks(x, x_scales), dequantize_blocks(y, y_scales)
+    return lax.dot_general(*wide, (((1,), (1,)), ((), ()))).astype(dtype).reshape(shape)
+
+
+def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+    """Returns the gradient of an operand, by a product of the cotangent and the other operand."""
+    if type(cotangent) is ad.Zero:
+        return cotangent
+    unknown, known = (lhs, rhs) if i == 0 else (rhs, lhs)
+    base, formats = params["base"], params["operands"]
+
+    def transposed(cotangent: Any, known: Any) -> Any:
+        def product(x: Any) -> Any:
+            return _dot(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
+
+        return jax.linear_transpose(product, jx.aval_with(unknown.aval, base))(cotangent)[0]
+
+    program = jx.trace(transposed, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base)])
+    # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.
+    is_swapped = any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)
+
+    def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
+        if is_swapped and _is_matrix_transpose(eqn):
+            return args
+        if eqn.primitive is not lax.dot_general_p:
+            return jx.bind(eqn, args)
+        own = eqn.params | {name: params[name] for name in _OWN} | {"preferred_element_type": unknown.aval.dtype}
+        operands = (params["cotangents"], formats[1 - i])
+        if is_swapped:
+            args, operands, own = args[::-1], operands[::-1], own | _swapped(eqn)
+        if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative: no device multiplies these
+            return [_in_base(*args, **own)]
+        return [_bind(*args, **own | {"operands": operands, "precision": lax.Precision.HIGHEST})]
+
+    return jx.evaluate(program, [cotangent, known], apply)[0]
+
+
+def _is_matrix_transpose(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is lax.transpose_p and eqn.params["permutation"] == (1, 0)
+
+
+def _swapped(eqn: JaxprEqn) -> dict[str, Any]:
+    """Returns the parameters of a product of swapped operands, which is a matrix."""
+    (contracting, batch), sharding = eqn.params["dimension_numbers"], eqn.params["out_sharding"]
+    if sharding is not None:
+        sharding = sharding.update(spec=jax.P(*reversed(sharding.spec)))
+    return {"dimension_numbers": (contracting[::-1], batch), "out_sharding": sharding}
+
+
+def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    """Adds the rows of a batch to those of the product. Otherwise it runs in the base dtype."""
+    if None not in axes or params["out_sharding"] is not None:
+        return jax.vmap(functools.partial(_in_base, **params), axes)(*args), 0
+    i = int(axes[0] is None)
+    contracting, batch = params["dimension_numbers"][0], params["dimension_numbers"][1]
+    args, contracting = list(args), list(contracting)
+    args[i] = jnp.moveaxis(args[i], axes[i], 0)
+    contracting[i] = tuple(axis + 1 for axis in contracting[i])
+    numbers = tuple(map(tuple, contracting)), batch
+    axis = 0 if i == 0 else args[0].ndim - len(contracting[0])
+    return _bind(*args, **params | {"dimension_numbers": numbers}), axis
+
+
+@functools.cache
+def _eager(**params: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(_bind, **params))
+
+
+def _product() -> Primitive:
+    primitive = Primitive(PRIMITIVE)
+    primitive.def_impl(lambda lhs, rhs, **params: _eager(**params)(lhs, rhs))
+    primitive.def_abstract_eval(_abstract_eval)
+    ad.defbilinear(primitive, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
+    batching.primitive_batchers[primitive] = _batch
+    mlir.register_lowering(primitive, _lower, cacheable=False)
+    return primitive
+
+
+# By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
+_PRODUCTS = {False: _product(), True: jx.lowered_for_devices(_product())}

@@ -1,0 +1,98 @@
+"""Casts arrays to float8 with scales that are powers of two: one for an array, or one for each block of 32 elements.
+
+A power of two rounds nothing, so a scaled array has the same float8 numbers, and the gradients of a scaled loss are the
+scaled gradients, bit for bit. A scale is computed from the elements that it scales ("current scaling"), so no state is
+kept from step to step. An infinity or NaN makes everything under its scale NaN, so that an overflow is found in
+whatever is computed from the result.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 32  # elements that share a scale, in the MX formats of the Open Compute Project
+
+_BIAS = 127  # of the exponent of a float32, and of a `float8_e8m0fnu`, which is that exponent
+_MANTISSA = 23  # bits
+_LARGEST = 126  # the exponents -126 to 126: the scale and its inverse are normal numbers
+_NOT_FINITE = 128  # the exponent of inf and NaN
+
+
+def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Casts an array to a float8 dtype, with one scale that makes it use the range of the dtype.
+
+    Args:
+        x: floating, not empty.
+        dtype: the float8 dtype.
+
+    Returns:
+        `x * 2**exponent` in `dtype`, whose largest magnitude is between half of the largest finite number of
+        `dtype` and that number; and `exponent`, an int32 scalar.
+    """
+    exponent = lax.reduce_max(_exponents(x, dtype), range(x.ndim))
+    return _scaled(x, exponent, dtype), -exponent
+
+
+def quantize_blocks(x: jax.Array, dtype: Any, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Casts a matrix to a float8 dtype, with a scale for each block of 32 elements along an axis.
+
+    Args:
+        x: floating, `(n, m)`, where the size of `axis` is a multiple of 32.
+        dtype: the float8 dtype.
+        axis: 0 or 1.
+
+    Returns:
+        `x / scales` in `dtype`, where the largest magnitude of a block is at most the largest finite number of
+        `dtype`, and the scales, `float8_e8m0fnu`. Blocks are along the last axis of both: `(n, m)` and `(n, m / 32)`
+        for axis 1, `(m, n)` and `(m, n / 32)` for axis 0. A scale is `2**ceil(log2(largest of the block / largest of
+        the dtype))`: rounded up, so that no element is clipped (Mishra et al., Recipes for pre-training LLMs with
+        MXFP8, 2025, https://arxiv.org/abs/2506.08027).
+    """
+    blocks = x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
+    if axis == 1:
+        scales = lax.reduce_max(_bytes(blocks, dtype), [2])
+    else:  # the same; XLA would store the bytes of all elements, and transpose them
+        scales = _bytes(lax.reduce_max(lax.abs(blocks), [1]), dtype)
+    exponents = jnp.expand_dims(scales.astype(jnp.int32) - _BIAS, axis + 1)
+    low, scales = (
+        _scaled(blocks, exponents, dtype).reshape(x.shape),
+        lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu),
+    )
+    return (low, scales) if axis == 1 else (low.T, scales.T)
+
+
+def dequantize_blocks(low: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns what `quantize_blocks` rounded, as float32."""
+    blocks = low.astype(jnp.float32).reshape(*scales.shape, BLOCK)
+    return (blocks * scales.astype(jnp.float32)[..., None]).reshape(low.shape)
+
+
+def _bytes(x: jax.Array, dtype: Any) -> jax.Array:
+    return (_exponents(x, dtype) + _BIAS).astype(jnp.uint8)
+
+
+def _exponents(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the exponent of the least power of two that each element can be divided by to be in the range of `dtype`.
+
+    The exponent of a block is the largest of these. So it comes out of the maximum, in one kernel, with nothing left to
+    compute from a maximum of the elements.
+    """
+    bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
+    limit = np.float32(jnp.finfo(dtype).max).view(np.int32)
+    exponents = (bits - limit + (2**_MANTISSA - 1)) >> _MANTISSA  # rounded up
+    is_finite = bits >> _MANTISSA < _NOT_FINITE + _BIAS
+    return jnp.where(is_finite, jnp.clip(exponents, -_LARGEST, _LARGEST), _NOT_FINITE)
+
+
+def _scaled(x: jax.Array, exponent: jax.Array, dtype: Any) -> jax.Array:
+    """Returns `x / 2**exponent` in `dtype`; NaN if there is an element that is not finite."""
+    scale = jnp.where(exponent == _NOT_FINITE, jnp.nan, power_of_two(-exponent))
+    return lax.convert_element_type(x.astype(jnp.float32) * scale, dtype)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns a power of two as a float32: 0 below 2^-126, and inf above 2^127."""
+    return lax.bitcast_convert_type(jnp.clip(exponent + _BIAS, 0, 255) << _MANTISSA, jnp.float32)
