@@ -405,6 +405,18 @@ class TestRegions:
             "float32 float32 -> float32",
         ]
 
+    def test_of_nested_regions_the_inner_one_counts(self):
+        def fun(x):
+            with amp.full_precision():
+                with amp.precision("bfloat16"):
+                    y = x @ W
+                return y @ W
+
+        assert dtypes(amp.autocast(fun), X, primitive="dot_general") == [
+            "bfloat16 bfloat16 -> bfloat16",
+            "float32 float32 -> float32",
+        ]
+
     def test_regions_do_nothing_outside_autocast(self):
         def fun(x):
             with amp.precision("bfloat16"):

@@ -41,6 +41,7 @@ SOFTMAX = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("softmax", "dtype"),
     [*((name, "float16") for name in SOFTMAX), ("softmax", "bfloat16")],

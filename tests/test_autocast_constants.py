@@ -97,6 +97,11 @@ def test_a_constant_that_the_low_dtype_holds_leaves_its_product_low():
     assert dtypes(fun, W, primitive="dot_general")[1] == FULL
 
 
+def test_a_product_of_a_large_operand_is_float32_though_its_result_is_small():
+    fun = amp.autocast(lambda w: ((X @ w) + LARGE) @ np.full((2, 2), 1e-3, np.float32))
+    assert dtypes(fun, W, primitive="dot_general") == [LOW, FULL]
+
+
 # Arithmetic on numbers, whose results float16 cannot hold, and the same on others, whose results it can.
 NUMBERS = {
     "add": (lambda x: x + 6e4, 6e4, 1.0),

@@ -249,6 +249,14 @@ def test_is_that_of_float32(name):
         assert error(got, want) < 2 * EPSILON[low], low
 
 
+def test_a_product_of_what_only_one_branch_counts_is_low():
+    def fun(x):
+        mask = lax.cond(x[0, 0] > 0, lambda: (x > 0).astype(jnp.float32), lambda: x)
+        return mask.T @ mask
+
+    assert dtypes(amp.autocast(fun), Y, primitive="dot_general") == ["float16 float16 -> float16"]
+
+
 GATES = {
     "as it is": lambda z: z,
     "of the rest": lambda z: 1 - z,

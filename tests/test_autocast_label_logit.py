@@ -54,6 +54,7 @@ def loss(pick):
     return fun
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [*PICKS, *OTHERS])
 @pytest.mark.usefixtures("users_code")
 def test_a_gather_and_its_gradient_are_those_of_float32(name):

@@ -61,6 +61,7 @@ def described(x):
     return type(x), x
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", sorted(set(LEAVES) - STATIC))
 def test_an_array_is_returned_as_an_array_of_its_type(name):
     def fun(x):

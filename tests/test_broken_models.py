@@ -33,7 +33,7 @@ def test_each_model_marks_its_lines():
     assert lines_at_fault().keys() == MODELS.keys()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("name", MODELS)
 def test_broken_model(name):
     model = MODELS[name]

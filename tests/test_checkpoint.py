@@ -129,6 +129,7 @@ def run_rig(tx, loss_fn, skipped=(), between=lambda i, whole: whole):
     return whole
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", RIG)
 def test_float16_training_restored_at_every_step_is_close_to_a_float32_control(name, tmp_path):
     def saved_and_restored(i, whole):

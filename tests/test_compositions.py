@@ -78,6 +78,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_mark_anywhere_inside_is_the_optimizer_without_it(name, skip):
@@ -161,7 +162,7 @@ def of_loss(value, grads):
     return {"value": value, "grad": grads, "value_fn": loss_fn}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize(
     "inner",

@@ -4,8 +4,12 @@ import importlib.util
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("users_code")
-pytest.importorskip("sklearn", reason="the examples train on scikit-learn's digits")
+pytestmark = [
+    pytest.mark.usefixtures("users_code"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sklearn") is None, reason="the examples train on scikit-learn's digits"
+    ),
+]
 EXAMPLES = {  # what an example needs, and how far the scores of float16 may be from those of float32 after 10 steps
     "cnn_flax_nnx": ("flax", {"accuracy": 0.03}),
     "transformer_flax_linen": ("flax", {"val_loss": 0.02}),

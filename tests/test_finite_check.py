@@ -468,6 +468,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_where_no_kernel_can_run_none_is_silently_plain_jax(case, fastest):
     run = TRANSFORMED[case]

@@ -159,6 +159,7 @@ def test_the_base_dtype_is_that_of_all_other_ops(base):
     assert used(low, PARAMS, X)[0].params["base"] == name
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("exponent", [-20, -3, 1, 20])
 def test_gradients_do_not_depend_on_the_loss_scale(exponent):
     grads = jax.jit(lambda scale: jax.grad(lambda p: scale * float8(loss_fn)(p, X))(PARAMS))
@@ -325,6 +326,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "Hessian"])
 def test_transformations_inside_and_outside(name):
     fun, params, x = PROGRAMS[name]

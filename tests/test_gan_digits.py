@@ -7,9 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.usefixtures("users_code")
+pytestmark = [
+    pytest.mark.usefixtures("users_code"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sklearn") is None, reason="the example trains on scikit-learn's digits"
+    ),
+]
 PATH = Path(__file__).parent.parent / "examples/gan_digits.py"
-pytest.importorskip("sklearn", reason="the example trains on scikit-learn's digits")
 
 
 def load():
@@ -28,6 +32,7 @@ def run(example, capsys, out, precision):
     return losses, scales
 
 
+@pytest.mark.slow
 def test_both_players_train_in_float16_as_in_float32(tmp_path, capsys, monkeypatch):
     example = load()
     losses, scales = run(example, capsys, tmp_path, "float16")

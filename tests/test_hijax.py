@@ -90,6 +90,7 @@ def _flags(request):
         jax.config.update(flag, False)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.usefixtures("_flags")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_are_low_precision_and_derivatives_those_of_the_program(name):

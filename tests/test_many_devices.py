@@ -183,8 +183,11 @@ CASES = [
     ("data_parallel", "shard_map_untyped", CLIP),
     ("fsdp", "shard_map_untyped", None),
 ]
-# By module, so that the tests of one case follow each other and share its run.
-each_case = pytest.mark.parametrize(("way", "how", "clip"), CASES, scope="module")
+
+
+def each_case(test):
+    """By module, so that the tests of one case follow each other and share its run."""
+    return pytest.mark.sweep(3)(pytest.mark.parametrize(("way", "how", "clip"), CASES, scope="module")(test))
 
 
 @each_case

@@ -150,6 +150,7 @@ def test_rounded_to_the_nearest_parameters_are_what_float32_makes_of_them(dtype)
     equal(moved, (params.astype(np.float32) - step).astype(dtype))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("size", [1.0, 3e4, 2.0**-20])  # 2^-20 is subnormal in float16
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -305,6 +306,7 @@ def apply_to_trained(params, updates):
     return params | moved
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
 @pytest.mark.parametrize("jit", [False, True])
@@ -364,6 +366,7 @@ def stochastic_step(seed=0):
     return tx, step
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", LOW)
 def test_random_bits_are_the_same_however_the_parameters_are_sharded(dtype):
     tx, step = stochastic_step()

@@ -43,6 +43,7 @@ def test_a_saved_notebook_has_the_cells_of_its_source(source):
     nbformat.validate(saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_draws_the_pictures_that_are_saved(source):
     notebook = jupytext.read(source)

@@ -13,7 +13,7 @@ import jmp_amp as amp
 from jmp_amp._jaxpr import apply, open_jaxpr, structure_of
 
 pytestmark = [
-    pytest.mark.sweep(149),
+    pytest.mark.sweep(251),
     pytest.mark.filterwarnings("ignore:autocast has no rule for `custom_vmap_call`"),
 ]
 SEEDS = range(1000)

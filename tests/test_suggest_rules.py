@@ -51,7 +51,8 @@ def test_where_no_rule_is_needed_there_is_none(args):
     assert "without rules" in str(report)
 
 
-@pytest.mark.parametrize("planted", ["layer_0", pytest.param("layer_2", marks=pytest.mark.slow), "layer_3"])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("planted", ["layer_0", "layer_2", "layer_3"])
 def test_the_planted_module_is_the_one_rule(args, planted):
     loss_fn = network(planted)
     rules, report = amp.debug.suggest_rules(loss_fn)(*args, tol=1e-2)

@@ -86,6 +86,7 @@ def write_nothing(params, prompt, key):
     return prompt
 
 
+@pytest.mark.slow
 def test_compare_runs_the_same_training_three_times(example, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(example, "generate", write_nothing)
     example.main([*TINY.split(), "--precision", "compare", "--out", str(tmp_path)])

@@ -46,6 +46,7 @@ def assert_trains(table):
     assert 3.9 < parallel[-1] / sharded[-1] <= 4.1
 
 
+@pytest.mark.slow
 def test_a_simulated_run_skips_the_overflow_of_one_device():
     code, out, err = finish(start("--simulate", "4", *TINY))
     assert code == 0, err[-2000:]
