@@ -68,6 +68,7 @@ from jmp_amp._jaxpr._versions import (
     params_of,
     parent_of,
     pull_with_logs,
+    spans_of,
     varying_axes,
     with_params,
     zero_cotangent,

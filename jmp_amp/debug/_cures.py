@@ -9,7 +9,7 @@ import collections
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Rewrite, evaluate_in, precise, widened
+from jmp_amp.debug._expressions import in_users_names, is_inner
 from jmp_amp.debug._nodes import Node
 
 _MOST_CUTS, _MOST_INPUTS = 40, 5
@@ -220,7 +221,7 @@ class Part(NamedTuple):
         found = dict(zip(self.inputs, values, strict=True))
 
         def compute(node: Node) -> Any:
-            node = _outside(node)
+            node = node.outside
             if node not in found:
                 if node.eqn is None:
                     found[node] = widened(jnp.asarray(node.held), FLOAT64)
@@ -238,7 +239,7 @@ class Part(NamedTuple):
         """The values on the way from the inputs to the root, the root first."""
         found = [self.root]
         for node in found:
-            found += [x for x in map(_outside, node.operands) if x.eqn and x not in (*found, *self.inputs)]
+            found += [x for x in (y.outside for y in node.operands) if x.eqn and x not in (*found, *self.inputs)]
         return found
 
     @property
@@ -296,21 +297,12 @@ def _cuts(root: Node) -> Iterator[tuple[Node, ...]]:
 def _inputs(nodes: Iterable[Node]) -> frozenset[Node]:
     """Returns the floating values among some, and those that the integers and flags among them are computed from."""
     found: set[Node] = set()
-    for node in map(_outside, nodes):
+    for node in (x.outside for x in nodes):
         if node.is_floating and not node.is_constant:
             found.add(node)
         elif not node.is_floating:
             found |= _inputs(node.operands)
     return frozenset(found)
-
-
-def _outside(node: Node) -> Node:
-    """Returns the value that an argument of a branch is outside of it."""
-    while node.eqn is None and node.source and node.place and node.source.place:
-        if node.place.iteration != node.source.place.iteration:
-            break
-        node = node.source
-    return node
 
 
 def _samples(node: Node, rng: np.random.Generator, is_moved: bool) -> np.ndarray:
@@ -338,6 +330,19 @@ class Match(NamedTuple):
         function = self.cure.function(self.axis, eps)
         return self.part.rewrite(lambda *values: function(*(values[i] for i in self.order)))
 
+    def text(self, eps: float, primal: Collection[Node]) -> str:
+        """Returns what to write in a program of some values, in the names of the user if these are known."""
+        root, inputs = self.part.root, [self.part.inputs[i] for i in self.order]
+        text, names = self.cure.text(eps), dict(zip("xy", inputs, strict=False))
+        numbers = {"axis": self.axis, "n": 1 if self.axis is None else inputs[0].values.shape[self.axis]}
+        shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in inputs]
+        keeps = jax.eval_shape(self.cure.function(self.axis, eps), *shapes).shape != root.values.shape
+        is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
+        if not self.part.moves and not is_inner(root, primal) and not (is_batched and self.cure.has_axis):
+            if found := in_users_names(text, root, self.part.nodes, names, numbers, keeps):
+                return f"`{found[1]}` in place of `{found[0]}`"
+        return f"`{text}`"
+
 
 def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
     """Yields the parts of a program that are equal to formulas, in the order of the cures."""
@@ -359,7 +364,8 @@ def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
             if len(part.inputs) == cure.arity:
                 for order in itertools.permutations(range(cure.arity)):
                     ndim = len(part.inputs[order[0]].values.shape)
-                    for axis in (None, *range(ndim)) if cure.has_axis else (None,):
+                    axes = (*range(ndim), None) if ndim > 1 else (None, 0)
+                    for axis in axes if cure.has_axis else (None,):
                         if _are_equal(cure, [([v[i] for i in order], out) for v, out in for_part], axis):
                             yield Match(cure, part, order, axis)
 
@@ -377,7 +383,10 @@ def _are_equal(cure: Cure, draws: Sequence[tuple[Sequence[Any], np.ndarray]], ax
             np.linalg.LinAlgError,
         ):  # of shapes that the formula does not take
             return False
-        if result.size != expected.size or (not cure.has_axis and result.shape != expected.shape):
+        shapes = [result.shape]
+        if cure.has_axis and result.ndim < values[0].ndim:  # the axis may be kept
+            shapes.append(np.expand_dims(result, tuple(range(values[0].ndim)) if axis is None else axis).shape)
+        if expected.shape not in shapes:
             return False
         is_finite = np.isfinite(expected)
         n_finite += is_finite.sum()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jmp_amp.debug._evaluation import (
     precise,
     widened,
 )
+from jmp_amp.debug._expressions import is_inner
 from jmp_amp.debug._nodes import Node
 from jmp_amp.debug._report import location_of
 
@@ -230,7 +232,9 @@ class Trials:
     def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
         """Returns the first cure of a table that passes."""
         found = [part for site in self.sites for part in parts(site)]
-        for match in matches(cures, found):
+        is_hidden = [any(is_inner(x, part.nodes) for x in part.inputs) for part in found]
+        visible, hidden = ([x for x, y in zip(found, is_hidden, strict=True) if y == each] for each in (False, True))
+        for match in itertools.chain(matches(cures, visible), matches(cures, hidden)):
             # The derivative of a part comes from its lines; that of a custom rule does not.
             if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
                 continue
@@ -240,7 +244,7 @@ class Trials:
                 continue
             rewrites = functools.partial(_rewrites, self._everywhere(match))
             if passed := self.tried(rewrites, match.cure.epsilons, keeps_values=match.cure.kind == "unselected"):
-                text = f"`{match.cure.formula}` {match.cure.words}: use `{match.cure.text(passed[0])}`"
+                text = f"`{match.cure.formula}` {match.cure.words}: use {match.text(passed[0], self.primal)}"
                 return Diagnosis(match.cure.formula, text, passed[1])
         return None
 
