@@ -1043,10 +1043,12 @@ model(
 
 
 def rodrigues(params, points, targets):
-    angle = jnp.linalg.norm(params["rotation"])
+    angle = jnp.linalg.norm(params["rotation"])  # at fault: rodrigues
     k = params["rotation"] / angle  # at fault: rodrigues
     crossed = jnp.cross(k[None], points)
-    rotated = points * jnp.cos(angle) + crossed * jnp.sin(angle) + k[None] * (points @ k)[:, None] * (1 - jnp.cos(angle))
+    rotated = (
+        points * jnp.cos(angle) + crossed * jnp.sin(angle) + k[None] * (points @ k)[:, None] * (1 - jnp.cos(angle))
+    )
     return jnp.mean((rotated + params["shift"][None] - targets) ** 2)
 
 

@@ -55,7 +55,7 @@ def in_users_names(
         def visit_Call(self, node: ast.Call) -> Any:
             if keeps and getattr(node.func, "attr", "") in _REDUCTIONS:
                 node.keywords.append(ast.keyword("keepdims", ast.Constant(True)))
-            node = self.generic_visit(node)
+            self.generic_visit(node)
             node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]  # no axis
             return node
 
@@ -75,8 +75,8 @@ def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
         span = span_of(reader)
         if span and span != span_of(value) and value in (x.outside for x in reader.operands):
             same = [x for x in nodes if span_of(x) == span]
-            reads = dict.fromkeys(y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant)
-            reads = [x for x in reads if x not in same]
+            arrays = (y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant)
+            reads = [x for x in dict.fromkeys(arrays) if x not in same]
             names = _operands(_source(span.file)[1].get(span))
             if len(reads) == len(names) and (found := names[reads.index(value)]) and _is_same(found, span, at):
                 return found

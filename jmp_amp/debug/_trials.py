@@ -240,13 +240,23 @@ class Trials:
                 continue
             eps = match.cure.epsilons[0]
             is_arbitrary = match.cure.kind == "limit" or (eps and not self.has_gradient)
-            if is_arbitrary and not self.is_limit(match.rewrite(eps)):
+            if is_arbitrary and not (self.is_limit(match.rewrite(eps)) or self._does_not_matter(match)):
                 continue
             rewrites = functools.partial(_rewrites, self._everywhere(match))
-            if passed := self.tried(rewrites, match.cure.epsilons, keeps_values=match.cure.kind == "unselected"):
+            tolerance = math.inf if match.cure.kind == "other" else 1e-3
+            if passed := self.tried(rewrites, match.cure.epsilons, tolerance, match.cure.kind == "unselected"):
                 text = f"`{match.cure.formula}` {match.cure.words}: use {match.text(passed[0], self.primal)}"
                 return Diagnosis(match.cure.formula, text, passed[1])
         return None
+
+    def _does_not_matter(self, match: Match) -> bool:
+        """Whether targets and gradients are the same whatever a part returns where it is not finite."""
+        same = self._everywhere(match)
+        try:
+            run = self.compiled(FLOAT64, lambda fill: [x.filled(fill) for x in same])
+            return all(np.isfinite(x).all() and np.array_equal(x, y) for x, y in zip(run(0.0), run(1.0), strict=True))
+        except Exception:  # an op that has no derivative, or does not run in float64
+            return False
 
     def _everywhere(self, match: Match) -> list[Match]:
         """Returns a match, and those of the same ops from the same line of code, as in other layers."""
