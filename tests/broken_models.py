@@ -1,4 +1,4 @@
-"""Twenty training programs as JAX users write them, whose losses, gradients or logged values are not finite.
+"""Thirty training programs as JAX users write them, whose losses, gradients or logged values are not finite.
 
 Each stands beside the same program written correctly. The lines at fault end in a comment `# at fault: NAME`.
 """
@@ -815,4 +815,320 @@ model(
     dtype=None,
     cause="The learning rate is above 2 / the largest curvature of features that nobody standardised.",
     wrong=("nan_to_num of the parameters", "float64: it only takes longer", "eps in the loss"),
+)
+
+
+def tanh_gaussian(params, states, noise, values):
+    h = jnp.tanh(states @ params["hidden"])
+    mean, log_std = jnp.split(h @ params["heads"], 2, axis=-1)
+    before = mean + jnp.exp(jnp.clip(log_std, -5, 2)) * noise
+    action = jnp.tanh(before)
+    log_prob = jnp.sum(-0.5 * noise**2 - log_std - jnp.log(1 - action**2), axis=-1)  # at fault: tanh_gaussian
+    return jnp.mean(0.2 * log_prob - jnp.sum(action * values, axis=-1))
+
+
+def tanh_gaussian_by_softplus(params, states, noise, values):
+    h = jnp.tanh(states @ params["hidden"])
+    mean, log_std = jnp.split(h @ params["heads"], 2, axis=-1)
+    before = mean + jnp.exp(jnp.clip(log_std, -5, 2)) * noise
+    squash = 2 * (jnp.log(2.0) - before - jax.nn.softplus(-2 * before))
+    log_prob = jnp.sum(-0.5 * noise**2 - log_std - squash, axis=-1)
+    return jnp.mean(0.2 * log_prob - jnp.sum(jnp.tanh(before) * values, axis=-1))
+
+
+def actor_args(scale=15.0):
+    params = {"hidden": normal(3, 8, seed=1), "heads": normal(8, 4, seed=2) * np.float32([[scale, scale, 0.1, 0.1]])}
+    return params, normal(6, 3, seed=3), normal(6, 2, seed=4), normal(6, 2, seed=5)
+
+
+model(
+    tanh_gaussian,
+    args=actor_args,
+    near=lambda: actor_args(1.0),
+    fixed=tanh_gaussian_by_softplus,
+    cause="tanh(u) rounds to 1 for u above 9, and log(1 - 1) is -inf.",
+    wrong=("log(1 - a**2 + 1) or another large eps", "clip the log-probability", "nan_to_num"),
+)
+
+
+def triplet(params, x, labels):
+    e = x @ params
+    squares = jnp.sum(e**2, axis=1)
+    distances = jnp.sqrt(jnp.maximum(squares[:, None] + squares[None] - 2 * e @ e.T, 0.0))  # at fault: triplet
+    same = labels[:, None] == labels[None]
+    positive = jnp.max(jnp.where(same, distances, 0.0), axis=1)
+    negative = jnp.min(jnp.where(same, 1e9, distances), axis=1)
+    return jnp.mean(jax.nn.relu(positive - negative + 0.5))
+
+
+def triplet_with_safe_root(params, x, labels):
+    e = x @ params
+    squares = jnp.sum((e[:, None] - e[None]) ** 2, axis=-1)
+    distances = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
+    same = labels[:, None] == labels[None]
+    positive = jnp.max(jnp.where(same, distances, 0.0), axis=1)
+    negative = jnp.min(jnp.where(same, 1e9, distances), axis=1)
+    return jnp.mean(jax.nn.relu(positive - negative + 0.5))
+
+
+def triplet_with_eps(params, x, labels):
+    e = x @ params
+    distances = jnp.sqrt(jnp.sum((e[:, None] - e[None]) ** 2, axis=-1) + 1e-14)
+    same = labels[:, None] == labels[None]
+    hardest = jnp.max(jnp.where(same, distances, 0.0), axis=1) - jnp.min(jnp.where(same, 1e9, distances), axis=1)
+    return jnp.mean(jax.nn.relu(hardest + 0.5))
+
+
+model(
+    triplet,
+    args=lambda: (np.eye(3, dtype=np.float32), np.round(normal(6, 3, seed=1) * 4) / 4, np.array([0, 0, 1, 1, 2, 3])),
+    near=lambda: (np.eye(3, dtype=np.float32), normal(6, 3, seed=1), np.array([0, 0, 1, 1, 2, 2])),
+    fixed=triplet_with_safe_root,
+    intended=triplet_with_eps,
+    cause="The distance of a point to itself is the root of 0, whose derivative is infinite.",
+    wrong=("nan_to_num of the gradients", "drop the root", "an eps of 1"),
+)
+
+
+def focal(params, x, labels):
+    p = jax.nn.sigmoid((x @ params)[:, 0])
+    positive = -0.25 * (1 - p) ** 2 * jnp.log(p)  # at fault: focal
+    negative = -0.75 * p**2 * jnp.log(1 - p)  # at fault: focal
+    return jnp.mean(jnp.where(labels > 0, positive, negative))
+
+
+def focal_of_logits(params, x, labels):
+    logits = (x @ params)[:, 0]
+    p = jax.nn.sigmoid(logits)
+    positive = -0.25 * (1 - p) ** 2 * jax.nn.log_sigmoid(logits)
+    negative = -0.75 * p**2 * jax.nn.log_sigmoid(-logits)
+    return jnp.mean(jnp.where(labels > 0, positive, negative))
+
+
+def detection_args(scale=60.0):
+    return normal(3, 1, seed=1, scale=scale), normal(8, 3, seed=2), np.array([0, 1, 0, 0, 1, 0, 1, 1])
+
+
+model(
+    focal,
+    args=detection_args,
+    near=lambda: detection_args(1.0),
+    fixed=focal_of_logits,
+    cause="The sigmoid of a logit of 40 rounds to 1, and of -120 to 0; their logarithms are -inf.",
+    wrong=("clip the probabilities at 1e-3", "nan_to_num of the loss", "where on the logarithm alone"),
+)
+
+
+def mixture_density(params, x, y):
+    h = jnp.tanh(x @ params["hidden"])
+    weights = jax.nn.softmax(h @ params["weights"])
+    means, sigmas = h @ params["means"], jnp.exp(h @ params["sigmas"])
+    densities = jnp.exp(-0.5 * ((y[:, None] - means) / sigmas) ** 2) / sigmas
+    return -jnp.mean(jnp.log(jnp.sum(weights * densities, axis=-1)))  # at fault: mixture_density
+
+
+def mixture_density_of_logarithms(params, x, y):
+    h = jnp.tanh(x @ params["hidden"])
+    weights = jax.nn.log_softmax(h @ params["weights"])
+    means, log_sigmas = h @ params["means"], h @ params["sigmas"]
+    densities = -0.5 * ((y[:, None] - means) / jnp.exp(log_sigmas)) ** 2 - log_sigmas
+    return -jnp.mean(jax.nn.logsumexp(weights + densities, axis=-1))
+
+
+def mixture_args(far=40.0):
+    params = {name: normal(4, 3, seed=i, scale=0.3) for i, name in enumerate(("weights", "means", "sigmas"))}
+    y = normal(6, seed=8)
+    y[2] = far
+    return {**params, "hidden": normal(2, 4, seed=9)}, normal(6, 2, seed=7), y
+
+
+model(
+    mixture_density,
+    args=mixture_args,
+    near=lambda: mixture_args(1.0),
+    fixed=mixture_density_of_logarithms,
+    cause="A target far from all components has density exp(-800) = 0, and its logarithm is -inf.",
+    wrong=("log(x + eps): the outlier has no gradient", "clip the loss", "drop the outlier"),
+)
+
+
+def distillation(params, x, teacher):
+    student = jax.nn.log_softmax(x @ params)
+    return jnp.mean(jnp.sum(teacher * (jnp.log(teacher) - student), axis=-1))  # at fault: distillation
+
+
+def distillation_by_xlogy(params, x, teacher):
+    student = jax.nn.log_softmax(x @ params)
+    return jnp.mean(jnp.sum(jax.scipy.special.xlogy(teacher, teacher) - teacher * student, axis=-1))
+
+
+def teacher_args(smallest=0.0):
+    teacher = np.random.default_rng(4).dirichlet(np.ones(5), 6).astype(np.float32)
+    teacher[1] = [smallest, 1 - 2 * smallest, smallest, 0.0 + smallest, 0.0 + smallest]
+    return normal(3, 5, seed=1), normal(6, 3, seed=2), teacher / teacher.sum(-1, keepdims=True)
+
+
+model(
+    distillation,
+    args=teacher_args,
+    near=lambda: teacher_args(0.01),
+    fixed=distillation_by_xlogy,
+    cause="A probability of the teacher that is 0 gives 0 * log(0).",
+    wrong=("nan_to_num of the loss, which drops the row", "a large eps in the logarithm"),
+)
+
+
+def gem_pooling(params, images, labels):
+    maps = jax.nn.relu(jnp.einsum("nhwc,cd->nhwd", images, params["kernel"]))
+    pooled = jnp.mean(maps ** params["p"], axis=(1, 2)) ** (1 / params["p"])  # at fault: gem_pooling
+    return jnp.mean(cross_entropy(pooled @ params["head"], labels))
+
+
+def gem_pooling_with_least(params, images, labels):
+    maps = jnp.maximum(jnp.einsum("nhwc,cd->nhwd", images, params["kernel"]), 1e-6)
+    pooled = jnp.mean(maps ** params["p"], axis=(1, 2)) ** (1 / params["p"])
+    return jnp.mean(cross_entropy(pooled @ params["head"], labels))
+
+
+def pooling_args(dead=True):
+    kernel = normal(3, 6, seed=1)
+    images = uniform(4, 3, 3, 3, seed=3, low=0.1)
+    kernel = np.abs(kernel) * np.where(dead, np.float32([1, 1, -1, 1, 1, 1]), np.float32(1))
+    return {"kernel": kernel, "p": np.float32(3.0), "head": normal(6, 4, seed=2)}, images, np.array([0, 1, 2, 3])
+
+
+model(
+    gem_pooling,
+    args=pooling_args,
+    near=lambda: pooling_args(False),
+    fixed=gem_pooling_with_least,
+    rtol=1e-3,
+    cause="A feature map of zeros: the root of a mean of 0 has an infinite derivative.",
+    wrong=("nan_to_num of the gradients", "p as a constant", "an eps of 1 in the mean"),
+)
+
+
+def sinkhorn(params, x, y):
+    cost = jnp.sum(((x @ params)[:, None] - y[None]) ** 2, axis=-1)
+    kernel = jnp.exp(-cost / 0.01)
+    u = v = jnp.ones(len(x))
+    for _ in range(10):
+        u = 1 / len(x) / (kernel @ v)  # at fault: sinkhorn
+        v = 1 / len(y) / (kernel.T @ u)
+    return jnp.sum(u[:, None] * kernel * v[None] * cost)
+
+
+def sinkhorn_of_logarithms(params, x, y):
+    cost = jnp.sum(((x @ params)[:, None] - y[None]) ** 2, axis=-1)
+    log_kernel = -cost / 0.01
+    f = g = jnp.zeros(len(x))
+    for _ in range(10):
+        f = -jnp.log(len(x)) - jax.nn.logsumexp(log_kernel + g[None], axis=1)
+        g = -jnp.log(len(y)) - jax.nn.logsumexp(log_kernel + f[:, None], axis=0)
+    return jnp.sum(jnp.exp(f[:, None] + log_kernel + g[None]) * cost)
+
+
+def transport_args(scale=1.0):
+    return np.eye(2, dtype=np.float32), normal(5, 2, seed=1, scale=scale), normal(5, 2, seed=2, scale=scale)
+
+
+model(
+    sinkhorn,
+    args=transport_args,
+    near=lambda: transport_args(0.1),
+    fixed=sinkhorn_of_logarithms,
+    cause="The kernel exp(-cost / 0.01) is 0 in a whole row, and 1 / 0 is inf.",
+    wrong=("eps in the divisor: the plan is 0 or huge", "a larger regularisation", "nan_to_num"),
+)
+
+
+def rodrigues(params, points, targets):
+    angle = jnp.linalg.norm(params["rotation"])  # at fault: rodrigues
+    k = params["rotation"] / angle  # at fault: rodrigues
+    crossed = jnp.cross(k[None], points)
+    rotated = (
+        points * jnp.cos(angle) + crossed * jnp.sin(angle) + k[None] * (points @ k)[:, None] * (1 - jnp.cos(angle))
+    )
+    return jnp.mean((rotated + params["shift"][None] - targets) ** 2)
+
+
+def rodrigues_by_series(params, points, targets):
+    r = params["rotation"]
+    square = jnp.sum(r**2)
+    is_small = square < 1e-8
+    safe = jnp.where(is_small, 1.0, square)
+    angle = jnp.sqrt(safe)
+    a = jnp.where(is_small, 1 - square / 6, jnp.sin(angle) / angle)
+    b = jnp.where(is_small, 0.5 - square / 24, (1 - jnp.cos(angle)) / safe)
+    crossed = jnp.cross(r[None], points)
+    rotated = points + a * crossed + b * jnp.cross(r[None], crossed)
+    return jnp.mean((rotated + params["shift"][None] - targets) ** 2)
+
+
+def pose_args(rotation=0.0):
+    params = {"rotation": np.float32([rotation, -rotation, rotation / 2]), "shift": normal(3, seed=1)}
+    return params, normal(6, 3, seed=2), normal(6, 3, seed=3)
+
+
+model(
+    rodrigues,
+    args=pose_args,
+    near=lambda: pose_args(0.3),
+    fixed=rodrigues_by_series,
+    cause="Poses start at the identity: the axis of a rotation by 0 is 0 / 0.",
+    wrong=("angle + eps alone: the norm still has a NaN derivative", "nan_to_num", "a random start"),
+)
+
+
+def cox(params, x, events):
+    risk = x @ params  # sorted by time, the longest first
+    return -jnp.mean(events * (risk - jnp.log(jnp.cumsum(jnp.exp(risk)))))  # at fault: cox
+
+
+def cox_of_logarithms(params, x, events):
+    risk = x @ params
+    return -jnp.mean(events * (risk - lax.cumlogsumexp(risk)))
+
+
+def survival_args(scale=100.0):
+    return normal(3, seed=1, scale=scale), normal(8, 3, seed=2), np.float32([1, 0, 1, 1, 0, 1, 1, 0])
+
+
+model(
+    cox,
+    args=survival_args,
+    near=lambda: survival_args(1.0),
+    fixed=cox_of_logarithms,
+    cause="exp(risk) overflows above 88.7, in the sums over those at risk.",
+    wrong=("clip the risk", "subtract the maximum of all: the first sums are then 0", "nan_to_num"),
+)
+
+
+def router(params, x, labels):
+    logits = (x @ params["router"]).astype(jnp.float16)  # "for speed"
+    z = jax.nn.logsumexp(logits, axis=-1)
+    experts = jnp.einsum("te,td,edk->tk", jax.nn.softmax(logits).astype(x.dtype), x, params["experts"])
+    return jnp.mean(cross_entropy(experts, labels)) + 1e-3 * jnp.mean(z**2).astype(x.dtype)  # at fault: router
+
+
+def router_in_float32(params, x, labels):
+    logits = x @ params["router"]
+    z = jax.nn.logsumexp(logits, axis=-1)
+    experts = jnp.einsum("te,td,edk->tk", jax.nn.softmax(logits), x, params["experts"])
+    return jnp.mean(cross_entropy(experts, labels)) + 1e-3 * jnp.mean(z**2)
+
+
+def router_args(scale=200.0):
+    params = {"router": normal(4, 3, seed=1, scale=scale), "experts": normal(3, 4, 5, seed=2, scale=0.3)}
+    return params, normal(6, 4, seed=3), np.array([0, 1, 2, 3, 4, 0])
+
+
+model(
+    router,
+    args=router_args,
+    near=lambda: router_args(1.0),
+    fixed=router_in_float32,
+    rtol=1e-2,
+    cause="The code casts the logits to float16, and the square of a log-sum-exp of 300 is above 65504.",
+    wrong=("a smaller weight of the z-loss", "clip the logits", "nan_to_num"),
 )

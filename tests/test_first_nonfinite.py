@@ -165,7 +165,7 @@ def nested_jit(w, x):
 CASES = {
     mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
     attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), 'rules={"attention": "full"}'),
-    softmax_by_hand: ((EYE, X), "exp", (), "`jax.nn.softmax(x, axis)`"),
+    softmax_by_hand: ((EYE, X), "exp", (), "`jax.nn.softmax(scores, 1)` in place of"),
     eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "full_precision"),
     log_of_probability: ((EYE, X * [1, 0.8, 1, 1]), "log", (), "full_precision"),
     scan_over_layers: ((LAYERS, X), "dot_general", (2,), "`layers[2, 0, 0]` is 1e+04"),

@@ -49,5 +49,7 @@ from jmp_amp._jaxpr._versions import (
     open_jaxpr,
     operands_of,
     parent_of,
+    pull_with_logs,
+    spans_of,
     varying_axes,
 )

@@ -313,6 +313,20 @@ def is_of_derivative(name_stack: Any) -> bool:
     return "jvp(" in str(name_stack)
 
 
+def spans_of(eqn: JaxprEqn) -> list[tuple[str, int, int, int, int]]:
+    """Returns the file, first line and column, and last line and column of the expressions that an equation comes from.
+
+    The innermost is first. JAX's public summary has only where an expression starts.
+    """
+    try:
+        from jax._src.source_info_util import user_frames
+
+        frames = list(user_frames(eqn.source_info.traceback))
+        return [(x.file_name, x.start_line, x.start_column, x.end_line, x.end_column) for x in frames]
+    except (ImportError, AttributeError, TypeError):
+        return []
+
+
 def is_backward(name_stack: Any) -> bool:
     """Whether an equation is part of a backward pass."""
     return "transpose(" in str(name_stack)

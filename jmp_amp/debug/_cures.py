@@ -9,7 +9,7 @@ import collections
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Rewrite, evaluate_in, precise, widened
+from jmp_amp.debug._expressions import in_users_names, is_inner
 from jmp_amp.debug._nodes import Node
 
 _MOST_CUTS, _MOST_INPUTS = 40, 5
@@ -29,16 +30,7 @@ def _softmax(x: Any, axis: Any) -> Any:
 
 
 # The names in formulas: those of NumPy, and these.
-_NUMPY = {
-    **{
-        name: getattr(np, name) for name in ("abs", "arccos", "arccosh", "arcsin", "arctanh", "arctan2", "cbrt", "cosh")
-    },
-    **{name: getattr(np, name) for name in ("cos", "exp", "log", "log1p", "mean", "prod", "sin", "sqrt", "std", "sum")},
-    **{name: getattr(np, name) for name in ("tanh", "maximum")},
-    "det": np.linalg.det,
-    "softmax": _softmax,
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-}
+_NUMPY = vars(np) | {"det": np.linalg.det, "softmax": _softmax, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
 _JAX = {"jax": jax, "jnp": jnp}
 
 
@@ -46,13 +38,14 @@ class Cure(NamedTuple):
     """A row of the table.
 
     Attributes:
-        formula: a Python expression of `x`, `y`, and the axis, with functions of NumPy; the row applies to parts of a
-            program that are equal to it.
+        formula: a Python expression of `x`, `y`, the axis, and a number `c` of the program, with functions of NumPy;
+            the row applies to parts of a program that are equal to it.
         replacement: the expression that is tried in its place. `eps` and `near` are the first of a few numbers that
             pass; `n` is the size of the axis.
         words: why the formula fails.
-        kind: `"unselected"` if the values of the program must stay as they are, bit for bit; `"limit"` if the value of
-            the formula must have a limit, which the replacement returns.
+        kind: `"unselected"` if the values of the program must stay as they are, bit for bit; `"limit"` if the formula
+            must have a limit where it is not finite, which the replacement returns, or must not matter there;
+            `"other"` if the replacement is another function.
     """
 
     formula: str
@@ -70,20 +63,23 @@ class Cure(NamedTuple):
         """The number of values that the formula reads."""
         return 2 if "y" in _code(self.formula).co_names else 1
 
-    def exact(self, *values: Any, axis: Any = None) -> Any:
+    def exact(self, *values: Any, **numbers: Any) -> Any:
         """Returns the formula of NumPy arrays."""
         with np.errstate(all="ignore"):
-            return eval(_code(self.formula), _NUMPY, dict(zip("xy", values, strict=False)) | {"axis": axis})
+            return eval(_code(self.formula), _NUMPY, dict(zip("xy", values, strict=False)) | numbers)
 
-    def function(self, axis: Any = None, eps: float = 0.0) -> Callable[..., Any]:
+    def function(self, eps: float, **numbers: Any) -> Callable[..., Any]:
         """Returns the replacement as a function of JAX arrays."""
+        names = _JAX | numbers | {"eps": eps, "near": eps}
+        return lambda *values: eval(_code(self.replacement), names | dict(zip("xy", values, strict=False)))
 
-        def replaced(*values: Any) -> Any:
-            n = 1 if axis is None else values[0].shape[axis]
-            names = _JAX | dict(zip("xy", values, strict=False)) | {"axis": axis, "eps": eps, "near": eps, "n": n}
-            return eval(_code(self.replacement), names)
-
-        return replaced
+    def numbers(self, shape: tuple[int, ...], part: "Part") -> Iterator[dict[str, Any]]:
+        """Yields the numbers that the formula may have in a part of a program, whose `x` has this shape."""
+        names = _code(self.formula).co_names
+        axes = (*range(len(shape)), None) if len(shape) > 1 else (None, *range(len(shape)))
+        for axis in axes if self.has_axis else (None,):
+            for c in part.constants if "c" in names else (1.0,):
+                yield {"axis": axis, "n": 1 if axis is None else shape[axis], "c": c}
 
     def text(self, eps: float) -> str:
         """Returns the replacement with the numbers that were tried."""
@@ -140,6 +136,9 @@ CURES = [
     Cure("log(exp(x))", "x", _OVERFLOWS),
     Cure("exp(x) / exp(y)", "jnp.exp(x - y)", _OVERFLOWS),
     Cure("log(abs(det(x)))", "jnp.linalg.slogdet(x)[1]", _OVERFLOWS),
+    Cure("log(exp(x) / sum(exp(y), axis))", "x - jax.nn.logsumexp(y, axis)", _OVERFLOWS),
+    Cure("log(diag(exp(x)) / sum(exp(x), axis))", "jnp.diag(x) - jax.nn.logsumexp(x, axis)", _OVERFLOWS),
+    Cure("log(c * i0(x))", "jnp.log(c * jax.scipy.special.i0e(x)) + jnp.abs(x)", _OVERFLOWS),
     Cure("log(prod(x, axis))", "jnp.sum(jnp.log(x), axis)", _OVERFLOWS),
     Cure("log(x * y)", "jnp.log(x) + jnp.log(y)", _OVERFLOWS),
     Cure("log(x / y)", "jnp.log(x) - jnp.log(y)", _OVERFLOWS),
@@ -147,6 +146,8 @@ CURES = [
     Cure("(1 - cos(x)) / x**2", "0.5 * jnp.sinc(x / (2 * jnp.pi))**2", "is 0 / 0 at 0"),
     Cure("log(x + sqrt(x**2 + 1))", "jnp.arcsinh(x)", _OVERFLOWS),
     Cure("sqrt(1 + x**2)", "jnp.hypot(1.0, x)", _OVERFLOWS),
+    Cure("minimum(x, c) / x", "c / jnp.maximum(x, c)", "is 0 / 0 at 0"),
+    Cure("arctan(x / y)", "jnp.arctan2(x, y)", "has a derivative of 0 times infinity where it divides by 0"),
     Cure("mean(x**2, axis) - mean(x, axis)**2", "jnp.var(x, axis)", _CANCELS),
     Cure(
         "sqrt(sum(x**2, axis))",
@@ -187,6 +188,12 @@ CURES = [
 
 # What to do about values for which the function of the program is infinite, or not defined, in any precision.
 BOUNDS = [
+    Cure(
+        "log(maximum(x, 0))",
+        "jnp.log(jax.nn.softplus(x))",
+        "is infinite where its operand is negative, in any precision; `softplus` is positive, but not equal to `relu`",
+        "other",
+    ),
     Cure("x * log(x)", "x * jnp.log(jnp.maximum(x, eps))", "is 0 times -inf at 0"),
     Cure("x * log(x / y)", "x * (jnp.log(jnp.maximum(x, eps)) - jnp.log(jnp.maximum(y, eps)))", "is 0 times -inf at 0"),
     Cure("arccos(x)", "jnp.arccos(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
@@ -220,7 +227,7 @@ class Part(NamedTuple):
         found = dict(zip(self.inputs, values, strict=True))
 
         def compute(node: Node) -> Any:
-            node = _outside(node)
+            node = node.outside
             if node not in found:
                 if node.eqn is None:
                     found[node] = widened(jnp.asarray(node.held), FLOAT64)
@@ -238,8 +245,14 @@ class Part(NamedTuple):
         """The values on the way from the inputs to the root, the root first."""
         found = [self.root]
         for node in found:
-            found += [x for x in map(_outside, node.operands) if x.eqn and x not in (*found, *self.inputs)]
+            found += [x for x in (y.outside for y in node.operands) if x.eqn and x not in (*found, *self.inputs)]
         return found
+
+    @property
+    def constants(self) -> list[float]:
+        """The numbers that these values are computed from, and 1."""
+        numbers = (x.values for node in self.nodes for x in node.operands if x.is_constant)
+        return [1.0, *{float(f"{x.min:.7g}"): None for x in numbers if x.min is not None and x.min == x.max}]
 
     @property
     def ops(self) -> list[tuple[str, int]]:
@@ -296,21 +309,12 @@ def _cuts(root: Node) -> Iterator[tuple[Node, ...]]:
 def _inputs(nodes: Iterable[Node]) -> frozenset[Node]:
     """Returns the floating values among some, and those that the integers and flags among them are computed from."""
     found: set[Node] = set()
-    for node in map(_outside, nodes):
+    for node in (x.outside for x in nodes):
         if node.is_floating and not node.is_constant:
             found.add(node)
         elif not node.is_floating:
             found |= _inputs(node.operands)
     return frozenset(found)
-
-
-def _outside(node: Node) -> Node:
-    """Returns the value that an argument of a branch is outside of it."""
-    while node.eqn is None and node.source and node.place and node.source.place:
-        if node.place.iteration != node.source.place.iteration:
-            break
-        node = node.source
-    return node
 
 
 def _samples(node: Node, rng: np.random.Generator, is_moved: bool) -> np.ndarray:
@@ -326,17 +330,32 @@ def _samples(node: Node, rng: np.random.Generator, is_moved: bool) -> np.ndarray
 
 
 class Match(NamedTuple):
-    """A part of a program that is equal to the formula of a cure: the cure, the inputs in its order, and the axis."""
+    """A part of a program that is equal to the formula of a cure: the cure, its inputs in order, and its numbers."""
 
     cure: Cure
     part: Part
-    order: tuple[int, ...]
-    axis: Any
+    numbers: Mapping[str, Any]
 
     def rewrite(self, eps: float) -> Rewrite:
         """Returns the program with the replacement in place of the part."""
-        function = self.cure.function(self.axis, eps)
-        return self.part.rewrite(lambda *values: function(*(values[i] for i in self.order)))
+        return self.part.rewrite(self.cure.function(eps, **self.numbers))
+
+    def filled(self, fill: Any) -> Rewrite:
+        """Returns the program with the replacement, plus a number where the part is not finite."""
+        function = self.cure.function(0.0, **self.numbers)
+        return self.part.rewrite(lambda *x: function(*x) + jnp.where(jnp.isfinite(self.part(*x)), 0, fill))
+
+    def text(self, eps: float, primal: Collection[Node]) -> str:
+        """Returns what to write in a program of some values, in the names of the user if these are known."""
+        text, root = self.cure.text(eps), self.part.root
+        names = dict(zip("xy", self.part.inputs, strict=False))
+        shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in self.part.inputs]
+        keeps = jax.eval_shape(self.cure.function(eps, **self.numbers), *shapes).shape != root.values.shape
+        is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
+        if self.part.moves or is_inner(root, primal) or (is_batched and self.cure.has_axis):
+            return f"`{text}`"
+        found = in_users_names(text, root, self.part.nodes, names, self.numbers, keeps)
+        return "`{1}` in place of `{0}`".format(*found) if found else f"`{text}`"
 
 
 def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
@@ -358,18 +377,19 @@ def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
         for part, for_part in draws:
             if len(part.inputs) == cure.arity:
                 for order in itertools.permutations(range(cure.arity)):
-                    ndim = len(part.inputs[order[0]].values.shape)
-                    for axis in (None, *range(ndim)) if cure.has_axis else (None,):
-                        if _are_equal(cure, [([v[i] for i in order], out) for v, out in for_part], axis):
-                            yield Match(cure, part, order, axis)
+                    inputs = tuple(part.inputs[i] for i in order)
+                    ordered = [([values[i] for i in order], out) for values, out in for_part]
+                    for numbers in cure.numbers(inputs[0].values.shape, part):
+                        if _are_equal(cure, ordered, numbers):
+                            yield Match(cure, part._replace(inputs=inputs), numbers)
 
 
-def _are_equal(cure: Cure, draws: Sequence[tuple[Sequence[Any], np.ndarray]], axis: Any) -> bool:
+def _are_equal(cure: Cure, draws: Sequence[tuple[Sequence[Any], np.ndarray]], numbers: Mapping[str, Any]) -> bool:
     """Whether a formula is equal to what a part of a program computes, where that is finite."""
     n_finite = 0
     for values, expected in draws:
         try:
-            result = np.asarray(cure.exact(*values, axis=axis))
+            result = np.asarray(cure.exact(*values, **numbers))
         except (
             ValueError,
             TypeError,
@@ -377,7 +397,13 @@ def _are_equal(cure: Cure, draws: Sequence[tuple[Sequence[Any], np.ndarray]], ax
             np.linalg.LinAlgError,
         ):  # of shapes that the formula does not take
             return False
-        if result.size != expected.size or (not cure.has_axis and result.shape != expected.shape):
+        shapes = [result.shape]
+        if cure.has_axis and result.ndim < values[0].ndim:  # the axis may be kept
+            axis = numbers["axis"]
+            shapes.append(np.expand_dims(result, tuple(range(values[0].ndim)) if axis is None else axis).shape)
+        if expected.shape not in shapes:
+            return False
+        if cure.kind == "other" and (np.isnan(result) != np.isnan(expected)).any():
             return False
         is_finite = np.isfinite(expected)
         n_finite += is_finite.sum()

@@ -218,21 +218,19 @@ def _of_table(t: Trials) -> Diagnosis | None:
     return t.cured(CURES)
 
 
-def _of_relu(t: Trials) -> Diagnosis | None:
-    """Replaces `relu` by `softplus` before the logarithm of a 0."""
-    if t.node.primitive not in ("log", "log2"):
+def _of_rule(t: Trials) -> Diagnosis | None:
+    """Differentiates a function without its own derivative rule."""
+    if t.node in t.primal:
         return None
-    for node in nearest(t.node.operands, lambda x: x.operands, 4):
-        if node.primitive != "max" or not node.values.zeros or node.values.min != 0:
-            continue
-        x = next(x for x in node.operands if not x.is_constant)
-        softplus = Rewrite(node.key, [x.key], lambda x: jnp.logaddexp(x, 0.0))
-        if passed := t.tried(functools.partial(_as_they_are, [softplus]), tolerance=math.inf):
+    for node in t.sites:
+        rules = [x for x in node.place.eqns if isinstance(y := jx.structure_of(x), jx.Call) and y.rule]
+        same = Rewrite(node.key, [node.key], lambda x: x)  # to enter the function
+        if rules and (passed := t.tried(functools.partial(_as_they_are, [same]))):
             text = (
-                f"`relu` {_where(node)} is 0 where its operand is negative, in any precision. Use a function that is "
-                "positive, `jax.nn.softplus(x)`; it is not equal to `relu`"
+                f"the derivative rule that the code {_where(node)} defines is not finite; without it, JAX's own "
+                f"derivative of the function is: remove the `{rules[0].primitive.name.removesuffix('_call')}`"
             )
-            return Diagnosis("log(relu(x))", text, passed[1])
+            return Diagnosis("derivative rule", text, passed[1])
     return None
 
 
@@ -427,7 +425,7 @@ _CAUSES: list[Callable[[Trials], Diagnosis | None]] = [
     _of_precision,
     _of_counts,
     _of_table,
-    _of_relu,
+    _of_rule,
     _of_underflow,
     _of_eigenvalues,
     _of_singular,

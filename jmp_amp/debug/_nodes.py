@@ -184,6 +184,16 @@ class Node:
         """The values that it was computed from."""
         return [*self.operands, *([self.source] if self.source else [])]
 
+    @property
+    def outside(self) -> "Node":
+        """The value that an argument of a branch is outside of it."""
+        node = self
+        while node.eqn is None and node.source and node.place and node.source.place:
+            if node.place.iteration != node.source.place.iteration:
+                break
+            node = node.source
+        return node
+
 
 class Cell(NamedTuple):
     """An array and the facts that an evaluation tracks about it.

@@ -81,7 +81,7 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         with emulated():
-            program, arrays, _ = jx.trace_call(fun, args, kwargs)
+            program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(
             [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jmp_amp.debug._evaluation import (
     precise,
     widened,
 )
+from jmp_amp.debug._expressions import is_inner
 from jmp_amp.debug._nodes import Node
 from jmp_amp.debug._report import location_of
 
@@ -230,19 +232,31 @@ class Trials:
     def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
         """Returns the first cure of a table that passes."""
         found = [part for site in self.sites for part in parts(site)]
-        for match in matches(cures, found):
+        is_hidden = [any(is_inner(x, part.nodes) for x in part.inputs) for part in found]
+        visible, hidden = ([x for x, y in zip(found, is_hidden, strict=True) if y == each] for each in (False, True))
+        for match in itertools.chain(matches(cures, visible), matches(cures, hidden)):
             # The derivative of a part comes from its lines; that of a custom rule does not.
             if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
                 continue
             eps = match.cure.epsilons[0]
             is_arbitrary = match.cure.kind == "limit" or (eps and not self.has_gradient)
-            if is_arbitrary and not self.is_limit(match.rewrite(eps)):
+            if is_arbitrary and not (self.is_limit(match.rewrite(eps)) or self._does_not_matter(match)):
                 continue
             rewrites = functools.partial(_rewrites, self._everywhere(match))
-            if passed := self.tried(rewrites, match.cure.epsilons, keeps_values=match.cure.kind == "unselected"):
-                text = f"`{match.cure.formula}` {match.cure.words}: use `{match.cure.text(passed[0])}`"
+            tolerance = math.inf if match.cure.kind == "other" else 1e-3
+            if passed := self.tried(rewrites, match.cure.epsilons, tolerance, match.cure.kind == "unselected"):
+                text = f"`{match.cure.formula}` {match.cure.words}: use {match.text(passed[0], self.primal)}"
                 return Diagnosis(match.cure.formula, text, passed[1])
         return None
+
+    def _does_not_matter(self, match: Match) -> bool:
+        """Whether targets and gradients are the same whatever a part returns where it is not finite."""
+        same = self._everywhere(match)
+        try:
+            run = self.compiled(FLOAT64, lambda fill: [x.filled(fill) for x in same])
+            return all(np.isfinite(x).all() and np.array_equal(x, y) for x, y in zip(run(0.0), run(1.0), strict=True))
+        except Exception:  # an op that has no derivative, or does not run in float64
+            return False
 
     def _everywhere(self, match: Match) -> list[Match]:
         """Returns a match, and those of the same ops from the same line of code, as in other layers."""

@@ -1,0 +1,138 @@
+"""Writes a replacement in the names of the user, for an expression of their code."""
+
+import ast
+import functools
+import linecache
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp.debug._nodes import Node
+
+_REDUCTIONS = {"sum", "mean", "var", "logsumexp"}
+
+
+class Span(NamedTuple):
+    """Where an expression is: from a line and column to others, of a file."""
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def contains(self, other: "Span") -> bool:
+        """Whether another expression is a part of this one."""
+        return self.file == other.file and self[1:3] <= other[1:3] and other[3:] <= self[3:]
+
+
+def in_users_names(
+    text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node], numbers: Mapping[str, Any], keeps: bool
+) -> tuple[str, str] | None:
+    """Returns an expression of the user's code, and its replacement; None if the names of its inputs are not known.
+
+    Args:
+        text: the replacement, an expression of the names of the inputs and the numbers.
+        root: the value of the expression.
+        nodes: the values on the way from the inputs to it.
+        inputs: the values that it is computed from.
+        numbers: the values of the other names in the text.
+        keeps: whether sums along an axis keep it.
+    """
+    at = span_of(root)
+    old = at and _source(at.file)[1].get(at)
+    if at is None or old is None:
+        return None
+    names: dict[str, ast.expr | None] = {name: _name(x, at, nodes) for name, x in inputs.items()}
+    if None in names.values():
+        return None
+    names |= {name: ast.Constant(x) for name, x in numbers.items()}
+
+    class Writer(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> Any:
+            return names.get(node.id, node)
+
+        def visit_Call(self, node: ast.Call) -> Any:
+            if keeps and getattr(node.func, "attr", "") in _REDUCTIONS:
+                node.keywords.append(ast.keyword("keepdims", ast.Constant(True)))
+            self.generic_visit(node)
+            node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]  # no axis
+            return node
+
+    source = ast.get_source_segment(_source(at.file)[0], old) or ""
+    return " ".join(source.split()), ast.unparse(Writer().visit(ast.parse(text))).replace("e-0", "e-")
+
+
+def is_inner(value: Node, readers: Collection[Node]) -> bool:
+    """Whether a value, as some of its readers, is inside of an expression, such as a call of the library."""
+    span = span_of(value)
+    return span is not None and any(span_of(x) == span for x in value.readers if x in readers)
+
+
+def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
+    """Returns what the code calls a value where it reads it, if it means the same in another place."""
+    for reader in nodes:
+        span = span_of(reader)
+        if span and span != span_of(value) and value in (x.outside for x in reader.operands):
+            same = [x for x in nodes if span_of(x) == span]
+            arrays = (y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant)
+            reads = [x for x in dict.fromkeys(arrays) if x not in same]
+            names = _operands(_source(span.file)[1].get(span))
+            if len(reads) == len(names) and (found := names[reads.index(value)]) and _is_same(found, span, at):
+                return found
+    return None
+
+
+def _operands(expression: Any) -> list[ast.expr]:
+    """Returns what an operator or a call reads, but for numbers."""
+    match expression:
+        case ast.BinOp(left, _, right):
+            found = [left, right]
+        case ast.UnaryOp(_, operand):
+            found = [operand]
+        case ast.Call(ast.Attribute(ast.Name("jnp" | "jax" | "lax" | "optax") | ast.Attribute()) | ast.Name(), args):
+            found = args
+        case ast.Call(ast.Attribute(array), args):  # a method of an array
+            found = [array, *args]
+        case _:
+            return []
+    named = (x for x in found if any(isinstance(y, ast.Name) for y in ast.walk(x)))
+    return list({ast.unparse(x): x for x in named}.values())
+
+
+def _is_same(expression: ast.expr, span: Span, at: Span) -> bool:
+    """Whether an expression of one place means the same in another."""
+    if at.contains(span):
+        return True
+    functions = [
+        x
+        for x in ast.walk(_source(at.file)[2])
+        if isinstance(x, ast.FunctionDef) and x.lineno <= at.line <= (x.end_lineno or 0)
+    ]
+    if span.file != at.file or not functions or not functions[-1].lineno <= span.line <= at.line:
+        return False
+    names = {x.id for x in ast.walk(expression) if isinstance(x, ast.Name)}
+    stored = (x for x in ast.walk(functions[-1]) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+    return not any(x.id in names and span.line <= x.lineno < at.line for x in stored)
+
+
+def span_of(node: Node) -> Span | None:
+    """Returns where the expression is that computes a value, outside of libraries."""
+    for eqn in reversed(node.place.eqns if node.place else ()):
+        for span in jx.spans_of(eqn):
+            if not jx.Frame(span[0], 0, "").is_of_library:
+                return Span(*span)
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _source(file: str) -> tuple[str, dict[Span, ast.expr], ast.AST]:
+    """Returns the text of a file, its expressions, and its syntax tree."""
+    text = "".join(linecache.getlines(file))
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # the file has changed since
+        tree = ast.Module([], [])
+    found = (x for x in ast.walk(tree) if isinstance(x, ast.expr))
+    spans = {Span(file, x.lineno, x.col_offset, x.end_lineno or 0, x.end_col_offset or 0): x for x in found}
+    return text, spans, tree
