@@ -28,8 +28,7 @@ KNOWN = st.builds(
     st.sampled_from(Squares),
     st.sampled_from(Moment),
     st.sampled_from(Whole),
-    *[st.booleans()] * 3,
-    st.integers(0, 2),
+    *[st.booleans()] * 4,
 )
 PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 15)), max_size=4)
 LATTICES = {

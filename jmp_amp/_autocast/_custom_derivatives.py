@@ -23,7 +23,6 @@ from jmp_amp._autocast._values import Use, Value
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    symbolic_zeros, _ = jx.versions.custom_rule(eqn)
     inexact_outs = list(map(jx.is_inexact, eqn.outvars))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -45,7 +44,7 @@ def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
         it, pairs = iter(result_tangents), zip(inexact_outs, results, strict=True)
         return results, [next(it) if is_one else np.zeros(jnp.shape(x), jax.dtypes.float0) for is_one, x in pairs]
 
-    return _with_rule(plan, eqn, jax.custom_jvp, lambda f: f.defjvp(jvp, symbolic_zeros=symbolic_zeros))
+    return _with_rule(plan, eqn, jax.custom_jvp, lambda f, zeros: f.defjvp(jvp, symbolic_zeros=zeros))
 
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
@@ -59,14 +58,13 @@ def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
             args = tuple(arg.value for arg in args)
         return _forward(planner, eqn, plan, perturbed, args)
 
-    return _with_rule(
-        plan, eqn, jax.custom_vjp, lambda f: jx.versions.define_vjp(f, forward, operator.call, symbolic_zeros)
-    )
+    define_vjp = jx.versions.define_vjp
+    return _with_rule(plan, eqn, jax.custom_vjp, lambda f, zeros: define_vjp(f, forward, operator.call, zeros))
 
 
-def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[[Any], Any]) -> Run:
+def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[[Any, bool], Any]) -> Run:
     """Returns the planned function with a derivative rule, which `define` gives to what `transform` returns."""
-    _, n_closed_over = jx.versions.custom_rule(eqn)
+    symbolic_zeros, n_closed_over = jx.versions.custom_rule(eqn)
 
     def call(*args: Any) -> list[Any]:
         return plan(*args)
@@ -75,7 +73,7 @@ def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[
 
     def run(args: Sequence[Any]) -> Sequence[Any]:
         function = transform(call)
-        define(function)
+        define(function, symbolic_zeros)
         # JAX refuses to differentiate what the function closes over.
         closed_over = [_refuses_tangents(x) if isinstance(x, jax.core.Tracer) else x for x in args[:n_closed_over]]
         return function(*closed_over, *args[n_closed_over:])

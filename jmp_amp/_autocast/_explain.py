@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
@@ -260,13 +260,9 @@ def explain_call(
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
     forward = _forward(planner, plans[0], settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
-    casts = [
-        origin.times
-        for eqn, origin in equations
-        if eqn.primitive.name == "convert_element_type" and all(map(jx.is_floating, (*eqn.invars, *eqn.outvars)))
-    ]
+    casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = list(_with_numbers([*forward, *filter(None, backward)]))
-    return sites, sum(casts), _kept(program) if is_differentiable else None
+    return sites, casts, _kept(program) if is_differentiable else None
 
 
 def _with_numbers(sites: Sequence[OpSite]) -> Iterator[OpSite]:
@@ -293,3 +289,7 @@ def _kept(program: Any) -> dict[str, int]:
     for var in filter(jx.is_floating, saved):
         kept[str(jx.dtype_of(var))] += _nbytes(var, jx.dtype_of(var))
     return dict(kept)
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and all(map(jx.is_floating, (*eqn.invars, *eqn.outvars)))

@@ -221,7 +221,7 @@ def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
 def _step(
     eqn: JaxprEqn, values: Values, cast: Values, outs: Values, bodies: list[jx.Body], inner: list[tuple[Plan, Any]]
 ) -> Step:
-    """Returns the decision for an equation, whose operands are cast, and which runs with other bodies if they differ.
+    """Returns the decision for an equation: the casts of its operands, and other bodies if a plan changes one.
 
     Its operands are stored, so float32 would cost memory. So `reads_float32` is false, even if the body reads float32.
     """

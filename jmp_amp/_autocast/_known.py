@@ -69,7 +69,7 @@ class Knowledge(jx.Forward[Facts, Known]):
             rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not is_norm),
             joined.adds_up and rule.moves,
             joined.recurs and rule.is_linear,
-            joined.multiplied if rule.moves else min(joined.multiplied + 1, 2) if facts.multiplies_slices else 0,
+            joined.multiplies_slices if rule.moves else facts.multiplies_slices,
         )
         return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
 

@@ -138,7 +138,7 @@ def _gate(facts: Facts, operands: Sequence[Known], reads: int) -> int:
     rule = facts.rule
     if rule.scales and any(known.adds_up for known in operands):
         return Reads.GATE if reads & Reads.TERM else Reads.FACTOR
-    if facts.multiplies_slices and any(known.multiplied for known in operands):
+    if facts.multiplies_slices and any(known.multiplies_slices for known in operands):
         return Reads.GATE
     if rule.moves or facts.multiplies_slices:
         return reads & (Reads.GATE | Reads.MAKES_GATE)

@@ -100,7 +100,7 @@ class Known(NamedTuple):
         is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
         adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
         recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
-        multiplied: how often slices of it were multiplied with each other, as by an associative scan; at most 2.
+        multiplies_slices: whether it was made by multiplying parts of one array, as in an associative scan.
     """
 
     size: float = 1.0
@@ -111,7 +111,7 @@ class Known(NamedTuple):
     is_solution: bool = False
     adds_up: bool = False
     recurs: bool = False
-    multiplied: int = 0
+    multiplies_slices: bool = False
 
 
 NOTHING = Known()
