@@ -144,6 +144,41 @@ def test_float8_pays_from_about_two_thousand_on():
     assert gains == pytest.approx([0.82, 1.0, 1.3, 1.54], abs=0.01)
 
 
+def block(params, x, heads, kv_heads):
+    """A block of a transformer, with a gate if `params` has one."""
+    batch, length = x.shape[:2]
+    h = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+    q, k, v = (
+        (h @ params[name]).reshape(batch, length, n, -1) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    k, v = (jnp.repeat(each, heads // kv_heads, axis=2) for each in (k, v))
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ params["o"]
+    h = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+    up = jax.nn.silu(h @ params["gate"]) * (h @ params["up"]) if "gate" in params else jax.nn.gelu(h @ params["up"])
+    return jnp.mean(x + up @ params["down"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gain"),  # as docs/float8.md has them
+    [((768, 12, 12, 3072), 1.02), ((2048, 16, 16, 8192), 1.34), ((4096, 32, 8, 14336), 1.54)],
+    ids=["GPT-2 small", "1.3B", "Llama-8B"],
+)
+def test_a_block_of_a_transformer_gains_less_than_its_weights(sizes, gain):
+    width, heads, kv_heads, inner = sizes
+    kv_width = width // heads * kv_heads
+    params = {"q": (width, width), "k": (width, kv_width), "v": (width, kv_width), "o": (width, width)}
+    params |= {"up": (width, inner), "down": (inner, width)} | ({"gate": (width, inner)} if kv_heads < heads else {})
+    params = {name: array(*shape) for name, shape in params.items()}
+
+    def loss_fn(params, x):
+        with jax.named_scope("layer"):
+            return block(params, x, heads, kv_heads)
+
+    roofline = amp.explain(loss_fn, **FLOAT8)(params, array(8, 1024, width)).roofline("H100")
+    assert roofline.speedup == pytest.approx(gain, abs=0.01)
+
+
 def test_an_unknown_device_and_a_format_of_32_bits_are_errors():
     report = amp.explain(layer, "float16")(W, X)
     with pytest.raises(ValueError, match=r"must be one of T4, .*, TPU7x, got 'H900'; .*`amp\.debug\.Peaks\(memory="):
