@@ -125,12 +125,10 @@ class Roofline:
         return self.base_seconds / self.seconds if self.seconds else 1.0
 
     def _heading(self) -> str:
-        rates = self.peaks._replace(memory=0)._asdict().items()
-        units = ", ".join(f"{rate:g} TFLOP/s in {name}" for name, rate in rates if rate)
-        return (
-            f"Roofline bounds, not measurements: {self.device} at {self.peaks.memory:g} TB/s, {units}"
-            f"{'' if self.peaks.float8 else ', no float8 units'}. Products and the casts of their operands only."
-        )
+        rates = zip(Peaks._fields[1:], self.peaks[1:], strict=True)
+        units = ", ".join(f"{rate:g} TFLOP/s in {name}" if rate else f"no {name} units" for name, rate in rates)
+        peaks = f"{self.device} at {self.peaks.memory:g} TB/s, {units}"
+        return f"Roofline bounds, not measurements: {peaks}. Products and the casts of their operands only."
 
     def _table(self) -> Iterator[tuple[str, ...]]:
         yield "product", "dtype", "module", "pass", "runs", f"{self.base} us", f"{self.dtype} us", "casts us", "x"
@@ -141,8 +139,8 @@ class Roofline:
             groups.setdefault((shapes, site.compute, module, site.direction), []).append(bound)
         for key, group in [*groups.items(), (("sum", "", "", ""), self.bounds)]:
             part = dataclasses.replace(self, bounds=tuple(group))
-            seconds = part.base_seconds, part.seconds, sum(bound.cast_seconds for bound in group)
-            times = (f"{1e6 * each:.1f}" for each in seconds)
+            casts = sum(bound.cast_seconds for bound in group)
+            times = (f"{1e6 * seconds:.1f}" for seconds in (part.base_seconds, part.seconds, casts))
             yield *key, str(sum(bound.site.runs for bound in group)), *times, f"{part.speedup:.2f}"
 
     def __str__(self) -> str:
@@ -212,9 +210,8 @@ class _Bounds:
             if site.direction == "backward":
                 is_new = is_float8 and (self._blocks or (is_new and new == self._cotangents))
             # What the program computes is stored in the base dtype, or in 16 bits, by the op that computes it.
-            width = (
-                self._width(old) if x.is_argument else min(map(self._width, (old, self._base if is_float8 else new)))
-            )
+            stored = old if x.is_argument else self._base if is_float8 else new
+            width = min(self._width(old), self._width(stored))
             if is_new and self._width(new) < width:
                 reads = 2 if is_float8 and not self._blocks else 1  # the first for the maximum, which is the scale
                 moved += site.runs * math.prod(x.shape) * (reads * width + self._width(new))
