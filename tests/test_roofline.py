@@ -95,11 +95,12 @@ def test_blocks_are_cast_in_one_read_for_each_product(monkeypatch):
     report = amp.explain(hidden, **FLOAT8)(W, X)
     monkeypatch.setitem(FORMATS, "float8", Format("float8", jnp.dtype("bfloat16"), blocks))
     width = 1 + 1 / 32  # with the scale of a block
-    forward, weight, _ = bounds(report)
+    forward, weight, _ = bounds(report, PEAKS._replace(mxfp8=4))
     assert forward[2] == pytest.approx(SIZE * (2 + 4 + 2 * width) / 2)
     assert weight[2] == pytest.approx(SIZE * (2 + 2 + 2 * width) / 2)
-    slow = report.roofline(SLOW_MEMORY).bounds[0]
+    slow = report.roofline(SLOW_MEMORY._replace(mxfp8=4)).bounds[0]
     assert 1e12 * 0.01 * (slow.seconds - slow.cast_seconds) == pytest.approx(SIZE * (2 * width + 2))
+    assert report.roofline("H200").speedup == 1 < report.roofline(PEAKS._replace(mxfp8=400)).speedup  # without units
 
 
 def test_sixteen_bits_are_compared_with_float32():
@@ -218,4 +219,5 @@ def test_rates_of_a_device_are_dense(name):
     peaks = DEVICES[name]
     assert peaks.float32 <= peaks.bfloat16 <= peaks.float16
     assert not peaks.float8 or peaks.float8 == pytest.approx(2 * peaks.bfloat16, rel=0.01)
+    assert peaks.mxfp8 in (0, peaks.float8)
     assert 20 < peaks.float16 / peaks.memory < 600  # FLOPs a byte
