@@ -231,8 +231,7 @@ def low_precision_params(
             step = optax.safe_increment(step)
         nearest, stored = _split(params, new_full) if remainder else (new_full, new_full)
         new_updates = jax.tree.map(_rounded_update, params, nearest, full_updates, *keys)
-        if remainder:
-            stored = jax.tree.map(_reached, params, new_updates, nearest, stored)
+        stored = jax.tree.map(_reached, params, new_updates, nearest, stored)
         new_masters = _where_frozen(updates, state.masters, _masters(params, stored)) if masters else None
         return new_updates, LowPrecisionParamsState(new_masters, step, inner_state)
 

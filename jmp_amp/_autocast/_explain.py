@@ -1,7 +1,7 @@
 """Explains a call: the decisions of autocast, from its plan, and the ops of the backward pass, from the jaxpr."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, count
 from typing import Any, NamedTuple
@@ -172,9 +172,8 @@ def _forward_site(
         why = "override"
     elif eqn.primitive.name not in RULES and eqn.invars:  # `iota` reads nothing that could be cast
         why = "opaque" if planner.hides_products(eqn) else "unknown"
-    inputs = [value.dtype for value in compress(values, is_float)]
-    arguments = [value.origin <= Origin.INPUT for value in compress(values, is_float)]
-    return _site("forward", eqn, provenance, rule, forced or why, inputs, arguments, str(compute), results)
+    inputs = [(value.dtype, value.origin <= Origin.INPUT) for value in compress(values, is_float)]
+    return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
 
 
 def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
@@ -187,30 +186,26 @@ def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpS
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))
-    rule, arguments = planner.rule_of(eqn), [False] * len(inputs)
-    return _site(direction, eqn, provenance, rule, "derivative", inputs, arguments, compute, results)
+    read = [(dtype, False) for dtype in inputs]
+    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", read, compute, results)
 
 
 def _site(
-    direction: str,
-    eqn: Any,
-    provenance: jx.Provenance,
-    rule: Rule,
-    why: str,
-    inputs: Sequence[Any],
-    arguments: Sequence[bool],
-    compute: str,
-    outs: Sequence[tuple[Any, Any]],
+    direction: str, eqn: Any, provenance: jx.Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
 ) -> OpSite:
-    """Returns the site of an op, given the dtypes of its floating operands, and its results with their dtypes."""
+    """Returns the site of an op.
+
+    `inputs` holds, for each floating operand, its dtype and whether it is an argument; `outs` its results and their
+    dtypes.
+    """
     times, floating = provenance.times, [dtype for var, dtype in outs if jx.is_floating(var)]
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    flops, operands = _flops(eqn), zip(filter(jx.is_floating, eqn.invars), arguments, strict=True)
-    read = tuple(Operand(x.aval.shape, id(x), is_argument) for x, is_argument in operands) if flops else ()
-    costs = times, times * flops, times * nbytes
-    return OpSite(direction, *where, why, tuple(map(str, inputs)), read, compute, str(output), *costs)
+    flops, pairs = _flops(eqn), zip(filter(jx.is_floating, eqn.invars), inputs, strict=True)
+    operands = tuple(Operand(x.aval.shape, id(x), is_argument) for x, (_, is_argument) in pairs) if flops else ()
+    dtypes, costs = tuple(str(dtype) for dtype, _ in inputs), (times, times * flops, times * nbytes)
+    return OpSite(direction, *where, why, dtypes, operands, compute, str(output), *costs)
 
 
 def _nbytes(var: Any, dtype: Any) -> int:
@@ -267,16 +262,14 @@ def explain_call(
 
 def _with_numbers(sites: Sequence[OpSite]) -> Iterator[OpSite]:
     """Yields the sites with operands numbered from 0, in place of the identities of their variables."""
-    numbers: dict[int, int] = {}
+    numbers: dict[int, int] = defaultdict(count().__next__)
     earlier: set[Any] = set()
-    new = count()
     for site in sites:
         key = site.module, site.source, site.operands
-        if key in earlier:  # another call of the same jaxpr, with other values
-            numbers, earlier = {}, set()
-        earlier |= {key} if site.operands else set()
-        for x in site.operands:
-            numbers[x.array] = numbers[x.array] if x.array in numbers else next(new)
+        if site.operands and key in earlier:  # another call of the same jaxpr, with other values
+            numbers.clear()
+            earlier.clear()
+        earlier.add(key)
         yield site._replace(operands=tuple(x._replace(array=numbers[x.array]) for x in site.operands))
 
 

@@ -196,8 +196,8 @@ class PrecisionReport:
         Examples:
             >>> import jax, jax.numpy as jnp
             >>> import jmp_amp as amp
-            >>> w, x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
-            >>> report = amp.explain(lambda w, x: x @ w, "float8")(w, x)
+            >>> w, x = (jax.ShapeDtypeStruct((rows, 4096), jnp.float32) for rows in (4096, 8192))
+            >>> report = amp.explain(lambda w, x: jnp.tanh(x) @ w, "float8")(w, x)
             >>> print(f"{report.roofline('H100').speedup:.2f}")
             1.54
 

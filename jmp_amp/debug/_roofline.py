@@ -24,6 +24,7 @@ class Peaks(NamedTuple):
         float16: likewise; the rate of float32 if the device has no such units.
         bfloat16: likewise.
         float8: likewise; 0 if the device has no units that autocast uses, so that products run in the base dtype.
+        mxfp8: likewise, of float8 operands with a scale for each block of 32.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -39,6 +40,7 @@ class Peaks(NamedTuple):
     float16: float
     bfloat16: float
     float8: float = 0.0
+    mxfp8: float = 0.0
 
 
 # Vendors state most rates with structured sparsity; these are half of that, for dense products.
@@ -49,7 +51,7 @@ DEVICES = {
     "L4": Peaks(0.3, 60, 121, 121, 242.5),  # NVIDIA L4 datasheet, 2023
     "H100": Peaks(3.35, 494.5, 989.5, 989.5, 1979),  # NVIDIA H100 datasheet, 2023, SXM
     "H200": Peaks(4.8, 494.5, 989.5, 989.5, 1979),  # NVIDIA H200 datasheet, 2024, SXM
-    "B200": Peaks(7.7, 1100, 2250, 2250, 4500),  # NVIDIA Blackwell datasheet, 2025, HGX B200
+    "B200": Peaks(7.7, 1100, 2250, 2250, 4500, 4500),  # NVIDIA Blackwell datasheet, 2025, HGX B200
     "MI300X": Peaks(5.3, 163.4, 1307.4, 1307.4),  # AMD Instinct MI300X data sheet, 2023; its float8 dtypes are others
     # Google Cloud TPU documentation, 2023 to 2025, of a chip. There are no units for float16 and float32.
     "TPU v5e": Peaks(0.819, 197, 197, 197),
@@ -125,12 +127,10 @@ class Roofline:
         return self.base_seconds / self.seconds if self.seconds else 1.0
 
     def _heading(self) -> str:
-        rates = self.peaks._replace(memory=0)._asdict().items()
-        units = ", ".join(f"{rate:g} TFLOP/s in {name}" for name, rate in rates if rate)
-        return (
-            f"Roofline bounds, not measurements: {self.device} at {self.peaks.memory:g} TB/s, {units}"
-            f"{'' if self.peaks.float8 else ', no float8 units'}. Products and the casts of their operands only."
-        )
+        rates = zip(Peaks._fields[1:], self.peaks[1:], strict=True)
+        units = ", ".join(f"{rate:g} TFLOP/s in {name}" if rate else f"no {name} units" for name, rate in rates)
+        peaks = f"{self.device} at {self.peaks.memory:g} TB/s, {units}"
+        return f"Roofline bounds, not measurements: {peaks}. Products and the casts of their operands only."
 
     def _table(self) -> Iterator[tuple[str, ...]]:
         yield "product", "dtype", "module", "pass", "runs", f"{self.base} us", f"{self.dtype} us", "casts us", "x"
@@ -141,8 +141,8 @@ class Roofline:
             groups.setdefault((shapes, site.compute, module, site.direction), []).append(bound)
         for key, group in [*groups.items(), (("sum", "", "", ""), self.bounds)]:
             part = dataclasses.replace(self, bounds=tuple(group))
-            seconds = part.base_seconds, part.seconds, sum(bound.cast_seconds for bound in group)
-            times = (f"{1e6 * each:.1f}" for each in seconds)
+            casts = sum(bound.cast_seconds for bound in group)
+            times = (f"{1e6 * seconds:.1f}" for seconds in (part.base_seconds, part.seconds, casts))
             yield *key, str(sum(bound.site.runs for bound in group)), *times, f"{part.speedup:.2f}"
 
     def __str__(self) -> str:
@@ -183,6 +183,7 @@ class _Bounds:
     def __init__(self, peaks: Peaks, base: str, float8: Float8, low: str) -> None:
         self._peaks, self._base, self._low = peaks, base, low
         self._blocks, self._cotangents = getattr(float8, "blocks", False), str(float8.cotangents)
+        self._float8_rate = peaks.mxfp8 if self._blocks else peaks.float8
         self._cast: set[int] = set()  # the arrays that an earlier product read, so that they are cast already
 
     def of(self, site: OpSite) -> Bound:
@@ -190,7 +191,7 @@ class _Bounds:
         dtypes = (site.compute.split() * 2)[:2]
         is_low = site.compute.startswith(self._low) and site.why != "traced"
         before = [self._base] * 2 if is_low else dtypes
-        if site.compute.startswith("float8") and not self._peaks.float8:
+        if site.compute.startswith("float8") and not self._float8_rate:
             dtypes = before
         # The result of a float32 product is float32; that of a float8 product has the dtype that it has in the base.
         wider = 4 / jnp.dtype(site.output).itemsize if is_low and self._base == "float32" else 1
@@ -200,7 +201,8 @@ class _Bounds:
         return Bound(site, base_casts + self._product_seconds(site, before, wider * site.bytes), seconds, casts)
 
     def _product_seconds(self, site: OpSite, dtypes: Sequence[str], result_bytes: float) -> float:
-        rate = getattr(self._peaks, dtypes[0].partition("_")[0], self._peaks.float32)
+        dtype = dtypes[0]
+        rate = self._float8_rate if dtype.startswith("float8") else getattr(self._peaks, dtype, self._peaks.float32)
         read = sum(math.prod(x.shape) * self._width(dtype) for x, dtype in zip(site.operands, dtypes, strict=False))
         return max(site.flops / rate, (site.runs * read + result_bytes) / self._peaks.memory) / 1e12
 
@@ -212,9 +214,8 @@ class _Bounds:
             if site.direction == "backward":
                 is_new = is_float8 and (self._blocks or (is_new and new == self._cotangents))
             # What the program computes is stored in the base dtype, or in 16 bits, by the op that computes it.
-            width = (
-                self._width(old) if x.is_argument else min(map(self._width, (old, self._base if is_float8 else new)))
-            )
+            stored = old if x.is_argument else self._base if is_float8 else new
+            width = min(self._width(old), self._width(stored))
             if is_new and self._width(new) < width:
                 reads = 2 if is_float8 and not self._blocks else 1  # the first for the maximum, which is the scale
                 moved += site.runs * math.prod(x.shape) * (reads * width + self._width(new))

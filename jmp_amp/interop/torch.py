@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_amp._loss_scale import LossScale, LossScaleState, find_state, to_count
+from jmp_amp._loss_scale import LossScale, LossScaleState, find_state, to_count, to_number
 
 __all__ = ["load_state_dict", "state_dict"]
 
@@ -74,8 +74,5 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
             f"a `GradScaler` state dict must have the keys {', '.join(_KEYS)}; unknown: {unknown}, missing: {missing}"
         )
     tracker = to_count("_growth_tracker", d["_growth_tracker"], 0)
-    try:
-        rule = LossScale.torch(init_scale=d["scale"], **{key: d[key] for key in _RULE})
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error} (`init_scale` is the value of the key `scale`)") from None
+    rule = LossScale.torch(init_scale=to_number("scale", d["scale"]), **{key: d[key] for key in _RULE})
     return rule, rule.init()._replace(growth_tracker=jnp.asarray(tracker, jnp.int32))
