@@ -176,7 +176,7 @@ def _of_precision(t: Trials) -> Diagnosis | None:
             where = "that line" if lines == [location_of(t.node.place.eqns).source] else "; ".join(lines)
             passing[f"`with amp.full_precision():` around {where}"] = seen
         scope = location.scope
-        if scope and (seen := t.compared(_in_float32(t, _is_in_scope(scope)))):
+        if scope and (seen := t.compared(**_in_float32(lambda x, scope=scope: scope in x.scope))):
             passing[f'`rules={{"{scope}": "full"}}`'] = seen
         if passing:
             why = _too_large(t) if node is t.node else ""
@@ -194,24 +194,19 @@ def _lines_in_float32(t: Trials, line: str) -> tuple[list[str], str] | None:
     """Adds the line of the next op that is not finite, until all results are."""
     lines = [line]
     while len(lines) <= _MOST_LINES:
-        other = _in_float32(t, lambda x: x.source in lines)
-        if other.is_finite or not other.nonfinite:
-            seen = t.compared(other)
-            return (lines, seen) if seen else None
-        new = location_of(next(iter(other.nonfinite.values())).place.eqns).source
-        if new in lines:
+        changes = _in_float32(lambda x: x.source in lines)
+        if seen := t.compared(**changes):
+            return lines, seen
+        other = dataclasses.replace(t.evaluation, trip_counts={}, **changes)
+        new = [location_of(x.place.eqns).source for x in other.nonfinite.values()][:1]
+        if other.is_finite or not new or new[0] in lines:
             return None
-        lines.append(new)
+        lines += new
     return None
 
 
-def _is_in_scope(scope: str) -> Callable[[Location], bool]:
-    return lambda x: scope in x.scope
-
-
-def _in_float32(t: Trials, region: Callable[[Location], bool]) -> Evaluation:
-    is_inside = functools.cache(lambda eqns: region(location_of(eqns)))
-    return dataclasses.replace(t.evaluation, wide=FLOAT32, region=is_inside, trip_counts={})
+def _in_float32(region: Callable[[Location], bool]) -> dict[str, Any]:
+    return {"wide": FLOAT32, "region": functools.cache(lambda eqns: region(location_of(eqns)))}
 
 
 def _of_table(t: Trials) -> Diagnosis | None:
@@ -395,16 +390,8 @@ def _largest(t: Trials) -> float:
 
 def _too_large(t: Trials) -> str:
     """Returns how much too large the result is for its dtype."""
-    wide = dataclasses.replace(t.evaluation, wide=FLOAT64)
-    found = next(
-        (
-            x.values
-            for x in wide.nodes
-            if x.place and t.node.place and (x.place.id, x.index) == (t.node.place.id, t.node.index)
-        ),
-        None,
-    )
-    if found is None or found.max is None or not found.is_finite:
+    found = t.in_float64
+    if found is None or found.max is None:
         return "the result is not finite in float64 either"
     excess = max(abs(found.max), abs(found.min or 0.0)) / _largest(t)
     if excess <= 1:
