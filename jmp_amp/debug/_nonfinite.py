@@ -17,7 +17,7 @@ from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp.debug._evaluation import FLOAT32, Evaluation, has_low_precision
 from jmp_amp.debug._evidence import diagnose
-from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, values_of
+from jmp_amp.debug._nodes import Id, Values, argument_id, is_low, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
 from jmp_amp.debug._trials import Trials, upstream
 
