@@ -54,7 +54,7 @@ def in_users_names(
 
 def is_inner(value: Node, readers: Collection[Node]) -> bool:
     """Whether a value, as some of its readers, is inside of an expression, such as a call of the library."""
-    span = span_of(value)
+    span = span_of(value.uncast)  # a cast of autocast belongs to its reader
     return span is not None and any(span_of(x) == span for x in value.readers if x in readers)
 
 
@@ -62,7 +62,7 @@ def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
     """Returns what the code calls a value where it reads it, if it means the same in another place."""
     for reader in nodes:
         span = span_of(reader)
-        if span and span != span_of(value) and value in (x.outside for x in reader.operands):
+        if span and span != span_of(value.uncast) and value in (x.outside for x in reader.operands):
             same = [x for x in nodes if span_of(x) == span]
             arrays = (y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant)
             reads = [x for x in dict.fromkeys(arrays) if x not in same]
