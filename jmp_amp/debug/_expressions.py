@@ -9,6 +9,8 @@ from typing import Any
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._nodes import Node
 
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | _COMPREHENSIONS
 _REDUCTIONS = {"sum", "mean", "var", "logsumexp"}
 
 
@@ -91,18 +93,23 @@ def _operands(expression: Any) -> list[ast.expr]:
 
 def _is_same(expression: ast.expr, span: Span, at: Span) -> bool:
     """Whether an expression of one place means the same in another."""
-    if span[0] == at[0] and at[1:3] <= span[1:3] and span[3:] <= at[3:]:  # one is a part of the other
-        return True
-    functions = [
-        x
-        for x in ast.walk(_source(at[0])[2])
-        if isinstance(x, ast.FunctionDef) and x.lineno <= at[1] <= (x.end_lineno or 0)
-    ]
-    if span[0] != at[0] or not functions or not functions[-1].lineno <= span[1] <= at[1]:
+    scopes = _scopes(at)
+    if span[0] != at[0] or _scopes(span) != scopes:
         return False
+    if at[1:3] <= span[1:3] and span[3:] <= at[3:]:  # one is a part of the other
+        return True
     names = {x.id for x in ast.walk(expression) if isinstance(x, ast.Name)}
-    stored = (x for x in ast.walk(functions[-1]) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
-    return not any(x.id in names and span[1] <= x.lineno < at[1] for x in stored)
+    stored: list[Any] = [x for x in ast.walk(scopes[-1]) if isinstance(getattr(x, "ctx", None), ast.Store)]
+    between = [y for x in stored if span[1] <= x.lineno < at[1] for y in ast.walk(x) if isinstance(y, ast.Name)]
+    return span[1] <= at[1] and not any(x.id in names for x in between)
+
+
+def _scopes(span: Span) -> list[Any]:
+    """Returns the syntax trees with names of their own around an expression, the innermost last."""
+    file, *start, end_line, end_column = span
+    tree = _source(file)[2]
+    found = [x for x in ast.walk(tree) if isinstance(x, _SCOPES) and [x.lineno, x.col_offset] <= start]
+    return [tree, *(x for x in found if (end_line, end_column) <= (x.end_lineno or 0, x.end_col_offset or 0))]
 
 
 def span_of(node: Node) -> Span | None:
