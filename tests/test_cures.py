@@ -167,7 +167,7 @@ UNKNOWN = "The cause is not known"
 # The function, its arguments, a part of the cure, and whether it was tried.
 PROGRAMS = {
     "rmse": (grad(rmse), FIT, "`jnp.sqrt(jnp.mean((x @ w - y) ** 2) + 1e-", True),
-    "rmse by hand": (grad(rmse_by_hand), FIT, "`jnp.sqrt(jnp.mean(difference ** 2) + 1e-", True),
+    "rmse by hand": (grad(rmse_by_hand), FIT, "`jnp.sqrt(jnp.mean(difference * difference) + 1e-", True),
     "rmse by norm": (grad(rmse_by_norm), FIT, "`jnp.sqrt(jnp.sum((x @ w - y) ** 2) + 1e-", True),
     "hmm": (
         hidden_markov_model,
@@ -241,6 +241,43 @@ def test_the_cure_fits_the_program_and_was_tried(name):
     assert ("finite" in found.tried) == is_tried
     if name in ("scan", "relu"):
         assert found.in_float32 == "in float32 all results are finite: precision is the cause"
+
+
+def nested(x):
+    def inner(z):
+        return jnp.exp(z)
+
+    return jnp.sum(jnp.log(1 + inner(x)))
+
+
+def in_a_lambda(x):
+    return jnp.sum(jnp.log(1 + (lambda z: jnp.exp(z))(x)))
+
+
+def assigned_again(x):
+    y = jnp.exp(x)
+    x = 0 * x
+    return jnp.sum(jnp.log(1 + y)) + jnp.sum(x)
+
+
+def stored_into(x):
+    values = {"x": x}
+    y = jnp.exp(values["x"])
+    values["x"] = 0 * x
+    return jnp.sum(jnp.log(1 + y)) + jnp.sum(values["x"])
+
+
+def called(x):
+    y = jnp.exp(x)
+    return jnp.sum(jnp.log(1 + y))
+
+
+@pytest.mark.parametrize("fun", [nested, in_a_lambda, assigned_again, stored_into, called])
+def test_names_of_the_user_are_printed_where_they_mean_the_same(fun):
+    found = first_nonfinite(jax.grad(fun) if fun is called else fun)(100 + X)
+    own = "`jax.nn.softplus(x)` in place of `jnp.log(1 + y)`"
+    assert "use `jax.nn.softplus(x)`" in found.cure
+    assert (own in found.cure) == (fun is called)
 
 
 # Programs that were written without knowledge of the tool

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,14 +18,13 @@ from jmp_amp.debug._cures import BOUNDS, CURES
 from jmp_amp.debug._evaluation import (
     FLOAT32,
     FLOAT64,
-    Evaluation,
     Rewrite,
     applies_loss_scale,
     evaluate_in,
     has_low_precision,
     precise,
 )
-from jmp_amp.debug._nodes import Node, argument_id
+from jmp_amp.debug._nodes import Node
 from jmp_amp.debug._report import Location, location_of
 from jmp_amp.debug._trials import Diagnosis, Trials, nearest, upstream
 
@@ -52,8 +51,7 @@ def _of_infinities(t: Trials) -> Diagnosis | None:
         most = float(jnp.finfo(x.dtype).max)
         return jnp.clip(x, -most, most)
 
-    cured = dataclasses.replace(t.evaluation, constant=finite, arrays=[finite(x) for x in t.evaluation.arrays])
-    seen = "all results are finite with it" if cured.is_finite else ""
+    seen = _seen(t, "with it", constant=finite, arrays=[finite(x) for x in t.evaluation.arrays])
     return Diagnosis(
         "infinite operand",
         "an infinity meets an infinity, or 0, here, as in the softmax of a fully masked row: mask with "
@@ -108,18 +106,14 @@ def _of_lookups(t: Trials) -> Diagnosis | None:
 
 def _of_counts(t: Trials) -> Diagnosis | None:
     """Adds 1 to scalars that are 0."""
-    read = upstream([t.node])
-    for i, x in enumerate(t.evaluation.arrays):
-        is_read = any(node.index == argument_id(i) and node.place and not node.place.eqns for node in read)
-        if not is_read or np.shape(x) or np.asarray(x) != 0:
-            continue
-        others = [*t.evaluation.arrays]
-        others[i] = others[i] + np.ones((), others[i].dtype)
-        if dataclasses.replace(t.evaluation, arrays=others).is_finite:
+    for i, x in _read_arguments(t).items():
+        if (
+            not np.shape(x)
+            and np.asarray(x) == 0
+            and (seen := _with_arrays(t, "with 1", {i: x + np.ones((), x.dtype)}))
+        ):
             text = f"`{t.name(i)}` is 0, and the op divides by 0 or takes the logarithm of 0 there"
-            return Diagnosis(
-                "argument is 0", f"{text}. If it counts steps, start with 1", "all results are finite with 1"
-            )
+            return Diagnosis("argument is 0", f"{text}. If it counts steps, start with 1", seen)
     return None
 
 
@@ -137,8 +131,7 @@ def _of_scale(t: Trials) -> Diagnosis | None:
     """Divides the loss scale by powers of two."""
     factors = [x.operands[1].values.max or 0.0 for x in upstream([t.node]) if x.eqn and applies_loss_scale(x.eqn)]
     steps = range(1, math.floor(math.log2(max(*factors, 1.0, 1.0))) + 1)
-    scaled = functools.partial(dataclasses.replace, t.evaluation)
-    k = bisect.bisect_left(steps, True, key=lambda k: scaled(loss_factor=2.0**-k).is_finite)
+    k = bisect.bisect_left(steps, True, key=lambda k: bool(_seen(t, "", loss_factor=2.0**-k)))
     if k == len(steps):
         return None
     return Diagnosis(
@@ -149,18 +142,21 @@ def _of_scale(t: Trials) -> Diagnosis | None:
     )
 
 
+def _lost(node: Node) -> str:
+    times = f", iteration {', '.join(map(str, node.place.iteration))}" if node.place.iteration else ""
+    return f"the operand is 0 because `{node.primitive}` {_where(node)}{times} underflows {node.values.dtype}"
+
+
 def _of_lost_gradients(t: Trials) -> Diagnosis | None:
-    """A float16 gradient that underflows, and that the program divides by."""
+    """Multiplies the loss scale, for a float16 gradient that underflows and that the program divides by."""
     lost = next((x.underflow for x in t.node.operands if x.underflow), None)
     if lost is None or not lost.is_backward or lost.values.dtype != "float16":
         return None
-    scaled = dataclasses.replace(t.evaluation, loss_factor=2.0**16)
     return Diagnosis(
         "gradient that underflows",
-        f"the operand is 0 because `{lost.primitive}` {_where(lost)} underflows in float16, whose smallest positive "
-        "value is 6e-8. Gradients that underflow need a loss scale, or a larger one: `amp.value_and_grad(fun, "
-        "loss_scale=scale)`, with the scale of `amp.dynamic_loss_scale`",
-        "all results are finite with a scale 2^16 times larger" if scaled.is_finite else "",
+        f"{_lost(lost)}, whose smallest positive value is 6e-8. Gradients that underflow need a loss scale, or a "
+        "larger one: `amp.value_and_grad(fun, loss_scale=scale)`, with the scale of `amp.dynamic_loss_scale`",
+        _seen(t, "with a scale 2^16 times larger", loss_factor=2.0**16),
     )
 
 
@@ -176,42 +172,42 @@ def _of_precision(t: Trials) -> Diagnosis | None:
             where = "that line" if lines == [location_of(t.node.place.eqns).source] else "; ".join(lines)
             passing[f"`with amp.full_precision():` around {where}"] = seen
         scope = location.scope
-        if scope and (seen := t.compared(_in_float32(t, _is_in_scope(scope)))):
+        if scope and (seen := t.compared(**_in_float32(functools.partial(_is_in_scope, scope)))):
             passing[f'`rules={{"{scope}": "full"}}`'] = seen
         if passing:
-            why = _too_large(t) if node is t.node else ""
-            if lost:
-                why = f"the operand is 0 because `{lost.primitive}` {_where(lost)} underflows in {lost.values.dtype}"
             text = (
-                f"{why}. To run this op in float32, use {' or '.join(passing)} if autocast chose {node.values.dtype}, "
-                "or `.astype(jnp.float32)` if the code itself casts"
+                f"{_lost(lost) if lost else _too_large(t)}. To run this op in float32, use {' or '.join(passing)} if "
+                f"autocast chose {node.values.dtype}, or `.astype(jnp.float32)` if the code itself casts"
             )
             return Diagnosis("precision", text, next(iter(passing.values())))
     return None
+
+
+def _is_on_lines(lines: Sequence[str], location: Location) -> bool:
+    return location.source in lines
+
+
+def _is_in_scope(scope: str, location: Location) -> bool:
+    return scope in location.scope
 
 
 def _lines_in_float32(t: Trials, line: str) -> tuple[list[str], str] | None:
     """Adds the line of the next op that is not finite, until all results are."""
     lines = [line]
     while len(lines) <= _MOST_LINES:
-        other = _in_float32(t, lambda x: x.source in lines)
-        if other.is_finite or not other.nonfinite:
-            seen = t.compared(other)
-            return (lines, seen) if seen else None
-        new = location_of(next(iter(other.nonfinite.values())).place.eqns).source
-        if new in lines:
+        changes = _in_float32(functools.partial(_is_on_lines, [*lines]))
+        if seen := t.compared(**changes):
+            return lines, seen
+        other = dataclasses.replace(t.evaluation, trip_counts={}, **changes)
+        new = [location_of(x.place.eqns).source for x in other.nonfinite.values()][:1]
+        if other.is_finite or not new or new[0] in lines:
             return None
-        lines.append(new)
+        lines += new
     return None
 
 
-def _is_in_scope(scope: str) -> Callable[[Location], bool]:
-    return lambda x: scope in x.scope
-
-
-def _in_float32(t: Trials, region: Callable[[Location], bool]) -> Evaluation:
-    is_inside = functools.cache(lambda eqns: region(location_of(eqns)))
-    return dataclasses.replace(t.evaluation, wide=FLOAT32, region=is_inside, trip_counts={})
+def _in_float32(region: Callable[[Location], bool]) -> dict[str, Any]:
+    return {"wide": FLOAT32, "region": functools.cache(lambda eqns: region(location_of(eqns)))}
 
 
 def _of_table(t: Trials) -> Diagnosis | None:
@@ -244,11 +240,10 @@ def _of_underflow(t: Trials) -> Diagnosis | None:
     lost = t.node.operands[-1].underflow  # the divisor, or the only operand
     if not divides or lost is None:
         return None
-    times = f", iteration {', '.join(map(str, lost.place.iteration))}" if lost.place.iteration else ""
     return Diagnosis(
         "underflow",
-        f"the operand is 0 because `{lost.primitive}` {_where(lost)}{times} underflows {lost.values.dtype}. Keep the "
-        "logarithms of the factors, and add them; or divide by the sum in each step, and add the logarithms of these",
+        f"{_lost(lost)}. Keep the logarithms of the factors, and add them; or divide by the sum in each step, and add "
+        "the logarithms of these",
     )
 
 
@@ -292,7 +287,7 @@ def _of_growth(t: Trials) -> Diagnosis | None:
     if place is None or not place.iteration:
         return None
     same = [x for x in t.evaluation.nodes if x.key == t.node.key and x.place.iteration[:-1] == place.iteration[:-1]]
-    sizes = [max(abs(x.values.max or 0), abs(x.values.min or 0)) for x in same if x.values.is_finite]
+    sizes = [_size(x) for x in same if x.values.is_finite]
     factors = [b / a for a, b in itertools.pairwise(sizes) if a]
     if len(factors) < 3 or min(factors) < 1.5:
         return None
@@ -300,7 +295,7 @@ def _of_growth(t: Trials) -> Diagnosis | None:
     return Diagnosis(
         "growth in a loop",
         f"the result of this line grows about {factor:.3g} times in each iteration, from {sizes[0]:.3g} to "
-        f"{sizes[-1]:.3g} in {len(sizes)} iterations, in float64 too. If the loop takes steps of an optimizer, "
+        f"{sizes[-1]:.3g} in {len(sizes)} iterations. If the loop takes steps of an optimizer, "
         "the learning rate is too large",
     )
 
@@ -329,35 +324,24 @@ def _size(node: Node) -> float:
     return max(abs(node.values.max or 0.0), abs(node.values.min or 0.0))
 
 
-def _read_arrays(t: Trials) -> dict[int, np.ndarray]:
-    """Returns the magnitudes of the floating arguments that the op depends on, by their number."""
-    read = {node.index[1] for node in upstream([t.node]) if node.place and not node.place.eqns}
-    return {
-        i: np.abs(np.asarray(x, np.float64))
-        for i, x in enumerate(t.evaluation.arrays)
-        if i in read and jx.is_floating(x)
-    }
-
-
 def _of_outliers(t: Trials) -> Diagnosis | None:
     """Replaces elements, or arrays, that are much larger than their neighbours."""
-    arrays = _read_arrays(t)
+    arrays = _magnitudes(t, 1)
     for i, x in arrays.items():
         typical = float(np.median(x[x > 0])) if (x > 0).any() else 1.0
-        outliers = np.argwhere(x > _EXTREME * typical)
-        if 0 < len(outliers) <= x.size // 10 + 1 and x.size > 3:
-            index = tuple(outliers[0])
-            value = np.asarray(t.evaluation.arrays[i])[index]
-            if seen := _without(t, {i: np.where(x > _EXTREME * typical, typical, t.evaluation.arrays[i])}):
-                name = f"{t.name(i)}[{', '.join(map(str, index))}]"
-                text = f"`{name}` is {value:.4g}, and its neighbours are about {typical:.3g}: check the data"
-                return Diagnosis("outlier", text, seen)
-    sizes = {i: float(np.sqrt(np.mean(x**2))) for i, x in arrays.items() if x.ndim > 1 and x.size}
+        is_outlier, array = x > _EXTREME * typical, np.asarray(t.evaluation.arrays[i])
+        new = {i: np.where(is_outlier, typical, array)}
+        if 3 < x.size >= 10 * is_outlier.sum() - 9 > 0 and (seen := _with_arrays(t, "without that", new)):
+            index = tuple(np.argwhere(is_outlier)[0].tolist())
+            text = f"`{t.name(i)}{[*index]}` is {array[index]:.4g}, and its neighbours are about {typical:.3g}"
+            return Diagnosis("outlier", f"{text}: check the data", seen)
+    sizes = {i: float(np.sqrt(np.mean(x**2))) for i, x in arrays.items() if x.ndim > 1}
+    roots = {i: re.split(r"[.\[]", t.name(i))[0] for i in sizes}
     for i, size in sizes.items():
-        root = re.split(r"[.\[]", t.name(i))[0]
-        others = [other for k, other in sizes.items() if k != i and other and re.split(r"[.\[]", t.name(k))[0] == root]
+        others = [other for k, other in sizes.items() if k != i and other and roots[k] == roots[i]]
         ratio = size / float(np.median(others)) if others else 1.0
-        if ratio > _EXTREME and (seen := _without(t, {i: np.asarray(t.evaluation.arrays[i]) / ratio})):
+        new = {i: np.asarray(t.evaluation.arrays[i]) / ratio}
+        if ratio > _EXTREME and (seen := _with_arrays(t, "without that", new)):
             text = f"`{t.name(i)}` holds {ratio:.1g} times its neighbours: check how it is initialised, or loaded"
             return Diagnosis("large array", text, seen)
     return None
@@ -365,23 +349,41 @@ def _of_outliers(t: Trials) -> Diagnosis | None:
 
 def _of_inputs(t: Trials) -> Diagnosis | None:
     """Scales arguments down to the size of initial values."""
-    arrays = {i: x for i, x in _read_arrays(t).items() if x.ndim > 1 and x.size}
-    sizes = {i: float(np.sqrt(np.mean(x**2) * math.prod(x.shape[:-1]))) for i, x in arrays.items()}
+    sizes = {i: float(np.sqrt(np.mean(x**2) * math.prod(x.shape[:-1]))) for i, x in _magnitudes(t, 2).items()}
     large = {i: size for i, size in sizes.items() if size > _EXTREME}
-    if not large or not (seen := _without(t, {i: np.asarray(t.evaluation.arrays[i]) / x for i, x in large.items()})):
+    new = {i: np.asarray(t.evaluation.arrays[i]) / size for i, size in large.items()}
+    if not large or not (seen := _with_arrays(t, "without that", new)):
         return None
-    name, size = t.name(max(large, key=large.__getitem__)), max(large.values())
     others = (
         "all of its kind are that large: lower the learning rate"
         if len(large) == len(sizes) > 1
         else "check its initial values, its data and the learning rate"
     )
-    return Diagnosis("large inputs", f"`{name}` is {size:.2g} times as large as initial values are; {others}", seen)
+    i = max(large, key=large.__getitem__)
+    text = f"`{t.name(i)}` is {large[i]:.2g} times as large as initial values are; {others}"
+    return Diagnosis("large inputs", text, seen)
 
 
-def _without(t: Trials, new: dict[int, Any]) -> str:
+def _read_arguments(t: Trials) -> dict[int, Any]:
+    """Returns the arguments that the op depends on, by their number."""
+    read = {node.index[1] for node in upstream([t.node]) if node.place and not node.place.eqns}
+    return {i: t.evaluation.arrays[i] for i in sorted(read)}
+
+
+def _magnitudes(t: Trials, ndim: int) -> dict[int, np.ndarray]:
+    """Returns the magnitudes of the floating ones of these with so many axes or more."""
+    arrays = {i: x for i, x in _read_arguments(t).items() if jx.is_floating(x) and x.ndim >= ndim and x.size}
+    return {i: np.abs(np.asarray(x, np.float64)) for i, x in arrays.items()}
+
+
+def _with_arrays(t: Trials, words: str, new: dict[int, Any]) -> str:
     arrays = [new[i].astype(x.dtype) if i in new else x for i, x in enumerate(t.evaluation.arrays)]
-    return "all results are finite without that" if dataclasses.replace(t.evaluation, arrays=arrays).is_finite else ""
+    return _seen(t, words, arrays=arrays)
+
+
+def _seen(t: Trials, words: str, **changes: Any) -> str:
+    """Returns what is seen in another evaluation; empty if its results are not finite."""
+    return f"all results are finite {words}" if dataclasses.replace(t.evaluation, **changes).is_finite else ""
 
 
 def _where(node: Node) -> str:
@@ -395,16 +397,8 @@ def _largest(t: Trials) -> float:
 
 def _too_large(t: Trials) -> str:
     """Returns how much too large the result is for its dtype."""
-    wide = dataclasses.replace(t.evaluation, wide=FLOAT64)
-    found = next(
-        (
-            x.values
-            for x in wide.nodes
-            if x.place and t.node.place and (x.place.id, x.index) == (t.node.place.id, t.node.index)
-        ),
-        None,
-    )
-    if found is None or found.max is None or not found.is_finite:
+    found = t.in_float64
+    if found is None or found.max is None:
         return "the result is not finite in float64 either"
     excess = max(abs(found.max), abs(found.min or 0.0)) / _largest(t)
     if excess <= 1:

@@ -4,26 +4,17 @@ import ast
 import functools
 import linecache
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._nodes import Node
 
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | _COMPREHENSIONS
 _REDUCTIONS = {"sum", "mean", "var", "logsumexp"}
 
 
-class Span(NamedTuple):
-    """Where an expression is: from a line and column to others, of a file."""
-
-    file: str
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-
-    def contains(self, other: "Span") -> bool:
-        """Whether another expression is a part of this one."""
-        return self.file == other.file and self[1:3] <= other[1:3] and other[3:] <= self[3:]
+Span = tuple[str, int, int, int, int]  # a file, a line and column, and those of the end
 
 
 def in_users_names(
@@ -40,7 +31,7 @@ def in_users_names(
         keeps: whether sums along an axis keep it.
     """
     at = span_of(root)
-    old = at and _source(at.file)[1].get(at)
+    old = at and _source(at[0])[1].get(at)
     if at is None or old is None:
         return None
     names: dict[str, ast.expr | None] = {name: _name(x, at, nodes) for name, x in inputs.items()}
@@ -59,13 +50,13 @@ def in_users_names(
             node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]  # no axis
             return node
 
-    source = ast.get_source_segment(_source(at.file)[0], old) or ""
+    source = ast.get_source_segment(_source(at[0])[0], old) or ""
     return " ".join(source.split()), ast.unparse(Writer().visit(ast.parse(text))).replace("e-0", "e-")
 
 
 def is_inner(value: Node, readers: Collection[Node]) -> bool:
     """Whether a value, as some of its readers, is inside of an expression, such as a call of the library."""
-    span = span_of(value)
+    span = span_of(value.uncast)  # a cast of autocast belongs to its reader
     return span is not None and any(span_of(x) == span for x in value.readers if x in readers)
 
 
@@ -73,11 +64,11 @@ def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
     """Returns what the code calls a value where it reads it, if it means the same in another place."""
     for reader in nodes:
         span = span_of(reader)
-        if span and span != span_of(value) and value in (x.outside for x in reader.operands):
+        if span and span != span_of(value.uncast) and value in (x.outside for x in reader.operands):
             same = [x for x in nodes if span_of(x) == span]
             arrays = (y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant)
             reads = [x for x in dict.fromkeys(arrays) if x not in same]
-            names = _operands(_source(span.file)[1].get(span))
+            names = _operands(_source(span[0])[1].get(span))
             if len(reads) == len(names) and (found := names[reads.index(value)]) and _is_same(found, span, at):
                 return found
     return None
@@ -102,18 +93,23 @@ def _operands(expression: Any) -> list[ast.expr]:
 
 def _is_same(expression: ast.expr, span: Span, at: Span) -> bool:
     """Whether an expression of one place means the same in another."""
-    if at.contains(span):
-        return True
-    functions = [
-        x
-        for x in ast.walk(_source(at.file)[2])
-        if isinstance(x, ast.FunctionDef) and x.lineno <= at.line <= (x.end_lineno or 0)
-    ]
-    if span.file != at.file or not functions or not functions[-1].lineno <= span.line <= at.line:
+    scopes = _scopes(at)
+    if span[0] != at[0] or _scopes(span) != scopes:
         return False
+    if at[1:3] <= span[1:3] and span[3:] <= at[3:]:  # one is a part of the other
+        return True
     names = {x.id for x in ast.walk(expression) if isinstance(x, ast.Name)}
-    stored = (x for x in ast.walk(functions[-1]) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
-    return not any(x.id in names and span.line <= x.lineno < at.line for x in stored)
+    stored: list[Any] = [x for x in ast.walk(scopes[-1]) if isinstance(getattr(x, "ctx", None), ast.Store)]
+    between = [y for x in stored if span[1] <= x.lineno < at[1] for y in ast.walk(x) if isinstance(y, ast.Name)]
+    return span[1] <= at[1] and not any(x.id in names for x in between)
+
+
+def _scopes(span: Span) -> list[Any]:
+    """Returns the syntax trees with names of their own around an expression, the innermost last."""
+    file, *start, end_line, end_column = span
+    tree = _source(file)[2]
+    found = [x for x in ast.walk(tree) if isinstance(x, _SCOPES) and [x.lineno, x.col_offset] <= start]
+    return [tree, *(x for x in found if (end_line, end_column) <= (x.end_lineno or 0, x.end_col_offset or 0))]
 
 
 def span_of(node: Node) -> Span | None:
@@ -121,7 +117,7 @@ def span_of(node: Node) -> Span | None:
     for eqn in reversed(node.place.eqns if node.place else ()):
         for span in jx.spans_of(eqn):
             if not jx.Frame(span[0], 0, "").is_of_library:
-                return Span(*span)
+                return span
     return None
 
 
@@ -134,5 +130,5 @@ def _source(file: str) -> tuple[str, dict[Span, ast.expr], ast.AST]:
     except SyntaxError:  # the file has changed since
         tree = ast.Module([], [])
     found = (x for x in ast.walk(tree) if isinstance(x, ast.expr))
-    spans = {Span(file, x.lineno, x.col_offset, x.end_lineno or 0, x.end_col_offset or 0): x for x in found}
+    spans = {(file, x.lineno, x.col_offset, x.end_lineno or 0, x.end_col_offset or 0): x for x in found}
     return text, spans, tree

@@ -185,6 +185,12 @@ class Node:
         return [*self.operands, *([self.source] if self.source else [])]
 
     @property
+    def uncast(self) -> "Node":
+        """The value before casts."""
+        is_cast = self.primitive == "convert_element_type" and self.operands[0].is_floating
+        return self.operands[0].outside.uncast if is_cast else self
+
+    @property
     def outside(self) -> "Node":
         """The value that an argument of a branch is outside of it."""
         node = self

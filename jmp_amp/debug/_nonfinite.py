@@ -17,7 +17,7 @@ from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp.debug._evaluation import FLOAT32, Evaluation, has_low_precision
 from jmp_amp.debug._evidence import diagnose
-from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, values_of
+from jmp_amp.debug._nodes import Id, Values, argument_id, is_low, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
 from jmp_amp.debug._trials import Trials, upstream
 
@@ -199,7 +199,7 @@ def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
     found = diagnose(trials)
     operands = tuple(x.values for x in node.operands if x.is_floating)
     where = location_of(node.place.eqns)
-    in_float32 = _in_float32(evaluation, node)
+    in_float32 = _in_float32(trials)
     return NonFinite(
         node.primitive,
         *where,
@@ -242,18 +242,19 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
     return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
 
 
-def _in_float32(evaluation: Evaluation, node: Node) -> tuple[bool | None, str]:
+def _in_float32(trials: Trials) -> tuple[bool | None, str]:
     """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
+    evaluation, node = trials.evaluation, trials.node
     if not has_low_precision(evaluation.program):
         return False, "the program computes nothing in low precision: precision is not the cause"
     if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in upstream([node])):
         return None, ""  # the constant of the code is not known
     try:
+        if trials.is_finite_in_float32:
+            return True, "in float32 all results are finite: precision is the cause"
         wide = Evaluation(evaluation.program, evaluation.arrays, wide=FLOAT32)
     except Exception:  # a custom primitive may reject other dtypes with any error
         return None, ""
-    if wide.is_finite:
-        return True, "in float32 all results are finite: precision is the cause"
     other = wide.nonfinite.get(_cause(wide) or ())
     if other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
         return None, ""

@@ -13,16 +13,9 @@ import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._cures import Cure, Match, matches, parts
-from jmp_amp.debug._evaluation import (
-    FLOAT32,
-    FLOAT64,
-    Evaluation,
-    Rewrite,
-    precise,
-    widened,
-)
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Rewrite, precise, widened
 from jmp_amp.debug._expressions import is_inner
-from jmp_amp.debug._nodes import Node
+from jmp_amp.debug._nodes import Node, Values, values_of
 from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS = 7, 24
@@ -221,13 +214,44 @@ class Trials:
         what = "value and gradient are" if self.has_gradient else "all results are"
         return f"{what} finite, within {max(error, 1e-7):.0e} of float64" if error < 0.1 else ""
 
-    def compared(self, other: Evaluation) -> str:
+    def compared(self, **changes: Any) -> str:
         """Returns what is seen in another evaluation of the whole program; empty if it is no cure."""
-        if not other.is_finite:
-            return ""
-        exact = dataclasses.replace(other, wide=FLOAT64, region=None, trip_counts={}).results
-        pairs = [(x.value, y.value) for x, y in zip(other.results, exact, strict=True) if x.node.is_floating]
-        return self._seen(*([np.asarray(x, np.float64) for x in column] for column in zip(*pairs, strict=True)))
+        found = self._results(**changes)
+        return self._seen(found, self._exact_results) if all(np.isfinite(x).all() for x in found) else ""
+
+    @functools.cached_property
+    def _exact_results(self) -> list[np.ndarray]:
+        return self._results(wide=FLOAT64)
+
+    @property
+    def is_finite_in_float32(self) -> bool:
+        """Whether all results are finite in float32."""
+        return all(np.isfinite(x).all() for x in self._results(wide=FLOAT32))
+
+    @property
+    def in_float64(self) -> Values | None:
+        """The result of the op in float64, if it is finite there."""
+        key, iteration = self.node.key, self.node.place.iteration
+        if iteration:
+            nodes = dataclasses.replace(self.evaluation, wide=FLOAT64).nodes
+            found = next((x.values for x in nodes if x.key == key and x.place.iteration == iteration), None)
+        else:
+            with precise(FLOAT64):
+                found = values_of(self._read(lambda x: x.kept[key], FLOAT64, keeps=[key]))
+        return found if found and found.is_finite else None
+
+    def _results(self, **changes: Any) -> list[np.ndarray]:
+        """Returns the floating results of another evaluation."""
+        is_floating = [x.node.is_floating for x in self.evaluation.results]
+        found = self._read(lambda x: [y.value for y in x.results], **changes)
+        return [np.asarray(x).astype(np.float64) for x in itertools.compress(found, is_floating)]
+
+    def _read(self, read: Callable[[Evaluation], Any], wide: Any, **changes: Any) -> Any:
+        """Returns values of an evaluation that runs as one program, which compiles in less time than its ops do."""
+        changed = functools.partial(dataclasses.replace, self.evaluation, wide=wide, enters_all=False, trip_counts={})
+        with precise(wide):
+            arrays = [jnp.asarray(x) for x in self.evaluation.arrays]
+            return jax.jit(lambda x: read(changed(arrays=x, **changes)), compiler_options=_QUICK)(arrays)
 
     def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
         """Returns the first cure of a table that passes."""
