@@ -2,8 +2,8 @@
 
 A power of two rounds nothing, so a scaled array has the same float8 numbers, and the gradients of a scaled loss are the
 scaled gradients, bit for bit. A scale is computed from the elements that it scales ("current scaling"), so no state is
-kept from step to step. An infinity or NaN makes everything under its scale NaN, so that an overflow is found in
-whatever is computed from the result.
+kept from step to step. An infinity makes everything under its scale NaN, and NaN stays NaN, so an overflow is found
+in whatever is computed from the result.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def quantize_blocks(x: jax.Array, dtype: Any, axis: int) -> tuple[jax.Array, jax
     if axis == 1:
         scales = lax.reduce_max(_bytes(_bits(blocks), dtype), [2])
     else:  # the same; XLA would store the bytes of all elements, and transpose them
-        scales = _bytes(lax.reduce_max(_bits(blocks), [1]), dtype)
+        scales = _bytes(_bits(lax.reduce_max(lax.abs(blocks), [1])), dtype)
     exponents = jnp.expand_dims(scales.astype(jnp.int32) - _BIAS, axis + 1)
     low, scales = (
         _scaled(blocks, exponents, dtype).reshape(x.shape),
@@ -92,7 +92,7 @@ def _bytes(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _scaled(x: jax.Array, exponent: jax.Array, dtype: Any) -> jax.Array:
-    """Returns `x / 2**exponent` in `dtype`; NaN if there is an element that is not finite."""
+    """Returns `x / 2**exponent` in `dtype`, which has no infinity: NaN where the exponent is that of one."""
     scale = jnp.where(exponent == _NOT_FINITE, jnp.nan, power_of_two(-exponent))
     return lax.convert_element_type(x.astype(jnp.float32) * scale, dtype)
 
