@@ -49,6 +49,7 @@ FLOAT8_RUNS = {  # a run of `train_gpt.py`, and whether its products are `produc
     "mixed_bfloat16": ("mixed_bfloat16", False),
     "float32": ("float32", False),
     "float8": ("float8", False),
+    "mxfp8": ("mxfp8", False),
     "float8, not scaled": ("mixed_bfloat16", True),
 }
 FLOAT8_SIZES = {"steps": 150, "batch": 32, "context": 32, "layers": 2}

@@ -70,11 +70,11 @@ Triton 6% more, and it keeps a state.
 """
 
 
-def lower(loss_fn, args):
-    """Lowers loss and gradients of all arguments that are floating, for one H200."""
+def lower(loss_fn, args, target="H200"):
+    """Lowers loss and gradients of all arguments that are floating, for one GPU."""
     floating = [all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(arg)) for arg in args]
     argnums = tuple(i for i, is_floating in enumerate(floating) if is_floating)
-    return gpu_aot.lower_for(jax.value_and_grad(loss_fn, argnums), *gpu_aot.struct(gpu_aot.h200_mesh(), args))
+    return gpu_aot.lower_for(jax.value_and_grad(loss_fn, argnums), *gpu_aot.struct(gpu_aot.mesh(target), args))
 
 
 def products(program):

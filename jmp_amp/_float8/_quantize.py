@@ -2,8 +2,8 @@
 
 A power of two rounds nothing, so a scaled array has the same float8 numbers, and the gradients of a scaled loss are the
 scaled gradients, bit for bit. A scale is computed from the elements that it scales ("current scaling"), so no state is
-kept from step to step. An infinity or NaN makes everything under its scale NaN, so that an overflow is found in
-whatever is computed from the result.
+kept from step to step. An infinity makes everything under its scale NaN, and NaN stays NaN, so an overflow is found
+in whatever is computed from the result.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         `x * 2**exponent` in `dtype`, whose largest magnitude is between half of the largest finite number of
         `dtype` and that number; and `exponent`, an int32 scalar.
     """
-    exponent = lax.reduce_max(_exponents(x, dtype), range(x.ndim))
+    exponent = lax.reduce_max(_exponents(_bits(x), dtype), range(x.ndim))
     return _scaled(x, exponent, dtype), -exponent
 
 
@@ -53,9 +53,9 @@ def quantize_blocks(x: jax.Array, dtype: Any, axis: int) -> tuple[jax.Array, jax
     """
     blocks = x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
     if axis == 1:
-        scales = lax.reduce_max(_bytes(blocks, dtype), [2])
+        scales = lax.reduce_max(_bytes(_bits(blocks), dtype), [2])
     else:  # the same; XLA would store the bytes of all elements, and transpose them
-        scales = _bytes(lax.reduce_max(lax.abs(blocks), [1]), dtype)
+        scales = _bytes(_bits(lax.reduce_max(lax.abs(blocks), [1])), dtype)
     exponents = jnp.expand_dims(scales.astype(jnp.int32) - _BIAS, axis + 1)
     low, scales = (
         _scaled(blocks, exponents, dtype).reshape(x.shape),
@@ -70,25 +70,29 @@ def dequantize_blocks(low: jax.Array, scales: jax.Array) -> jax.Array:
     return (blocks * scales.astype(jnp.float32)[..., None]).reshape(low.shape)
 
 
-def _bytes(x: jax.Array, dtype: Any) -> jax.Array:
-    return (_exponents(x, dtype) + _BIAS).astype(jnp.uint8)
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of the magnitudes, as float32. They have the order of the magnitudes, and NaN is the largest."""
+    return lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
 
 
-def _exponents(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the exponent of the least power of two that each element can be divided by to be in the range of `dtype`.
+def _exponents(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the exponent of the least power of two that divides a magnitude into the range of `dtype`.
 
-    The exponent of a block is the largest of these. So it comes out of the maximum, in one kernel, with nothing left to
-    compute from a maximum of the elements.
+    It grows with the magnitude, so the largest exponent is that of the largest magnitude. As the maximum of exponents,
+    it comes out of one kernel.
     """
-    bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
     limit = np.float32(jnp.finfo(dtype).max).view(np.int32)
     exponents = (bits - limit + (2**_MANTISSA - 1)) >> _MANTISSA  # rounded up
     is_finite = bits >> _MANTISSA < _NOT_FINITE + _BIAS
     return jnp.where(is_finite, jnp.clip(exponents, -_LARGEST, _LARGEST), _NOT_FINITE)
 
 
+def _bytes(bits: jax.Array, dtype: Any) -> jax.Array:
+    return (_exponents(bits, dtype) + _BIAS).astype(jnp.uint8)
+
+
 def _scaled(x: jax.Array, exponent: jax.Array, dtype: Any) -> jax.Array:
-    """Returns `x / 2**exponent` in `dtype`; NaN if there is an element that is not finite."""
+    """Returns `x / 2**exponent` in `dtype`, which has no infinity: NaN where the exponent is that of one."""
     scale = jnp.where(exponent == _NOT_FINITE, jnp.nan, power_of_two(-exponent))
     return lax.convert_element_type(x.astype(jnp.float32) * scale, dtype)
 

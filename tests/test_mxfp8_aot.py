@@ -1,0 +1,56 @@
+"""What mxfp8 costs on a GPU, read from programs compiled for a B200 and an H200 on any machine."""
+
+import functools
+import re
+
+import float8
+import gpu_aot
+import pytest
+from models import mlp_case
+
+import jmp_amp as amp
+
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
+
+SIZES = {"tokens": 1024, "dim": 1024, "hidden": 4096}  # the smallest that autocast computes in mxfp8
+
+
+def compiled(dtype, target):
+    loss_fn, args = mlp_case(None, **SIZES)
+    return float8.lower(amp.autocast(loss_fn, dtype), args, target).compile()
+
+
+def block_products(program):
+    return len(re.findall(r'custom_call_target="__cudnn\$blockScaledDot"', program.as_text()))
+
+
+@functools.cache
+def sharded(dtype):
+    return float8.lower_sharded(gpu_aot.mesh("B200", 8), {"dtype": dtype}, **SIZES | {"tokens": 8192}).compile()
+
+
+def gathered(program):
+    """The bytes that all-gathers move, by dtype."""
+    sizes = [each for op, _, each in gpu_aot.collectives(program) if op == "all-gather"]
+    return {dtype: sum(each.get(dtype, 0) for each in sizes) for dtype in {d for each in sizes for d in each}}
+
+
+def test_every_product_of_an_mlp_multiplies_blocks_on_a_b200():
+    program = compiled("mxfp8", "B200")
+    assert block_products(program) == 6
+    assert list(gpu_aot.products(program)) == []
+
+
+def test_an_h200_computes_the_base_dtype():
+    with pytest.warns(UserWarning, match="NVIDIA H200 has no units for blocks of float8"):
+        program = compiled("mxfp8", "H200")
+    assert block_products(program) == 0
+    assert "f8e" not in program.as_text()
+    assert gpu_aot.cost(program) == gpu_aot.cost(compiled("bfloat16", "H200"))
+
+
+def test_fsdp_gathers_weights_in_blocks():
+    assert block_products(sharded("mxfp8")) == 6
+    moved, (in_bfloat16,) = gathered(sharded("mxfp8")), gathered(sharded("bfloat16")).values()
+    # In blocks along the rows, and for the gradient in blocks along the columns: each has half the bytes of bfloat16.
+    assert moved == {"f8e4m3fn": in_bfloat16, "f8e8m0fnu": in_bfloat16 // 32}
