@@ -22,6 +22,7 @@ NBYTES = {
     "pred": 1,
     "f8e4m3fn": 1,
     "f8e5m2": 1,
+    "f8e8m0fnu": 1,
     "c64": 8,
 }
 # An array, and whether its layout names another memory space than the device's: the vector memory of a TPU, the host's.
