@@ -17,14 +17,14 @@ class Quantized(NamedTuple):
     """A matrix of shape `(m, n)` in float8, with one scale.
 
     Attributes:
-        rows: float8[m, n], `x * 2**exponent`, rounded.
+        rows: float8[m, n], `x / scale`, rounded.
         columns: float8[n, m], the transpose of `rows`.
-        exponent: int32[], between -126 and 126.
+        scale: float32[], a power of two between `2**-126` and `2**126`.
     """
 
     rows: jax.Array
     columns: jax.Array
-    exponent: jax.Array
+    scale: jax.Array
 
 
 class QuantizedBlocks(NamedTuple):
@@ -74,7 +74,7 @@ def quantize(
         interpret: runs the kernel in Pallas' interpreter, which is slow but works on any device. Use it for tests.
 
     Returns:
-        `Quantized(rows, columns, exponent)`, or with `block=32` `QuantizedBlocks(rows, columns, row_scales,
+        `Quantized(rows, columns, scale)`, or with `block=32` `QuantizedBlocks(rows, columns, row_scales,
         column_scales)`. Elements are scaled in float32 and rounded once, to nearest even. All implementations return
         the same bits.
 
@@ -88,9 +88,9 @@ def quantize(
     Examples:
         >>> import jax.numpy as jnp
         >>> from pallas_kernels import quantize
-        >>> rows, columns, exponent = quantize(jnp.float32([[1, 2, 3], [4, 5, 600]]))
-        >>> print(columns.shape, exponent, rows * 2.0**-exponent)
-        (3, 2) -1 [[  1.   2.   3.]
+        >>> rows, columns, scale = quantize(jnp.float32([[1, 2, 3], [4, 5, 600]]))
+        >>> print(columns.shape, scale, rows.astype(jnp.float32) * scale)
+        (3, 2) 2.0 [[  1.   2.   3.]
          [  4.   5. 576.]]
         >>> quantize(jnp.ones((64, 96)), block=32).column_scales.shape
         (96, 2)

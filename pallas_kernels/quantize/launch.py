@@ -26,12 +26,12 @@ def is_supported(x: jax.Array, implementation: str) -> bool:
 
 
 def out_types(x: jax.Array, dtype: Any, block: int | None) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the types that a kernel writes: rows, columns, and the exponent or the bits of both scales."""
+    """Returns the types that a kernel writes: rows, columns, and the scale or the bits of those of both."""
     rows, columns = x.shape
     Shape = jax.ShapeDtypeStruct
     quantized = Shape((rows, columns), dtype), Shape((columns, rows), dtype)
     if block is None:
-        return (*quantized, Shape((1,), jnp.int32))
+        return (*quantized, Shape((1,), jnp.float32))
     return (*quantized, Shape((rows, columns // block), jnp.uint8), Shape((columns, rows // block), jnp.uint8))
 
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._compat import mosaic_gpu_interpret_params, mosaic_gpu_load, mosaic_gpu_store
 from pallas_kernels.quantize import launch
 from pallas_kernels.quantize.launch import TILE, out_types
-from pallas_kernels.quantize.reference import BLOCK, magnitude, scale, scale_bits
+from pallas_kernels.quantize.reference import BLOCK, magnitude, power_of_two, scale, scale_bits
 
 ROWS = plgpu.Layout.WGMMA_UPCAST_4X
 COLUMNS, PACKED_COLUMNS = (plgpu.Layout.TCGEN05_TMEM_NATIVE(length) for length in (1, 16))
@@ -44,7 +44,7 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
 
             @pl.when((i == 0) & (j == 0))
             def _() -> None:
-                scale_refs[0][0] = exponent
+                scale_refs[0][0] = power_of_two(-exponent)
 
         plgpu.barrier_wait(barrier)
         for k in range(TILE // BLOCK):

@@ -19,7 +19,7 @@ def quantize(x: jax.Array, *, dtype: Any, block: int | None, **_: Any) -> list[j
     if block is None:
         factor, exponent = scale(jnp.max(magnitude(x), initial=0.0), dtype)
         rows = (x.astype(jnp.float32) * factor).astype(dtype)
-        return [rows, rows.T, exponent]
+        return [rows, rows.T, power_of_two(-exponent)]
     (rows, row_scales), (columns, column_scales) = _quantize_rows(x, dtype), _quantize_rows(x.T, dtype)
     return [rows, columns, *map(as_scales, (row_scales, column_scales))]
 
@@ -53,8 +53,12 @@ def scale(largest: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     exceeds = (bits & (2**_MANTISSA - 1)) > 3 << (_MANTISSA - 2)  # the mantissa of `largest` exceeds 1.75
     exponent = int(jnp.finfo(dtype).maxexp) - 1 + _BIAS - (bits >> _MANTISSA) - exceeds.astype(jnp.int32)
     exponent = jnp.clip(exponent, -_LARGEST, _LARGEST)
-    factor = lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, jnp.float32)
-    return jnp.where(largest < jnp.inf, factor, jnp.nan), exponent
+    return jnp.where(largest < jnp.inf, power_of_two(exponent), jnp.nan), exponent
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns `2**exponent`, float32, for exponents between -126 and 127."""
+    return lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, jnp.float32)
 
 
 def scale_bits(largest: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.quantize import launch
 from pallas_kernels.quantize.launch import TILE, out_types
-from pallas_kernels.quantize.reference import magnitude, scale, scale_bits
+from pallas_kernels.quantize.reference import magnitude, power_of_two, scale, scale_bits
 
 ELEMENTS = 8192  # that a program reads at once in search of the largest
 PARAMS = plgpu.CompilerParams(num_warps=8)
@@ -33,7 +33,7 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
 
             @pl.when((i == 0) & (j == 0))
             def _() -> None:
-                scale_refs[0][0] = exponent
+                scale_refs[0][0] = power_of_two(-exponent)
 
             quantized = (values * factor).astype(dtype)
             _store(rows_ref, i, j, quantized)
