@@ -252,9 +252,8 @@ class Trials:
         changed = functools.partial(dataclasses.replace, self.evaluation, wide=wide, enters_all=False, trip_counts={})
         with precise(wide):
             arrays = [jnp.asarray(x) for x in self.evaluation.arrays]
-            with contextlib.suppress(
-                Exception
-            ):  # `shard_map`, batched loops, branches of two dtypes: they run op by op
+            # `shard_map`, batched loops, and branches of two dtypes run op by op only.
+            with contextlib.suppress(Exception):
                 if not any(x.place and x.place.mesh for x in self.evaluation.nodes):
                     return jax.jit(lambda x: read(changed(arrays=x, **changes)), compiler_options=_QUICK)(arrays)
             return read(changed(arrays=arrays, **changes))
