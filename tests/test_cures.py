@@ -319,6 +319,10 @@ REPORTS = {
 NOT_AS_PRINTED, BY_CONVENTION = "router", "lars"
 
 
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
+
+
 def with_cure(program, found):
     """Returns a program in which a cure is applied as it is printed; None if the cure is not to change the code."""
     lines, first = inspect.getsourcelines(program)
@@ -365,5 +369,6 @@ def test_what_is_said_of_programs_as_users_write_them(name):
     assert is_finite(result)
     assert_near(in_float64(cured, model.dtype)(*model.near()), exact(*model.near()), 1e-3)
     if name != BY_CONVENTION:
-        printed = float(re.search(r"within (.*) of float64", found.tried)[1])
-        assert_near(result, exact(*args), max(TOLERANCE[model.dtype or "float32"], printed))
+        expected, printed = exact(*args), float(re.search(r"within (.*) of float64", found.tried)[1])
+        error = norm(jax.tree.map(np.subtract, result, expected)) / norm(expected)
+        assert error < max(TOLERANCE[model.dtype or "float32"], 2 * printed)

@@ -71,7 +71,12 @@ class Cure(NamedTuple):
     def function(self, eps: float, **numbers: Any) -> Callable[..., Any]:
         """Returns the replacement as a function of JAX arrays."""
         names = _JAX | numbers | {"eps": eps, "near": eps}
-        return lambda *values: eval(_code(self.replacement), names | dict(zip("xy", values, strict=False)))
+
+        def replaced(*values: Any) -> Any:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return eval(_code(self.replacement), names | dict(zip("xy", values, strict=False)))
+
+        return replaced
 
     def numbers(self, shape: tuple[int, ...], part: "Part") -> Iterator[dict[str, Any]]:
         """Yields the numbers that the formula may have in a part of a program, whose `x` has this shape."""

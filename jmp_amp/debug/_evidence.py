@@ -340,8 +340,8 @@ def _of_outliers(t: Trials) -> Diagnosis | None:
     for i, size in sizes.items():
         others = [other for k, other in sizes.items() if k != i and other and roots[k] == roots[i]]
         ratio = size / float(np.median(others)) if others else 1.0
-        new = {i: np.asarray(t.evaluation.arrays[i]) / ratio}
-        if ratio > _EXTREME and (seen := _with_arrays(t, "without that", new)):
+        array = np.asarray(t.evaluation.arrays[i])
+        if ratio > _EXTREME and (seen := _with_arrays(t, "without that", {i: array / ratio})):
             text = f"`{t.name(i)}` holds {ratio:.1g} times its neighbours: check how it is initialised, or loaded"
             return Diagnosis("large array", text, seen)
     return None

@@ -1,5 +1,6 @@
 """Tries cures: runs the program with each, and compares values and gradients with float64."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -251,7 +252,11 @@ class Trials:
         changed = functools.partial(dataclasses.replace, self.evaluation, wide=wide, enters_all=False, trip_counts={})
         with precise(wide):
             arrays = [jnp.asarray(x) for x in self.evaluation.arrays]
-            return jax.jit(lambda x: read(changed(arrays=x, **changes)), compiler_options=_QUICK)(arrays)
+            # `shard_map`, batched loops, and branches of two dtypes run op by op only.
+            with contextlib.suppress(Exception):
+                if not any(x.place and x.place.mesh for x in self.evaluation.nodes):
+                    return jax.jit(lambda x: read(changed(arrays=x, **changes)), compiler_options=_QUICK)(arrays)
+            return read(changed(arrays=arrays, **changes))
 
     def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
         """Returns the first cure of a table that passes."""
