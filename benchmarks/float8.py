@@ -1,6 +1,7 @@
 """What float8 costs on an H200, by the compiler: products in float8, kernels, bytes and memory, beside other libraries.
 
     python benchmarks/float8.py [--out docs/benchmarks/float8.md]
+    python benchmarks/float8.py --only b200     # prints the table of one layer on a B200, in a minute
 
 Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. Flax, Keras and qwix are compared where they are
 installed. All of it takes 10 minutes of CPU time.
@@ -14,7 +15,7 @@ import hlo
 import jax
 import jax.numpy as jnp
 from collectives import on_the_wire, spread
-from float8_libraries import DIM, HIDDEN, LIBRARIES, TOKENS
+from float8_libraries import DIM, HIDDEN, LAYERS, LIBRARIES, TOKENS
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import gpt_case, llama_case, mlp_case
@@ -29,6 +30,10 @@ MODELS = {
     "GPT, 4 layers of width 2048, scanned": GPT,
     "GPT, scanned, remat": lambda: GPT(remat=True),
 }
+
+LAYER_SHAPES = (TOKENS, DIM), (DIM, DIM), (TOKENS, DIM)  # the input, the weight, and the cotangent of the result
+LAYER_DTYPES = jnp.bfloat16, jnp.float32, jnp.bfloat16
+BLOCK_PRODUCT = 'custom_call_target="__cudnn$blockScaledDot"'
 
 SHARDED = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -113,6 +118,31 @@ def library_table():
             yield row(*cells, f"{cost['temp_bytes'] / 1e9:.3f}")
 
 
+def layer_table():
+    """Yields a row for each way to compute one layer and both of its gradients on a B200."""
+    yield from head("layer on a B200", "products in float8", "kernels", "MB moved", "x bfloat16", "temporary MB")
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(LAYER_SHAPES, LAYER_DTYPES, strict=True)]
+    in_bfloat16 = None
+    for name, library in LAYERS.items():
+        try:
+            layer = library()
+        except ImportError:
+            yield row(name, "not installed", *[""] * 4)
+            continue
+
+        def with_gradients(x, w, cotangent, layer=layer):
+            y, pull = jax.vjp(layer, x, w)
+            return y, *pull(cotangent)
+
+        program = gpu_aot.compile_for(with_gradients, *gpu_aot.struct(gpu_aot.mesh("B200"), args))
+        count, cost = products(program)[0], gpu_aot.cost(program)
+        in_blocks = program.as_text().count(BLOCK_PRODUCT)
+        in_bfloat16 = in_bfloat16 or cost["bytes_moved"]
+        cells = [f"{count['float8'] + in_blocks} of {count.total() + in_blocks}", cost["kernels"]]
+        moved = cost["bytes_moved"]
+        yield row(name, *cells, f"{moved / 1e6:.0f}", f"{moved / in_bfloat16:.3f}", f"{cost['temp_bytes'] / 1e6:.0f}")
+
+
 def model_table():
     """Yields a row for each model and setting of the compiler."""
     figures = "kernels", "x bfloat16", "GB moved", "x bfloat16", "temporary GB", "x bfloat16"
@@ -165,16 +195,23 @@ def scalar_all_reduces(program):
 
 
 def table():
-    """Yields the lines of the three tables."""
+    """Yields the lines of the four tables."""
     yield from library_table()
     yield ""
     yield from model_table()
     yield ""
     yield from sharded_table()
+    yield ""
+    yield from layer_table()
 
 
 def main():
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--only", choices=["b200"], help="this table alone, printed")
+    options = parser.parse_args()
+    if options.only:
+        print(*layer_table(), sep="\n")
+        return
     by = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/float8.py`."
     report("Float8", f"{WHY}\n\n{by}", table(), NOTES, options.out)
 
