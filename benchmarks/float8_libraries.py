@@ -98,7 +98,6 @@ def jax_mxfp8_layer():
         dimension_numbers=(((1,), (0,)), ((), ())),
         preferred_element_type=jnp.bfloat16,
         configs=configs,
-        implementation="cudnn",
     )
     return lambda x, w: dot(x, w.astype(jnp.bfloat16))
 
