@@ -1,6 +1,7 @@
-"""An MLP of two layers without biases in float8, by each library that has it.
+"""Layers without biases in float8, by each library that has it; one whose library is missing raises `ImportError`.
 
-Every function returns `(loss_fn, args)`, the arguments as shapes. One whose library is missing raises `ImportError`.
+The functions of `LIBRARIES` return an MLP of two layers as `(loss_fn, args)`, the arguments as shapes, those of
+`LAYERS` one layer of a bfloat16 input and a float32 weight, which returns bfloat16.
 """
 
 import functools
@@ -46,12 +47,16 @@ def flax_float8(name):
     return linen(linen_mlp(dot_general_cls=getattr(fp8_ops, name)))
 
 
+def qwix_rule():
+    import qwix
+
+    return qwix.QtRule(**dict.fromkeys(["weight_qtype", "act_qtype", "bwd_qtype"], jnp.float8_e4m3fn))
+
+
 def qwix_float8():
     import qwix
 
-    e4m3 = jnp.float8_e4m3fn
-    rule = qwix.QtRule(weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e4m3)
-    return linen(qwix.quantize_model(linen_mlp(), qwix.QtProvider([rule])))
+    return linen(qwix.quantize_model(linen_mlp(), qwix.QtProvider([qwix_rule()])))
 
 
 def keras_float8():
@@ -79,4 +84,36 @@ LIBRARIES = {
     "Flax, `Fp8DirectDotGeneralOp`": lambda: flax_float8("Fp8DirectDotGeneralOp"),
     "Flax, `Fp8DotGeneralOp`": lambda: flax_float8("Fp8DotGeneralOp"),
     'Keras, `quantize("float8")`': keras_float8,
+}
+
+
+def autocast_layer(dtype):
+    return amp.autocast(lambda x, w: x @ w, policy=f"params=bfloat16,compute={dtype},output=bfloat16")
+
+
+def jax_mxfp8_layer():
+    configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+    dot = functools.partial(
+        jax.nn.scaled_dot_general,
+        dimension_numbers=(((1,), (0,)), ((), ())),
+        preferred_element_type=jnp.bfloat16,
+        configs=configs,
+    )
+    return lambda x, w: dot(x, w.astype(jnp.bfloat16))
+
+
+def qwix_layer():
+    import qwix
+    from flax import linen as nn
+
+    layer = qwix.quantize_model(nn.Dense(DIM, use_bias=False, dtype=jnp.bfloat16), qwix.QtProvider([qwix_rule()]))
+    return lambda x, w: layer.apply({"params": {"kernel": w}}, x)
+
+
+LAYERS = {
+    "autocast, bfloat16": lambda: autocast_layer("bfloat16"),
+    "autocast, float8": lambda: autocast_layer("float8"),
+    "autocast, mxfp8": lambda: autocast_layer("mxfp8"),
+    "`jax.nn.scaled_dot_general`, mxfp8": jax_mxfp8_layer,
+    "qwix, float8, a scale for each channel": qwix_layer,
 }

@@ -1,11 +1,12 @@
 """What mxfp8 costs on a GPU, read from programs compiled for a B200 and an H200 on any machine."""
 
 import functools
-import re
 
 import float8
 import gpu_aot
 import pytest
+from float8 import block_products
+from float8_libraries import LAYERS
 from models import mlp_case
 
 import jmp_amp as amp
@@ -18,10 +19,6 @@ SIZES = {"tokens": 1024, "dim": 1024, "hidden": 4096}  # the smallest that autoc
 def compiled(dtype, target):
     loss_fn, args = mlp_case(None, **SIZES)
     return float8.lower(amp.autocast(loss_fn, dtype), args, target).compile()
-
-
-def block_products(program):
-    return len(re.findall(r'custom_call_target="__cudnn\$blockScaledDot"', program.as_text()))
 
 
 @functools.cache
@@ -39,6 +36,16 @@ def test_every_product_of_an_mlp_multiplies_blocks_on_a_b200():
     program = compiled("mxfp8", "B200")
     assert block_products(program) == 6
     assert list(gpu_aot.products(program)) == []
+
+
+def test_a_layer_needs_fewer_kernels_and_bytes_than_with_jaxs_own_quantizer():
+    ours, jaxs = (
+        float8.compiled_layer(LAYERS[f"{name}, mxfp8"]()) for name in ("autocast", "`jax.nn.scaled_dot_general`")
+    )
+    assert block_products(ours) == block_products(jaxs) == 3
+    ours, jaxs = map(gpu_aot.cost, (ours, jaxs))
+    assert ours["kernels"] < jaxs["kernels"]
+    assert ours["bytes_moved"] < jaxs["bytes_moved"]
 
 
 def test_an_h200_computes_the_base_dtype():

@@ -128,8 +128,9 @@ def autocast(
             as `fun`, are updated in place, as without autocast. Leave it out to use `autocast` as a decorator.
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, which returns `fun` as it is. `"float8"` is bfloat16 in which
             large products with a weight (an input of `fun`) read float8 operands, each with a scale of its own; also
-            `"float8_bfloat16"` and `"float8_float16"`. Devices without float8 units run the base dtype and warn. The
-            default is `"float16"`, unless `policy` is given.
+            `"float8_bfloat16"` and `"float8_float16"`. `"mxfp8"`, for Blackwell GPUs, has a scale for each 32 elements.
+            Devices without such units run the base dtype and warn. The default is `"float16"`, unless `policy` is
+            given.
         policy: a `Policy` or its name, instead of `dtype`. Ops compute in its `compute_dtype`, and floating results are
             cast to its `output_dtype`. If its `param_dtype` is float16 or bfloat16, arguments of that dtype are
             parameters: `fun` is traced as if they were float32, and each op casts them to its own dtype.

@@ -158,9 +158,7 @@ def _of_tensors(x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: j
     # A float8 product may exceed float16. In bfloat16 it fits, and the power of two is exact there as well.
     accumulated = np.dtype(np.float32) if result == np.float16 else result
     product = _dot(x, y, **params | {"preferred_element_type": accumulated})
-    for exponent in (x_exponent, y_exponent):  # one after the other: the power of an operand serves all its products
-        product *= power_of_two(-exponent).astype(accumulated)
-    return product.astype(result)
+    return (product * power_of_two(-(x_exponent + y_exponent)).astype(accumulated)).astype(result)
 
 
 def _of_blocks(
