@@ -102,6 +102,15 @@ def test_a_product_of_a_large_operand_is_float32_though_its_result_is_small():
     assert dtypes(fun, W, primitive="dot_general") == [LOW, FULL]
 
 
+def test_a_gather_whose_fill_value_is_too_large_is_float32():
+    def fun(w, fill):
+        return jnp.take(X @ w, jnp.array([0, 9]), axis=0, mode="fill", fill_value=fill)
+
+    for fill, dtype in ((6e4, "float16"), (1e5, "float32")):
+        rows = dtypes(amp.autocast(read_low(lambda w, fill=fill: fun(w, fill))), W, primitive="gather")
+        assert [row.split()[-1] for row in rows] == [dtype]
+
+
 # Arithmetic on numbers, whose results float16 cannot hold, and the same on others, whose results it can.
 NUMBERS = {
     "add": (lambda x: x + 6e4, 6e4, 1.0),

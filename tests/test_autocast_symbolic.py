@@ -6,6 +6,7 @@ import numpy as np
 import programs
 import pytest
 from jax import export, lax
+from jaxprs import dtypes, read_low
 from test_autocast_control_flow import BACKWARD
 from test_autocast_control_flow import PROGRAMS as CONTROL_FLOW
 
@@ -120,3 +121,10 @@ def test_sizes_are_compared_as_far_as_they_are_known():
     assert is_smaller((b, c), (c, 2, b))
     for other in ((b, 8), (8, b), (3,), (c,), (c, 9), (b, b)):
         assert not is_smaller((b, 8), other)
+
+
+def test_an_array_of_symbolic_size_is_no_scalar():
+    fun = amp.autocast(read_low(lambda w, x, floor: jnp.maximum(x @ w, floor)))
+    for n in (4, *export.symbolic_shape("batch")):
+        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (n, 8), (n, 1))]
+        assert dtypes(fun, *args, primitive="max") == ["float32 float32 -> float32"]

@@ -102,6 +102,12 @@ def test_equal_options_share_what_is_kept(compiled):
     assert not compiled
 
 
+def test_calls_of_one_function_that_differ_only_in_what_is_known_share_a_body():
+    jaxpr = jax.make_jaxpr(amp.autocast(lambda x: inner(2.0 * x) + inner(30.0 * x)))(X).jaxpr
+    first, second = (eqn.params["jaxpr"] for eqn in jaxpr.eqns if "jaxpr" in eqn.params)
+    assert first is second
+
+
 def test_memory_is_flat_over_calls():
     fun = amp.autocast(lambda x: inner(x) @ x + PROGRAMS["scan"](x) + with_vjp(x))
     for _ in range(5):
