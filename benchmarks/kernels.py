@@ -71,7 +71,7 @@ LATEST = 300  # seconds after which nothing more is lowered, so that a run ends 
 COMPILED, QUANTIZED, MEASURED = "Compiled for an H200", "A layer in float8", "On a GPU"
 NOTES = """## What the figures are
 
-In the layer, "MB at least" is what must be read and written ([by hand](../design/kernels.md#bytes-of-a-layer-in-float8)):
+In the layer, "MB at least" is what must be read and written ([sum](../design/kernels.md#bytes-of-a-layer-in-float8)):
 with one scale each operand twice, with blocks once; two float8 copies of it, each read by one product; and the results.
 XLA moves less where it writes one copy: its Triton products read float8 along either axis. cuBLASLt (before Blackwell)
 and products of blocks read along the contracting axis only. cuDNN's product of blocks (`jax.nn.scaled_matmul`) reads
