@@ -22,11 +22,10 @@ def main() -> None:
     print(f"{kind}, JAX {jax.__version__}\n", flush=True)
     fastest = tune()
     file = _measured.write(kind, fastest)
-    print(f"\nWritten to {file}, for `implementation=None`:")
-    for op in ("check_finite", "unscale_check", "quantize", "quantize_blocks"):
-        for bits in (16, 32):
-            kernel, least = fastest.get(op, {}).get(bits, ("xla", 0))
-            print(f"{op}, {bits} bits: {kernel}" + (f" from size {least}" if least else ""))
+    print(f"\nWritten to {file}. `implementation=None` runs XLA, but for")
+    for op, entries in fastest.items():
+        for bits, (kernel, least) in entries.items():
+            print(f"- {op}, {bits} bits, from size {least}: {kernel}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxprs import equations
-from kernels_ways import Way, assert_same_bits, compiled, interpreted
+from kernel_ways import Way, assert_same_bits, compiled, interpreted
 
 from pallas_kernels import _implementations, check_finite, unscale_check
 from pallas_kernels.finite_check import launch, mosaic_gpu, reference

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels_ways import Way, assert_same_bits, compiled, interpreted
+from kernel_ways import Way, assert_same_bits, compiled, interpreted
 
 from jmp_amp import _float8
 from pallas_kernels import Quantized, QuantizedBlocks, _implementations, quantize

@@ -24,9 +24,10 @@ def check_finite(
             finite.
         inv_scale: float32[], the reciprocal of the loss scale. Every value is multiplied by it before the check.
         implementation: `"xla"` is plain JAX. `"mosaic_gpu"` (NVIDIA Hopper and newer) and `"triton"` (NVIDIA Ampere and
-            newer) are kernels that read hundreds of leaves in one launch. `None` uses the fastest implementation on the
-            device, as measured, and falls back to plain JAX on other devices, under `vmap` and differentiation, for
-            float64, complex and 8-bit leaves, and in programs that the compiler partitions over devices.
+            newer) are kernels that read hundreds of leaves in one launch. `None` is the fastest one on the device, as
+            measured by `python -m pallas_kernels tune`. It is plain JAX on other devices, under `vmap` and
+            differentiation, for float64, complex and 8-bit leaves, and in programs that the compiler partitions over
+            devices.
         interpret: runs the kernel in Pallas' interpreter, which is slow but works on any device. Use it for tests.
 
     Returns:
