@@ -338,9 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.context >= len(text[1]):
         raise SystemExit(f"--context {config.context}: there are only {len(text[1])} bytes of text to validate on")
     runs, params = {name: [] for name in compared(config)}, None
-    if {"float8", "mxfp8"} & set(
-        runs
-    ):  # where a device has no float8 units: computes what one with them does, not bfloat16
+    if {"float8", "mxfp8"} & set(runs):  # where a device has no such units: computes what one with them does
         os.environ.setdefault("JMP_AMP_EMULATE_FLOAT8", "1")
     try:
         with ctrl_c_after_the_step() as stop:

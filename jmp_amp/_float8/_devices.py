@@ -31,7 +31,7 @@ def is_emulated() -> bool:
 # Parts of the names of GPUs and TPUs. A GPU that is not named here has the units: for one scale a tensor all do since
 # Ada (sm_89), of 2022; for blocks all do since Blackwell (sm_100), of 2024.
 _BEFORE_ADA = r"P100|V100|TITAN|T4|Quadro|A100|A30|A40|A10|A16|RTX [23]0|RTX A"
-_ADA_OR_HOPPER = r"L4|L20|L2\b|H100|H20|H800|GH200|RTX 40|Ada"
+_ADA_OR_HOPPER = r"L4|L20|L2\b|H100|H20|H800|RTX 40|Ada"
 _GPUS_WITHOUT = {False: re.compile(_BEFORE_ADA), True: re.compile(f"{_BEFORE_ADA}|{_ADA_OR_HOPPER}")}
 _LEAST_CAPABILITY = {False: (8, 9), True: (10, 0)}
 _TPUS_WITH = re.compile("TPU7|TPU v7")
