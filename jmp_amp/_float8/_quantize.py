@@ -55,7 +55,9 @@ def quantize_blocks(x: jax.Array, dtype: Any, axis: int) -> tuple[jax.Array, jax
     if axis == 1:
         scales = lax.reduce_max(_bytes(_bits(blocks), dtype), [2])
     else:  # the same; XLA would store the bytes of all elements, and transpose them
-        scales = _bytes(_bits(lax.reduce_max(lax.abs(blocks), [1])), dtype)
+        magnitudes = lax.abs(blocks)
+        magnitudes = jnp.where(magnitudes < jnp.inf, magnitudes, jnp.inf)  # a maximum of floats may drop NaN
+        scales = _bytes(_bits(lax.reduce_max(magnitudes, [1])), dtype)
     exponents = jnp.expand_dims(scales.astype(jnp.int32) - _BIAS, axis + 1)
     low, scales = (
         _scaled(blocks, exponents, dtype).reshape(x.shape),
