@@ -61,11 +61,15 @@ def float8_dot(
             `base`. With `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast
             accumulation").
     """
-    is_emulated = _is_emulated.get() or os.environ.get(EMULATE, "0") not in ("", "0")
     params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
     return _float8_dot_p.bind(
-        lhs, rhs, base=base, operands=operands, cotangents=cotangents, emulated=is_emulated, **params
+        lhs, rhs, base=base, operands=operands, cotangents=cotangents, emulated=is_emulated(), **params
     )
+
+
+def is_emulated() -> bool:
+    """Whether products that are traced now run in float8 on every device."""
+    return _is_emulated.get() or os.environ.get(EMULATE, "0") not in ("", "0")
 
 
 @functools.cache
@@ -78,30 +82,38 @@ def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
     return saves
 
 
-def _of_quantized(x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, **params: Any) -> jax.Array:
+def _of_quantized(
+    x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, *rest: Any, **params: Any
+) -> jax.Array:
     result = params["preferred_element_type"]
     # A float8 product may exceed float16. In bfloat16 it fits, and the power of two is exact there as well.
     accumulated = np.dtype(np.float32) if result == np.float16 else result
-    product = _dot(x, y, **params | {"preferred_element_type": accumulated})
+    product = bind_plain(x, y, *rest, **params | {"preferred_element_type": accumulated})
     return (product * power_of_two(-(x_exponent + y_exponent)).astype(accumulated)).astype(result)
 
 
-def _in_base(lhs: jax.Array, rhs: jax.Array, *, base: Any, **params: Any) -> jax.Array:
-    return _dot(lhs.astype(base), rhs.astype(base), **params | {"precision": None})
+def in_base(lhs: jax.Array, rhs: jax.Array, *rest: Any, base: Any, **params: Any) -> jax.Array:
+    """Computes the product in the base dtype."""
+    return bind_plain(lhs.astype(base), rhs.astype(base), *rest, **params | {"precision": None})
 
 
-_OWN = ("base", "operands", "cotangents", "emulated")  # parameters that `lax.dot_general_p` does not have
+OWN = ("base", "operands", "cotangents", "emulated")  # parameters that the products of `lax` do not have
 
 
-def _dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    return lax.dot_general_p.bind(lhs, rhs, **{name: x for name, x in params.items() if name not in _OWN})
+def bind_plain(*args: Any, **params: Any) -> jax.Array:
+    """Computes the product of `lax` with these parameters."""
+    params = {name: x for name, x in params.items() if name not in OWN}
+    plain = lax.dot_general_p.bind if "dimension_numbers" in params else lax.ragged_dot_general
+    return plain(*args, **params)
 
 
-def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
-    return jx.trace(functools.partial(_in_base, **params), [lhs, rhs]).out_avals[0]
+def abstract_eval(*avals: Any, **params: Any) -> Any:
+    """Returns the type of the product."""
+    return jx.trace(functools.partial(in_base, **params), avals).out_avals[0]
 
 
-def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+def lower(ctx: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
+    """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
     lacking = [device for platform in jx.lowering_platforms(ctx) if (device := _without_float8(platform)) is not None]
     if lacking and not params["emulated"]:
         warnings.warn(
@@ -109,11 +121,11 @@ def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
             f"set the environment variable {EMULATE}=1 to compute them as a device with float8 units does",
             stacklevel=2,
         )
-        return mlir.lower_fun(functools.partial(_in_base, **params), multiple_results=False)(ctx, lhs, rhs)
-    operands = zip(ctx.avals_in, (lhs, rhs), params["operands"], strict=True)
+        return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, lhs, rhs, *rest)
+    operands = zip(ctx.avals_in, (lhs, rhs), params["operands"], strict=False)
     avals, values = zip(*[pair for operand in operands for pair in _quantized(ctx, *operand)], strict=True)
-    product = functools.partial(_of_quantized, **params)
-    return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values)
+    product, avals = functools.partial(_of_quantized, **params), (*avals, *ctx.avals_in[2:])
+    return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values, *rest)
 
 
 def _quantized(ctx: Any, aval: Any, x: Any, dtype: Any) -> Sequence[tuple[Any, Any]]:
@@ -141,7 +153,7 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
 
     def transposed(cotangent: Any, known: Any) -> Any:
         def product(x: Any) -> Any:
-            return _dot(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
+            return bind_plain(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
 
         return jax.linear_transpose(product, jx.aval_with(unknown.aval, base))(cotangent)[0]
 
@@ -154,12 +166,12 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
             return args
         if eqn.primitive is not lax.dot_general_p:
             return jx.bind(eqn, args)
-        own = eqn.params | {name: params[name] for name in _OWN} | {"preferred_element_type": unknown.aval.dtype}
+        own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
         operands = (params["cotangents"], formats[1 - i])
         if is_swapped:
             args, operands, own = args[::-1], operands[::-1], own | _swapped(eqn)
         if len(set(operands)) == 1:  # a derivative of a derivative: no device multiplies two cotangents
-            return [_in_base(*args, **own)]
+            return [in_base(*args, **own)]
         return [_float8_dot_p.bind(*args, **own | {"operands": operands, "precision": lax.Precision.HIGHEST})]
 
     return jx.evaluate(program, [cotangent, known], apply)[0]
@@ -180,7 +192,7 @@ def _swapped(eqn: JaxprEqn) -> dict[str, Any]:
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     """Adds the rows of a batch to those of the product. Otherwise it runs in the base dtype."""
     if None not in axes or params["out_sharding"] is not None:
-        return jax.vmap(functools.partial(_in_base, **params), axes)(*args), 0
+        return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
     i = int(axes[0] is None)
     contracting, batch = params["dimension_numbers"][0], params["dimension_numbers"][1]
     args, contracting = list(args), list(contracting)
@@ -197,10 +209,10 @@ def _eager(**params: Any) -> Callable[..., jax.Array]:
 
 
 _float8_dot_p.def_impl(lambda lhs, rhs, **params: _eager(**params)(lhs, rhs))
-_float8_dot_p.def_abstract_eval(_abstract_eval)
+_float8_dot_p.def_abstract_eval(abstract_eval)
 ad.defbilinear(_float8_dot_p, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
 batching.primitive_batchers[_float8_dot_p] = _batch
-mlir.register_lowering(_float8_dot_p, _lower, cacheable=False)
+mlir.register_lowering(_float8_dot_p, lower, cacheable=False)
 
 
 _BIAS = 127  # of the exponent of a float32

@@ -20,6 +20,7 @@ from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._float8 import PRIMITIVE
+from jmp_amp._float8_ragged import PLAIN_PRIMITIVE, RAGGED_PRIMITIVE
 from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._modules import unbound
 
@@ -94,15 +95,21 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
 
 def _flops(eqn: Any) -> int:
     """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
+    groups = 1
     if eqn.primitive.name in ("dot_general", PRIMITIVE):
         (contracting, _), _ = eqn.params["dimension_numbers"]
         terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracting)
+    elif eqn.primitive.name in (PLAIN_PRIMITIVE, RAGGED_PRIMITIVE):
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        terms = math.prod(eqn.invars[0].aval.shape[i] for i in numbers.dot_dimension_numbers[0][0])
+        if not numbers.rhs_group_dimensions:  # each group sums its own rows
+            groups = eqn.outvars[0].aval.shape[0]
     elif eqn.primitive.name == "conv_general_dilated":
         kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
         terms = math.prod(kernel) // max(kernel[out_features], 1)
     else:
         return 0
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms // groups
 
 
 def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, forced: str | None) -> Iterator[OpSite]:
@@ -165,7 +172,7 @@ def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpS
         return None
     direction = "recomputed" if jx.is_recomputed(provenance.stack) else "backward"
     inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_floating(atom)]
-    if eqn.primitive.name == PRIMITIVE:
+    if eqn.primitive.name in (PRIMITIVE, RAGGED_PRIMITIVE):
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))

@@ -372,7 +372,7 @@ RULES: Rules = _table(
         # Linear algebra, transforms and kernels in their own precision.
         "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
         "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
-        "fft ffi_call pallas_call float8_dot_general": _COSTLY,
+        "fft ffi_call pallas_call float8_dot_general float8_ragged_dot_general": _COSTLY,
         # Bits, complex numbers, and reductions by any function.
         "bitcast_convert_type": ORIGINAL,
         "reduce_precision complex conj imag real": ORIGINAL._replace(keeps_unit=True),
