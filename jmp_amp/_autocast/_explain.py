@@ -70,6 +70,7 @@ REASONS = {
     "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
     "count": "it counts: both operands come from comparisons or integers",
     "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
+    "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
     "loop": "it decides when a loop ends",
     "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
     "readers": "all readers of its result read float32, and it fuses with them",
@@ -82,6 +83,7 @@ REASONS = {
     "pattern": "its scope matches a pattern in `rules`",
     "override": "`rules` gives its primitive another class",
     "traced": "the op, or an operand, was traced in another dtype than float32",
+    "kernel": "autocast cannot read a kernel: it runs in the dtypes that it was traced in; see `cast_inputs`",
     "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
     "opaque": "no rule for this primitive: the products in it stay as they were traced",
     "derivative": "JAX derives it from the forward pass",
@@ -136,11 +138,18 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, fo
         for inner, runs in step.inner:
             inside = why
             if inner.region.format is AS_TRACED:
-                inside = "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
+                inside = _why_as_traced(eqn)
             yield from _forward(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
         if not step.inner and any(map(jx.is_floating, (*eqn.invars, *eqn.outvars))):
             reason = why if region.format is not top else None
             yield _forward_site(planner, plan, step, region.format, provenance, reason)
+
+
+def _why_as_traced(eqn: JaxprEqn) -> str:
+    """Returns why all that an equation holds runs as it was traced."""
+    if jx.HIGHER_ORDER[eqn.primitive.name].enter_low is not None:
+        return "cast_inputs"
+    return "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
 
 
 def _forward_site(
@@ -162,6 +171,8 @@ def _forward_site(
         why = "override"
     elif eqn.primitive.name not in RULES and eqn.invars:  # `iota` reads nothing that could be cast
         why = "opaque" if planner.hides_products(eqn) else "unknown"
+    elif rule.is_kernel:
+        why = "kernel"
     inputs = [value.dtype for value in compress(values, is_float)]
     return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
 
