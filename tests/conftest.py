@@ -81,3 +81,9 @@ def users_code():
     """Programs as users, and optax, write them; the library itself relies on no promotion."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX asks for cuDNN's version before it traces cuDNN's attention; XLA compiles it without the library."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91300)
