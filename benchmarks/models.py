@@ -175,6 +175,17 @@ def mlp_case(low, tokens=8192, dim=4096, hidden=16384, place=lambda x: x):
     return loss_fn, (params, Shape((tokens, dim), F32))
 
 
+def experts_case(low, experts=8, tokens=8192, dim=2048, hidden=8192):
+    """The experts of a mixture, two layers each without biases; the tokens are sorted by their expert."""
+    params = {"up": Shape((experts, dim, hidden), F32), "down": Shape((experts, hidden, dim), F32)}
+
+    def loss_fn(params, x, sizes):
+        h = jax.nn.gelu(lax.ragged_dot(to(x, low), to(params["up"], low), sizes))
+        return jnp.mean(jnp.square(full(lax.ragged_dot(h, to(params["down"], low), sizes), low)))
+
+    return loss_fn, (params, Shape((tokens, dim), F32), Shape((experts,), jnp.int32))
+
+
 def encoder_case(low, layers=6, batch=32, length=256, dim=512, heads=8, vocab=32000, rate=0.1):
     """A Transformer encoder with dropout, that reconstructs its tokens."""
     blocks, last = transformer_shapes(dim, layers, stacked=True)

@@ -84,7 +84,8 @@ USED_BY = {  # what people look for
     "custom_linear_solve": "`jnp.linalg.solve`",
     "fft": "`jnp.fft.fft`",
     "pallas_call": "Pallas kernels",
-    "ffi_call": 'kernels of other libraries, `implementation="cudnn"`',
+    "ffi_call": "kernels of other libraries",
+    "dot_product_attention_fwd_wrapper": '`implementation="cudnn"` of `jax.nn.dot_product_attention`',
 }
 X, LOW = jnp.ones((4, 4)), jnp.ones((4, 4), jnp.bfloat16)
 USUAL = {  # of a primitive whose class depends on its parameters or shapes: a usual call, and what other calls are

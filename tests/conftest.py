@@ -94,3 +94,9 @@ def fastest(monkeypatch):
         monkeypatch.setattr(_measured, "measurements", lambda kind: measured)
 
     return choose
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX asks for cuDNN's version before it traces cuDNN's attention; XLA compiles it without the library."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91300)

@@ -3,6 +3,7 @@
 Smaller models than in `benchmarks/autocast_cost.py`, whose table holds the figures of the real ones.
 """
 
+import math
 import re
 
 import gpu_aot
@@ -108,3 +109,35 @@ def test_the_products_of_experts_are_low_precision_in_both_passes(dtype):
     products = [operands for _, _, operands in gpu_aot.products(program)]
     assert len(products) >= 5
     assert {tuple(each) for each in products} == {(low, low)}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_cudnn_attention_of_a_float32_model_is_low_precision_from_product_to_product(dtype, cudnn):
+    batch, length, heads, features = 2, 256, 4, 32
+    dim = heads * features
+
+    @amp.cast_inputs(dtype)
+    def attention(q, k, v, bias):
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, implementation="cudnn", is_causal=True)
+
+    def loss_fn(params, x):
+        q, k, v = (jnp.reshape(x @ params[name], (batch, length, heads, features)) for name in "qkv")
+        out = attention(q, k, v, params["bias"])
+        return jnp.mean((jnp.reshape(out, x.shape) @ params["o"]) ** 2)
+
+    params = {name: jnp.ones((dim, dim)) for name in "qkvo"} | {"bias": jnp.ones((1, heads, length, length))}
+    args = gpu_aot.struct(gpu_aot.h200_mesh(), (params, jnp.ones((batch, length, dim))))
+    program = gpu_aot.compile_for(jax.grad(amp.autocast(loss_fn, dtype)), *args)
+    low = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    products = [operands for _, _, operands in gpu_aot.products(program)]
+    assert len(products) >= 4
+    assert {tuple(each) for each in products} == {(low, low)}
+    bodies, entry = hlo.computations(program.as_text())
+    kernels = [each for each in hlo.instructions(bodies, entry) if "__cudnn$fmha" in each.line]
+    assert [len(re.findall(rf"\b{low}\[", " ".join(each.operands))) for each in kernels] == [4, 6]
+    # The input is the only float32 array in memory that has its size.
+    results = [re.search(r" = (.*?) ([\w\-]+)\(", line).groups() for line in bodies[entry]]
+    made = [types for types, op in results if op not in ("parameter", "bitcast", "get-tuple-element")]
+    sizes = {math.prod(map(int, dims.split(","))) for types in made for dims in re.findall(r"f32\[([\d,]+)\]", types)}
+    assert heads * length * length in sizes  # the gradient of the bias
+    assert batch * length * dim not in sizes

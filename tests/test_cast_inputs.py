@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxprs import dtypes
+from jaxprs import dtypes, equations
 
 import jmp_amp as amp
 
@@ -133,3 +133,26 @@ def test_first_nonfinite_enters_it():
     assert amp.debug.first_nonfinite(fun)(X * 1e3) is None
     found = amp.debug.first_nonfinite(amp.autocast(fun))(X * 1e3)
     assert (found.primitive, found.result.dtype) == ("mul", "float16")
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_cudnn_attention_reads_its_bias_in_the_dtype_of_the_query(low, cudnn):
+    attention = amp.cast_inputs(low)(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
+
+    def fun(bias, x):
+        return jnp.sum(attention(x, x, x, bias))
+
+    args = jnp.ones((1, 4, 32, 32)), jnp.ones((2, 32, 4, 64))
+    with pytest.raises(NotImplementedError, match="Q must be"):
+        fun(*args)
+    grads = jax.grad(amp.autocast(fun, "bfloat16"), (0, 1))
+    for direction in ("fwd", "bwd"):
+        (eqn,) = [
+            e for e in equations(grads, *args) if e.primitive.name == f"dot_product_attention_{direction}_wrapper"
+        ]
+        assert {atom.aval.dtype.name for atom in eqn.invars[:4]} == {low}  # query, key, value, bias
+    assert [aval.dtype for aval in jax.eval_shape(grads, *args)] == [jnp.float32] * 2
+    report = amp.explain(fun, "bfloat16")(*args)
+    kernels = [f"dot_product_attention_{direction}_wrapper" for direction in ("bwd", "fwd")]
+    assert report.summary()["kernels"] == kernels
+    assert report.select(direction="forward", primitive=kernels[1]).rows[0].compute == low

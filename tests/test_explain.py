@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxprs import read_low
 from models import gpt_case
 
@@ -123,6 +124,26 @@ def test_primitives_without_a_rule_are_named():
     assert "Primitives without a rule: pure_callback." in str(report)
     (row,) = report.select(primitive="pure_callback").rows
     assert (row.op_class, row.why, row.inputs, row.compute) == ("original", "unknown", (F16,), F32)
+
+
+def test_kernels_are_named_with_their_dtypes():
+    def pallas(x):
+        return pl.pallas_call(lambda x_ref, y_ref: y_ref.__setitem__(..., x_ref[...]), jax.typeof(x), interpret=True)(x)
+
+    def fun(x):
+        x = amp.cast_inputs("bfloat16")(pallas)(pallas(x @ W))
+        return jax.ffi.ffi_call("no_such_target", jax.typeof(x))(x)
+
+    report = amp.explain(fun)(X)
+    kernels = ["ffi_call", "pallas_call"]
+    assert report.summary()["kernels"] == kernels
+    assert f"Kernels: {', '.join(kernels)}. Primitives without a rule: none." in str(report)
+    forward = [row for row in report.select(direction="forward").rows if row.primitive in kernels]
+    assert [(row.why, row.compute) for row in forward] == [
+        ("kernel", "float32"),
+        ("cast_inputs", "bfloat16"),
+        ("kernel", "float32"),
+    ]
 
 
 def test_sources_are_the_lines_of_the_user():

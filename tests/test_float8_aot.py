@@ -7,8 +7,9 @@ import functools
 
 import float8
 import gpu_aot
+import jax
 import pytest
-from models import gpt_case, mlp_case
+from models import experts_case, gpt_case, mlp_case
 
 import jmp_amp as amp
 
@@ -69,3 +70,18 @@ def test_fsdp_gathers_weights_in_float8():
 def test_fsdp_finds_scales_by_all_reduces_of_scalars():
     scalars = float8.scalar_all_reduces(sharded_mlp("float8"))
     assert sum(scalars) == 7  # the loss, two weights, two activations and two cotangents
+
+
+@each_compiler
+@pytest.mark.parametrize("target", ["H200", "B200"])
+def test_both_passes_of_experts_multiply_float8_and_move_fewer_bytes_than_bfloat16(target, flags):
+    loss_fn, (params, *args) = experts_case(None, experts=4, tokens=1024, dim=2048, hidden=2048)
+    args = gpu_aot.struct(gpu_aot.mesh(target), (params, *args))
+    moved = {}
+    for dtype, kind in {"float8": "float8", "bfloat16": "bf16"}.items():
+        gradients = jax.value_and_grad(amp.autocast(loss_fn, dtype), (0, 1))
+        program = gpu_aot.lower_for(gradients, *args).compile(float8.FLAGS[flags])
+        count, _ = float8.products(program)
+        assert count == {kind: 6}
+        moved[dtype] = gpu_aot.cost(program)["bytes_moved"]
+    assert moved["float8"] < moved["bfloat16"]

@@ -19,7 +19,7 @@ from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
-from jmp_amp._float8 import PRIMITIVE
+from jmp_amp._float8 import PLAIN_PRIMITIVE, PRIMITIVE, RAGGED_PRIMITIVE
 from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._modules import unbound
 
@@ -86,6 +86,7 @@ REASONS = {
     "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
     "count": "it counts: both operands come from comparisons or integers",
     "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
+    "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
     "loop": "it decides when a loop ends",
     "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
     "readers": "all readers of its result read float32, and it fuses with them",
@@ -98,6 +99,7 @@ REASONS = {
     "pattern": "its scope matches a pattern in `rules`",
     "override": "`rules` gives its primitive another class",
     "traced": "the op, or an operand, was traced in another dtype than float32",
+    "kernel": "autocast cannot read a kernel: it runs in the dtypes that it was traced in; see `cast_inputs`",
     "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
     "opaque": "no rule for this primitive: the products in it stay as they were traced",
     "derivative": "JAX derives it from the forward pass",
@@ -111,15 +113,21 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
 
 def _flops(eqn: Any) -> int:
     """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
+    groups = 1
     if eqn.primitive.name in ("dot_general", PRIMITIVE):
         (contracting, _), _ = eqn.params["dimension_numbers"]
         terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracting)
+    elif eqn.primitive.name in (PLAIN_PRIMITIVE, RAGGED_PRIMITIVE):
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        terms = math.prod(eqn.invars[0].aval.shape[i] for i in numbers.dot_dimension_numbers[0][0])
+        if not numbers.rhs_group_dimensions:  # each group sums its own rows
+            groups = eqn.outvars[0].aval.shape[0]
     elif eqn.primitive.name == "conv_general_dilated":
         kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
         terms = math.prod(kernel) // max(kernel[out_features], 1)
     else:
         return 0
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms // groups
 
 
 def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, forced: str | None) -> Iterator[OpSite]:
@@ -146,11 +154,18 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, fo
         for inner, runs in step.inner:
             inside = why
             if inner.region.format is AS_TRACED:
-                inside = "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
+                inside = _why_as_traced(eqn)
             yield from _forward(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
         if not step.inner and any(map(jx.is_floating, (*eqn.invars, *eqn.outvars))):
             reason = why if region.format is not top else None
             yield _forward_site(planner, plan, step, region.format, provenance, reason)
+
+
+def _why_as_traced(eqn: JaxprEqn) -> str:
+    """Returns why all that an equation holds runs as it was traced."""
+    if jx.HIGHER_ORDER[eqn.primitive.name].enter_low is not None:
+        return "cast_inputs"
+    return "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
 
 
 def _forward_site(
@@ -172,6 +187,8 @@ def _forward_site(
         why = "override"
     elif eqn.primitive.name not in RULES and eqn.invars:  # `iota` reads nothing that could be cast
         why = "opaque" if planner.hides_products(eqn) else "unknown"
+    elif rule.is_kernel:
+        why = "kernel"
     inputs = [(value.dtype, value.origin <= Origin.INPUT) for value in compress(values, is_float)]
     return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
 
@@ -182,7 +199,7 @@ def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpS
         return None
     direction = "recomputed" if jx.is_recomputed(provenance.stack) else "backward"
     inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_floating(atom)]
-    if eqn.primitive.name == PRIMITIVE:
+    if eqn.primitive.name in (PRIMITIVE, RAGGED_PRIMITIVE):
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))

@@ -90,6 +90,7 @@ class Rule(NamedTuple):
         makes_gates: `f(z)` is a gate, as `exp(-z)`.
         keeps_unit: its operands and results have one physical unit, although it does not pass elements on.
         drops_unit: its operands may have any unit, and its results have none.
+        is_kernel: it is code that autocast cannot read.
     """
 
     op_class: OpClass
@@ -108,6 +109,7 @@ class Rule(NamedTuple):
     makes_gates: bool = False
     keeps_unit: bool = False
     drops_unit: bool = False
+    is_kernel: bool = False
 
     @property
     def moves(self) -> bool:
@@ -175,6 +177,8 @@ _SQUARE = Rule(OpClass.FOLLOW, Makes.POWER, fuses=True, power=2, fold=lambda _, 
 _MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
 _CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda _, x: x)
+_COSTLY = Rule(OpClass.ORIGINAL, costly=True)
+_KERNEL = _COSTLY._replace(is_kernel=True)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
 
 
@@ -334,7 +338,9 @@ RULES: Rules = _table(
         # Linear algebra, transforms and kernels in their own precision.
         "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
         "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
-        "fft ffi_call pallas_call float8_dot_general": ORIGINAL._replace(costly=True),
+        "fft float8_dot_general float8_ragged_dot_general": _COSTLY,
+        "ffi_call pallas_call": _KERNEL,
+        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
         # Bits, complex numbers, and reductions by any function.
         "bitcast_convert_type": ORIGINAL,
         "reduce_precision complex conj imag real": ORIGINAL._replace(keeps_unit=True),

@@ -20,7 +20,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Op, Rewrite
 from jmp_amp._autocast._primitives import OpClass
-from jmp_amp._float8 import float8_dot
+from jmp_amp._float8 import PLAIN_PRIMITIVE, float8_dot, float8_ragged_dot
 from jmp_amp._formats import FLOAT32, Float8
 
 Dtypes = tuple[Any, ...]
@@ -113,7 +113,7 @@ def _with_tangent(op: Op, tangent: Callable[[Any, Any, Any], Any], args: Sequenc
 def _float8_product(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     """A product with a weight that gains by float8: it reads its operands and its cotangents in float8."""
     form = op.format
-    is_low = op.rule.op_class is OpClass.LOWER and all(dtype == form.dtype for dtype in dtypes)
+    is_low = op.rule.op_class is OpClass.LOWER and set(dtypes[:2]) == {form.dtype}
     if form.float8 is None or not is_low or why_not_float8(op.eqn, op.is_input, form.float8):
         return None
     return Float8Product(form.dtype, form.float8)
@@ -127,22 +127,36 @@ def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> s
         is_input: whether each operand is an input of the program, moved or not, so that it may be a weight.
         float8: the sizes.
     """
-    if eqn.primitive is not lax.dot_general_p:
+    is_ragged = eqn.primitive.name == PLAIN_PRIMITIVE
+    if is_ragged and _has_rows_of_groups(eqn) and not float8.blocks:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracting, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    elif eqn.primitive is lax.dot_general_p:
+        (contracting, batch), groups = eqn.params["dimension_numbers"], ()
+    else:
         return "no matrix product"
-    contracting, batch = eqn.params["dimension_numbers"]
     if batch[0] or len(contracting[0]) != 1:
         return "no matrix product"
-    if not any(is_input[:2]):
+    is_input = (is_input[0] and not is_ragged, is_input[1])
+    if not any(is_input):
         return "no weight"
     shapes = [jx.shape_of(atom) or () for atom in eqn.invars[:2]]
     terms = shapes[0][contracting[0][0]]
-    others = [[n for i, n in enumerate(shape) if i not in c] for shape, c in zip(shapes, contracting, strict=True)]
+    axes = contracting[0], (*contracting[1], *groups)
+    others = [[n for i, n in enumerate(shape) if i not in c] for shape, c in zip(shapes, axes, strict=True)]
     rows, columns = map(math.prod, others)
     if any(n % float8.multiple for n in (terms, rows, columns)):
         return "multiple"
     # The rows and the columns of the product, if the first or the second operand is the weight.
     sizes = zip(is_input, ((columns, rows), (rows, columns)), strict=False)
     return None if any(is_weight and _gains(terms, *each, float8) for is_weight, each in sizes) else "size"
+
+
+def _has_rows_of_groups(eqn: JaxprEqn) -> bool:
+    """Whether a ragged product multiplies each row of a matrix by the matrix of its group."""
+    ranks = [len(jx.shape_of(atom) or ()) for atom in eqn.invars]
+    has_groups = bool(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+    return ranks == [2, 3, 1] and has_groups and eqn.params["group_offset"] is None
 
 
 def _gains(terms: int, rows: int, columns: int, float8: Float8) -> bool:
@@ -152,15 +166,17 @@ def _gains(terms: int, rows: int, columns: int, float8: Float8) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Product:
-    """Evaluates a product by `float8_dot`, which casts the weight from the dtype that it is stored in."""
+    """Evaluates a product on float8 operands; the weight is cast from the dtype that it is stored in."""
 
     base: np.dtype
     float8: Float8
 
     def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
-        lhs, rhs = args
         dtypes = (self.float8.operands,) * 2, self.float8.cotangents
-        return [float8_dot(lhs, rhs, self.base, *dtypes, blocks=self.float8.blocks, **dict(op.params))]
+        own: dict[str, Any] = dict(op.params)
+        if len(args) == 2:
+            return [float8_dot(args[0], args[1], self.base, *dtypes, blocks=self.float8.blocks, **own)]
+        return [float8_ragged_dot(args[0], args[1], args[2], self.base, *dtypes, **own)]
 
 
 def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:

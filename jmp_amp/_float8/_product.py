@@ -72,22 +72,28 @@ def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
     return saves
 
 
-def _in_base(lhs: jax.Array, rhs: jax.Array, *, base: Any, **params: Any) -> jax.Array:
-    return _dot(lhs.astype(base), rhs.astype(base), **params | {"precision": None})
+def in_base(lhs: jax.Array, rhs: jax.Array, *rest: Any, base: Any, **params: Any) -> jax.Array:
+    """Computes the product in the base dtype."""
+    return bind_plain(lhs.astype(base), rhs.astype(base), *rest, **params | {"precision": None})
 
 
-_OWN = ("base", "operands", "cotangents", "blocks", "emulated")  # parameters that `lax.dot_general_p` does not have
+OWN = ("base", "operands", "cotangents", "blocks", "emulated")  # parameters that the products of `lax` do not have
 
 
-def _dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    return lax.dot_general_p.bind(lhs, rhs, **{name: x for name, x in params.items() if name not in _OWN})
+def bind_plain(*args: Any, **params: Any) -> jax.Array:
+    """Computes the product of `lax` with these parameters."""
+    params = {name: x for name, x in params.items() if name not in OWN}
+    plain = lax.dot_general_p.bind if "dimension_numbers" in params else lax.ragged_dot_general
+    return plain(*args, **params)
 
 
-def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
-    return jx.trace(functools.partial(_in_base, **params), [lhs, rhs]).out_avals[0]
+def abstract_eval(*avals: Any, **params: Any) -> Any:
+    """Returns the type of the product."""
+    return jx.trace(functools.partial(in_base, **params), avals).out_avals[0]
 
 
-def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+def lower(ctx: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
+    """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
     blocks, platforms = params["blocks"], jx.lowering_platforms(ctx)
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
     if lacking and not params["emulated"]:
@@ -97,11 +103,11 @@ def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
             f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does",
             stacklevel=2,
         )
-        return mlir.lower_fun(functools.partial(_in_base, **params), multiple_results=False)(ctx, lhs, rhs)
+        return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, lhs, rhs, *rest)
     if not blocks:
         casts = [_Cast(dtype) for dtype in params["operands"]]
-        return _lower_casts(ctx, ctx.avals_in, (lhs, rhs), casts, functools.partial(_of_tensors, **params))
-    axes, out = params["dimension_numbers"][0], _abstract_eval(*ctx.avals_in, **params)
+        return _lower_casts(ctx, ctx.avals_in, (lhs, rhs), casts, functools.partial(_of_tensors, **params), rest)
+    axes, out = params["dimension_numbers"][0], abstract_eval(*ctx.avals_in, **params)
     casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
@@ -110,10 +116,13 @@ def _lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
         return _lower_casts(ctx, avals, (lhs, rhs), casts, product)
 
 
-def _lower_casts(ctx: Any, avals: Any, operands: Any, casts: Any, product: Callable[..., jax.Array]) -> Any:
-    pairs = [pair for each in zip(avals, operands, casts, strict=True) for pair in _lowered_cast(ctx, *each)]
-    avals, values = zip(*pairs, strict=True)
-    return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values)
+def _lower_casts(
+    ctx: Any, avals: Any, operands: Any, casts: Any, product: Callable[..., jax.Array], rest: Sequence[Any] = ()
+) -> Any:
+    pairs = [pair for each in zip(avals, operands, casts, strict=False) for pair in _lowered_cast(ctx, *each)]
+    cast_avals, values = zip(*pairs, strict=True)
+    ctx = ctx.replace(avals_in=(*cast_avals, *avals[2:]))
+    return mlir.lower_fun(product, multiple_results=False)(ctx, *values, *rest)
 
 
 def _lowered_cast(ctx: Any, aval: Any, x: Any, cast: Callable[..., Any]) -> Sequence[tuple[Any, Any]]:
@@ -153,11 +162,13 @@ class _Cast(NamedTuple):
         return quantize_blocks(x.transpose(*others, *self.along).reshape(-1, terms), self.dtype, 1)
 
 
-def _of_tensors(x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, **params: Any) -> jax.Array:
+def _of_tensors(
+    x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, *rest: Any, **params: Any
+) -> jax.Array:
     result = params["preferred_element_type"]
     # A float8 product may exceed float16. In bfloat16 it fits, and the power of two is exact there as well.
     accumulated = np.dtype(np.float32) if result == np.float16 else result
-    product = _dot(x, y, **params | {"preferred_element_type": accumulated})
+    product = bind_plain(x, y, *rest, **params | {"preferred_element_type": accumulated})
     return (product * power_of_two(-(x_exponent + y_exponent)).astype(accumulated)).astype(result)
 
 
@@ -182,7 +193,7 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
 
     def transposed(cotangent: Any, known: Any) -> Any:
         def product(x: Any) -> Any:
-            return _dot(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
+            return bind_plain(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
 
         return jax.linear_transpose(product, jx.aval_with(unknown.aval, base))(cotangent)[0]
 
@@ -195,12 +206,12 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
             return args
         if eqn.primitive is not lax.dot_general_p:
             return jx.bind(eqn, args)
-        own = eqn.params | {name: params[name] for name in _OWN} | {"preferred_element_type": unknown.aval.dtype}
+        own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
         operands = (params["cotangents"], formats[1 - i])
         if is_swapped:
             args, operands, own = args[::-1], operands[::-1], own | _swapped(eqn)
         if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative: no device multiplies these
-            return [_in_base(*args, **own)]
+            return [in_base(*args, **own)]
         return [_bind(*args, **own | {"operands": operands, "precision": lax.Precision.HIGHEST})]
 
     return jx.evaluate(program, [cotangent, known], apply)[0]
@@ -221,7 +232,7 @@ def _swapped(eqn: JaxprEqn) -> dict[str, Any]:
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     """Adds the rows of a batch to those of the product. Otherwise it runs in the base dtype."""
     if None not in axes or params["out_sharding"] is not None:
-        return jax.vmap(functools.partial(_in_base, **params), axes)(*args), 0
+        return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
     i = int(axes[0] is None)
     contracting, batch = params["dimension_numbers"][0], params["dimension_numbers"][1]
     args, contracting = list(args), list(contracting)
@@ -240,10 +251,10 @@ def _eager(**params: Any) -> Callable[..., jax.Array]:
 def _product() -> Primitive:
     primitive = Primitive(PRIMITIVE)
     primitive.def_impl(lambda lhs, rhs, **params: _eager(**params)(lhs, rhs))
-    primitive.def_abstract_eval(_abstract_eval)
+    primitive.def_abstract_eval(abstract_eval)
     ad.defbilinear(primitive, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
     batching.primitive_batchers[primitive] = _batch
-    mlir.register_lowering(primitive, _lower, cacheable=False)
+    mlir.register_lowering(primitive, lower, cacheable=False)
     return primitive
 
 

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import REASONS, OpSite, explain_call, matches, parse_settings
+from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp.debug._report import check_callable, format_table
 from jmp_amp.debug._roofline import Peaks, Roofline, roofline_of
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
+_KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
 _LOW_PRECISION = re.compile(r"float(16|[84]_)")
 
 
@@ -123,7 +124,8 @@ class PrecisionReport:
             A dict with `dtype`; `matmul_flops`, the shares of the FLOPs of products and convolutions by compute dtype,
             including the backward pass, where `"float8"` counts all float8 dtypes; `activation_bytes`, the share of
             dtypes of less than 32 bits in the bytes of the residuals, before XLA rematerializes any (None without a
-            backward pass); `casts`; and `unknown`, the names of the primitives without a rule.
+            backward pass); `casts`; `kernels`, the names of the primitives of kernels, which autocast cannot read; and
+            `unknown`, the names of the other primitives without a rule.
         """
         flops: Counter[str] = Counter()
         for row in self.rows:
@@ -137,7 +139,8 @@ class PrecisionReport:
             "matmul_flops": {dtype: n / flops.total() for dtype, n in flops.most_common() if n},
             "activation_bytes": low_share,
             "casts": self.casts,
-            "unknown": sorted({row.primitive for row in self.rows if row.why == "unknown"}),
+            "kernels": sorted({row.primitive for row in self.rows if row.primitive in _KERNELS}),
+            "unknown": sorted({row.primitive for row in self.rows if row.why in ("unknown", "opaque")}),
         }
 
     def select(self, pattern: str = "*", **fields: str) -> "PrecisionReport":
@@ -338,9 +341,10 @@ def _headline(summary: dict[str, Any]) -> str:
     saved = "JAX cannot differentiate it"
     if share is not None:
         saved = f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
+    kernels = f" Kernels: {', '.join(summary['kernels'])}." if summary["kernels"] else ""
     return (
         f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}. "
-        f"{summary['casts']} casts. Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
+        f"{summary['casts']} casts.{kernels} Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
     )
 
 

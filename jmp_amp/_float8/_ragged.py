@@ -1,0 +1,127 @@
+"""The primitive of a ragged product whose operands are cast to float8: the experts of a mixture.
+
+It computes `lax.ragged_dot_general` as `float8_dot` computes `lax.dot_general`, with one scale for all rows and one for
+all groups of the other operand.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp._float8._devices import is_emulated
+from jmp_amp._float8._product import OWN, abstract_eval, bind_plain, in_base, lower
+
+RAGGED_PRIMITIVE = "float8_ragged_dot_general"
+PLAIN_PRIMITIVE = "ragged_dot_general"
+
+_ragged_dot_p = Primitive(RAGGED_PRIMITIVE)
+
+
+def float8_ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    base: Any,
+    operands: tuple[Any, Any],
+    cotangents: Any,
+    **params: Any,
+) -> jax.Array:
+    """Computes `lax.ragged_dot_general` of operands that are cast to float8, each with one scale.
+
+    Rows beyond the groups have no part in it, whatever they hold: their results and their gradients are 0.
+
+    Args:
+        lhs: the rows, a matrix, in `base` or float32.
+        rhs: a matrix for each group of rows, likewise.
+        group_sizes: the number of rows of each group, `int[groups]`.
+        base: as for `float8_dot`.
+        operands: likewise.
+        cotangents: likewise.
+        **params: those of `lax.ragged_dot_general`, without batches or an offset.
+    """
+    params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
+    (axis,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    # The scale is that of all rows, so rows beyond the groups, and their cotangents, must be 0.
+    product = _ragged_dot_p.bind(
+        _in_groups(lhs, axis, group_sizes),
+        rhs,
+        group_sizes,
+        base=np.dtype(base),
+        operands=operands,
+        cotangents=cotangents,
+        blocks=False,
+        emulated=is_emulated(),
+        **params,
+    )
+    return _in_groups(product, 0, group_sizes)
+
+
+def _in_groups(x: jax.Array, axis: int, group_sizes: jax.Array) -> jax.Array:
+    """Returns the array with zeros in the rows beyond the groups."""
+    is_in_group = lax.broadcasted_iota(group_sizes.dtype, x.shape, axis) < jnp.sum(group_sizes, dtype=group_sizes.dtype)
+    return lax.select(is_in_group, x, jnp.zeros_like(x))
+
+
+def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, group_sizes: Any, **params: Any) -> Any:
+    """Returns the gradient of an operand, by a ragged product of the cotangent and the other operand."""
+    unknown, known = (lhs, rhs) if i == 0 else (rhs, lhs)
+    base, formats = params["base"], params["operands"]
+
+    def transposed(cotangent: Any, known: Any, group_sizes: Any) -> Any:
+        def product(x: Any) -> Any:
+            pair = (x, known) if i == 0 else (known, x)
+            return bind_plain(*pair, group_sizes, **params | {"preferred_element_type": base})
+
+        return jax.linear_transpose(product, jx.aval_with(unknown.aval, base))(cotangent)[0]
+
+    avals = jx.with_dtype(cotangent, base), jx.with_dtype(known, base), group_sizes
+    operands = (params["cotangents"], formats[1]) if i == 0 else (formats[0], params["cotangents"])
+
+    def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name != PLAIN_PRIMITIVE:
+            return jx.bind(eqn, args)
+        own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
+        if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative: no device multiplies these
+            return [in_base(*args, **own)]
+        return [_ragged_dot_p.bind(*args, **own | {"operands": operands, "precision": lax.Precision.HIGHEST})]
+
+    return jx.evaluate(jx.trace(transposed, avals), [cotangent, known, group_sizes], apply)[0]
+
+
+def _transpose(cotangent: Any, lhs: Any, rhs: Any, group_sizes: Any, **params: Any) -> list[Any]:
+    def gradient(i: int, operand: Any) -> Any:
+        if type(cotangent) is ad.Zero or not ad.is_undefined_primal(operand):
+            return None
+        return _gradient(i, cotangent, lhs, rhs, group_sizes, **params)
+
+    return [gradient(0, lhs), gradient(1, rhs), None]
+
+
+def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
+
+
+@functools.cache
+def _eager(**params: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(_ragged_dot_p.bind, **params))
+
+
+_ragged_dot_p.def_impl(lambda *args, **params: _eager(**params)(*args))
+_ragged_dot_p.def_abstract_eval(abstract_eval)
+ad.defjvp(
+    _ragged_dot_p,
+    lambda t, lhs, rhs, group_sizes, **params: _ragged_dot_p.bind(t, rhs, group_sizes, **params),
+    lambda t, lhs, rhs, group_sizes, **params: _ragged_dot_p.bind(lhs, t, group_sizes, **params),
+    None,
+)
+ad.primitive_transposes[_ragged_dot_p] = _transpose
+batching.primitive_batchers[_ragged_dot_p] = _batch
+mlir.register_lowering(_ragged_dot_p, lower, cacheable=False)
