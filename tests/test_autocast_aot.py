@@ -3,6 +3,7 @@
 Smaller models than in `benchmarks/autocast_cost.py`, whose table holds the figures of the real ones.
 """
 
+import math
 import re
 
 import gpu_aot
@@ -134,6 +135,9 @@ def test_cudnn_attention_of_a_float32_model_is_low_precision_from_product_to_pro
     bodies, entry = hlo.computations(program.as_text())
     kernels = [each for each in hlo.instructions(bodies, entry) if "__cudnn$fmha" in each.line]
     assert [len(re.findall(rf"\b{low}\[", " ".join(each.operands))) for each in kernels] == [4, 6]
-    # No activation is float32 in memory: the input is the only float32 array of its size.
-    size = f"f32[{batch},{length},"
-    assert not [line for line in bodies[entry] if size in line.split("(")[0] and " parameter(" not in line]
+    # The input is the only float32 array in memory that has its size.
+    results = [re.search(r" = (.*?) ([\w\-]+)\(", line).groups() for line in bodies[entry]]
+    made = [types for types, op in results if op not in ("parameter", "bitcast", "get-tuple-element")]
+    sizes = {math.prod(map(int, dims.split(","))) for types in made for dims in re.findall(r"f32\[([\d,]+)\]", types)}
+    assert heads * length * length in sizes  # the gradient of the bias
+    assert batch * length * dim not in sizes
