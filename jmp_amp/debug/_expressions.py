@@ -13,7 +13,6 @@ _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | _COMPREHENSIONS
 _REDUCTIONS = {"sum", "mean", "var", "logsumexp"}
 
-
 Span = tuple[str, int, int, int, int]  # a file, a line and column, and those of the end
 
 
@@ -67,10 +66,16 @@ def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
         if span and span != span_of(value.uncast) and value in (x.outside for x in reader.operands):
             same = [x for x in nodes if span_of(x) == span]
             arrays = (y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant)
+            arrays = (x.uncast if x in same else x for x in arrays)  # in the order in which they are written
             reads = [x for x in dict.fromkeys(arrays) if x not in same]
-            names = _operands(_source(span[0])[1].get(span))
-            if len(reads) == len(names) and (found := names[reads.index(value)]) and _is_same(found, span, at):
-                return found
+            expression = _source(span[0])[1].get(span)
+            names = _operands(expression)
+            # Functions of several arrays may read them in another order, as `jnp.clip` does.
+            is_known = len(reads) == 1 or isinstance(expression, ast.BinOp)
+            if is_known and len(reads) == len(names) and value in reads:
+                found = names[reads.index(value)]
+                if _is_same(found, span, at):
+                    return found
     return None
 
 

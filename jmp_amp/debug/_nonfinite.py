@@ -47,7 +47,8 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
     It then evaluates `fun` in float32, without any casts to low precision, and reports whether precision is the cause.
     A cure is tried before it is reported: `fun` runs with `jax.nn.softplus(x)` in place of `log(1 + exp(x))`, with a
     line in float32, or with a smaller loss scale, and its value and gradient are finite and close to those in float64.
-    Causes that no change of the program cures, such as bad data, are decided by the values.
+    The cure is written for the user's line if its source can be read. Causes that no change of the program cures, such
+    as bad data, are decided by the values.
 
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
@@ -111,7 +112,8 @@ class NonFinite:
         result: the first non-finite result.
         cause: the formula in the program that has a cure, such as `"log(1 + exp(x))"`, or the name of the cause, such
             as `"loss scale"`; `"unknown"` if no cure passes.
-        cure: what to change, or, if the cause is not known, the values on the way to the op.
+        cure: what to change, in the names of the user if their source can be read; or, if the cause is not known, the
+            values on the way to the op.
         tried: what was seen when the program ran with the cure; empty if the cause is not in the program.
         leaf: the nearest leaf of an argument that the op was computed from, such as `"params['layers'][2]['w']"`, which
             tells apart layers that share a line; empty if there is none.
@@ -126,7 +128,7 @@ class NonFinite:
         >>> report.primitive, report.result.infs, report.operands[0].max, report.finite_in_float32
         ('exp', 2, 100.0, False)
         >>> print(report.cure)
-        `log(1 + exp(x))` overflows or underflows half-way: use `jax.nn.softplus(x)`
+        `log(1 + exp(x))` overflows or underflows half-way: use `jax.nn.softplus(x)` in place of ...
         >>> report.tried
         'value and gradient are finite, within 1e-07 of float64'
     """
