@@ -68,9 +68,9 @@ continues: with seeds 0 to 2, float32 ends there between 2.78 and 3.10, mixed_fl
 FLOAT8_HEADING = "## Float8"
 FLOAT8_NOTES = """
 `train_gpt.py --layers 2 --batch 32 --context 32`: float8 or mxfp8 in the layers, of width 64, computed as a device with
-such units does (`JMP_AMP_EMULATE_FLOAT8=1`), and no loss scale. Losses are those of 1024 windows that are not trained on,
-the same for each seed. "Not scaled" casts the operands of the same products to float8_e4m3fn and their cotangents to
-float8_e5m2 as they are, and sums in float32.
+such units does (`JMP_AMP_EMULATE_FLOAT8=1`), and no loss scale. Losses are those of 1024 windows that are not trained
+on, the same for each seed. "Not scaled" casts the operands of the same products to float8_e4m3fn, and their cotangents
+to float8_e5m2, as they are, and sums in float32.
 """
 
 

@@ -94,8 +94,8 @@ float8 half as large, so experts move 0.68 and 0.61 times the bytes of bfloat16 
 ## Where float8 loses
 
 - It needs about twice the kernels in the models, three times in the MLP. Most of the new ones compute a single
-  number, for a scale: 24 of 31 in the MLP by default.
-- A scanned GPT of width 2048 moves 16% to 19% more bytes than in bfloat16; the Llama block 4% to 5%.
+  number, for a scale: 18 of 25 in the MLP by default.
+- A scanned GPT of width 2048 moves 16% to 20% more bytes than in bfloat16; the Llama block 4% to 5%.
 - With FSDP it sends 1.25 times the bytes of bfloat16. Weights are gathered in float8, which is half the bytes, but
   their gradients are summed in float32, which is twice the bytes; bfloat16 with `weight_grad_dtype="float32"` sends
   1.6 times as much as float8. Scales add 6 scalars to the all-reduces, 1 for each weight, activation and cotangent.
