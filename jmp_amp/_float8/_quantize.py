@@ -2,8 +2,8 @@
 
 A power of two rounds nothing, so a scaled array has the same float8 numbers, and the gradients of a scaled loss are the
 scaled gradients, bit for bit. A scale is computed from the elements that it scales ("current scaling"), so no state is
-kept from step to step. An infinity makes everything under its scale NaN, and NaN stays NaN, so an overflow is found
-in whatever is computed from the result.
+kept from step to step. An infinity or NaN makes everything under its scale NaN, so an overflow is found in whatever is
+computed from the result.
 """
 
 from typing import Any
