@@ -156,7 +156,7 @@ def test_one_scale_is_that_of_the_products_of_autocast(dtype, users_code):
 @pytest.mark.parametrize("x_dtype", READ)
 def test_blocks_are_those_of_the_products_of_autocast(x_dtype):
     x = normal((64, 96), x_dtype)
-    x[3, 5], x[40, 70], x[50, 0] = np.nan, np.inf, 0
+    x[3, 5], x[40, 70] = np.inf, 0
     rows, row_scales = jax.jit(lambda x: _float8.quantize_blocks(x, jnp.float8_e4m3fn, 1))(x)
     columns, column_scales = jax.jit(lambda x: _float8.quantize_blocks(x, jnp.float8_e4m3fn, 0))(x)
     assert_same_bits(tuple(program(Way("xla"), block=32)(x)), (rows, columns, row_scales, column_scales))

@@ -2,8 +2,8 @@
 
 A power of two rounds nothing, so a scaled array has the same float8 numbers, and the gradients of a scaled loss are the
 scaled gradients, bit for bit. A scale is computed from the elements that it scales ("current scaling"), so no state is
-kept from step to step. An infinity or NaN makes everything under its scale NaN, so an overflow is found in whatever is
-computed from the result.
+kept from step to step. An infinity makes everything under its scale NaN, and NaN stays NaN, so an overflow is found
+in whatever is computed from the result.
 """
 
 from typing import Any
@@ -55,9 +55,7 @@ def quantize_blocks(x: jax.Array, dtype: Any, axis: int) -> tuple[jax.Array, jax
     if axis == 1:
         scales = lax.reduce_max(_bytes(_bits(blocks), dtype), [2])
     else:  # the same; XLA would store the bytes of all elements, and transpose them
-        magnitudes = lax.abs(blocks)
-        magnitudes = jnp.where(magnitudes < jnp.inf, magnitudes, jnp.inf)  # a maximum of floats may drop NaN
-        scales = _bytes(_bits(lax.reduce_max(magnitudes, [1])), dtype)
+        scales = _bytes(_bits(lax.reduce_max(lax.abs(blocks), [1])), dtype)
     exponents = jnp.expand_dims(scales.astype(jnp.int32) - _BIAS, axis + 1)
     low, scales = (
         _scaled(blocks, exponents, dtype).reshape(x.shape),
