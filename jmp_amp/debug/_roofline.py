@@ -182,7 +182,7 @@ class _Bounds:
 
     def __init__(self, peaks: Peaks, base: str, float8: Float8, low: str) -> None:
         self._peaks, self._base, self._low = peaks, base, low
-        self._blocks, self._cotangents = getattr(float8, "blocks", False), str(float8.cotangents)
+        self._blocks, self._cotangents = float8.blocks, str(float8.cotangents)
         self._float8_rate = peaks.mxfp8 if self._blocks else peaks.float8
         self._cast: set[int] = set()  # the arrays that an earlier product read, so that they are cast already
 
