@@ -110,10 +110,13 @@ def qwix_layer():
     return lambda x, w: layer.apply({"params": {"kernel": w}}, x)
 
 
+BY_KERNEL = "autocast, mxfp8, cast by a kernel"
+
 LAYERS = {
     "autocast, bfloat16": lambda: autocast_layer("bfloat16"),
     "autocast, float8": lambda: autocast_layer("float8"),
     "autocast, mxfp8": lambda: autocast_layer("mxfp8"),
+    BY_KERNEL: lambda: autocast_layer("mxfp8"),
     "`jax.nn.scaled_dot_general`, mxfp8": jax_mxfp8_layer,
     "qwix, float8, a scale for each channel": qwix_layer,
 }

@@ -270,6 +270,23 @@ def test_an_array_is_quantized_once_for_each_axis():
     assert text.count("-> tensor<64x3x32xf8E4M3FN>") == 1  # and along its second
 
 
+def test_a_kernel_that_was_measured_to_be_faster_casts_along_both_axes_at_once(fastest):
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    def gradients():
+        args = PARAMS["w"], X.reshape(2, -1, X.shape[-1])
+        lowered = jax.jit(jax.grad(mxfp8(loss), (0, 1))).lower(*args)
+        return lowered.as_text(), lowered.compile()(*args)
+
+    _, expected = gradients()
+    fastest("triton")
+    text, found = gradients()
+    assert text.count("-> tensor<64x3x32xf8E4M3FN>") == 1  # the weight along its rows
+    assert text.count("-> tensor<96x2x32xf8E4M3FN>") == 1  # and along its columns
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 # Devices.
 
 

@@ -48,6 +48,18 @@ def test_a_layer_needs_fewer_kernels_and_bytes_than_with_jaxs_own_quantizer():
     assert ours["bytes_moved"] < jaxs["bytes_moved"]
 
 
+def test_a_layer_moves_little_more_than_it_must_if_a_kernel_casts():
+    tokens, dim = float8.TOKENS, float8.DIM
+    arrays = {"bfloat16": 2 * tokens * dim, "float32": dim * dim}  # the input and the cotangent, and the weight
+    least = 2 * (2 * arrays["bfloat16"] + 4 * arrays["float32"])  # read; and as many bytes are written as results
+    least += 2 * 2 * (1 + 1 / 32) * sum(arrays.values())  # both casts, written and read
+    program = float8.compiled_layer(LAYERS[float8.BY_KERNEL](), "triton")
+    assert block_products(program) == 3
+    cost = gpu_aot.cost(program)
+    assert cost["kernels"] == 12  # three of them cast, three multiply, and the rest arrange the scales for cuDNN
+    assert cost["bytes_moved"] < 1.02 * least
+
+
 def test_an_h200_computes_the_base_dtype():
     with pytest.warns(UserWarning, match="NVIDIA H200 has no units for blocks of float8"):
         program = compiled("mxfp8", "H200")

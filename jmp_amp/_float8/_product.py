@@ -20,7 +20,9 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
-from jmp_amp._float8._quantize import dequantize_blocks, power_of_two, quantize, quantize_blocks
+from jmp_amp._float8._quantize import BLOCK, dequantize_blocks, power_of_two, quantize, quantize_blocks
+from pallas_kernels import fastest_implementation
+from pallas_kernels import quantize as quantize_matrix
 
 PRIMITIVE = "float8_dot_general"
 
@@ -112,20 +114,29 @@ def lower(ctx: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     # JAX does not merge axes of a type that has a sharding. Without a mesh no type has one; the compiler propagates it.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         return _lower_casts(ctx, avals, (lhs, rhs), casts, product)
 
 
 def _lower_casts(
     ctx: Any, avals: Any, operands: Any, casts: Any, product: Callable[..., jax.Array], rest: Sequence[Any] = ()
 ) -> Any:
-    pairs = [pair for each in zip(avals, operands, casts, strict=False) for pair in _lowered_cast(ctx, *each)]
+    pairs = [pair for each in zip(avals, operands, casts, strict=False) for pair in _lowered_pair(ctx, *each)]
     cast_avals, values = zip(*pairs, strict=True)
     ctx = ctx.replace(avals_in=(*cast_avals, *avals[2:]))
     return mlir.lower_fun(product, multiple_results=False)(ctx, *values, *rest)
 
 
-def _lowered_cast(ctx: Any, aval: Any, x: Any, cast: Callable[..., Any]) -> Sequence[tuple[Any, Any]]:
+def _lowered_pair(ctx: Any, aval: Any, x: Any, cast: "_Cast") -> Sequence[tuple[Any, Any]]:
+    kernel = cast.kernel(aval)
+    if kernel is None:
+        return _lowered_cast(ctx, aval, x, cast)
+    rows, columns, row_scales, column_scales = _lowered_cast(ctx, aval, x, kernel)
+    return [columns, column_scales] if cast.is_along_columns else [rows, row_scales]
+
+
+def _lowered_cast(ctx: Any, aval: Any, x: Any, cast: Any) -> Sequence[tuple[Any, Any]]:
     """Lowers a cast once for each array, and returns its results, each as a type and a value.
 
     The forward and the backward pass cast the same weights. XLA does not merge equal collectives: two maxima of a
@@ -151,15 +162,46 @@ class _Cast(NamedTuple):
     dtype: np.dtype
     along: tuple[int, ...] | None = None
 
+    @property
+    def is_along_columns(self) -> bool:
+        """Whether the axes that are summed over come first."""
+        return self.along is not None and self.along == tuple(range(len(self.along)))
+
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns `quantize` of the operand, or `quantize_blocks` of it as a matrix, whose rows are summed over."""
         if self.along is None:
             return quantize(x, self.dtype)
         terms = math.prod(x.shape[axis] for axis in self.along)
-        if self.along == tuple(range(len(self.along))):  # the float8 array is transposed, which has fewer bytes
+        if self.is_along_columns:  # the float8 array is transposed, which has fewer bytes
             return quantize_blocks(x.reshape(terms, -1), self.dtype, 0)
         others = [axis for axis in range(x.ndim) if axis not in self.along]
         return quantize_blocks(x.transpose(*others, *self.along).reshape(-1, terms), self.dtype, 1)
+
+    def kernel(self, aval: Any) -> "_KernelCast | None":
+        """Returns the cast along both axes, if a kernel is faster than XLA here."""
+        if self.along is None or fastest_implementation("quantize_blocks", [aval.dtype], aval.size) == "xla":
+            return None
+        n, ndim = len(self.along), len(aval.shape)
+        first = n if self.is_along_columns else ndim - n  # of the columns
+        is_matrix = self.is_along_columns or self.along == tuple(range(first, ndim))
+        columns = math.prod(aval.shape[first:])
+        return _KernelCast(self.dtype, columns) if is_matrix and columns % BLOCK == 0 else None
+
+
+class _KernelCast(NamedTuple):
+    """The casts of an operand along its rows and along its columns, by a kernel that reads it once.
+
+    Attributes:
+        dtype: the float8 dtype.
+        columns: the number of columns of the operand as a matrix.
+    """
+
+    dtype: np.dtype
+    columns: int
+
+    def __call__(self, x: jax.Array) -> Any:
+        """Returns `pallas_kernels.QuantizedBlocks`."""
+        return quantize_matrix(x.reshape(-1, self.columns), self.dtype, block=BLOCK)
 
 
 def _of_tensors(
