@@ -47,6 +47,7 @@ VARIANTS = {  # what is trained, and the precision of float32 products
     "jmp_amp, float16": ("autocast float16", "tensorfloat32"),
     "jmp_amp, bfloat16": ("autocast bfloat16", "tensorfloat32"),
     "jmp_amp, float8": ("autocast float8", "default"),  # the precision of float8 products, too
+    "jmp_amp, mxfp8": ("autocast mxfp8", "default"),  # for Blackwell; elsewhere the row says what the device lacks
     'jmp_amp, float16, implementation="mosaic_gpu"': ("autocast float16 mosaic_gpu", "tensorfloat32"),
     "torch, float32, TF32 off": ("torch float32", ""),
     "torch, float16": ("torch float16", ""),
@@ -61,7 +62,7 @@ A step is loss, gradients, unscale, check, AdamW, with donated state; the median
 after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and activations in float16, norms, softmax
 and loss in float32, under the same loss scale. Torch trains the same models, `autocast` and `GradScaler` with fused
 AdamW, its attention by `scaled_dot_product_attention`. Peak memory is what each framework's allocator counts. With
-float8, GPT-2 small and ResNet-50 are the same as with bfloat16: none of their products is large enough to gain.
+float8 or mxfp8, GPT-2 small and ResNet-50 are the same as with bfloat16: none of their products is large enough to gain.
 """
 
 
@@ -81,7 +82,7 @@ def jax_step(case, sizes, what):
         loss_fn = amp.autocast(loss_fn, dtype)
     if kind == "jmp":
         loss_fn = models.cast_whole(loss_fn)
-    rule = amp.LossScale.none() if kind == "float32" or dtype in ("bfloat16", "float8") else amp.LossScale()
+    rule = amp.LossScale.none() if kind == "float32" or dtype in ("bfloat16", "float8", "mxfp8") else amp.LossScale()
     tx = amp.dynamic_loss_scale(optax.adamw(1e-4), rule, implementation=implementation or None)
     params, *batch = (random_arrays(tree, seed) for seed, tree in enumerate(shapes))
 
@@ -115,7 +116,9 @@ def measure(model, variant, tiny):
     sizes = small if tiny else full
     what, precision = VARIANTS[variant]
     if not tiny:
-        warnings.filterwarnings("error", ".* has no float8 units")  # the row would be one of bfloat16
+        warnings.filterwarnings(
+            "error", ".* has no (float8 units|units for blocks of float8)"
+        )  # the row would be one of bfloat16
     if what.startswith("torch"):
         import torch_models
 
