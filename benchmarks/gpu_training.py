@@ -62,7 +62,7 @@ A step is loss, gradients, unscale, check, AdamW, with donated state; the median
 after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and activations in float16, norms, softmax
 and loss in float32, under the same loss scale. Torch trains the same models, `autocast` and `GradScaler` with fused
 AdamW, its attention by `scaled_dot_product_attention`. Peak memory is what each framework's allocator counts. With
-float8 or mxfp8, GPT-2 small and ResNet-50 are the same as with bfloat16: none of their products is large enough to gain.
+float8 or mxfp8, GPT-2 small and ResNet-50 are as with bfloat16: none of their products is large enough to gain.
 """
 
 
