@@ -84,6 +84,12 @@ def users_code():
 
 
 @pytest.fixture
+def emulated(monkeypatch):
+    """Computes float8 products as a device with float8 units does."""
+    monkeypatch.setenv("JMP_AMP_EMULATE_FLOAT8", "1")
+
+
+@pytest.fixture
 def fastest(monkeypatch):
     """Makes `None` choose a kernel, as it would on a GPU on which that was measured to be fastest."""
     from pallas_kernels import _measured

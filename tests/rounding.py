@@ -19,8 +19,8 @@ def rounded(low, x, w):
 
 
 def error(got, want):
-    """The norm of the difference, relative to that of `want`, over all leaves."""
-    got, want = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (got, want))
+    """The norm of the difference, relative to that of `want`, over all leaves, in float64."""
+    got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(tree)]) for tree in (got, want))
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 

@@ -4,25 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from float8_nets import E4M3, E5M2, normal
 from jax import lax
 from jaxprs import equations
+from rounding import error
 
 import jmp_amp as amp
 from jmp_amp._float8 import EMULATE, RAGGED_PRIMITIVE, float8_ragged_dot, quantize
 
-pytestmark = pytest.mark.usefixtures("users_code")
-E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+pytestmark = pytest.mark.usefixtures("users_code", "emulated")
 EVERYWHERE = {"*": "float8"}  # products of every size
 SIZES = jnp.array([20, 0, 30], jnp.int32)  # of 64 rows: the last 14 belong to no group
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    monkeypatch.setenv(EMULATE, "1")
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def loss_fn(params, x, sizes=SIZES):
@@ -36,11 +28,6 @@ X = normal(64, 32)
 
 def float8(fun, **options):
     return amp.autocast(fun, "float8", rules=EVERYWHERE, **options)
-
-
-def error(got, want):
-    got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
 def used(fun, *args):

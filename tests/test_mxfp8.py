@@ -8,28 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from float8_nets import E4M3, loss_fn, normal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
+from rounding import error
 
 import jmp_amp as amp
 from jmp_amp._float8 import EMULATE, PRIMITIVE, float8_dot, quantize_blocks
 
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+pytestmark = pytest.mark.usefixtures("emulated")
 EVERYWHERE = {"*": "mxfp8"}  # products of every size
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    monkeypatch.setenv(EMULATE, "1")
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
-
-
-def loss_fn(params, x):
-    return jnp.mean((jax.nn.gelu(x @ params["w"]) @ params["v"]) ** 2)
 
 
 PARAMS = {"w": normal(64, 96, seed=1, scale=0.1), "v": normal(96, 32, seed=2, scale=0.1)}
@@ -38,11 +27,6 @@ X = normal(32, 64)
 
 def mxfp8(fun, **options):
     return amp.autocast(fun, "mxfp8", rules=EVERYWHERE, **options)
-
-
-def error(got, want):
-    got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
 def used(fun, *args):
