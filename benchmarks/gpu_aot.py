@@ -15,7 +15,9 @@ As a module:   from gpu_aot import mesh, struct, compile_for, cost, collectives,
 """
 
 import argparse
+import concurrent.futures
 import importlib.util
+import multiprocessing
 import os
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -34,6 +36,7 @@ __all__ = [
     "cost",
     "fused_by_triton",
     "h200_mesh",
+    "in_a_process",
     "lower_for",
     "mesh",
     "products",
@@ -75,6 +78,12 @@ def lower_for(fun, *args, **jit_kwargs):
 def compile_for(fun, *args, **jit_kwargs):
     """Compile `fun` for the devices that the shardings of `args` name. Pallas kernels included."""
     return lower_for(fun, *args, **jit_kwargs).compile()
+
+
+def in_a_process(fun, *args):
+    """Calls a function in a process of its own: the compiler of Mosaic GPU kernels keeps the first kind of GPU."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fun, *args).result()
 
 
 def main():

@@ -6,9 +6,7 @@
 Mosaic GPU kernels keeps the first.
 """
 
-import concurrent.futures
 import functools
-import multiprocessing
 
 import gpu_aot  # first: it sets the platform
 import jax
@@ -116,12 +114,6 @@ def costs(target, only=TARGETS["B200"]):
     return found
 
 
-def costs_apart(target, only=TARGETS["B200"]):
-    """Returns `costs` as a process of its own finds it."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(costs, target, list(only)).result()
-
-
 def table():
     """Yields the lines of the table."""
     tokens, features, results = LAYER
@@ -130,7 +122,7 @@ def table():
     yield ""
     yield from head("GPU", "scales", "quantized by", "product", "kernels", "MB", "MB at least", "x", "temporary MB")
     for target in TARGETS:
-        for key, cost in costs_apart(target).items():
+        for key, cost in gpu_aot.in_a_process(costs, target).items():
             mb = [cost[name] / 1e6 for name in ("bytes_moved", "floor", "temp_bytes")]
             cells = f"{mb[0]:.0f}", f"{mb[1]:.0f}", f"{mb[0] / mb[1]:.2f}", f"{mb[2]:.0f}"
             yield row(target, *key, cost["kernels"], *cells)

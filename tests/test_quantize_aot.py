@@ -79,7 +79,7 @@ def test_on_several_devices_the_kernel_runs_inside_shard_map(kernel, fastest):
 def test_a_layer_in_blocks_moves_the_bytes_of_the_floor_on_a_b200(kernel):
     triton, cudnn = quantized_layer.PRODUCTS
     keys = [(quantized_layer.BLOCKS, kernel, product) for product in (triton, cudnn)]
-    by_triton, by_cudnn = quantized_layer.costs_apart("B200", keys).values()
+    by_triton, by_cudnn = gpu_aot.in_a_process(quantized_layer.costs, "B200", keys).values()
     assert by_triton["kernels"] == 6  # three casts, three products
     assert by_triton["bytes_moved"] <= 1.001 * by_triton["floor"]
     assert by_cudnn["kernels"] <= 12  # XLA rearranges the scales of each operand in a kernel
