@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from rounding import error
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -12,3 +13,11 @@ def normal(*shape, seed=0, scale=1.0):
 
 def loss_fn(params, x):
     return jnp.mean((jax.nn.gelu(x @ params["w"]) @ params["v"]) ** 2)
+
+
+def assert_agrees(low, fun, args, value, gradient):
+    """Asserts that a function and its gradient are within these errors, relative to those of `fun`."""
+    ways = low, fun, jax.grad(low), jax.grad(fun)
+    got, want, got_grads, grads = jax.jit(lambda *args: [way(*args) for way in ways])(*args)
+    assert error(got, want) < value
+    assert error(got_grads, grads) < gradient

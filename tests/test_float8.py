@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from float8_nets import E4M3, E5M2, loss_fn, normal
+from float8_nets import E4M3, E5M2, assert_agrees, loss_fn, normal
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import dtypes, equations
@@ -315,10 +315,7 @@ def test_transformations_inside_and_outside(name):
     fun, params, x = PROGRAMS[name]
     low = float8(fun)
     assert used(low, params, x)
-    ways = low, fun, jax.grad(low), jax.grad(fun)
-    got, want, got_grads, grads = jax.jit(lambda *args: [way(*args) for way in ways])(params, x)
-    assert error(got, want) < 0.1
-    assert error(got_grads, grads) < 0.2
+    assert_agrees(low, fun, (params, x), 0.1, 0.2)
 
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from float8_nets import E4M3, loss_fn, normal
+from float8_nets import E4M3, assert_agrees, loss_fn, normal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
@@ -230,10 +230,7 @@ def test_transformations_inside_and_outside(name):
     fun, params, x = PROGRAMS[name]
     low = mxfp8(fun)
     assert used(low, params, x)
-    ways = low, fun, jax.grad(low), jax.grad(fun)
-    got, want, got_grads, grads = jax.jit(lambda *args: [way(*args) for way in ways])(params, x)
-    assert error(got, want) < 0.1
-    assert error(got_grads, grads) < 0.2
+    assert_agrees(low, fun, (params, x), 0.1, 0.2)
 
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])

@@ -184,8 +184,7 @@ class _Cast(NamedTuple):
         n, ndim = len(self.along), len(aval.shape)
         first = n if self.is_along_columns else ndim - n  # of the columns
         is_matrix = self.is_along_columns or self.along == tuple(range(first, ndim))
-        columns = math.prod(aval.shape[first:])
-        return _KernelCast(self.dtype, columns) if is_matrix and columns % BLOCK == 0 else None
+        return _KernelCast(self.dtype, math.prod(aval.shape[first:])) if is_matrix else None
 
 
 class _KernelCast(NamedTuple):
@@ -252,11 +251,16 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
         operands = (params["cotangents"], formats[1 - i])
         if is_swapped:
             args, operands, own = args[::-1], operands[::-1], own | _swapped(eqn)
-        if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative: no device multiplies these
-            return [in_base(*args, **own)]
-        return [_bind(*args, **own | {"operands": operands, "precision": lax.Precision.HIGHEST})]
+        return [bind_gradient(_bind, args, own | {"operands": operands})]
 
     return jx.evaluate(program, [cotangent, known], apply)[0]
+
+
+def bind_gradient(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Computes a gradient by a product with float32 partial sums, on float8 operands if a device multiplies these."""
+    if all(dtype == jnp.float8_e5m2 for dtype in params["operands"]):  # a second derivative
+        return in_base(*args, **params)
+    return bind(*args, **params | {"precision": lax.Precision.HIGHEST})
 
 
 def _is_matrix_transpose(eqn: JaxprEqn) -> bool:
@@ -285,18 +289,24 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
     return _bind(*args, **params | {"dimension_numbers": numbers}), axis
 
 
-@functools.cache
-def _eager(**params: Any) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(_bind, **params))
+def product_primitive(name: str, batch: Callable[..., Any]) -> Primitive:
+    """Returns a primitive of products on float8 operands that has all rules but those of its derivatives."""
+    primitive = Primitive(name)
+
+    @functools.cache
+    def eager(**params: Any) -> Callable[..., jax.Array]:
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    primitive.def_impl(lambda *args, **params: eager(**params)(*args))
+    primitive.def_abstract_eval(abstract_eval)
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, lower, cacheable=False)
+    return primitive
 
 
 def _product() -> Primitive:
-    primitive = Primitive(PRIMITIVE)
-    primitive.def_impl(lambda lhs, rhs, **params: _eager(**params)(lhs, rhs))
-    primitive.def_abstract_eval(abstract_eval)
+    primitive = product_primitive(PRIMITIVE, _batch)
     ad.defbilinear(primitive, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
-    batching.primitive_batchers[primitive] = _batch
-    mlir.register_lowering(primitive, lower, cacheable=False)
     return primitive
 
 

@@ -5,24 +5,22 @@ all groups of the other operand.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import JaxprEqn
+from jax.interpreters import ad
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._float8._devices import is_emulated
-from jmp_amp._float8._product import OWN, abstract_eval, bind_plain, in_base, lower
+from jmp_amp._float8._product import OWN, bind_gradient, bind_plain, in_base, product_primitive
 
 RAGGED_PRIMITIVE = "float8_ragged_dot_general"
 PLAIN_PRIMITIVE = "ragged_dot_general"
-
-_ragged_dot_p = Primitive(RAGGED_PRIMITIVE)
 
 
 def float8_ragged_dot(
@@ -89,9 +87,7 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, group_sizes: Any, **pa
         if eqn.primitive.name != PLAIN_PRIMITIVE:
             return jx.bind(eqn, args)
         own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
-        if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative: no device multiplies these
-            return [in_base(*args, **own)]
-        return [_ragged_dot_p.bind(*args, **own | {"operands": operands, "precision": lax.Precision.HIGHEST})]
+        return [bind_gradient(_ragged_dot_p.bind, args, own | {"operands": operands})]
 
     return jx.evaluate(jx.trace(transposed, avals), [cotangent, known, group_sizes], apply)[0]
 
@@ -109,13 +105,7 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
     return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
 
 
-@functools.cache
-def _eager(**params: Any) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(_ragged_dot_p.bind, **params))
-
-
-_ragged_dot_p.def_impl(lambda *args, **params: _eager(**params)(*args))
-_ragged_dot_p.def_abstract_eval(abstract_eval)
+_ragged_dot_p = product_primitive(RAGGED_PRIMITIVE, _batch)
 ad.defjvp(
     _ragged_dot_p,
     lambda t, lhs, rhs, group_sizes, **params: _ragged_dot_p.bind(t, rhs, group_sizes, **params),
@@ -123,5 +113,3 @@ ad.defjvp(
     None,
 )
 ad.primitive_transposes[_ragged_dot_p] = _transpose
-batching.primitive_batchers[_ragged_dot_p] = _batch
-mlir.register_lowering(_ragged_dot_p, lower, cacheable=False)
