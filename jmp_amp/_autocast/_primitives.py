@@ -338,7 +338,7 @@ RULES: Rules = _table(
         # Linear algebra, transforms and kernels in their own precision.
         "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
         "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
-        "fft float8_dot_general float8_ragged_dot_general": _COSTLY,
+        "fft float8_dot_general float8_ragged_dot_general float8_scale": _COSTLY,
         "ffi_call pallas_call": _KERNEL,
         "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
         # Bits, complex numbers, and reductions by any function.

@@ -116,7 +116,7 @@ def _float8_product(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | Non
     is_low = op.rule.op_class is OpClass.LOWER and set(dtypes[:2]) == {form.dtype}
     if form.float8 is None or not is_low or why_not_float8(op.eqn, op.is_input, form.float8):
         return None
-    return Float8Product(form.dtype, form.float8)
+    return Float8Product(form.dtype, form.float8, op.is_input[:2])
 
 
 def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> str | None:
@@ -170,13 +170,14 @@ class Float8Product:
 
     base: np.dtype
     float8: Float8
+    is_weight: tuple[bool, ...]
 
     def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
         dtypes = (self.float8.operands,) * 2, self.float8.cotangents
         own: dict[str, Any] = dict(op.params)
         if len(args) == 2:
-            return [float8_dot(args[0], args[1], self.base, *dtypes, blocks=self.float8.blocks, **own)]
-        return [float8_ragged_dot(args[0], args[1], args[2], self.base, *dtypes, **own)]
+            return [float8_dot(*args, self.base, *dtypes, blocks=self.float8.blocks, is_weight=self.is_weight, **own)]
+        return [float8_ragged_dot(*args, self.base, *dtypes, is_weight=self.is_weight, **own)]
 
 
 def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:

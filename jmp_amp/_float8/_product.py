@@ -20,11 +20,19 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
-from jmp_amp._float8._quantize import BLOCK, dequantize_blocks, power_of_two, quantize, quantize_blocks
+from jmp_amp._float8._quantize import (
+    BLOCK,
+    dequantize_blocks,
+    power_of_two,
+    quantize,
+    quantize_blocks,
+    scale_exponent,
+)
 from pallas_kernels import fastest_implementation
 from pallas_kernels import quantize as quantize_matrix
 
 PRIMITIVE = "float8_dot_general"
+SCALE_PRIMITIVE = "float8_scale"
 
 
 def float8_dot(
@@ -35,6 +43,7 @@ def float8_dot(
     cotangents: Any,
     *,
     blocks: bool = False,
+    is_weight: Sequence[bool] = (False, False),
     **params: Any,
 ) -> jax.Array:
     """Computes `lax.dot_general` of operands that are cast to float8, each with scales of its own.
@@ -51,17 +60,34 @@ def float8_dot(
         cotangents: the float8 dtype of the cotangent of the result.
         blocks: whether each 32 terms of a sum have a scale, and not an operand; the numbers of terms, rows and columns
             are multiples of 32.
+        is_weight: whether each operand is a weight. The scale of a weight is an equation of its own, so that JAX keeps
+            it for the backward pass, and moves it out of loops that do not change the weight.
         **params: the parameters of `lax.dot_general_p`. `preferred_element_type` is the dtype of the result; None is
             `base`. With `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast
             accumulation").
     """
     params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
     own = {"base": base, "operands": operands, "cotangents": cotangents, "blocks": blocks, "emulated": is_emulated()}
-    return _bind(lhs, rhs, **own, **params)
+    exponents = [None, None] if blocks else scales_of_weights((lhs, rhs), operands, is_weight)
+    return bind_product(_PRODUCTS[blocks], [lhs, rhs], exponents, params | own)
 
 
-def _bind(lhs: Any, rhs: Any, **params: Any) -> Any:
-    return _PRODUCTS[params["blocks"]].bind(lhs, rhs, **params)
+def scales_of_weights(args: Sequence[Any], dtypes: Sequence[Any], is_weight: Sequence[bool]) -> list[Any]:
+    """Returns the exponents of the scales of the operands that are weights; None for others."""
+    triples = zip(args, dtypes, is_weight, strict=True)
+    return [_scale_p.bind(x, dtype=dtype) if scales else None for x, dtype, scales in triples]
+
+
+def bind_product(primitive: Primitive, args: Sequence[Any], exponents: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Applies a product to operands and those exponents of their scales that are not None."""
+    given = [x for x in exponents if x is not None]
+    return primitive.bind(*args, *given, **params | {"scaled": tuple(x is not None for x in exponents)})
+
+
+def _split_exponents(args: Sequence[Any], scaled: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Returns the operands of a product, and the exponents of the scales of the first two."""
+    n = len(args) - sum(scaled)
+    return list(args[:n]), jx.combine(scaled, args[n:], (None, None))
 
 
 @functools.cache
@@ -74,12 +100,20 @@ def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
     return saves
 
 
-def in_base(lhs: jax.Array, rhs: jax.Array, *rest: Any, base: Any, **params: Any) -> jax.Array:
-    """Computes the product in the base dtype."""
+def in_base(*args: Any, base: Any, scaled: Sequence[bool], **params: Any) -> jax.Array:
+    """Computes the product in the base dtype, without scales."""
+    (lhs, rhs, *rest), _ = _split_exponents(args, scaled)
     return bind_plain(lhs.astype(base), rhs.astype(base), *rest, **params | {"precision": None})
 
 
-OWN = ("base", "operands", "cotangents", "blocks", "emulated")  # parameters that the products of `lax` do not have
+OWN = (
+    "base",
+    "operands",
+    "cotangents",
+    "blocks",
+    "emulated",
+    "scaled",
+)  # parameters that the products of `lax` do not have
 
 
 def bind_plain(*args: Any, **params: Any) -> jax.Array:
@@ -94,7 +128,7 @@ def abstract_eval(*avals: Any, **params: Any) -> Any:
     return jx.trace(functools.partial(in_base, **params), avals).out_avals[0]
 
 
-def lower(ctx: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
+def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
     blocks, platforms = params["blocks"], jx.lowering_platforms(ctx)
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
@@ -105,50 +139,59 @@ def lower(ctx: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
             f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does",
             stacklevel=2,
         )
-        return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, lhs, rhs, *rest)
+        return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, *args)
+    (lhs, rhs, *rest), exponents = _split_exponents(list(zip(ctx.avals_in, args, strict=True)), params["scaled"])
+    inputs = [[x] if exponent is None else [x, exponent] for x, exponent in zip((lhs, rhs), exponents, strict=True)]
     if not blocks:
         casts = [_Cast(dtype) for dtype in params["operands"]]
-        return _lower_casts(ctx, ctx.avals_in, (lhs, rhs), casts, functools.partial(_of_tensors, **params), rest)
+        return _lower_casts(ctx, inputs, casts, functools.partial(_of_tensors, **params), rest)
     axes, out = params["dimension_numbers"][0], abstract_eval(*ctx.avals_in, **params)
     casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
-    avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    inputs = [[(jax.core.ShapedArray(aval.shape, aval.dtype), value) for aval, value in each] for each in inputs]
     # JAX does not merge axes of a type that has a sharding. Without a mesh no type has one; the compiler propagates it.
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        return _lower_casts(ctx, avals, (lhs, rhs), casts, product)
+        return _lower_casts(ctx, inputs, casts, product)
+
+
+Typed = tuple[Any, Any]  # a type and a value of the program that is lowered
 
 
 def _lower_casts(
-    ctx: Any, avals: Any, operands: Any, casts: Any, product: Callable[..., jax.Array], rest: Sequence[Any] = ()
+    ctx: Any,
+    inputs: Sequence[Sequence[Typed]],
+    casts: Sequence["_Cast"],
+    product: Callable[..., jax.Array],
+    rest: Sequence[Typed] = (),
 ) -> Any:
-    pairs = [pair for each in zip(avals, operands, casts, strict=False) for pair in _lowered_pair(ctx, *each)]
-    cast_avals, values = zip(*pairs, strict=True)
-    ctx = ctx.replace(avals_in=(*cast_avals, *avals[2:]))
-    return mlir.lower_fun(product, multiple_results=False)(ctx, *values, *rest)
+    pairs = [pair for each, cast in zip(inputs, casts, strict=True) for pair in _lowered_pair(ctx, each, cast)]
+    avals, values = zip(*pairs, *rest, strict=True)
+    return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values)
 
 
-def _lowered_pair(ctx: Any, aval: Any, x: Any, cast: "_Cast") -> Sequence[tuple[Any, Any]]:
-    kernel = cast.kernel(aval)
+def _lowered_pair(ctx: Any, inputs: Sequence[Typed], cast: "_Cast") -> Sequence[Typed]:
+    kernel = cast.kernel(inputs[0][0])
     if kernel is None:
-        return _lowered_cast(ctx, aval, x, cast)
-    rows, columns, row_scales, column_scales = _lowered_cast(ctx, aval, x, kernel)
+        return _lowered_cast(ctx, inputs, cast)
+    rows, columns, row_scales, column_scales = _lowered_cast(ctx, inputs, kernel)
     return [columns, column_scales] if cast.is_along_columns else [rows, row_scales]
 
 
-def _lowered_cast(ctx: Any, aval: Any, x: Any, cast: Any) -> Sequence[tuple[Any, Any]]:
-    """Lowers a cast once for each array, and returns its results, each as a type and a value.
+def _lowered_cast(ctx: Any, inputs: Sequence[Typed], cast: Callable[..., Any]) -> Sequence[Typed]:
+    """Lowers a cast once for each array, and returns its results.
 
     The forward and the backward pass cast the same weights. XLA does not merge equal collectives: two maxima of a
     sharded weight would make two casts of it, and two all-gathers.
     """
+    avals, values = zip(*inputs, strict=True)
 
-    def lower() -> Sequence[tuple[Any, Any]]:
-        avals = jx.trace(cast, [aval]).out_avals
-        values = mlir.lower_fun(cast, multiple_results=True)(ctx.replace(avals_in=[aval], avals_out=avals), x)
-        return list(zip(avals, values, strict=True))
+    def lower() -> Sequence[Typed]:
+        out_avals = jx.trace(cast, avals).out_avals
+        ctx_of_cast = ctx.replace(avals_in=avals, avals_out=out_avals)
+        return list(zip(out_avals, mlir.lower_fun(cast, multiple_results=True)(ctx_of_cast, *values), strict=True))
 
-    return jx.lowered_once(ctx, (cast, x), lower)
+    return jx.lowered_once(ctx, (cast, *values), lower)
 
 
 class _Cast(NamedTuple):
@@ -167,10 +210,10 @@ class _Cast(NamedTuple):
         """Whether the axes that are summed over come first."""
         return self.along is not None and self.along == tuple(range(len(self.along)))
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, *exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns `quantize` of the operand, or `quantize_blocks` of it as a matrix, whose rows are summed over."""
         if self.along is None:
-            return quantize(x, self.dtype)
+            return quantize(x, self.dtype, *exponent)
         terms = math.prod(x.shape[axis] for axis in self.along)
         if self.is_along_columns:  # the float8 array is transposed, which has fewer bytes
             return quantize_blocks(x.reshape(terms, -1), self.dtype, 0)
@@ -225,11 +268,9 @@ def _of_blocks(
     return lax.dot_general(*wide, (((1,), (1,)), ((), ()))).astype(dtype).reshape(shape)
 
 
-def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+def _gradient(i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[Any], **params: Any) -> Any:
     """Returns the gradient of an operand, by a product of the cotangent and the other operand."""
-    if type(cotangent) is ad.Zero:
-        return cotangent
-    unknown, known = (lhs, rhs) if i == 0 else (rhs, lhs)
+    unknown, known = args[i], args[1 - i]
     base, formats = params["base"], params["operands"]
 
     def transposed(cotangent: Any, known: Any) -> Any:
@@ -248,19 +289,19 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
         if eqn.primitive is not lax.dot_general_p:
             return jx.bind(eqn, args)
         own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
-        operands = (params["cotangents"], formats[1 - i])
+        operands, scales = [params["cotangents"], formats[1 - i]], [None, exponents[1 - i]]
         if is_swapped:
-            args, operands, own = args[::-1], operands[::-1], own | _swapped(eqn)
-        return [bind_gradient(_bind, args, own | {"operands": operands})]
+            args, operands, scales, own = args[::-1], operands[::-1], scales[::-1], own | _swapped(eqn)
+        return [bind_gradient(_PRODUCTS[params["blocks"]], args, scales, own | {"operands": tuple(operands)})]
 
     return jx.evaluate(program, [cotangent, known], apply)[0]
 
 
-def bind_gradient(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+def bind_gradient(primitive: Primitive, args: Sequence[Any], exponents: Sequence[Any], params: dict[str, Any]) -> Any:
     """Computes a gradient by a product with float32 partial sums, on float8 operands if a device multiplies these."""
     if all(dtype == jnp.float8_e5m2 for dtype in params["operands"]):  # a second derivative
-        return in_base(*args, **params)
-    return bind(*args, **params | {"precision": lax.Precision.HIGHEST})
+        return in_base(*args, **params | {"scaled": ()})
+    return bind_product(primitive, args, exponents, params | {"precision": lax.Precision.HIGHEST})
 
 
 def _is_matrix_transpose(eqn: JaxprEqn) -> bool:
@@ -277,20 +318,64 @@ def _swapped(eqn: JaxprEqn) -> dict[str, Any]:
 
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     """Adds the rows of a batch to those of the product. Otherwise it runs in the base dtype."""
-    if None not in axes or params["out_sharding"] is not None:
-        return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
+    if None not in axes[:2] or params["out_sharding"] is not None:
+        return batch_in_base(args, axes, **params)
+    pairs = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
+    args, exponents = _split_exponents(pairs, params["scaled"])
     i = int(axes[0] is None)
     contracting, batch = params["dimension_numbers"][0], params["dimension_numbers"][1]
-    args, contracting = list(args), list(contracting)
-    args[i] = jnp.moveaxis(args[i], axes[i], 0)
+    contracting = list(contracting)
     contracting[i] = tuple(axis + 1 for axis in contracting[i])
     numbers = tuple(map(tuple, contracting)), batch
+    if exponents[i] is not None:  # of the scale that suits all rows
+        exponents[i] = jnp.min(exponents[i], axis=0)
     axis = 0 if i == 0 else args[0].ndim - len(contracting[0])
-    return _bind(*args, **params | {"dimension_numbers": numbers}), axis
+    return bind_product(_PRODUCTS[params["blocks"]], args, exponents, params | {"dimension_numbers": numbers}), axis
 
 
-def product_primitive(name: str, batch: Callable[..., Any]) -> Primitive:
-    """Returns a primitive of products on float8 operands that has all rules but those of its derivatives."""
+def batch_in_base(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    """Computes a batch of products in the base dtype."""
+    return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
+
+
+def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[..., Any] = batch_in_base) -> Primitive:
+    """Returns a primitive of products on float8 operands, which is linear in the first two.
+
+    Args:
+        name: its name.
+        gradient: `gradient(i, cotangent, args, exponents, **params)` returns the gradient of operand `i`.
+        batch: its rule for `jax.vmap`.
+    """
+    primitive = _primitive(name, abstract_eval, batch)
+    mlir.register_lowering(primitive, lower, cacheable=False)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        args, exponents = _split_exponents(primals, params["scaled"])
+
+        def term(i: int) -> Any:
+            moved = [tangents[i] if j == i else x for j, x in enumerate(args)]
+            return bind_product(primitive, moved, [None if j == i else x for j, x in enumerate(exponents)], params)
+
+        out = primitive.bind(*primals, **params)
+        terms = [term(i) for i in (0, 1) if type(tangents[i]) is not ad.Zero]
+        return out, functools.reduce(lax.add, terms) if terms else ad.Zero.from_primal_value(out)
+
+    def transpose(cotangent: Any, *args: Any, **params: Any) -> list[Any]:
+        operands, exponents = _split_exponents(args, params["scaled"])
+        is_known = type(cotangent) is ad.Zero
+        return [
+            gradient(i, cotangent, operands, exponents, **params)
+            if ad.is_undefined_primal(x) and not is_known
+            else None
+            for i, x in enumerate(args)
+        ]
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    return primitive
+
+
+def _primitive(name: str, abstract_eval: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
     primitive = Primitive(name)
 
     @functools.cache
@@ -300,15 +385,28 @@ def product_primitive(name: str, batch: Callable[..., Any]) -> Primitive:
     primitive.def_impl(lambda *args, **params: eager(**params)(*args))
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, lower, cacheable=False)
     return primitive
 
 
-def _product() -> Primitive:
-    primitive = product_primitive(PRIMITIVE, _batch)
-    ad.defbilinear(primitive, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
+def _scale() -> Primitive:
+    """Returns a primitive that computes `scale_exponent`."""
+
+    def abstract_eval(x: Any, dtype: Any) -> Any:
+        return jx.trace(functools.partial(scale_exponent, dtype=dtype), [x]).out_avals[0]
+
+    def batch(args: Sequence[Any], axes: Sequence[Any], dtype: Any) -> tuple[Any, int]:
+        return jax.vmap(functools.partial(scale_exponent, dtype=dtype), axes)(*args), 0
+
+    primitive = _primitive(SCALE_PRIMITIVE, abstract_eval, batch)
+    mlir.register_lowering(primitive, mlir.lower_fun(scale_exponent, multiple_results=False))
+    ad.defjvp(primitive, None)
     return primitive
 
+
+_scale_p = _scale()
 
 # By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
-_PRODUCTS = {False: _product(), True: jx.lowered_for_devices(_product())}
+_PRODUCTS = {
+    False: product_primitive(PRIMITIVE, _gradient, _batch),
+    True: jx.lowered_for_devices(product_primitive(PRIMITIVE, _gradient, _batch)),
+}

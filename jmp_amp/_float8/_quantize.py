@@ -21,19 +21,26 @@ _LARGEST = 126  # the exponents -126 to 126: the scale and its inverse are norma
 _NOT_FINITE = 128  # the exponent of inf and NaN
 
 
-def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def scale_exponent(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the exponent of the scale that makes an array use the range of a float8 dtype, an int32 scalar."""
+    return -lax.reduce_max(_exponents(_bits(x), dtype), range(x.ndim))
+
+
+def quantize(x: jax.Array, dtype: Any, exponent: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Casts an array to a float8 dtype, with one scale that makes it use the range of the dtype.
 
     Args:
         x: floating, not empty.
         dtype: the float8 dtype.
+        exponent: what `scale_exponent` returns, if it is known.
 
     Returns:
         `x * 2**exponent` in `dtype`, whose largest magnitude is between half of the largest finite number of
         `dtype` and that number; and `exponent`, an int32 scalar.
     """
-    exponent = lax.reduce_max(_exponents(_bits(x), dtype), range(x.ndim))
-    return _scaled(x, exponent, dtype), -exponent
+    if exponent is None:
+        exponent = scale_exponent(x, dtype)
+    return _scaled(x, -exponent, dtype), exponent
 
 
 def quantize_blocks(x: jax.Array, dtype: Any, axis: int) -> tuple[jax.Array, jax.Array]:

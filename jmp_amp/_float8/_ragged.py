@@ -4,7 +4,6 @@ It computes `lax.ragged_dot_general` as `float8_dot` computes `lax.dot_general`,
 all groups of the other operand.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.interpreters import ad
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._float8._devices import is_emulated
-from jmp_amp._float8._product import OWN, bind_gradient, bind_plain, in_base, product_primitive
+from jmp_amp._float8._product import OWN, bind_gradient, bind_plain, bind_product, product_primitive, scales_of_weights
 
 RAGGED_PRIMITIVE = "float8_ragged_dot_general"
 PLAIN_PRIMITIVE = "ragged_dot_general"
@@ -30,6 +28,8 @@ def float8_ragged_dot(
     base: Any,
     operands: tuple[Any, Any],
     cotangents: Any,
+    *,
+    is_weight: Sequence[bool] = (False, False),
     **params: Any,
 ) -> jax.Array:
     """Computes `lax.ragged_dot_general` of operands that are cast to float8, each with one scale.
@@ -43,22 +43,17 @@ def float8_ragged_dot(
         base: as for `float8_dot`.
         operands: likewise.
         cotangents: likewise.
+        is_weight: likewise.
         **params: those of `lax.ragged_dot_general`, without batches or an offset.
     """
     params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
     (axis,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents}
+    own |= {"blocks": False, "emulated": is_emulated()}
     # The scale is that of all rows, so rows beyond the groups, and their cotangents, must be 0.
-    product = _ragged_dot_p.bind(
-        _in_groups(lhs, axis, group_sizes),
-        rhs,
-        group_sizes,
-        base=np.dtype(base),
-        operands=operands,
-        cotangents=cotangents,
-        blocks=False,
-        emulated=is_emulated(),
-        **params,
-    )
+    lhs = _in_groups(lhs, axis, group_sizes)
+    exponents = scales_of_weights((lhs, rhs), operands, is_weight)
+    product = bind_product(_ragged_dot_p, [lhs, rhs, group_sizes], exponents, params | own)
     return _in_groups(product, 0, group_sizes)
 
 
@@ -68,9 +63,9 @@ def _in_groups(x: jax.Array, axis: int, group_sizes: jax.Array) -> jax.Array:
     return lax.select(is_in_group, x, jnp.zeros_like(x))
 
 
-def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, group_sizes: Any, **params: Any) -> Any:
+def _gradient(i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[Any], **params: Any) -> Any:
     """Returns the gradient of an operand, by a ragged product of the cotangent and the other operand."""
-    unknown, known = (lhs, rhs) if i == 0 else (rhs, lhs)
+    unknown, known, group_sizes = args[i], args[1 - i], args[2]
     base, formats = params["base"], params["operands"]
 
     def transposed(cotangent: Any, known: Any, group_sizes: Any) -> Any:
@@ -82,34 +77,15 @@ def _gradient(i: int, cotangent: Any, lhs: Any, rhs: Any, group_sizes: Any, **pa
 
     avals = jx.with_dtype(cotangent, base), jx.with_dtype(known, base), group_sizes
     operands = (params["cotangents"], formats[1]) if i == 0 else (formats[0], params["cotangents"])
+    scales = [None, exponents[1]] if i == 0 else [exponents[0], None]
 
     def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name != PLAIN_PRIMITIVE:
             return jx.bind(eqn, args)
         own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
-        return [bind_gradient(_ragged_dot_p.bind, args, own | {"operands": operands})]
+        return [bind_gradient(_ragged_dot_p, args, scales, own | {"operands": operands})]
 
     return jx.evaluate(jx.trace(transposed, avals), [cotangent, known, group_sizes], apply)[0]
 
 
-def _transpose(cotangent: Any, lhs: Any, rhs: Any, group_sizes: Any, **params: Any) -> list[Any]:
-    def gradient(i: int, operand: Any) -> Any:
-        if type(cotangent) is ad.Zero or not ad.is_undefined_primal(operand):
-            return None
-        return _gradient(i, cotangent, lhs, rhs, group_sizes, **params)
-
-    return [gradient(0, lhs), gradient(1, rhs), None]
-
-
-def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
-
-
-_ragged_dot_p = product_primitive(RAGGED_PRIMITIVE, _batch)
-ad.defjvp(
-    _ragged_dot_p,
-    lambda t, lhs, rhs, group_sizes, **params: _ragged_dot_p.bind(t, rhs, group_sizes, **params),
-    lambda t, lhs, rhs, group_sizes, **params: _ragged_dot_p.bind(lhs, t, group_sizes, **params),
-    None,
-)
-ad.primitive_transposes[_ragged_dot_p] = _transpose
+_ragged_dot_p = product_primitive(RAGGED_PRIMITIVE, _gradient)
