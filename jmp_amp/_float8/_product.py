@@ -388,6 +388,11 @@ def _primitive(name: str, abstract_eval: Callable[..., Any], batch: Callable[...
     return primitive
 
 
+def is_scale(primitive: Primitive, *args: Any, **params: Any) -> bool:
+    """Whether an equation computes the scale of a weight; a policy for `jax.checkpoint` and `jx.hoist`."""
+    return primitive is _scale_p
+
+
 def _scale() -> Primitive:
     """Returns a primitive that computes `scale_exponent`."""
 

@@ -25,6 +25,7 @@ from jmp_amp._jaxpr._trace import (
     dtype_of,
     evaluate,
     evaluate_steps,
+    hoist,
     is_floating,
     is_inexact,
     is_reference,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace
+from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace, with_constants_as_inputs
 from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, open_jaxpr, params_of, scan_sizes, with_params
 
 
@@ -180,10 +180,8 @@ def _run_cond(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Seq
 
 def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     jaxpr = bodies[0].jaxpr
-    opened, consts = open_jaxpr(jaxpr)
-    if consts:  # they become its first inputs
-        avals = [var.aval for var in (*opened.constvars, *opened.invars)]
-        jaxpr = trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[: len(consts)], *xs[len(consts) :]), avals)
+    _, consts = open_jaxpr(jaxpr)
+    jaxpr = with_constants_as_inputs(jaxpr)
     new: dict[str, Any] = {"jaxpr": open_jaxpr(jaxpr)[0] if hi_primitive(eqn) is None else jaxpr}
     prevent_cse = params_of(eqn).get("prevent_cse")
     if isinstance(prevent_cse, tuple):  # one for each operand

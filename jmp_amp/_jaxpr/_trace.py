@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._versions import apply, context_of, is_constant, open_jaxpr, parent_of, source_of, tracers_read
+from jmp_amp._jaxpr._versions import apply, context_of, is_constant, open_jaxpr, parent_of, source_of, split_known, tracers_read
 
 
 def dtype_of(x: Any) -> Any:
@@ -146,6 +146,35 @@ def trace_call(
     # Only arrays are leaves of these; JAX names them as in the call.
     args, kwargs = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else None, (args, kwargs))
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
+
+
+def hoist(fun: Callable, args: Sequence[Any], moves: Callable[..., bool]) -> Callable:
+    """Returns a function that computes `fun`, but for some ops on values that `fun` closes over: they are computed now.
+
+    A loop over the function computes these once.
+
+    Args:
+        fun: a function of pytrees of arrays.
+        args: arguments of the types that it will be called with.
+        moves: selects ops by primitive, types and parameters, as the policies of `jax.checkpoint` do.
+    """
+    closed, arrays, rebuild = trace_call(fun, args, {})
+    opened, consts = open_jaxpr(closed)
+    if opened.effects:
+        return fun
+    is_known = [True] * len(consts) + [False] * len(arrays)
+    before, after = split_known(open_jaxpr(with_constants_as_inputs(closed))[0], is_known, moves)
+    known = *jax.core.eval_jaxpr(before, (), *consts), *consts
+    return lambda *args: rebuild(jax.core.eval_jaxpr(after, (), *known, *jax.tree.leaves(args)))
+
+
+def with_constants_as_inputs(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr whose constants are its first inputs."""
+    opened, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return jaxpr
+    avals = [var.aval for var in (*opened.constvars, *opened.invars)]
+    return trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[: len(consts)], *xs[len(consts) :]), avals)
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:

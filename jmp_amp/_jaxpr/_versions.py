@@ -210,6 +210,24 @@ def zero_cotangent(aval: Any) -> Any:
     return ad.Zero(aval.to_tangent_aval())
 
 
+def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool]) -> tuple[Jaxpr, Jaxpr]:
+    """Splits what an open jaxpr computes from known inputs alone from the rest.
+
+    Args:
+        jaxpr: without constants or effects.
+        known: whether each input is known.
+        moves: selects results by primitive, types and parameters, as the policies of `jax.checkpoint` do.
+
+    Returns:
+        A jaxpr from the known inputs to the selected results, and one from these results and all inputs to the results
+        of `jaxpr`.
+    """
+    from jax._src.interpreters import partial_eval as pe
+
+    before, after, *_ = pe.partial_eval_jaxpr_custom(jaxpr, [not x for x in known], True, True, True, moves)
+    return pe.dce_jaxpr(before, [True] * len(before.outvars), instantiate=True)[0], after
+
+
 def custom_rule(eqn: JaxprEqn) -> tuple[bool, int]:
     """Describes the derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
 

@@ -15,6 +15,7 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp import _modules
 from jmp_amp._calls import describe, transformation
+from jmp_amp._float8 import is_scale
 from jmp_amp._loss_scale._rule import to_scale
 from jmp_amp._loss_scale._state import get_loss_scale
 from jmp_amp._trees import multiply_wide, wide_dtype
@@ -245,11 +246,14 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
 
         def step(carry: Any, batch: dict[int, Any]) -> tuple[Any, Any]:
             total, state = carry
-            ((loss, aux), grads), state = evaluate(state, batch)
+            ((loss, aux), grads), state = hoisted(state, batch)
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, _without_float0((loss, grads)))
             return (total, state), aux
 
-        ((loss, _), grads), after = jax.eval_shape(evaluate, state, jax.tree.map(lambda x: x[0], batches))
+        first = jax.tree.map(lambda x: x[0], batches)
+        # The scales of float8 weights are the same for all micro-batches.
+        hoisted = jx.hoist(evaluate, (state, first), is_scale)
+        ((loss, _), grads), after = jax.eval_shape(hoisted, state, first)
         for path in dict(jax.tree.leaves_with_path(after)).keys() - dict(jax.tree.leaves_with_path(state)).keys():
             raise ValueError(
                 f"the loss adds the variable `{keystr(path[2:])}` to a module, so the state changes its structure "
