@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from rounding import error
 
+from jmp_amp._float8._product import SCALE_PRIMITIVE
+from jmp_amp._jaxpr import inner_jaxprs
+
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 
@@ -21,3 +24,13 @@ def assert_agrees(low, fun, args, value, gradient):
     got, want, got_grads, grads = jax.jit(lambda *args: [way(*args) for way in ways])(*args)
     assert error(got, want) < value
     assert error(got_grads, grads) < gradient
+
+
+def scales_computed(jaxpr, times=1):
+    """Returns how often scales of weights are computed; those in a `while`, 100 times."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += times * (eqn.primitive.name == SCALE_PRIMITIVE)
+        for inner, n in inner_jaxprs(eqn):
+            count += scales_computed(inner, times * (100 if eqn.primitive.name == "while" else n))
+    return count

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from float8_nets import E4M3, E5M2, assert_agrees, loss_fn, normal
+from float8_nets import E4M3, E5M2, assert_agrees, loss_fn, normal, scales_computed
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import dtypes, equations
@@ -344,6 +344,46 @@ def test_an_array_is_quantized_once():
     text = jax.jit(jax.grad(float8(loss_fn))).lower(PARAMS, X).as_text()
     assert text.count("-> tensor<64x48xf8E4M3FN>") == 1  # for the forward and the backward pass
     assert text.count("-> tensor<48x32xf8E4M3FN>") == 1
+
+
+def repeated(w, x):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), jnp.sin(x), length=3)[0]
+
+
+def repeated_while(w, x):
+    return jax.lax.while_loop(lambda state: state[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, jnp.sin(x)))[1]
+
+
+def two_layers(params, x):
+    return loss_fn(params, jnp.sin(x))
+
+
+def stacked_layers(w, x):
+    return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), jnp.sin(x), w)[0] ** 2)
+
+
+SQUARE = normal(64, 64, scale=0.1)
+OF_MICRO_BATCHES = functools.partial(amp.value_and_grad, accumulate_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("transform", "fun", "weights", "times"),
+    [
+        (lambda fun: fun, repeated, SQUARE, 1),
+        (lambda fun: fun, repeated_while, SQUARE, 1),
+        (lambda fun: jax.grad(lambda *args: fun(*args).sum()), repeated, SQUARE, 1),
+        (jax.grad, stacked_layers, jnp.stack([SQUARE] * 3), 3),
+        (OF_MICRO_BATCHES, two_layers, PARAMS, 2),
+        (OF_MICRO_BATCHES, stacked_layers, jnp.stack([SQUARE] * 3), 3),
+    ],
+)
+def test_the_scale_of_a_weight_is_computed_once(transform, fun, weights, times):
+    assert scales_computed(jax.make_jaxpr(transform(float8(fun)))(weights, X)) == times
+
+
+@pytest.mark.parametrize("fun", [repeated, repeated_while])
+def test_a_loop_multiplies_by_the_weight_that_it_closes_over(fun):
+    assert error(jax.jit(float8(fun))(SQUARE, X), repeated(SQUARE, X)) < 0.1
 
 
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0), (None, 1), (2, None)])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from float8_nets import scales_computed
 from jaxprs import equations
 
 import jmp_amp as amp
@@ -70,3 +71,12 @@ def test_trains_in_float8(make, monkeypatch):
     got, want = jax.jit(jax.grad(low))(params, X), jax.grad(loss_fn)(params, X)
     got, want = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)]) for grads in (got, want))
     assert np.linalg.norm(got - want) < 0.12 * np.linalg.norm(want)
+
+
+def test_scales_of_a_module_are_computed_once_for_all_micro_batches():
+    nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
+    rngs = nnx.Rngs(0)
+    net = nnx.Sequential(nnx.Linear(64, 48, rngs=rngs), nnx.BatchNorm(48, rngs=rngs), nnx.Linear(48, 32, rngs=rngs))
+    low = amp.autocast(lambda net, x: jnp.mean(net(jnp.sin(x)) ** 2), "float8", rules={"*": "float8"})
+    gradients = amp.value_and_grad(low, accumulate_steps=2, transform=nnx.value_and_grad)
+    assert scales_computed(jax.make_jaxpr(gradients)(net, X)) == 2

@@ -13,7 +13,7 @@ from jmp_amp._autocast._plan import Plan, Region, Run, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._values import Known, Origin, Stream, Use, Value, join
-from jmp_amp._float8 import as_products
+from jmp_amp._float8 import as_products, is_scale
 from jmp_amp._formats import AS_TRACED, FLOAT32
 
 Values = tuple[Value, ...]
@@ -229,8 +229,25 @@ def _step(
     run_with, changed = jx.HIGHER_ORDER[eqn.primitive.name].run, any(plan.changed for plan, _ in inner)
     run: Run = functools.partial(jx.bind, eqn)
     if changed and run_with is not None:
-        run = functools.partial(run_with, eqn, bodies)
+        is_loop = isinstance(jx.structure_of(eqn), jx.Loop)
+        run = functools.partial(_run_loop if is_loop else run_with, eqn, bodies)
     return Step(eqn, casts, outs, run, changed, (False,) * len(casts), inner=tuple(inner))
+
+
+def _run_loop(eqn: JaxprEqn, bodies: Sequence[jx.Body], args: Sequence[Any]) -> Sequence[Any]:
+    """Runs a loop; the scales of float8 weights that it does not change are computed once, before it."""
+    if _holds_scales(bodies[-1].jaxpr):
+        return jx.run_loop(eqn, bodies, args, is_scale)
+    run = jx.HIGHER_ORDER[eqn.primitive.name].run
+    assert run is not None
+    return run(eqn, bodies, args)
+
+
+def _holds_scales(jaxpr: Any) -> bool:
+    def holds(eqn: JaxprEqn) -> bool:
+        return is_scale(eqn.primitive) or any(_holds_scales(inner) for inner, _ in jx.inner_jaxprs(eqn))
+
+    return any(map(holds, jx.open_jaxpr(jaxpr)[0].eqns))
 
 
 def _sliced(value: Value) -> Value:

@@ -13,6 +13,7 @@ from jmp_amp._jaxpr._structures import (
     Structure,
     holds_jaxprs,
     inner_jaxprs,
+    run_loop,
     structure_of,
 )
 from jmp_amp._jaxpr._trace import (

@@ -6,9 +6,10 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace, with_constants_as_inputs
+from jmp_amp._jaxpr._trace import Cache, bind, hoist, split_arrays, trace, with_constants_as_inputs
 from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, open_jaxpr, params_of, scan_sizes, with_params
 
 
@@ -202,6 +203,25 @@ def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
     axis_names = set(eqn.params["newly_manual_axes"])
     return jax.shard_map(lambda *args: tuple(bodies[0](*args)), axis_names=axis_names, **options)(*args)
+
+
+def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], moves: Callable[..., bool]) -> Sequence[Any]:
+    """Runs a loop with other functions in place of its jaxprs, and some ops on its constants before it; see `hoist`."""
+    loop, (*cond, body) = structure_of(eqn), bodies
+    assert isinstance(loop, Loop)
+    consts, carry, n = args[loop.consts], tuple(args[loop.carry]), loop.n_carry
+    hoisted = hoist(body.jaxpr, consts, moves)
+    if cond:
+        goes_on = functools.partial(cond[0], *args[loop.cond_consts])
+        return lax.while_loop(lambda carry: goes_on(*carry)[0], lambda carry: tuple(hoisted(*consts, *carry)), carry)
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        outs = tuple(hoisted(*consts, *carry, *xs))
+        return outs[:n], outs[n:]
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(step, carry, tuple(args[loop.xs]), **options)
+    return *carry, *ys
 
 
 class HigherOrder(NamedTuple):

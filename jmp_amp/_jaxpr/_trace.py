@@ -15,7 +15,16 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._versions import apply, context_of, is_constant, open_jaxpr, parent_of, source_of, split_known, tracers_read
+from jmp_amp._jaxpr._versions import (
+    apply,
+    context_of,
+    is_constant,
+    open_jaxpr,
+    parent_of,
+    source_of,
+    split_known,
+    tracers_read,
+)
 
 
 def dtype_of(x: Any) -> Any:
@@ -148,24 +157,24 @@ def trace_call(
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
 
 
-def hoist(fun: Callable, args: Sequence[Any], moves: Callable[..., bool]) -> Callable:
-    """Returns a function that computes `fun`, but for some ops on values that `fun` closes over: they are computed now.
+def hoist(jaxpr: Any, known: Sequence[Any], moves: Callable[..., bool]) -> Callable[..., list[Any]]:
+    """Returns a closed jaxpr as a function that reads results of some ops as they are computed here.
 
-    A loop over the function computes these once.
+    So a loop over the function computes these ops once.
 
     Args:
-        fun: a function of pytrees of arrays.
-        args: arguments of the types that it will be called with.
-        moves: selects ops by primitive, types and parameters, as the policies of `jax.checkpoint` do.
+        jaxpr: the jaxpr. If it has effects, all of its ops stay in the function.
+        known: the values of its first inputs, which are the same in every call; None for an input that may change.
+        moves: selects ops that depend on known values and constants alone, as the policies of `jax.checkpoint` do.
     """
-    closed, arrays, rebuild = trace_call(fun, args, {})
-    opened, consts = open_jaxpr(closed)
+    opened, consts = open_jaxpr(jaxpr)
     if opened.effects:
-        return fun
-    is_known = [True] * len(consts) + [False] * len(arrays)
-    before, after = split_known(open_jaxpr(with_constants_as_inputs(closed))[0], is_known, moves)
-    known = *jax.core.eval_jaxpr(before, (), *consts), *consts
-    return lambda *args: rebuild(jax.core.eval_jaxpr(after, (), *known, *jax.tree.leaves(args)))
+        return functools.partial(jax.core.eval_jaxpr, opened, consts)
+    is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
+    opened, _ = open_jaxpr(with_constants_as_inputs(jaxpr))
+    before, after = split_known(opened, [True] * len(consts) + is_known, moves)
+    moved = jax.core.eval_jaxpr(before, (), *consts, *[x for x in known if x is not None])
+    return lambda *args: jax.core.eval_jaxpr(after, (), *moved, *consts, *args)
 
 
 def with_constants_as_inputs(jaxpr: Any) -> Any:
