@@ -31,8 +31,10 @@ MODELS = {
     "Llama, 1 block of width 4096": lambda: llama_case(None),
     "GPT, 4 layers of width 2048, scanned": GPT,
     "GPT, scanned, remat": lambda: GPT(remat=True),
+    "GPT, scanned, 4 micro-batches": GPT,
     "8 experts of width 2048": lambda: experts_case(None),
 }
+MICRO_BATCHES = {"GPT, scanned, 4 micro-batches": 4}
 
 SHARDED = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -111,11 +113,14 @@ float8 half as large, so experts move 0.68 and 0.61 times the bytes of bfloat16 
 """
 
 
-def lower(loss_fn, args, target="H200"):
+def lower(loss_fn, args, target="H200", micro_batches=1):
     """Lowers loss and gradients of all arguments that are floating, for one GPU."""
+    gradients = jax.value_and_grad
+    if micro_batches > 1:
+        gradients = functools.partial(amp.value_and_grad, accumulate_steps=micro_batches)
     floating = [all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(arg)) for arg in args]
     argnums = tuple(i for i, is_floating in enumerate(floating) if is_floating)
-    return gpu_aot.lower_for(jax.value_and_grad(loss_fn, argnums), *gpu_aot.struct(gpu_aot.mesh(target), args))
+    return gpu_aot.lower_for(gradients(loss_fn, argnums), *gpu_aot.struct(gpu_aot.mesh(target), args))
 
 
 def products(program):
@@ -201,7 +206,8 @@ def model_table():
     for name, case in MODELS.items():
         loss_fn, args = case()
         predicted = amp.explain(loss_fn, "float8")(*args).summary()["matmul_flops"]["float8"]
-        programs = [lower(amp.autocast(loss_fn, dtype), args) for dtype in ("float8", "bfloat16")]
+        n = MICRO_BATCHES.get(name, 1)
+        programs = [lower(amp.autocast(loss_fn, dtype), args, micro_batches=n) for dtype in ("float8", "bfloat16")]
         for flags, compiler_options in FLAGS.items():
             compiled = [program.compile(compiler_options) for program in programs]
             _, flops = products(compiled[0])
