@@ -85,3 +85,16 @@ def test_both_passes_of_experts_multiply_float8_and_move_fewer_bytes_than_bfloat
         assert count == {kind: 6}
         moved[dtype] = gpu_aot.cost(program)["bytes_moved"]
     assert moved["float8"] < moved["bfloat16"]
+
+
+def test_micro_batches_do_not_read_the_weights_again_for_their_scales(monkeypatch):
+    loss_fn, args = mlp_case(None, **SIZES | {"tokens": 4096})
+    nbytes = 4 * sum(x.size for x in jax.tree.leaves(args[0]))
+
+    def moved():
+        gradients = amp.value_and_grad(amp.autocast(loss_fn, "float8"), accumulate_steps=4)
+        return gpu_aot.cost(gpu_aot.compile_for(gradients, *gpu_aot.struct(gpu_aot.mesh("H200"), args)))["bytes_moved"]
+
+    once = moved()
+    monkeypatch.setattr("jmp_amp._loss_scale._grad.is_scale", lambda *args, **params: False)
+    assert moved() - once >= 3 * nbytes
