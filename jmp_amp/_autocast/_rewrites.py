@@ -174,10 +174,10 @@ class Float8Product:
 
     def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
         dtypes = (self.float8.operands,) * 2, self.float8.cotangents
-        own: dict[str, Any] = dict(op.params)
+        own: dict[str, Any] = {**dict(op.params), "is_weight": self.is_weight}
         if len(args) == 2:
-            return [float8_dot(*args, self.base, *dtypes, blocks=self.float8.blocks, is_weight=self.is_weight, **own)]
-        return [float8_ragged_dot(*args, self.base, *dtypes, is_weight=self.is_weight, **own)]
+            return [float8_dot(args[0], args[1], self.base, *dtypes, blocks=self.float8.blocks, **own)]
+        return [float8_ragged_dot(args[0], args[1], args[2], self.base, *dtypes, **own)]
 
 
 def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:

@@ -178,7 +178,7 @@ def _lowered_pair(ctx: Any, inputs: Sequence[Typed], cast: "_Cast") -> Sequence[
     return [columns, column_scales] if cast.is_along_columns else [rows, row_scales]
 
 
-def _lowered_cast(ctx: Any, inputs: Sequence[Typed], cast: Callable[..., Any]) -> Sequence[Typed]:
+def _lowered_cast(ctx: Any, inputs: Sequence[Typed], cast: Any) -> Sequence[Typed]:
     """Lowers a cast once for each array, and returns its results.
 
     The forward and the backward pass cast the same weights. XLA does not merge equal collectives: two maxima of a
@@ -358,7 +358,7 @@ def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[.
 
         out = primitive.bind(*primals, **params)
         terms = [term(i) for i in (0, 1) if type(tangents[i]) is not ad.Zero]
-        return out, functools.reduce(lax.add, terms) if terms else ad.Zero.from_primal_value(out)
+        return out, functools.reduce(lax.add, terms) if terms else jx.versions.zero_cotangent(jax.typeof(out))
 
     def transpose(cotangent: Any, *args: Any, **params: Any) -> list[Any]:
         operands, exponents = _split_exponents(args, params["scaled"])
