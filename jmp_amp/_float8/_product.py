@@ -106,14 +106,8 @@ def in_base(*args: Any, base: Any, scaled: Sequence[bool], **params: Any) -> jax
     return bind_plain(lhs.astype(base), rhs.astype(base), *rest, **params | {"precision": None})
 
 
-OWN = (
-    "base",
-    "operands",
-    "cotangents",
-    "blocks",
-    "emulated",
-    "scaled",
-)  # parameters that the products of `lax` do not have
+# Parameters that the products of `lax` do not have.
+OWN = "base", "operands", "cotangents", "blocks", "emulated", "scaled"
 
 
 def bind_plain(*args: Any, **params: Any) -> jax.Array:
@@ -362,13 +356,10 @@ def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[.
 
     def transpose(cotangent: Any, *args: Any, **params: Any) -> list[Any]:
         operands, exponents = _split_exponents(args, params["scaled"])
-        is_known = type(cotangent) is ad.Zero
-        return [
-            gradient(i, cotangent, operands, exponents, **params)
-            if ad.is_undefined_primal(x) and not is_known
-            else None
-            for i, x in enumerate(args)
-        ]
+        if type(cotangent) is ad.Zero:
+            return [None] * len(args)
+        linear = map(ad.is_undefined_primal, args)
+        return [gradient(i, cotangent, operands, exponents, **params) if x else None for i, x in enumerate(linear)]
 
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
