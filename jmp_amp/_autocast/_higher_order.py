@@ -9,11 +9,11 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._custom_derivatives import custom_jvp, custom_vjp
 from jmp_amp._autocast._decide import Context
-from jmp_amp._autocast._plan import Plan, Region, Run, Step
+from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_same_in_loops
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import Reads
 from jmp_amp._autocast._values import Known, Origin, Stream, Use, Value, join
-from jmp_amp._float8 import as_products, is_scale
+from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
 
 Values = tuple[Value, ...]
@@ -175,7 +175,7 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
     eqn, values, uses = op.eqn, op.values, op.uses
     ((body, known, reads),) = op.inside
-    consts = tuple(value._replace(save_cast=planner.options.saves_products) for value in values[loop.consts])
+    consts = tuple(value._replace(save_cast=True) for value in values[loop.consts])
     inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
     first, last = loop.n_consts, loop.n_consts + loop.n_carry
     streams = [False] * loop.n_carry
@@ -206,7 +206,8 @@ def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     eqn, values = op.eqn, op.values
     (_, known_of_cond, _), (_, known, reads) = op.inside
     uses, first, streams = tuple(map(Use, reads)), loop.n_consts, [False] * loop.n_carry
-    inputs = _known_as((*values[loop.consts], *values[loop.carry]), known)
+    consts = tuple(value._replace(save_cast=True) for value in values[loop.consts])
+    inputs = _known_as((*consts, *values[loop.carry]), known)
 
     def plan_body(carry: Values) -> Plan:
         return planner.plan(loop.body, (*inputs[:first], *carry), uses, op.region)
@@ -235,25 +236,26 @@ def _step(
 
 
 def _run_loop(eqn: JaxprEqn, bodies: Sequence[jx.Body], args: Sequence[Any]) -> Sequence[Any]:
-    """Runs a loop; the scales of float8 weights that it does not change are computed once, before it."""
-    if _holds_scales(bodies[-1].jaxpr):
-        return jx.run_loop(eqn, bodies, args, is_scale)
+    """Runs a loop; arrays that it does not change are cast once, before it."""
+    if _casts_the_same(bodies[-1].jaxpr):
+        return jx.run_loop(eqn, bodies, args, is_same_in_loops)
     run = jx.HIGHER_ORDER[eqn.primitive.name].run
     assert run is not None
     return run(eqn, bodies, args)
 
 
-def _holds_scales(jaxpr: Any) -> bool:
-    def holds(eqn: JaxprEqn) -> bool:
-        return is_scale(eqn.primitive) or any(_holds_scales(inner) for inner, _ in jx.inner_jaxprs(eqn))
+def _casts_the_same(jaxpr: Any) -> bool:
+    def casts(eqn: JaxprEqn) -> bool:
+        inside = any(_casts_the_same(inner) for inner, _ in jx.inner_jaxprs(eqn))
+        return inside or is_same_in_loops(eqn.primitive, **eqn.params)
 
-    return any(map(holds, jx.open_jaxpr(jaxpr)[0].eqns))
+    return any(map(casts, jx.open_jaxpr(jaxpr)[0].eqns))
 
 
 def _sliced(value: Value) -> Value:
     """Describes the slices of a value along its first axis."""
     axes = tuple(frozenset(axis - 1 for axis in each if axis) for each in value.axes)
-    value = value._replace(save_cast=False, axes=axes)
+    value = value._replace(axes=axes)
     is_scalar = value.origin is Origin.INPUT and value.axes == (frozenset(),)
     return value._replace(origin=Origin.SCALAR) if is_scalar else value
 

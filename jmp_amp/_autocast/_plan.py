@@ -14,10 +14,12 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._values import Known, Value
+from jmp_amp._float8 import is_scale
 from jmp_amp._formats import Format
 
 SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
@@ -50,12 +52,38 @@ class Op:
         return jx.apply(self.primitive, dict(self.params), args)
 
     def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:
-        """Casts the operands; those that a loop saves get a name for `jax.checkpoint`."""
-        cast = [
-            x if dtype is None else lax.convert_element_type(x, dtype)
-            for x, dtype in zip(args, self.casts, strict=True)
-        ]
-        return [checkpoint_name(x, SAVED) if save and i in self.saved else x for i, x in enumerate(cast)]
+        """Casts the operands; see `_cast_once` for those that a loop does not change."""
+        casts = [_cast_once if save and i in self.saved else lax.convert_element_type for i in range(len(args))]
+        triples = zip(casts, args, self.casts, strict=True)
+        return [x if dtype is None else convert(x, dtype) for convert, x, dtype in triples]
+
+
+def _cast_once(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts an array that a loop does not change: the loop casts it once, and sums its gradient in its own dtype.
+
+    The cast can move out of the loop, because no derivative goes through it. The cast of the gradient stays inside.
+    """
+    return _with_derivative_of(x, checkpoint_name(lax.convert_element_type(lax.stop_gradient(x), dtype), SAVED))
+
+
+@jax.custom_jvp
+def _with_derivative_of(x: jax.Array, cast: jax.Array) -> jax.Array:
+    return cast
+
+
+def _jvp_of_cast(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (_, cast), (tangent, _) = primals, tangents
+    if isinstance(tangent, SymbolicZero):
+        return cast, SymbolicZero(jax.typeof(cast).to_tangent_aval())
+    return cast, lax.convert_element_type(tangent, cast.dtype)
+
+
+_with_derivative_of.defjvp(_jvp_of_cast, symbolic_zeros=True)
+
+
+def is_same_in_loops(primitive: Primitive, *args: Any, **params: Any) -> bool:
+    """Whether an op computes a cast, or the scale of one, that a loop computes once if it does not change the array."""
+    return params.get("name") == SAVED or is_scale(primitive)
 
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equation to its results

@@ -11,7 +11,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
 from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._options import Options, format_in
-from jmp_amp._autocast._plan import SAVED, Op, Plan, Region, Step, differs
+from jmp_amp._autocast._plan import Op, Plan, Region, Step, differs, is_same_in_loops
 from jmp_amp._autocast._primitives import RULES, Facts, Makes, OpClass, Reads, Rule, find_rule, rule_of
 from jmp_amp._autocast._readers import Readers, joined, why_as_traced
 from jmp_amp._autocast._rewrites import rewrite_of
@@ -94,7 +94,7 @@ class Planner:
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
-        return params.get("name") == SAVED or self._is_costly(primitive, params, avals)
+        return is_same_in_loops(primitive, **params) or self._is_costly(primitive, params, avals)
 
     def _is_costly(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
         """Whether an op is costly: by its rule, by what is in it, or because it may be a kernel.

@@ -137,7 +137,7 @@ class Value(NamedTuple):
         scalar: the value of a constant scalar; None if it is not known.
         has_float32_copy: another equation reads it in float32.
         known: the facts that do not depend on dtypes.
-        save_cast: it is the same in all iterations of a loop, so `jax.checkpoint` saves its cast.
+        save_cast: it is the same in all iterations of a loop, which casts it once, and `jax.checkpoint` saves its cast.
     """
 
     dtype: Any
