@@ -95,6 +95,18 @@ def test_no_weight_is_cast_in_the_loop_of_an_lstm():
         assert not [line for line in converts if f"[{2 * dim},{4 * dim}]" in line or f"[{4 * dim},{2 * dim}]" in line]
 
 
+def test_decoding_reads_low_precision_weights_for_each_token():
+    def decode(w, x):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), h[:, :1]), x, length=16)
+
+    def by_hand(w, x):
+        return decode(w.astype(jnp.float16), x.astype(jnp.float16))
+
+    args = gpu_aot.struct(gpu_aot.h200_mesh(), (jnp.zeros((2048, 2048)), jnp.zeros((8, 2048))))
+    low, want = (gpu_aot.cost(gpu_aot.compile_for(fun, *args)) for fun in (amp.autocast(decode), by_hand))
+    assert low["bytes_moved"] < 1.02 * want["bytes_moved"]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_products_of_experts_are_low_precision_in_both_passes(dtype):
     def loss_fn(params, x, sizes):

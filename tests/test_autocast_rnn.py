@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import equations
+from jaxprs import equations, inner_equations
 
 import jmp_amp as amp
 
@@ -97,3 +97,50 @@ def test_states_that_add_up_are_float32_and_everything_else_in_the_loop_is_float
     ]
     assert len(products) == 5  # two forward, three backward: nobody asks for the gradient of the inputs
     assert all(dtypes == {"float16"} for dtypes in products)
+
+
+# Weights that a loop does not change.
+
+
+def decode(w, x):
+    return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=20)[0]
+
+
+def decode_until(w, x):
+    def step(state):
+        i, h = state
+        return i + 1, jnp.tanh(h @ w)
+
+    return lax.while_loop(lambda state: state[0] < 20, step, (0, x))[1]
+
+
+def decode_by_layers(w, x):
+    layers = jnp.stack([w, w.T])
+    return lax.scan(lambda h, _: (lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0], None), x, length=10)[0]
+
+
+W, X = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)), jnp.ones((BATCH, WIDTH))
+
+
+@pytest.mark.parametrize("fun", [decode, decode_until, decode_by_layers])
+def test_a_loop_that_is_not_differentiated_casts_a_weight_once(fun):
+    (loop,) = [eqn for eqn in jax.make_jaxpr(amp.autocast(fun))(W, X).eqns if eqn.primitive.name in ("scan", "while")]
+    casts = [eqn for eqn in inner_equations(loop) if eqn.primitive.name == "convert_element_type"]
+    assert not [eqn for eqn in casts if eqn.invars[0].aval.shape == W.shape]
+    low, want = jax.jit(lambda w, x: (amp.autocast(fun)(w, x), fun(w, x)))(W / 3, X)
+    np.testing.assert_allclose(low, want, rtol=0.02, atol=0.002)
+
+
+def test_the_gradient_of_a_weight_that_was_cast_once_is_summed_in_float32():
+    def loss(w, x):  # of equal terms, each too small for a float16 sum of them
+        return lax.scan(lambda total, _: (total + jnp.mean(x @ w), None), 0.0, length=4000)[0]
+
+    for low in (amp.autocast(loss), jax.jit(amp.autocast(loss))):
+        np.testing.assert_allclose(jax.grad(low)(W, X), jax.grad(loss)(W, X), rtol=1e-3)
+
+
+def test_a_frozen_weight_costs_no_product_with_a_tangent_of_zero():
+    for order in (jax.grad, lambda f, i: jax.grad(jax.jit(f), i)):
+        frozen = order(lambda *args: amp.autocast(decode)(*args).sum(), 1)
+        products = [eqn for eqn in equations(frozen, W, X) if eqn.primitive.name == "dot_general"]
+        assert len(products) == 2  # of each pass

@@ -224,8 +224,9 @@ def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool])
     """
     from jax._src.interpreters import partial_eval as pe
 
-    before, after, *_ = pe.partial_eval_jaxpr_custom(jaxpr, [not x for x in known], True, True, True, moves)
-    return pe.dce_jaxpr(before, [True] * len(before.outvars), instantiate=True)[0], after
+    parts = pe.partial_eval_jaxpr_custom(jaxpr, [not x for x in known], True, True, True, moves)[:2]
+    before, after = [pe.dce_jaxpr(part, [True] * len(part.outvars), instantiate=True)[0] for part in parts]
+    return before, after
 
 
 def custom_rule(eqn: JaxprEqn) -> tuple[bool, int]:
