@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,10 +61,9 @@ def location_of(eqns: Sequence[JaxprEqn]) -> Location:
         backward = not jx.is_recomputed(stack) and (backward or jx.is_backward(stack))
         # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
         frames = jx.frames_of(eqn, limit=10_000) or frames
-    outside_libraries = [x for x in frames if not (x.file.startswith(_KERNELS) or x.is_of_library)]
-    source, innermost = (outside_libraries or frames)[:1], frames[:1]
-    library = innermost if innermost != source else []
-    return Location("".join(map(str, source)), "".join(map(str, library)), scope, backward)
+    innermost = next(map(str, frames), "")
+    source = next((str(x) for x in frames if not (x.is_of_library or x.file.startswith(_KERNELS))), innermost)
+    return Location(source, innermost if innermost != source else "", scope, backward)
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -93,6 +93,11 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     aligns = "<" + (">" if align_right else "<") * len(widths[1:])
     form = "  ".join(f"{{:{align}{width}}}" for align, width in zip(aligns, widths, strict=True))
     return "\n".join(form.format(*row).rstrip() for row in rows)
+
+
+def without_numbers(module: str) -> str:
+    """Returns the pattern that a module shares with those that differ from it in numbers only: `layer_*/norm`."""
+    return re.sub(r"\d+", "*", module)
 
 
 def format_percent(share: float) -> str:
