@@ -143,18 +143,15 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, fo
     for step in plan.steps:
         eqn = step.eqn
         region, provenance, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
-        if plan.region.format is AS_TRACED:
-            pass  # marks and patterns have no effect there
-        elif format_in(eqn.source_info.name_stack) is not None:
-            why = "region"
-        elif planner.options.overrides.matching(region.path):
-            why = "pattern"
-        elif step.as_traced is not None:
-            why, region = step.as_traced, region._replace(format=FORMATS["float32"])
+        if plan.region.format is not AS_TRACED:  # marks and patterns have no effect there
+            if format_in(eqn.source_info.name_stack) is not None:
+                why = "region"
+            elif planner.options.overrides.matching(region.path):
+                why = "pattern"
+            elif step.as_traced is not None:
+                why, region = step.as_traced, region._replace(format=FORMATS["float32"])
         for inner, runs in step.inner:
-            inside = why
-            if inner.region.format is AS_TRACED:
-                inside = _why_as_traced(eqn)
+            inside = _why_as_traced(eqn) if inner.region.format is AS_TRACED else why
             yield from _forward(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
         if not step.inner and any(map(jx.is_floating, (*eqn.invars, *eqn.outvars))):
             reason = why if region.format is not top else None
@@ -261,16 +258,14 @@ def explain_call(
         out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
         return out, pull([jnp.ones_like(x) for x in out])
 
-    is_differentiable = True
     try:
-        program = jx.trace(call_and_pull, arrays)
+        program, is_differentiable = jx.trace(call_and_pull, arrays), True
     except Exception as error:
         if not jx.versions.has_no_derivative(error):
             raise
-        plans.clear()
         program, is_differentiable = jx.trace(call, arrays), False
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
-    forward = _forward(planner, plans[0], settings.format, jx.Provenance(), None)
+    forward = _forward(planner, plans[-1], settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = list(_with_numbers([*forward, *filter(None, backward)]))
@@ -279,15 +274,12 @@ def explain_call(
 
 def _with_numbers(sites: Sequence[OpSite]) -> Iterator[OpSite]:
     """Yields the sites with operands numbered from 0, in place of the identities of their variables."""
-    numbers: dict[int, int] = defaultdict(count().__next__)
-    earlier: set[Any] = set()
+    numbers: dict[Any, int] = defaultdict(count().__next__)
+    calls: Counter[Any] = Counter()
     for site in sites:
-        key = site.module, site.source, site.operands
-        if site.operands and key in earlier:  # another call of the same jaxpr, with other values
-            numbers.clear()
-            earlier.clear()
-        earlier.add(key)
-        yield site._replace(operands=tuple(x._replace(array=numbers[x.array]) for x in site.operands))
+        op = site.module, site.source, site.operands
+        calls[op] += 1  # each call of one jaxpr has other values
+        yield site._replace(operands=tuple(x._replace(array=numbers[x.array, calls[op]]) for x in site.operands))
 
 
 def _kept(program: Any) -> dict[str, int]:

@@ -2,15 +2,15 @@
 
 import dataclasses
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import check_concrete, extra
+from jmp_amp._calls import check_concrete, new_figure
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
@@ -58,17 +58,17 @@ def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> "Und
     )
     form, scale = parse_format(dtype), to_number("loss_scale", loss_scale)
     low = form.dtype if form.float8 is None else form.float8.cotangents
+    is_scaled = form.float8 is None
     rows = []
-    exponents: dict[str, Counter[int | None]] = {}
+    exponents: dict[str, Counter[int | None]] = defaultdict(Counter)
     for path, leaf in jax.tree.leaves_with_path(grads):
         if is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and np.size(leaf):
-            scaled = np.abs(flat_on_host(leaf))
-            own = scale if form.float8 is None else scale * _scale_to_range(scaled, low)
-            rows.append(_leaf_row(leaf_name(path), scaled * (own / scale), own, low))
-            exponents.setdefault(module_name(path), Counter()).update(_count_exponents(scaled / scale))
+            unscaled = np.abs(flat_on_host(leaf)) / scale
+            rows.append(_row_of(leaf_name(path), unscaled, scale if is_scaled else _scale_to_range(unscaled, low), low))
+            exponents[module_name(path)].update(_count_exponents(unscaled))
     if not rows:
         raise ValueError(f"`grads`, a {type(grads).__name__}, contains no floating arrays; pass a pytree of gradients")
-    return Underflow(tuple(rows), _total_row(rows), scale if form.float8 is None else None, low.name, exponents)
+    return Underflow(tuple(rows), _total_row(rows), scale if is_scaled else None, low.name, dict(exponents))
 
 
 def _range_of(dtype: Any) -> tuple[int, int, int]:
@@ -77,28 +77,27 @@ def _range_of(dtype: Any) -> tuple[int, int, int]:
     return info.minexp - info.nmant, info.minexp, info.maxexp
 
 
-def _largest_finite(x: np.ndarray) -> float:
-    return float(x[np.isfinite(x)].max(initial=0))
-
-
 def _scale_to_range(magnitudes: np.ndarray, dtype: Any) -> float:
     """Returns the power of two with which the largest finite magnitude is just below the largest number of `dtype`."""
-    largest = _largest_finite(magnitudes)
+    largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
     return float(2.0 ** np.floor(np.log2(float(jnp.finfo(dtype).max) / largest))) if largest else 1.0
 
 
-def _leaf_row(path: str, scaled: np.ndarray, scale: float, dtype: Any) -> "LeafUnderflow":
-    zero, subnormal, overflow = _shares(scaled, dtype)
-    zero_unscaled, subnormal_unscaled, _ = _shares(scaled / scale, dtype)
-    largest = _largest_finite(scaled)
-    exponent = int(np.frexp(largest)[1]) - 1 if largest else None
-    return LeafUnderflow(path, scaled.size, zero, subnormal, zero_unscaled, subnormal_unscaled, overflow, exponent)
+def _row_of(path: str, unscaled: np.ndarray, scale: float, dtype: Any) -> "LeafUnderflow":
+    zero, subnormal, overflow = _shares(unscaled * scale, dtype)
+    zero_unscaled, subnormal_unscaled, _ = _shares(unscaled, dtype)
+    largest = _largest(_count_exponents(unscaled * scale))
+    return LeafUnderflow(path, unscaled.size, zero, subnormal, zero_unscaled, subnormal_unscaled, overflow, largest)
 
 
 def _total_row(rows: Sequence["LeafUnderflow"]) -> "LeafUnderflow":
     _, sizes, *shares, largest = zip(*rows, strict=True)
     means = [np.average(share, weights=sizes).item() for share in shares]
-    return LeafUnderflow._make(("all", sum(sizes), *means, max((k for k in largest if k is not None), default=None)))
+    return LeafUnderflow._make(("all", sum(sizes), *means, _largest(largest)))
+
+
+def _largest(exponents: Iterable[int | None]) -> int | None:
+    return max((k for k in exponents if k is not None), default=None)
 
 
 def _shares(magnitudes: np.ndarray, dtype: Any) -> tuple[float, float, float]:
@@ -199,9 +198,7 @@ class Underflow:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        figure = extra("matplotlib.figure", "`plot`").Figure(
-            figsize=(8, 1.5 + 0.55 * len(self.exponents)), dpi=120, layout="constrained"
-        )
+        figure = new_figure("`plot`", 8, 1.5 + 0.55 * len(self.exponents))
         rows = figure.subplots(len(self.exponents), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, counts) in zip(rows, self.exponents.items(), strict=True):
             _plot_module(axes, name, counts, self._log_scale(counts), _range_of(self.dtype))
@@ -218,7 +215,7 @@ class Underflow:
         """Returns the logarithm of the scale of a module."""
         if self.loss_scale is not None:
             return float(np.log2(self.loss_scale))
-        return _range_of(self.dtype)[2] - 1 - max((k for k in counts if k is not None), default=0)
+        return _range_of(self.dtype)[2] - 1 - (_largest(counts) or 0)
 
 
 def _plot_module(
