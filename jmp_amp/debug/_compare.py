@@ -276,25 +276,24 @@ class Comparison:
         finite = [e for row in plotted for e in row.errors.values() if 0 < e < math.inf]
         xlim = min(finite, default=1e-8) / 3, max(finite, default=1.0) * 3
         for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-            _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim)
-            axes.set(title=title, xlabel=f"relative error against {self.reference}")
+            _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim[1])
+            axes.set(title=title, xlabel=f"relative error against {self.reference}", xscale="log", xlim=xlim)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
         if path is not None:
             figure.savefig(path)
         return figure
 
 
-def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], xlim: tuple[float, float]) -> None:
-    right, n = xlim[1], len(policies)
+def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: float) -> None:
+    height = 0.8 / len(policies)
     for i, policy in enumerate(policies):
         errors = np.array([row.errors[policy] for row in rows])
-        positions = np.arange(len(rows)) + (i - (n - 1) / 2) * 0.8 / n
-        axes.barh(positions, np.minimum(errors, right), 0.8 / n, color=f"C{i}", label=policy)
+        positions = np.arange(len(rows)) + (i - (len(policies) - 1) / 2) * height
+        axes.barh(positions, np.minimum(errors, right), height, color=f"C{i}", label=policy)
         infinite = positions[np.isinf(errors)]
         axes.plot(np.full(len(infinite), right / 1.3), infinite, "kx", ms=5)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
-    axes.set(xscale="log", xlim=xlim)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -1,5 +1,6 @@
 """What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
+import functools
 import os
 import pathlib
 import re
@@ -52,18 +53,14 @@ class Location(NamedTuple):
 
 def location_of(eqns: Sequence[JaxprEqn]) -> Location:
     """Returns the location of the last of `eqns`; the others contain it, outermost first."""
-    scope, backward = "", False
-    frames: list[jx.Frame] = []
-    for eqn in eqns:
-        stack = eqn.source_info.name_stack
-        scope = jx.scope_path(scope, stack)
-        # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
-        backward = not jx.is_recomputed(stack) and (backward or jx.is_backward(stack))
-        # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
-        frames = jx.frames_of(eqn, limit=10_000) or frames
+    provenance = functools.reduce(jx.Provenance.of, eqns, jx.Provenance())
+    # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
+    backward = jx.is_backward(provenance.stack) and not jx.is_recomputed(provenance.stack)
+    # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
+    frames = next(filter(None, (jx.frames_of(eqn, limit=10_000) for eqn in reversed(eqns))), [])
     innermost = next(map(str, frames), "")
     source = next((str(x) for x in frames if not (x.is_of_library or x.file.startswith(_KERNELS))), innermost)
-    return Location(source, innermost if innermost != source else "", scope, backward)
+    return Location(source, innermost if innermost != source else "", provenance.module, backward)
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

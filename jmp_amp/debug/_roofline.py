@@ -165,55 +165,56 @@ def roofline_of(sites: Sequence[OpSite], dtype: str, device: str | Peaks) -> Roo
         raise ValueError(f"`roofline` compares a format of less than 32 bits with its base, got a report in {dtype}")
     is_float8 = form.float8 is not None or any(site.compute.startswith("float8") for site in products)
     base, low = (str(form.dtype), "float8") if is_float8 else ("float32", str(form.dtype))
-    return Roofline(tuple(_bounds(products, peaks, base, low, form.float8 or Float8())), name, peaks, base, dtype)
+    in_base = [
+        _in_base(site, base) if site.compute.startswith(low) and site.why != "traced" else site for site in products
+    ]
+    float8 = form.float8 or Float8()
+    rates = peaks._replace(float8=peaks.mxfp8) if float8.blocks else peaks
+    in_format = in_base if is_float8 and not rates.float8 else products
+    before, after = (_seconds(each, rates, base, float8) for each in (in_base, in_format))
+    bounds = tuple(Bound(site, x, *y) for site, (x, _), y in zip(products, before, after, strict=True))
+    return Roofline(bounds, name, peaks, base, dtype)
 
 
-def _bounds(products: Iterable[OpSite], peaks: Peaks, base: str, low: str, float8: Float8) -> Iterator[Bound]:
-    """Yields the bounds of products.
+def _in_base(site: OpSite, base: str) -> OpSite:
+    """Returns a product of the format as it is in the base dtype."""
+    # The result of a float32 product is float32; that of a float8 product has the dtype that it has in the base.
+    wider = 4 // jnp.dtype(site.output).itemsize if base == "float32" else 1
+    return site._replace(compute=base, bytes=wider * site.bytes)
+
+
+def _seconds(products: Iterable[OpSite], peaks: Peaks, base: str, float8: Float8) -> Iterator[tuple[float, float]]:
+    """Yields the least time of each product with the casts of its operands, and that of these casts alone.
 
     Args:
         products: the products, in the order of the program.
         peaks: the rates of the device.
-        base: the dtype that the format is compared with.
-        low: the first letters of the dtypes that are `base` without the format.
+        base: the dtype that values which are cast to float8 are stored in.
         float8: the dtypes of float8 products.
     """
-    float8_rate = peaks.mxfp8 if float8.blocks else peaks.float8
-    already_cast: set[int] = set()  # the arrays that an earlier product reads
+    cast: set[int] = set()  # the arrays that an earlier product read, so that they are cast already
 
     def width(dtype: str) -> float:
         """Returns the bytes of an element, with its part of the scale of a block of 32."""
         return jnp.dtype(dtype).itemsize + (1 / 32 if float8.blocks and dtype.startswith("float8") else 0)
 
-    def product_seconds(site: OpSite, dtypes: Sequence[str], result_bytes: float) -> float:
-        rate = float8_rate if dtypes[0].startswith("float8") else getattr(peaks, dtypes[0], peaks.float32)
-        read = sum(math.prod(x.shape) * width(dtype) for x, dtype in zip(site.operands, dtypes, strict=False))
-        return max(site.flops / rate, (site.runs * read + result_bytes) / peaks.memory) / 1e12
-
-    def cast_seconds(site: OpSite, dtypes: Sequence[str]) -> float:
-        moved = 0.0
+    for site in products:
+        dtypes = (site.compute.split() * 2)[:2]
+        bytes_of_casts, bytes_read = 0.0, 0.0
         for x, old, new in zip(site.operands, site.inputs, dtypes, strict=False):
-            is_float8, is_cast = new.startswith("float8"), x.array not in already_cast
+            size, is_float8, is_new = site.runs * math.prod(x.shape), new.startswith("float8"), x.array not in cast
             # Residuals were cast in the forward pass; but blocks are along the axis that a product sums over.
             if site.direction == "backward":
-                is_cast = is_float8 and (float8.blocks or (is_cast and new == str(float8.cotangents)))
+                is_new = is_float8 and (float8.blocks or (is_new and new == str(float8.cotangents)))
             # What the program computes is stored in the base dtype, or in 16 bits, by the op that computes it.
             stored = old if x.is_argument else base if is_float8 else new
             narrower = min(width(old), width(stored))
-            if is_cast and width(new) < narrower:
+            if is_new and width(new) < narrower:
                 reads = 2 if is_float8 and not float8.blocks else 1  # the first for the maximum, which is the scale
-                moved += site.runs * math.prod(x.shape) * (reads * narrower + width(new))
-        return moved / peaks.memory / 1e12
-
-    for site in products:
-        dtypes = (site.compute.split() * 2)[:2]
-        is_low = site.compute.startswith(low) and site.why != "traced"
-        before = [base] * 2 if is_low else dtypes
-        if site.compute.startswith("float8") and not float8_rate:
-            dtypes = before
-        # The result of a float32 product is float32; that of a float8 product has the dtype that it has in the base.
-        wider = 4 / jnp.dtype(site.output).itemsize if is_low and base == "float32" else 1
-        casts, base_casts = cast_seconds(site, dtypes), cast_seconds(site, before)
-        already_cast.update(operand.array for operand in site.operands)
-        base_seconds = base_casts + product_seconds(site, before, wider * site.bytes)
-        yield Bound(site, base_seconds, casts + product_seconds(site, dtypes, site.bytes), casts)
+                bytes_of_casts += size * (reads * narrower + width(new))
+            bytes_read += size * width(new)
+        cast.update(x.array for x in site.operands)
+        rate = getattr(peaks, "float8" if dtypes[0].startswith("float8") else dtypes[0], peaks.float32)
+        casts = bytes_of_casts / peaks.memory
+        product = max(site.flops / rate, (bytes_read + site.bytes) / peaks.memory)
+        yield (casts + product) / 1e12, casts / 1e12

@@ -131,8 +131,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         scaled = [x if ok and _is_scaled(x) else None for x, ok in zip(results, is_scalar, strict=True)]
         for path, x in jax.tree.leaves_with_path(rebuild(scaled), is_leaf=lambda x: isinstance(x, Unit)):
             if isinstance(x, Unit):
-                name = "result" + jax.tree_util.keystr(path)
-                checker.warnings[f"`step` returns `{name}`, {_describe(x)}: {_IS_LOGGED}"] = None
+                name = jax.tree_util.keystr(path)
+                checker.warnings[f"`step` returns `result{name}`, {_describe(x)}: {_IS_LOGGED}"] = None
         for warning in checker.warnings:
             warnings.warn(warning, UserWarning, stacklevel=2)
 
