@@ -92,7 +92,7 @@ REASONS = {
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
     "no weight": "float8 is for products with a weight, which is an argument of the function",
-    "multiple": "the sizes of a float8 product are multiples of 16, in blocks of 32",
+    "multiple": "a float8 product needs sizes that are multiples of 16, or of 32 with blocks",
     "size": "the product is too small to gain by float8",
     "precision": "the program asks for float32 by `precision`",
     "region": "it is in a region: `full_precision` or `precision(dtype)`",
@@ -159,7 +159,7 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, fo
 
 
 def _why_as_traced(eqn: JaxprEqn) -> str:
-    """Returns why all that an equation holds runs as it was traced."""
+    """Returns why everything inside an equation runs as it was traced."""
     if jx.HIGHER_ORDER[eqn.primitive.name].enter_low is not None:
         return "cast_inputs"
     return "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
