@@ -182,10 +182,7 @@ class UnitChecker:
             self._path.append(eqn)
             units = self._infer_equation(eqn, operands)
             self._path.pop()
-            if jx.holds_jaxprs(eqn):
-                return units
-            flag = self.unscaled._replace(finds_nonfinite=_finds_nonfinite(eqn, operands))
-            return [unit if jx.is_inexact(var) else flag for unit, var in zip(units, eqn.outvars, strict=True)]
+            return units
 
         return jx.evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
 
@@ -214,7 +211,9 @@ class UnitChecker:
         replaces_nonfinite = rule.makes is Makes.SELECTED and any(x and x.finds_nonfinite for x in operands)
         if replaces_nonfinite and any(map(_is_scaled, units)):
             self.warnings[f"{location_of(self._path).where}, `step` {_HIDES}"] = None
-        return [self._infer_op(eqn, rule, units)] * len(eqn.outvars)
+        unit = self._infer_op(eqn, rule, units)
+        flag = self.unscaled._replace(finds_nonfinite=_finds_nonfinite(eqn, operands))
+        return [unit if jx.is_inexact(var) else flag for var in eqn.outvars]
 
     def _infer_op(self, eqn: JaxprEqn, rule: Rule, units: list[OptionalUnit]) -> OptionalUnit:
         name = eqn.primitive.name
