@@ -189,7 +189,7 @@ def _seconds(products: Iterable[OpSite], peaks: Peaks, base: str, float8: Float8
     Args:
         products: the products, in the order of the program.
         peaks: the rates of the device.
-        base: the dtype that values which are cast to float8 are stored in.
+        base: the dtype in which values are stored before they are cast to float8.
         float8: the dtypes of float8 products.
     """
     cast: set[int] = set()  # the arrays that an earlier product read, so that they are cast already

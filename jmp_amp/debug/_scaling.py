@@ -32,10 +32,8 @@ def _powers(eqn: JaxprEqn, rule: Rule) -> Sequence[int | Fraction] | None:
 
     The exponent of a `pow` counts if it is a constant. float32 rounds 1/3.
     """
-    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT, Makes.MATRIX_PRODUCT):
-        return 1, 1
-    if rule.makes is Makes.QUOTIENT:
-        return 1, -1
+    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT, Makes.MATRIX_PRODUCT, Makes.QUOTIENT):
+        return 1, -1 if rule.makes is Makes.QUOTIENT else 1
     power = rule.power
     if rule.makes is Makes.POWER and power is None and isinstance(eqn.invars[1], Literal):
         power = float(eqn.invars[1].val)

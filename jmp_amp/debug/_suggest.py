@@ -28,7 +28,7 @@ def suggest_rules(
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
     **options: Any,
-) -> "Callable[..., tuple[dict[Any, str], SuggestionReport]]":
+) -> "Callable[..., Suggestion]":
     """Returns a function that finds a minimal set of rules with which the gradient of `fun` is accurate.
 
     The rules are `"full"`. For float8, rules that name the base dtype are tried first. Each rule selects a named scope
@@ -48,9 +48,7 @@ def suggest_rules(
             `residual_stream`.
 
     Returns:
-        A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`:
-        a dict for `autocast(fun, rules=rules)` or `policy.with_rules(rules)`, empty if no rule is needed, and the
-        errors behind the rules.
+        A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`.
         `tol` is the largest gradient error: the norm of the difference over the norm, for all parameters together; it
         defaults to 1e-2. Every returned rule is necessary. If no rules meet `tol`, the error with the returned rules is
         at most 1.1 times the error with all rules, and `report.met` is False.
@@ -84,7 +82,7 @@ def suggest_rules(
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
-    def suggest(*args: Any, tol: float = 1e-2, **kwargs: Any) -> tuple[dict[Any, str], SuggestionReport]:
+    def suggest(*args: Any, tol: float = 1e-2, **kwargs: Any) -> Suggestion:
         if not tol > 0:
             raise ValueError(f"`tol` must be positive, got {tol!r}; 1e-2 allows an error of 1 percent")
         check_concrete((args, kwargs), "suggest_rules")
@@ -111,7 +109,7 @@ def suggest_rules(
         rules = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / flops) for k in keys]
         errors = error_before, error(frozenset(keys), value), error_floor
         report = SuggestionReport(tuple(rules), form.name, tol, *errors, error.cache_info().misses, value)
-        return dict.fromkeys(keys, value), report
+        return Suggestion(dict.fromkeys(keys, value), report)
 
     return suggest
 
@@ -174,6 +172,18 @@ class SuggestionReport:
                 "and `precision` regions, and the gradients for overflow at every loss scale."
             )
         return "\n".join(lines)
+
+
+class Suggestion(NamedTuple):
+    """The result of `suggest_rules`.
+
+    Attributes:
+        rules: for `autocast(fun, rules=rules)` or `policy.with_rules(rules)`; empty if no rule is needed.
+        report: the errors behind the rules.
+    """
+
+    rules: dict[Any, str]
+    report: SuggestionReport
 
 
 def _search(sites: Sequence[OpSite], error: Callable[[frozenset[Any]], float], tol: float) -> tuple[list[Any], float]:
