@@ -244,26 +244,24 @@ def explain_call(
     fun, args = unbound(fun, args)
     plans: list[Plan] = []
     autocasted = autocast_with(fun, settings, plans.append)
-    arrays, rebuild = jx.split_arrays((args, kwargs), jax.ShapeDtypeStruct)
-    is_float = list(map(jx.is_floating, arrays))
 
-    def call(*arrays: Any) -> list[Any]:
-        args, kwargs = rebuild(arrays)
-        return jx.split_arrays(autocasted(*args, **kwargs))[0]
+    def call_and_pull(*args: Any, **kwargs: Any) -> Any:
+        arrays, rebuild = jx.split_arrays((args, kwargs))
+        is_float = list(map(jx.is_floating, arrays))
 
-    def call_and_pull(*arrays: Any) -> Any:
         def of_floats(*floats: Any) -> list[Any]:
-            return list(filter(jx.is_inexact, call(*jx.combine(is_float, floats, arrays))))
+            args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
+            return list(filter(jx.is_inexact, jx.split_arrays(autocasted(*args, **kwargs))[0]))
 
         out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
         return out, pull([jnp.ones_like(x) for x in out])
 
     try:
-        program, is_differentiable = jx.trace(call_and_pull, arrays), True
+        program, is_differentiable = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0], True
     except Exception as error:
         if not jx.versions.has_no_derivative(error):
             raise
-        program, is_differentiable = jx.trace(call, arrays), False
+        program, is_differentiable = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0], False
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
     forward = _forward(planner, plans[-1], settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
