@@ -91,3 +91,12 @@ def extra(module: str, feature: str) -> Any:
             'run `pip install -e ".[demo]"` in a clone of the repository',
             name=package,
         ) from error
+
+
+def new_figure(feature: str, width: float, height: float) -> Any:
+    """Returns an empty `matplotlib.figure.Figure` of a size in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed; see `extra`.
+    """
+    return extra("matplotlib.figure", feature).Figure(figsize=(width, height), dpi=120, layout="constrained")

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import extra
+from jmp_amp._calls import extra, new_figure
 
 __all__ = ["LiveView", "live", "plot_history"]
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
-    "loss": lambda value: f"loss {value:.4g}",
+    "loss": "loss {:.4g}".format,
     "loss_scale": lambda value: f"scale 2^{math.log2(value):g}",
-    "total_notfinite": lambda value: f"skips {value}",
-    "grad_norm": lambda value: f"norm {value:.3g}",
+    "total_notfinite": "skips {}".format,
+    "grad_norm": "norm {:.3g}".format,
 }
 # Entries of `amp.metrics` that are left out to keep the line short.
 _HIDDEN = ("growth_tracker", "hysteresis_tracker", "last_finite", "notfinite_count")
@@ -184,9 +184,7 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
         raise ValueError(
             f"`rows` must have at least one of the columns {', '.join(_PLOTTED)}, got {', '.join(rows[0])}"
         )
-    figure = extra("matplotlib.figure", "`plot_history`").Figure(
-        figsize=(8, 0.6 + 1.9 * len(panels)), dpi=120, layout="constrained"
-    )
+    figure = new_figure("`plot_history`", 8, 0.6 + 1.9 * len(panels))
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (title, names, log_base) in zip(all_axes, panels, strict=True):
         for i, (label, run) in enumerate(runs.items()):
@@ -233,20 +231,20 @@ def _columns_by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np
     """Returns the columns of each run, as float arrays of shape `[rows]`."""
     if not rows:
         raise ValueError("`rows` is empty; pass a mapping from names to numbers for each step")
-    rows_by_run = collections.defaultdict(list)
+    runs = collections.defaultdict(list)
     for row in rows:
-        rows_by_run[str(row.get("run", ""))].append({name: row[name] for name in _COLUMNS if name in row})
-    runs = {}
-    for label, run_rows in rows_by_run.items():
-        run = jax.device_get(run_rows)
-        names = dict.fromkeys(name for row in run for name in row)
-        columns = {name: np.array([_to_float(name, row.get(name, "")) for row in run]) for name in names}
-        runs[label] = {"step": np.arange(1.0, len(run) + 1), **columns}
-    return runs
+        runs[str(row.get("run", ""))].append({name: row[name] for name in _COLUMNS if name in row})
+    return {label: _columns(jax.device_get(run)) for label, run in runs.items()}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: np.array([_to_float(name, row.get(name, "")) for row in rows]) for name in names}
+    return {"step": np.arange(1.0, len(rows) + 1), **columns}
 
 
 def _to_float(name: str, value: Any) -> float:
     try:
-        return _CSV_VALUES[value] if isinstance(value, str) and value in _CSV_VALUES else float(value)
+        return float(_CSV_VALUES.get(str(value), value))
     except (TypeError, ValueError):
         raise ValueError(f"the column `{name}` must contain scalar numbers, got {value!r}") from None

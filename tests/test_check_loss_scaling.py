@@ -342,7 +342,7 @@ def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
 
 
 def test_wrong_calls():
-    with pytest.raises(TypeError, match="`step` must be a function, got int"):
+    with pytest.raises(TypeError, match="`check_loss_scaling` takes a function, got int"):
         check(3)
     with pytest.raises(ValueError, match="the arguments contain no loss scale; pass the state"):
         check(lambda x: x)(np.ones(3))

@@ -92,7 +92,7 @@ REASONS = {
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
     "no weight": "float8 is for products with a weight, which is an argument of the function",
-    "multiple": "the sizes of a float8 product are multiples of 16, in blocks of 32",
+    "multiple": "a float8 product needs sizes that are multiples of 16, or of 32 with blocks",
     "size": "the product is too small to gain by float8",
     "precision": "the program asks for float32 by `precision`",
     "region": "it is in a region: `full_precision` or `precision(dtype)`",
@@ -143,18 +143,15 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, fo
     for step in plan.steps:
         eqn = step.eqn
         region, provenance, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
-        if plan.region.format is AS_TRACED:
-            pass  # marks and patterns have no effect there
-        elif format_in(eqn.source_info.name_stack) is not None:
-            why = "region"
-        elif planner.options.overrides.matching(region.path):
-            why = "pattern"
-        elif step.as_traced is not None:
-            why, region = step.as_traced, region._replace(format=FORMATS["float32"])
+        if plan.region.format is not AS_TRACED:  # marks and patterns have no effect there
+            if format_in(eqn.source_info.name_stack) is not None:
+                why = "region"
+            elif planner.options.overrides.matching(region.path):
+                why = "pattern"
+            elif step.as_traced is not None:
+                why, region = step.as_traced, region._replace(format=FORMATS["float32"])
         for inner, runs in step.inner:
-            inside = why
-            if inner.region.format is AS_TRACED:
-                inside = _why_as_traced(eqn)
+            inside = _why_as_traced(eqn) if inner.region.format is AS_TRACED else why
             yield from _forward(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
         if not step.inner and any(map(jx.is_floating, (*eqn.invars, *eqn.outvars))):
             reason = why if region.format is not top else None
@@ -162,7 +159,7 @@ def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, fo
 
 
 def _why_as_traced(eqn: JaxprEqn) -> str:
-    """Returns why all that an equation holds runs as it was traced."""
+    """Returns why everything inside an equation runs as it was traced."""
     if jx.HIGHER_ORDER[eqn.primitive.name].enter_low is not None:
         return "cast_inputs"
     return "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
@@ -247,30 +244,26 @@ def explain_call(
     fun, args = unbound(fun, args)
     plans: list[Plan] = []
     autocasted = autocast_with(fun, settings, plans.append)
-    arrays, rebuild = jx.split_arrays((args, kwargs), jax.ShapeDtypeStruct)
-    is_float = list(map(jx.is_floating, arrays))
 
-    def call(*arrays: Any) -> list[Any]:
-        args, kwargs = rebuild(arrays)
-        return jx.split_arrays(autocasted(*args, **kwargs))[0]
+    def call_and_pull(*args: Any, **kwargs: Any) -> Any:
+        arrays, rebuild = jx.split_arrays((args, kwargs))
+        is_float = list(map(jx.is_floating, arrays))
 
-    def call_and_pull(*arrays: Any) -> Any:
         def of_floats(*floats: Any) -> list[Any]:
-            return list(filter(jx.is_inexact, call(*jx.combine(is_float, floats, arrays))))
+            args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
+            return list(filter(jx.is_inexact, jx.split_arrays(autocasted(*args, **kwargs))[0]))
 
         out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
         return out, pull([jnp.ones_like(x) for x in out])
 
-    is_differentiable = True
     try:
-        program = jx.trace(call_and_pull, arrays)
+        program, is_differentiable = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0], True
     except Exception as error:
         if not jx.versions.has_no_derivative(error):
             raise
-        plans.clear()
-        program, is_differentiable = jx.trace(call, arrays), False
+        program, is_differentiable = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0], False
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
-    forward = _forward(planner, plans[0], settings.format, jx.Provenance(), None)
+    forward = _forward(planner, plans[-1], settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = list(_with_numbers([*forward, *filter(None, backward)]))
@@ -279,15 +272,12 @@ def explain_call(
 
 def _with_numbers(sites: Sequence[OpSite]) -> Iterator[OpSite]:
     """Yields the sites with operands numbered from 0, in place of the identities of their variables."""
-    numbers: dict[int, int] = defaultdict(count().__next__)
-    earlier: set[Any] = set()
+    numbers: dict[Any, int] = defaultdict(count().__next__)
+    calls: Counter[Any] = Counter()
     for site in sites:
-        key = site.module, site.source, site.operands
-        if site.operands and key in earlier:  # another call of the same jaxpr, with other values
-            numbers.clear()
-            earlier.clear()
-        earlier.add(key)
-        yield site._replace(operands=tuple(x._replace(array=numbers[x.array]) for x in site.operands))
+        op = site.module, site.source, site.operands
+        calls[op] += 1  # each call of one jaxpr has other values
+        yield site._replace(operands=tuple(x._replace(array=numbers[x.array, calls[op]]) for x in site.operands))
 
 
 def _kept(program: Any) -> dict[str, int]:

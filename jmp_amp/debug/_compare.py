@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import check_concrete, extra, transformation
+from jmp_amp._calls import check_concrete, new_figure, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
@@ -27,28 +28,27 @@ from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_t
 
 R = TypeVar("R")
 
-Arrays = dict[tuple[str, str], list[np.ndarray]]  # float64[size] arrays by kind and name, as in an `ErrorRow`
+Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 Results = OrderedDict[str, Any]  # the last result of each module; `jit` would sort the keys of a `dict`
 
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
-def floating_value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
-    """Returns `jax.value_and_grad(fun)` for arguments with any leaves; non-floating leaves have the gradient None."""
+def floating_value_and_grad(fun: Callable, **options: Any) -> Callable:
+    """Returns `jax.value_and_grad(fun, **options)` for arguments with any leaves.
+
+    Leaves that are not floating arrays have the gradient None.
+    """
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         def of_floats(*floats: Any) -> Any:
             combined = jax.tree.map(lambda f, x: x if f is None else f, floats, args, is_leaf=lambda x: x is None)
             return fun(*combined, **kwargs)
 
-        floats = jax.tree.map(lambda x: x if _is_floating_array(x) else None, args)
-        return jax.value_and_grad(of_floats, argnums, has_aux)(*floats)
+        floats = jax.tree.map(lambda x: x if isinstance(x, jax.Array) and jx.is_floating(x) else None, args)
+        return jax.value_and_grad(of_floats, **options)(*floats)
 
     return evaluate
-
-
-def _is_floating_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jx.is_floating(x)
 
 
 @transformation
@@ -115,10 +115,11 @@ def compare(
         raise ValueError(f'`reference` must be "float32" or "float64", got {reference!r}')
     if isinstance(policies, str | Policy):
         policies = [policies]
-    named = policies if isinstance(policies, Mapping) else {_name(policy): policy for policy in policies}
-    if not named:
+    if not isinstance(policies, Mapping):
+        policies = {getattr(policy, "__name__", str(policy)): policy for policy in policies}
+    if not policies:
         raise ValueError('`policies` is empty; pass at least one, such as ("float16", "bfloat16")')
-    programs = {name: _apply_policy(fun, policy) for name, policy in named.items()}
+    programs = {name: _apply_policy(fun, policy) for name, policy in policies.items()}
     options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
@@ -129,19 +130,15 @@ def compare(
         expected = exact.results | run_exactly(activations, fun, args, kwargs, reference)
         found = {name: x.results | activations(programs[name], args, kwargs) for name, x in measured.items()}
         rows = []
-        for key, arrays in expected.items():
-            others = {name: results.get(key, []) for name, results in found.items()}
-            if all([x.size for x in other] == [x.size for x in arrays] for other in others.values()):
-                errors = {name: relative_error(other, arrays) for name, other in others.items()}
-                rows.append(ErrorRow(*key, norm(arrays), errors))
+        for key, x in expected.items():
+            others = {name: results.get(key, np.empty(0)) for name, results in found.items()}
+            if all(other.size == x.size for other in others.values()):
+                errors = {name: relative_error(other, x) for name, other in others.items()}
+                rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
         gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
         return Comparison(tuple(rows), gradient, {name: x.loss_scale for name, x in measured.items()}, reference)
 
     return compared
-
-
-def _name(policy: Any) -> str:
-    return policy if isinstance(policy, str) else getattr(policy, "__name__", str(policy))
 
 
 def _apply_policy(fun: Callable, policy: Any) -> Callable:
@@ -274,32 +271,29 @@ class Comparison:
         titles = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}
         most_rows = max(len(self._of(kind)) for kind in titles)
         n = len(self.gradient)
-        figure = extra("matplotlib.figure", "`plot`").Figure(
-            figsize=(11, 1.6 + most_rows * (0.14 + 0.14 * n)), dpi=120, layout="constrained"
-        )
+        figure = new_figure("`plot`", 11, 1.6 + most_rows * (0.14 + 0.14 * n))
         plotted = [row for row in self.rows if not self._is_rounding(row)]
         finite = [e for row in plotted for e in row.errors.values() if 0 < e < math.inf]
         xlim = min(finite, default=1e-8) / 3, max(finite, default=1.0) * 3
         for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-            _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim)
-            axes.set(title=title, xlabel=f"relative error against {self.reference}")
+            _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim[1])
+            axes.set(title=title, xlabel=f"relative error against {self.reference}", xscale="log", xlim=xlim)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
         if path is not None:
             figure.savefig(path)
         return figure
 
 
-def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], xlim: tuple[float, float]) -> None:
-    right, n = xlim[1], len(policies)
+def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: float) -> None:
+    height = 0.8 / len(policies)
     for i, policy in enumerate(policies):
-        positions = [k + (i - (n - 1) / 2) * 0.8 / n for k in range(len(rows))]
-        widths = [min(row.errors[policy], right) for row in rows]
-        axes.barh(positions, widths, 0.8 / n, color=f"C{i}", label=policy)
-        infinite = [position for position, row in zip(positions, rows, strict=True) if math.isinf(row.errors[policy])]
-        axes.plot([right / 1.3] * len(infinite), infinite, "kx", ms=5)
+        errors = np.array([row.errors[policy] for row in rows])
+        positions = np.arange(len(rows)) + (i - (len(policies) - 1) / 2) * height
+        axes.barh(positions, np.minimum(errors, right), height, color=f"C{i}", label=policy)
+        infinite = positions[np.isinf(errors)]
+        axes.plot(np.full(len(infinite), right / 1.3), infinite, "kx", ms=5)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
-    axes.set(xscale="log", xlim=xlim)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -317,12 +311,12 @@ class Measurement(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are finite."""
-        return all(np.isfinite(x).all() for xs in self.results.values() for x in xs)
+        return all(np.isfinite(x).all() for x in self.results.values())
 
     @property
-    def all_grads(self) -> list[np.ndarray]:
-        """The gradients of all modules."""
-        return [x for (kind, _), xs in self.results.items() if kind == "gradient" for x in xs]
+    def all_grads(self) -> np.ndarray:
+        """float64[size], the gradients of all modules."""
+        return np.concatenate([np.empty(0), *(x for (kind, _), x in self.results.items() if kind == "gradient")])
 
 
 @emulated()  # the tools measure what float8 does, on every machine
@@ -351,10 +345,11 @@ def measure(
     scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
     for scale in map(float, scales):
         loss, grads = run(arrays, jnp.float32(scale))
-        results = {("loss", ""): [flat_on_host(loss)]}
+        results = {("loss", ""): flat_on_host(loss)}
         for path, leaf in jax.tree.leaves_with_path(grads):
             if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                results.setdefault(("gradient", module_name(path)), []).append(flat_on_host(leaf) / scale)
+                key = "gradient", module_name(path)
+                results[key] = np.append(results.get(key, []), flat_on_host(leaf) / scale)
         measurement = Measurement(results, scale)
         if measurement.is_finite:
             break
@@ -371,7 +366,7 @@ def measure_reference(
         ValueError: the loss or its gradients are not finite.
     """
     measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
-    if not measurement.all_grads:
+    if not measurement.all_grads.size:
         raise TypeError(
             "there are no floating arrays to differentiate with respect to; "
             "set `argnums` to the arguments that hold the parameters"
@@ -391,28 +386,20 @@ def run_exactly(
     with jax.default_matmul_precision("highest"):
         if dtype == "float32":
             return tool(fun, args, kwargs, **options)
-        # Outside of `enable_x64`, JAX arrays cannot be float64.
-        on_host = jax.tree.map(lambda x: np.asarray(x) if _is_floating_array(x) else x, (args, kwargs))
-        args, kwargs = cast_floating(on_host, np.float64)
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            args, kwargs = cast_floating((args, kwargs), np.float64)
             return tool(fun, args, kwargs, **options)
 
 
-def relative_error(x: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
-    """Returns the norm of `x - reference`, for all arrays together, over the norm of `reference`.
+def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
+    """Returns the norm of `x - reference` over the norm of `reference`, float64[size] both.
 
     The error is infinite if `x` is not finite, or if `reference` is 0 and `x` is not.
     """
-    if not all(np.isfinite(a).all() for a in x):
+    if not np.isfinite(x).all():
         return math.inf
-    difference = norm([a - b for a, b in zip(x, reference, strict=True)])
-    size = norm(reference)
-    return difference / size if size else (math.inf if difference else 0.0)
-
-
-def norm(arrays: Sequence[np.ndarray]) -> float:
-    """Returns the Euclidean norm of all arrays together."""
-    return math.hypot(*(float(np.linalg.norm(x)) for x in arrays))
+    difference, norm = float(np.linalg.norm(x - reference)), float(np.linalg.norm(reference))
+    return difference / norm if norm else (math.inf if difference else 0.0)
 
 
 @emulated()
@@ -434,7 +421,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         _evaluate(program, arrays, results, jx.Provenance())
         return results
 
-    return {("activation", name): [flat_on_host(x)] for name, x in run(*arrays).items()}
+    return {("activation", name): flat_on_host(x) for name, x in run(*arrays).items()}
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: jx.Provenance) -> list[Any]:
@@ -454,8 +441,8 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: jx.Prove
         floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if jx.is_floating(var)]
         module = provenance.module or _function_in(provenance.source)
         if floating and module:  # its first result is that of the modules around it, too
-            parts = module.split("/")
-            _set_last(results, {"/".join(parts[:n]): floating[0] for n in range(len(parts), 0, -1)})
+            modules = list(itertools.accumulate(module.split("/"), "{}/{}".format))
+            _set_last(results, dict.fromkeys(reversed(modules), floating[0]))
         return outs
 
     return jx.evaluate(jaxpr, args, apply)

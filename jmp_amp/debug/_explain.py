@@ -1,6 +1,7 @@
 """`explain`: the dtypes that autocast chooses for each op of a function, and the reasons."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import html
@@ -9,21 +10,22 @@ import linecache
 import math
 import os
 import pathlib
-import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
+
+import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches, parse_settings
 from jmp_amp._calls import transformation
-from jmp_amp.debug._report import check_callable, format_table
+from jmp_amp.debug._report import check_callable, format_table, without_numbers
 from jmp_amp.debug._roofline import Peaks, Roofline, roofline_of
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
-_LOW_PRECISION = re.compile(r"float(16|[84]_)")
 
 
 @transformation
@@ -76,8 +78,8 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
     @jx.api_boundary
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
-        def explain_again(dtype: Any = None, **options: Any) -> PrecisionReport:
-            return explain(fun, dtype, **options)(*args, **kwargs)
+        def explain_again(**options: Any) -> PrecisionReport:
+            return explain(fun, **options)(*args, **kwargs)
 
         sites, casts, kept = explain_call(fun, settings, args, kwargs)
         return PrecisionReport(tuple(sites), settings.format.name, casts, kept, explain_again)
@@ -115,7 +117,7 @@ class PrecisionReport:
     dtype: str
     casts: int
     kept: dict[str, int] | None
-    _explain_again: Callable[..., "PrecisionReport"] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _explain_again: Callable[..., "PrecisionReport"] = dataclasses.field(repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
         """Returns the summary of the report.
@@ -132,14 +134,14 @@ class PrecisionReport:
             flops["float8" if row.compute.startswith("float8") else row.compute] += row.flops
         low_share = None
         if self.kept is not None:
-            low = sum(size for dtype, size in self.kept.items() if _LOW_PRECISION.search(dtype))
+            low = sum(size for dtype, size in self.kept.items() if jnp.dtype(dtype).itemsize < 4)
             low_share = low / max(sum(self.kept.values()), 1)
         return {
             "dtype": self.dtype,
             "matmul_flops": {dtype: n / flops.total() for dtype, n in flops.most_common() if n},
             "activation_bytes": low_share,
             "casts": self.casts,
-            "kernels": sorted({row.primitive for row in self.rows if row.primitive in _KERNELS}),
+            "kernels": sorted(_KERNELS & {row.primitive for row in self.rows}),
             "unknown": sorted({row.primitive for row in self.rows if row.why in ("unknown", "opaque")}),
         }
 
@@ -163,15 +165,8 @@ class PrecisionReport:
         Args:
             other: the other report. None explains the call again with `options`.
             **options: `dtype` and the other options of `explain`.
-
-        Raises:
-            TypeError: `other` is None, and the report does not come from `explain`.
         """
-        if other is None:
-            if self._explain_again is None:
-                raise TypeError("this report does not come from `explain`, so `diff` needs another report as `other`")
-            other = self._explain_again(**options)
-        return PrecisionDiff(self, other)
+        return PrecisionDiff(self, self._explain_again(**options) if other is None else other)
 
     def roofline(self, device: str | Peaks) -> Roofline:
         """Returns the least time of each product on a device, in the base dtype and in the format of the report.
@@ -250,19 +245,16 @@ class PrecisionReport:
         return "\n".join([*lines, "", *_notes(printed, self.rows)])
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.table import Column, Table
+        from rich.text import Text
 
         printed = self._printed_rows()
         yield _headline(self.summary())
         for title, rows in _grouped_rows(printed):
             yield f"\n[bold]{title}"
-            widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-            widths[-1] = 0  # a narrow console truncates the source first
-            columns = [Column(name, no_wrap=True, min_width=n) for name, n in zip(_COLUMNS, widths, strict=True)]
-            table = Table(*columns, box=None, padding=(0, 1, 0, 0), header_style="dim")
-            for row in rows:
-                table.add_row(*row, style="" if row[4] == _short_dtype("float32") else "green")
-            yield table
+            lines = format_table([_COLUMNS, *rows], align_right=False).splitlines()
+            styles = "dim", *("" if row[4] == _short_dtype("float32") else "green" for row in rows)
+            for line, style in zip(lines, styles, strict=True):  # a narrow console truncates the source
+                yield Text(line, style, no_wrap=True, overflow="ellipsis")
         yield "\n".join(["", *_notes(printed, self.rows)])
 
     def _printed_rows(self) -> tuple[OpSite, ...]:
@@ -302,30 +294,27 @@ class PrecisionDiff:
     def changes(self) -> list[tuple[OpSite, OpSite]]:
         """The forward op sites with another compute or output dtype, before and after."""
         befores, afters = _by_position(self.before), _by_position(self.after)
-        pairs = [(row, afters[key]) for key, row in befores.items() if key in afters]
+        pairs = (pair for key, rows in befores.items() for pair in zip(rows, afters[key], strict=False))
         return [(a, b) for a, b in pairs if (a.compute, a.output) != (b.compute, b.output)]
 
     def __str__(self) -> str:
         before, after = self.before.summary(), self.after.summary()
         lines = [f"{name}: {_format(before[name])} -> {_format(after[name])}" for name in before]
-        modules: dict[tuple[tuple[str, ...], str], list[str]] = {}
+        modules = defaultdict(list)
         for a, b in self.changes:
             change = a.primitive, f"{_short_dtype(a.compute)} -> {_short_dtype(b.compute)}", b.why
-            modules.setdefault((change, a.source), []).append(a.module)
+            modules[change, a.source].append(a.module)
         rows = [(*op, str(len(sites)), _format_modules(sites), source) for (op, source), sites in modules.items()]
         header = ("op", "compute", "why", "sites", "module", "source")
         return "\n".join([*lines, "", format_table([header, *rows], align_right=False)])
 
 
-def _by_position(report: PrecisionReport) -> dict[Any, OpSite]:
-    """Returns the forward rows by their position in the program, and by the earlier rows at the same position."""
-    counts: Counter = Counter()
-    by_position = {}
+def _by_position(report: PrecisionReport) -> defaultdict[Any, list[OpSite]]:
+    """Returns the forward rows by their position in the program."""
+    rows = defaultdict(list)
     for row in report.select(direction="forward").rows:
-        position = row.module, row.source, row.primitive, row.runs
-        by_position[position, counts[position]] = row
-        counts[position] += 1
-    return by_position
+        rows[row.module, row.source, row.primitive, row.runs].append(row)
+    return rows
 
 
 def _format(value: Any) -> str:
@@ -354,10 +343,10 @@ def _grouped_rows(sites: Iterable[OpSite]) -> Iterator[tuple[str, list[tuple[str
     Modules that differ in numbers only, such as `layer_0` and `layer_1`, share a group. Sites of a group that differ in
     their module and their number of runs only share a row.
     """
-    groups: dict[tuple[str, str], dict[OpSite, list[OpSite]]] = {}
+    groups: dict[tuple[str, str], dict[OpSite, list[OpSite]]] = defaultdict(lambda: defaultdict(list))
     for site in sites:
-        group = groups.setdefault((_without_numbers(_module_or_function(site)), site.direction), {})
-        group.setdefault(site._replace(module="", operands=(), runs=0, flops=0, bytes=0), []).append(site)
+        decision = site._replace(module="", operands=(), runs=0, flops=0, bytes=0)
+        groups[without_numbers(_module_or_function(site)), site.direction][decision].append(site)
     for (_, direction), group in groups.items():
         modules = [_module_or_function(site) for equal in group.values() for site in equal]
         yield f"{_format_modules(modules)}, {direction}", [_row(equal) for equal in group.values()]
@@ -373,9 +362,9 @@ def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
 
 def _sources(sites: Iterable[OpSite]) -> dict[str, dict[int, str]]:
     """Returns, by file, the lines of the functions that the sites are in, by number; the user's files come first."""
-    numbers: dict[str, set[int]] = {}
+    numbers = defaultdict(set)
     for file, _, line in (site.source.rpartition(":") for site in sites if site.source):
-        numbers.setdefault(file, set()).add(int(line.split()[0]))
+        numbers[file].add(int(line.split()[0]))
     return {file: _lines_around(numbers[file], file) for file in sorted(numbers, key=os.path.isfile, reverse=True)}
 
 
@@ -383,16 +372,13 @@ def _lines_around(numbers: set[int], file: str) -> dict[int, str]:
     """Returns, by number, the lines with these numbers and those of the innermost functions around them."""
     cells = vars(sys.modules["__main__"]).get("In") if file.startswith("In[") else None  # of a notebook
     text = "".join(cells[int(file[3:-1]) :][:1] if cells else linecache.getlines(file))
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except SyntaxError:  # the file has changed since
-        nodes = []
-    outside, shown = numbers, numbers
-    for node in reversed(nodes):  # inner functions come before those around them
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            span = {*range([*node.decorator_list, node][0].lineno, (node.end_lineno or 0) + 1)}
-            shown = shown | span if outside & span else shown
-            outside = outside - span
+    functions = []
+    with contextlib.suppress(SyntaxError):  # the file has changed since
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.append(range([*node.decorator_list, node][0].lineno, (node.end_lineno or 0) + 1))
+    innermost = (min((lines for lines in functions if n in lines), key=len, default=[n]) for n in numbers)
+    shown = set(chain.from_iterable(innermost))
     return {n: line for n, line in enumerate(text.split("\n"), 1) if n in shown}
 
 
@@ -401,7 +387,7 @@ def _format_modules(modules: Iterable[str]) -> str:
     different = set(modules)
     if len(different) == 1:
         return different.pop() or "-"
-    return f"{_without_numbers(min(different))} ({len(different)} modules)"
+    return f"{without_numbers(min(different))} ({len(different)} modules)"
 
 
 def _short_dtype(dtype: str) -> str:
@@ -418,10 +404,6 @@ def _row(sites: list[OpSite]) -> tuple[str, ...]:
 
 def _module_or_function(site: OpSite) -> str:
     return site.module or site.source.rpartition("(")[2].replace(")", "()")
-
-
-def _without_numbers(module: str) -> str:
-    return re.sub(r"\d+", "*", module)
 
 
 def _format_bytes(n: float) -> str:

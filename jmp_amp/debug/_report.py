@@ -1,7 +1,9 @@
 """What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
+import functools
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,19 +53,14 @@ class Location(NamedTuple):
 
 def location_of(eqns: Sequence[JaxprEqn]) -> Location:
     """Returns the location of the last of `eqns`; the others contain it, outermost first."""
-    scope, backward = "", False
-    frames: list[jx.Frame] = []
-    for eqn in eqns:
-        stack = eqn.source_info.name_stack
-        scope = jx.scope_path(scope, stack)
-        # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
-        backward = not jx.is_recomputed(stack) and (backward or jx.is_backward(stack))
-        # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
-        frames = jx.frames_of(eqn, limit=10_000) or frames
-    outside_libraries = [x for x in frames if not (x.file.startswith(_KERNELS) or x.is_of_library)]
-    source, innermost = (outside_libraries or frames)[:1], frames[:1]
-    library = innermost if innermost != source else []
-    return Location("".join(map(str, source)), "".join(map(str, library)), scope, backward)
+    provenance = functools.reduce(jx.Provenance.of, eqns, jx.Provenance())
+    # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
+    backward = jx.is_backward(provenance.stack) and not jx.is_recomputed(provenance.stack)
+    # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
+    frames = next(filter(None, (jx.frames_of(eqn, limit=10_000) for eqn in reversed(eqns))), [])
+    innermost = next(map(str, frames), "")
+    source = next((str(x) for x in frames if not (x.is_of_library or x.file.startswith(_KERNELS))), innermost)
+    return Location(source, innermost if innermost != source else "", provenance.module, backward)
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -93,6 +90,11 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     aligns = "<" + (">" if align_right else "<") * len(widths[1:])
     form = "  ".join(f"{{:{align}{width}}}" for align, width in zip(aligns, widths, strict=True))
     return "\n".join(form.format(*row).rstrip() for row in rows)
+
+
+def without_numbers(module: str) -> str:
+    """Returns the pattern that a module shares with those that differ from it in numbers only: `layer_*/norm`."""
+    return re.sub(r"\d+", "*", module)
 
 
 def format_percent(share: float) -> str:

@@ -1,17 +1,17 @@
 """Bounds of the time of products on a device, from its peak rates: whether a format pays there."""
 
+import collections
 import dataclasses
 import html
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jmp_amp._autocast import OpSite
 from jmp_amp._formats import FORMATS, Float8
-from jmp_amp.debug._report import format_table
+from jmp_amp.debug._report import format_table, without_numbers
 
 
 class Peaks(NamedTuple):
@@ -134,11 +134,10 @@ class Roofline:
 
     def _table(self) -> Iterator[tuple[str, ...]]:
         yield "product", "dtype", "module", "pass", "runs", f"{self.base} us", f"{self.dtype} us", "casts us", "x"
-        groups: dict[tuple[str, ...], list[Bound]] = {}
+        groups = collections.defaultdict(list)
         for bound in self.bounds:
             site, shapes = bound.site, " @ ".join("x".join(map(str, x.shape)) for x in bound.site.operands)
-            module = re.sub(r"\d+", "*", site.module)
-            groups.setdefault((shapes, site.compute, module, site.direction), []).append(bound)
+            groups[shapes, site.compute, without_numbers(site.module), site.direction].append(bound)
         for key, group in [*groups.items(), (("sum", "", "", ""), self.bounds)]:
             part = dataclasses.replace(self, bounds=tuple(group))
             casts = sum(bound.cast_seconds for bound in group)
@@ -155,72 +154,67 @@ class Roofline:
 
 def roofline_of(sites: Sequence[OpSite], dtype: str, device: str | Peaks) -> Roofline:
     """Returns the bounds of the products among `sites`, the ops of a report in the format `dtype`."""
-    if not isinstance(device, Peaks) and device not in DEVICES:
+    name, peaks = ("own peaks", device) if isinstance(device, Peaks) else (device, DEVICES.get(device))
+    if peaks is None:
         raise ValueError(
             f"`device` must be one of {', '.join(DEVICES)}, got {device!r}; pass the rates of another device as "
             "`amp.debug.Peaks(memory=3.35, float32=494.5, float16=989.5, bfloat16=989.5, float8=1979)`"
         )
-    name, peaks = ("own peaks", device) if isinstance(device, Peaks) else (device, DEVICES[device])
     form, products = FORMATS[dtype], [site for site in sites if site.flops]
     if not form.is_low:
         raise ValueError(f"`roofline` compares a format of less than 32 bits with its base, got a report in {dtype}")
     is_float8 = form.float8 is not None or any(site.compute.startswith("float8") for site in products)
-    base = str(form.dtype) if is_float8 else "float32"
-    bound = _Bounds(peaks, base, form.float8 or Float8(), "float8" if is_float8 else str(form.dtype))
-    return Roofline(tuple(map(bound.of, products)), name, peaks, base, dtype)
+    base, low = (str(form.dtype), "float8") if is_float8 else ("float32", str(form.dtype))
+    in_base = [
+        _in_base(site, base) if site.compute.startswith(low) and site.why != "traced" else site for site in products
+    ]
+    float8 = form.float8 or Float8()
+    rates = peaks._replace(float8=peaks.mxfp8) if float8.blocks else peaks
+    in_format = in_base if is_float8 and not rates.float8 else products
+    before, after = (_seconds(each, rates, base, float8) for each in (in_base, in_format))
+    bounds = tuple(Bound(site, x, *y) for site, (x, _), y in zip(products, before, after, strict=True))
+    return Roofline(bounds, name, peaks, base, dtype)
 
 
-class _Bounds:
-    """Finds the bounds of products in the order of the program.
+def _in_base(site: OpSite, base: str) -> OpSite:
+    """Returns a product of the format as it is in the base dtype."""
+    # The result of a float32 product is float32; that of a float8 product has the dtype that it has in the base.
+    wider = 4 // jnp.dtype(site.output).itemsize if base == "float32" else 1
+    return site._replace(compute=base, bytes=wider * site.bytes)
+
+
+def _seconds(products: Iterable[OpSite], peaks: Peaks, base: str, float8: Float8) -> Iterator[tuple[float, float]]:
+    """Yields the least time of each product with the casts of its operands, and that of these casts alone.
 
     Args:
+        products: the products, in the order of the program.
         peaks: the rates of the device.
-        base: the dtype that the format is compared with.
+        base: the dtype in which values are stored before they are cast to float8.
         float8: the dtypes of float8 products.
-        low: how the dtypes begin that the base takes the place of.
     """
+    cast: set[int] = set()  # the arrays that an earlier product read, so that they are cast already
 
-    def __init__(self, peaks: Peaks, base: str, float8: Float8, low: str) -> None:
-        self._peaks, self._base, self._low = peaks, base, low
-        self._blocks, self._cotangents = float8.blocks, str(float8.cotangents)
-        self._float8_rate = peaks.mxfp8 if self._blocks else peaks.float8
-        self._cast: set[int] = set()  # the arrays that an earlier product read, so that they are cast already
+    def width(dtype: str) -> float:
+        """Returns the bytes of an element, with its part of the scale of a block of 32."""
+        return jnp.dtype(dtype).itemsize + (1 / 32 if float8.blocks and dtype.startswith("float8") else 0)
 
-    def of(self, site: OpSite) -> Bound:
-        """Returns the bound of a product."""
+    for site in products:
         dtypes = (site.compute.split() * 2)[:2]
-        is_low = site.compute.startswith(self._low) and site.why != "traced"
-        before = [self._base] * 2 if is_low else dtypes
-        if site.compute.startswith("float8") and not self._float8_rate:
-            dtypes = before
-        # The result of a float32 product is float32; that of a float8 product has the dtype that it has in the base.
-        wider = 4 / jnp.dtype(site.output).itemsize if is_low and self._base == "float32" else 1
-        casts, base_casts = self._cast_seconds(site, dtypes), self._cast_seconds(site, before)
-        self._cast.update(operand.array for operand in site.operands)
-        seconds = casts + self._product_seconds(site, dtypes, site.bytes)
-        return Bound(site, base_casts + self._product_seconds(site, before, wider * site.bytes), seconds, casts)
-
-    def _product_seconds(self, site: OpSite, dtypes: Sequence[str], result_bytes: float) -> float:
-        dtype = dtypes[0]
-        rate = self._float8_rate if dtype.startswith("float8") else getattr(self._peaks, dtype, self._peaks.float32)
-        read = sum(math.prod(x.shape) * self._width(dtype) for x, dtype in zip(site.operands, dtypes, strict=False))
-        return max(site.flops / rate, (site.runs * read + result_bytes) / self._peaks.memory) / 1e12
-
-    def _cast_seconds(self, site: OpSite, dtypes: Sequence[str]) -> float:
-        moved = 0.0
+        bytes_of_casts, bytes_read = 0.0, 0.0
         for x, old, new in zip(site.operands, site.inputs, dtypes, strict=False):
-            is_float8, is_new = new.startswith("float8"), x.array not in self._cast
+            size, is_float8, is_new = site.runs * math.prod(x.shape), new.startswith("float8"), x.array not in cast
             # Residuals were cast in the forward pass; but blocks are along the axis that a product sums over.
             if site.direction == "backward":
-                is_new = is_float8 and (self._blocks or (is_new and new == self._cotangents))
+                is_new = is_float8 and (float8.blocks or (is_new and new == str(float8.cotangents)))
             # What the program computes is stored in the base dtype, or in 16 bits, by the op that computes it.
-            stored = old if x.is_argument else self._base if is_float8 else new
-            width = min(self._width(old), self._width(stored))
-            if is_new and self._width(new) < width:
-                reads = 2 if is_float8 and not self._blocks else 1  # the first for the maximum, which is the scale
-                moved += site.runs * math.prod(x.shape) * (reads * width + self._width(new))
-        return moved / self._peaks.memory / 1e12
-
-    def _width(self, dtype: str) -> float:
-        """Returns the bytes of an element, with its part of the scale of a block of 32."""
-        return jnp.dtype(dtype).itemsize + (1 / 32 if self._blocks and dtype.startswith("float8") else 0)
+            stored = old if x.is_argument else base if is_float8 else new
+            narrower = min(width(old), width(stored))
+            if is_new and width(new) < narrower:
+                reads = 2 if is_float8 and not float8.blocks else 1  # the first for the maximum, which is the scale
+                bytes_of_casts += size * (reads * narrower + width(new))
+            bytes_read += size * width(new)
+        cast.update(x.array for x in site.operands)
+        rate = getattr(peaks, "float8" if dtypes[0].startswith("float8") else dtypes[0], peaks.float32)
+        casts = bytes_of_casts / peaks.memory
+        product = max(site.flops / rate, (bytes_read + site.bytes) / peaks.memory)
+        yield (casts + product) / 1e12, casts / 1e12

@@ -15,7 +15,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import Makes, OpClass, Rule, rule_of
 from jmp_amp._calls import transformation
 from jmp_amp._loss_scale import LossScaleState
-from jmp_amp.debug._report import location_of
+from jmp_amp.debug._report import check_callable, location_of
 
 _MAX_ERRORS = 5
 _STILL_SCALED = (
@@ -32,10 +32,8 @@ def _powers(eqn: JaxprEqn, rule: Rule) -> Sequence[int | Fraction] | None:
 
     The exponent of a `pow` counts if it is a constant. float32 rounds 1/3.
     """
-    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT, Makes.MATRIX_PRODUCT):
-        return 1, 1
-    if rule.makes is Makes.QUOTIENT:
-        return 1, -1
+    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT, Makes.MATRIX_PRODUCT, Makes.QUOTIENT):
+        return 1, -1 if rule.makes is Makes.QUOTIENT else 1
     power = rule.power
     if rule.makes is Makes.POWER and power is None and isinstance(eqn.invars[1], Literal):
         power = float(eqn.invars[1].val)
@@ -109,8 +107,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     References:
         torch's `GradScaler` records a stage for each optimizer, and raises if `unscale_` is called twice.
     """
-    if not callable(step):
-        raise TypeError(f"`step` must be a function, got {type(step).__name__}")
+    check_callable(step, "check_loss_scaling")
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
@@ -118,14 +115,13 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         # The loss scale of each `LossScaleState`, by its position among the arrays.
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
         found = [jax.tree.leaves(x.loss_scale)[0] for x in states if isinstance(x, LossScaleState)]
-        scales = [i for i, x in enumerate(arrays) if any(x is scale for scale in found)]
-        if not scales:
+        is_scale = [any(x is scale for scale in found) for x in arrays]
+        if not any(is_scale):
             raise ValueError(
                 "the arguments contain no loss scale; pass the state of `dynamic_loss_scale`, or a `LossScaleState`"
             )
-        checker = UnitChecker(len(scales))
-        inputs = [checker.of_scale(scales.index(i)) if i in scales else checker.unscaled for i in range(len(arrays))]
-        results = checker.infer(program, inputs)
+        checker = UnitChecker(sum(is_scale))
+        results = checker.infer(program, jx.combine(is_scale, checker.scales, [checker.unscaled] * len(arrays)))
         if checker.errors:
             lines = "\n".join(f"- {error}" for error in list(checker.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
@@ -133,8 +129,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         scaled = [x if ok and _is_scaled(x) else None for x, ok in zip(results, is_scalar, strict=True)]
         for path, x in jax.tree.leaves_with_path(rebuild(scaled), is_leaf=lambda x: isinstance(x, Unit)):
             if isinstance(x, Unit):
-                name = "result" + jax.tree_util.keystr(path)
-                checker.warnings[f"`step` returns `{name}`, {_describe(x)}: {_IS_LOGGED}"] = None
+                name = jax.tree_util.keystr(path)
+                checker.warnings[f"`step` returns `result{name}`, {_describe(x)}: {_IS_LOGGED}"] = None
         for warning in checker.warnings:
             warnings.warn(warning, UserWarning, stacklevel=2)
 
@@ -146,8 +142,8 @@ class Unit(NamedTuple):
 
     Attributes:
         powers: the power of each loss scale; all 0 for an unscaled value.
-        is_data_free: whether the value was computed from loss scales and constants alone. Such a value is compatible
-            with every unit.
+        is_data_free: whether the value was computed from loss scales and constants alone. Such values are compatible
+            with each other, whatever their units.
         finds_nonfinite: whether the value is a flag for each element of scaled gradients: whether it is finite, or NaN.
     """
 
@@ -165,6 +161,7 @@ class UnitChecker:
 
     Attributes:
         unscaled: the unit of an unscaled value.
+        scales: the unit of each loss scale.
         errors: the errors, in the order of the equations.
         warnings: what may be intended.
     """
@@ -172,12 +169,9 @@ class UnitChecker:
     def __init__(self, n_scales: int) -> None:
         """Takes the number of loss scales."""
         self.unscaled = Unit((Fraction(0),) * n_scales)
+        self.scales = [Unit(tuple(Fraction(i == k) for i in range(n_scales)), True) for k in range(n_scales)]
         self.errors, self.warnings = dict[str, None](), dict[str, None]()
         self._path: list[JaxprEqn] = []  # the equation, after those that contain it
-
-    def of_scale(self, k: int) -> Unit:
-        """Returns the unit of the loss scale with index `k`."""
-        return Unit(tuple(Fraction(i == k) for i in range(len(self.unscaled.powers))), is_data_free=True)
 
     def infer(self, jaxpr: Any, inputs: Sequence[OptionalUnit]) -> list[OptionalUnit]:
         """Returns the units of the results of a jaxpr."""
@@ -186,10 +180,7 @@ class UnitChecker:
             self._path.append(eqn)
             units = self._infer_equation(eqn, operands)
             self._path.pop()
-            if jx.holds_jaxprs(eqn):
-                return units
-            flag = self.unscaled._replace(finds_nonfinite=_finds_nonfinite(eqn, operands))
-            return [unit if jx.is_inexact(var) else flag for unit, var in zip(units, eqn.outvars, strict=True)]
+            return units
 
         return jx.evaluate(jaxpr, inputs, apply, self._constant, lambda atom: self._constant(atom.val))
 
@@ -211,18 +202,16 @@ class UnitChecker:
                 return [self._unify(units, "returns from different branches") for units in zip(*branches, strict=True)]
             case jx.Loop() as loop:
                 return self._infer_loop(loop, operands)
-        if rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1:
-            return operands
-        if rule.is_cast and not jx.is_inexact(eqn.invars[0]):  # a constant such as the 0 of `jnp.where(mask, x, 0)`
+        casts_integers = rule.is_cast and not jx.is_inexact(eqn.invars[0])  # as of the 0 of `jnp.where(mask, x, 0)`
+        if casts_integers or (rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1):
             return operands
         units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if jx.is_inexact(atom)]
-        if (
-            rule.makes is Makes.SELECTED
-            and any(x and x.finds_nonfinite for x in operands)
-            and any(map(_is_scaled, units))
-        ):
+        replaces_nonfinite = rule.makes is Makes.SELECTED and any(x and x.finds_nonfinite for x in operands)
+        if replaces_nonfinite and any(map(_is_scaled, units)):
             self.warnings[f"{location_of(self._path).where}, `step` {_HIDES}"] = None
-        return [self._infer_op(eqn, rule, units)] * len(eqn.outvars)
+        unit = self._infer_op(eqn, rule, units)
+        flag = self.unscaled._replace(finds_nonfinite=_finds_nonfinite(eqn, operands))
+        return [unit if jx.is_inexact(var) else flag for var in eqn.outvars]
 
     def _infer_op(self, eqn: JaxprEqn, rule: Rule, units: list[OptionalUnit]) -> OptionalUnit:
         name = eqn.primitive.name
@@ -232,10 +221,10 @@ class UnitChecker:
             return unscaled
         exponents = _powers(eqn, rule)
         if exponents is not None:
-            factors = list(zip(units, exponents, strict=False))
-            known = [[power * n for power in unit.powers] for unit, n in factors if unit]
-            powers = tuple(sum(each, Fraction(0)) for each in zip(*known, strict=True))
-            return Unit(powers, is_data_free) if len(known) == len(factors) else None
+            if None in units[: len(exponents)]:
+                return None
+            factors = [[power * n for power in unit.powers] for unit, n in zip(units, exponents, strict=False) if unit]
+            return Unit(tuple(sum(each, Fraction(0)) for each in zip(*factors, strict=True)), is_data_free)
         if rule.makes is Makes.SELECTED:  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
             units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
         predicate = _PREDICATES.get(name, f"applies `{name}` to {{}}")

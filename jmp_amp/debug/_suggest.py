@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
 from jmp_amp.debug._explain import explain
-from jmp_amp.debug._report import check_without_autocast, format_percent, format_table
+from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
@@ -98,15 +96,13 @@ def suggest_rules(
 
         form, value = settings.format, "full"
         error_before, error_floor = error(frozenset(), value), math.nan
-        keys: list[Any] = []
-        sites: list[OpSite] = []
+        keys, sites = list[Any](), list[OpSite]()
         if error_before > tol:
             forward = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
             sites = [site for site in forward if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
             of_float8 = [site for site in sites if site.compute.startswith("float8") and site.module]
             # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
-            patterns = frozenset(site.module for site in of_float8)
-            if of_float8 and error(patterns, form.dtype.name) <= tol:
+            if of_float8 and error(frozenset(site.module for site in of_float8), form.dtype.name) <= tol:
                 sites, value = [site._replace(primitive="") for site in of_float8], form.dtype.name
             keys, error_floor = _search(sites, lambda keys: error(keys, value), tol)
         flops = max(sum(site.flops for site in sites), 1)
@@ -228,19 +224,13 @@ def _minimal_subset(keys: list[Any], suffices: Callable[[Collection[Any]], bool]
         half = len(group) // 2
         return remove(group[half:], remove(group[:half], remaining))
 
-    def remove_each(remaining: list[Any]) -> list[Any]:
-        for key in remaining:
-            rest = [other for other in remaining if other != key]
-            if suffices(rest):
-                return remove_each(rest)  # a key may be unnecessary once later keys are removed
-        return remaining
-
-    return remove_each(remove(keys, keys))
+    fewer = remove(keys, keys)
+    # A key may be unnecessary once later keys are removed.
+    return keys if fewer == keys else _minimal_subset(fewer, suffices)
 
 
 def _merge_numbered(keys: list[Any], suffices: Callable[[Collection[Any]], bool]) -> list[Any]:
     """Replaces modules that differ in numbers only with one pattern, `layer_*/norm`, if the result suffices."""
-    patterns = {key: re.sub(r"\d+", "*", key) if isinstance(key, str) else key for key in keys}
-    repeated = {pattern for pattern, n in Counter(patterns.values()).items() if n > 1}
-    merged = list(dict.fromkeys(pattern if pattern in repeated else key for key, pattern in patterns.items()))
-    return merged if repeated and suffices(merged) else keys
+    patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
+    merged = dict.fromkeys(p if patterns.count(p) > 1 else key for key, p in zip(keys, patterns, strict=True))
+    return list(merged) if len(merged) < len(keys) and suffices(merged) else keys

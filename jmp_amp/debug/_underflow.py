@@ -2,15 +2,15 @@
 
 import dataclasses
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import check_concrete, extra
+from jmp_amp._calls import check_concrete, new_figure
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
@@ -57,18 +57,18 @@ def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> "Und
         (grads, loss_scale), "underflow", "return the gradients from the jitted step, and call it on those gradients"
     )
     form, scale = parse_format(dtype), to_number("loss_scale", loss_scale)
-    low = form.dtype if form.float8 is None else form.float8.cotangents
+    low, has_own_scales = (form.dtype, False) if form.float8 is None else (form.float8.cotangents, True)
     rows = []
-    exponents: dict[str, Counter[int | None]] = {}
+    exponents: dict[str, Counter[int | None]] = defaultdict(Counter)
     for path, leaf in jax.tree.leaves_with_path(grads):
         if is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and np.size(leaf):
-            scaled = np.abs(flat_on_host(leaf))
-            own = scale if form.float8 is None else scale * _scale_to_range(scaled, low)
-            rows.append(_leaf_row(leaf_name(path), scaled * (own / scale), own, low))
-            exponents.setdefault(module_name(path), Counter()).update(_count_exponents(scaled / scale))
+            unscaled = np.abs(flat_on_host(leaf)) / scale
+            own_scale = _scale_to_range(unscaled, low) if has_own_scales else scale
+            rows.append(_row_of(leaf_name(path), unscaled, own_scale, low))
+            exponents[module_name(path)].update(_count_exponents(unscaled))
     if not rows:
         raise ValueError(f"`grads`, a {type(grads).__name__}, contains no floating arrays; pass a pytree of gradients")
-    return Underflow(tuple(rows), _total_row(rows), scale if form.float8 is None else None, low.name, exponents)
+    return Underflow(tuple(rows), _total_row(rows), None if has_own_scales else scale, low.name, dict(exponents))
 
 
 def _range_of(dtype: Any) -> tuple[int, int, int]:
@@ -77,28 +77,27 @@ def _range_of(dtype: Any) -> tuple[int, int, int]:
     return info.minexp - info.nmant, info.minexp, info.maxexp
 
 
-def _largest_finite(x: np.ndarray) -> float:
-    return float(x[np.isfinite(x)].max(initial=0))
-
-
 def _scale_to_range(magnitudes: np.ndarray, dtype: Any) -> float:
     """Returns the power of two with which the largest finite magnitude is just below the largest number of `dtype`."""
-    largest = _largest_finite(magnitudes)
+    largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
     return float(2.0 ** np.floor(np.log2(float(jnp.finfo(dtype).max) / largest))) if largest else 1.0
 
 
-def _leaf_row(path: str, scaled: np.ndarray, scale: float, dtype: Any) -> "LeafUnderflow":
-    zero, subnormal, overflow = _shares(scaled, dtype)
-    zero_unscaled, subnormal_unscaled, _ = _shares(scaled / scale, dtype)
-    largest = _largest_finite(scaled)
-    exponent = int(np.frexp(largest)[1]) - 1 if largest else None
-    return LeafUnderflow(path, scaled.size, zero, subnormal, zero_unscaled, subnormal_unscaled, overflow, exponent)
+def _row_of(path: str, unscaled: np.ndarray, scale: float, dtype: Any) -> "LeafUnderflow":
+    zero, subnormal, overflow = _shares(unscaled * scale, dtype)
+    zero_unscaled, subnormal_unscaled, _ = _shares(unscaled, dtype)
+    largest = _largest(_count_exponents(unscaled * scale))
+    return LeafUnderflow(path, unscaled.size, zero, subnormal, zero_unscaled, subnormal_unscaled, overflow, largest)
 
 
 def _total_row(rows: Sequence["LeafUnderflow"]) -> "LeafUnderflow":
     _, sizes, *shares, largest = zip(*rows, strict=True)
     means = [np.average(share, weights=sizes).item() for share in shares]
-    return LeafUnderflow._make(("all", sum(sizes), *means, max((k for k in largest if k is not None), default=None)))
+    return LeafUnderflow._make(("all", sum(sizes), *means, _largest(largest)))
+
+
+def _largest(exponents: Iterable[int | None]) -> int | None:
+    return max((k for k in exponents if k is not None), default=None)
 
 
 def _shares(magnitudes: np.ndarray, dtype: Any) -> tuple[float, float, float]:
@@ -180,7 +179,9 @@ class Underflow:
     def __str__(self) -> str:
         scale = "scaled" if self.loss_scale is None else f"x2^{np.log2(self.loss_scale):g}"
         titles = ("gradient", "size", f"zero {scale}", "subnormal", "zero x1", "subnormal", "overflow", "largest")
-        lines = [titles, *(_cells_of(row) for row in (*self.rows, self.total))]
+        lines: list[tuple[str, ...]] = [titles]
+        for path, size, *shares, largest in (*self.rows, self.total):
+            lines.append((path, f"{size}", *map(format_percent, shares), "-" if largest is None else f"2^{largest}"))
         return format_table(line if self.loss_scale != 1 else (*line[:4], *line[6:]) for line in lines)
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
@@ -199,12 +200,10 @@ class Underflow:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        figure = extra("matplotlib.figure", "`plot`").Figure(
-            figsize=(8, 1.5 + 0.55 * len(self.exponents)), dpi=120, layout="constrained"
-        )
+        figure = new_figure("`plot`", 8, 1.5 + 0.55 * len(self.exponents))
         rows = figure.subplots(len(self.exponents), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, counts) in zip(rows, self.exponents.items(), strict=True):
-            _plot_module(axes, name, counts, self._log_scale(counts), _range_of(self.dtype))
+            self._plot_module(axes, name, counts)
         text, position = f"{self.dtype} starts here at scale 1 ", rows[0].get_xaxis_transform()
         rows[0].text(_range_of(self.dtype)[0], 1.02, text, transform=position, ha="right", size=8)
         rows[-1].set_xlabel("log2 of the magnitude of the unscaled gradients")
@@ -214,31 +213,21 @@ class Underflow:
             figure.savefig(path)
         return figure
 
-    def _log_scale(self, counts: Mapping[int | None, int]) -> float:
-        """Returns the logarithm of the scale of a module."""
-        if self.loss_scale is not None:
-            return float(np.log2(self.loss_scale))
-        return _range_of(self.dtype)[2] - 1 - max((k for k in counts if k is not None), default=0)
-
-
-def _plot_module(
-    axes: Any, name: str, counts: Mapping[int | None, int], log_scale: float, limits: tuple[int, int, int]
-) -> None:
-    smallest, normal, overflow = (exponent - log_scale for exponent in limits)
-    size = sum(counts.values())
-    bars = {k: n / size for k, n in counts.items() if k is not None}
-    axes.axvspan(smallest, normal, color=_RANGE, alpha=0.5, lw=0)
-    axes.axvspan(normal, overflow, color=_RANGE, lw=0)
-    axes.axvline(limits[0], color="0.35", ls="--", lw=1)
-    colors = [_IN_RANGE if smallest <= k < overflow else _OUT_OF_RANGE for k in bars]
-    axes.bar(bars.keys(), bars.values(), 0.9, align="edge", color=colors)
-    axes.set(yticks=[])
-    axes.set_ylabel(name, rotation=0, ha="right", va="center")
-    zeros = counts.get(None, 0) / size
-    axes.text(0.005, 0.9, f"{format_percent(zeros)} zeros" if zeros else "", transform=axes.transAxes, va="top", size=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _cells_of(row: LeafUnderflow) -> tuple[str, ...]:
-    path, size, *shares, largest = row
-    return (path, f"{size}", *map(format_percent, shares), "-" if largest is None else f"2^{largest}")
+    def _plot_module(self, axes: Any, name: str, counts: Mapping[int | None, int]) -> None:
+        limits, largest = _range_of(self.dtype), _largest(counts) or 0
+        log_scale = limits[2] - 1 - largest if self.loss_scale is None else np.log2(self.loss_scale)
+        smallest, normal, overflow = (exponent - log_scale for exponent in limits)
+        size = sum(counts.values())
+        bars = {k: n / size for k, n in counts.items() if k is not None}
+        axes.axvspan(smallest, normal, color=_RANGE, alpha=0.5, lw=0)
+        axes.axvspan(normal, overflow, color=_RANGE, lw=0)
+        axes.axvline(limits[0], color="0.35", ls="--", lw=1)
+        colors = [_IN_RANGE if smallest <= k < overflow else _OUT_OF_RANGE for k in bars]
+        axes.bar(bars.keys(), bars.values(), 0.9, align="edge", color=colors)
+        axes.set(yticks=[])
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        zeros = counts.get(None, 0) / size
+        axes.text(
+            0.005, 0.9, f"{format_percent(zeros)} zeros" if zeros else "", transform=axes.transAxes, va="top", size=8
+        )
+        axes.spines[["top", "right", "left"]].set_visible(False)
