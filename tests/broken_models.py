@@ -1136,7 +1136,7 @@ model(
 )
 
 
-# Formulas, most of which are in the table of cures.
+# Single formulas. The tool was built on these.
 
 
 def rmse(w, x, y):
@@ -1289,7 +1289,7 @@ def policy_args(sign=1, least=-120.0):
 model(
     ppo,
     args=policy_args,
-    near=lambda: policy_args(least=-1.5),
+    near=lambda: policy_args(-1, -10.0),
     fixed=ppo_by_sign,
     cause="The ratio exp(120) overflows where `minimum` takes the clipped ratio.",
     wrong=("clip the log-ratio of all signs at log(1.2)",),

@@ -110,32 +110,32 @@ FOR_ANY_X = {
     "packed_sequences": ("jnp.finfo(x.dtype).min", "-jnp.inf", "x"),
     "ctc": ("jnp.finfo(x.dtype).min", "-jnp.inf", "logp"),
 }
-# Causes whose cures do not say what to write, and why these are not applied.
-NOT_APPLIED = {
-    "underflow": "an algorithm on logarithms, as `fixed` is",
-    "derivative of eigh": "another function, which the user is to choose",
-    "growth in a loop": "a smaller learning rate, as that of `fixed`",
-    "unknown": "no cure is printed",
-}
+# Causes whose cures say what to do, but not what to write. These are not applied.
+NOT_APPLIED = (
+    "underflow",  # an algorithm on logarithms, as `fixed` is
+    "derivative of eigh",  # another function, which the user is to choose
+    "growth in a loop",  # a smaller learning rate, as that of `fixed`
+    "unknown",  # there is no cure
+)
 # The correct form of LARS takes a trust ratio of 1 for layers that are 0.
 BY_CONVENTION = "lars"
 QUICK = ("rmse", "mean_by_prod", "log_of_relu", "adam", "deep", "squared_relu", "ciou", "distillation")
 
 
-def with_cure(model, cure, source):
-    """Returns a model with a cure that is printed for a line; nothing is changed but what the cure says."""
+def with_cure(model, cure, line=""):
+    """Returns a model in which a cure that is printed for a line is followed to the letter."""
     lines, first = inspect.getsourcelines(model.broken)
     code, scope, changes = "".join(lines), dict(vars(sys.modules[model.broken.__module__])), {}
-    if model.name in FOR_ANY_X:
-        printed, old, x = FOR_ANY_X[model.name]
-        assert printed in cure
-        code = re.sub(old, re.sub(r"\bx\b", x, printed), code)
-    elif use := re.search(r"use `([^`]*)` in place of `([^`]*)`", cure):
+    if use := re.search(r"use `([^`]*)` in place of `([^`]*)`", cure):
         new, old = use.groups()
         code, n = re.subn(re.escape(old).replace(r"\ ", r"\s+"), lambda _: new, code)
         assert n == 1, f"{old} is not in the program"
+    elif model.name in FOR_ANY_X:
+        printed, old, x = FOR_ANY_X[model.name]
+        assert printed in cure
+        code = re.sub(old, re.sub(r"\bx\b", x, printed), code)
     elif around := re.search(r"use `with amp.full_precision\(\):` around (.*?) (if|or) ", cure):
-        numbers = re.findall(r"py:(\d+) ", source if around[1] == "that line" else around[1])
+        numbers = re.findall(r"py:(\d+) ", line if around[1] == "that line" else around[1])
         for k in {int(number) - first for number in numbers}:
             indent = re.match(" *", lines[k])[0]
             lines[k] = f"{indent}with amp.full_precision():\n    {lines[k]}"
@@ -144,7 +144,7 @@ def with_cure(model, cure, source):
         scope |= {name: x.fun for name, x in scope.items() if isinstance(x, jax.custom_vjp)}
     elif smaller := re.search(r"a scale that is 2\^(\d+) times smaller", cure):
         changes["loss_scale"] = model.loss_scale / 2 ** int(smaller[1])
-    else:  # the data, or the parameters, are to be checked
+    else:  # an argument is to be checked: take the right one
         named, both = re.match(r"`(.*?)` (is|holds) ", cure)[1], (model.args(), model.fixed_args())
         wrong, right = (eval(named, inspect.signature(model.broken).bind(*args).arguments) for args in both)
         assert np.any(wrong != right), f"{named} is right"
@@ -200,7 +200,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_cure_is_noticed(name):
-    cured = with_cure(MODELS[name], WRONG[name], "")
+    cured = with_cure(MODELS[name], WRONG[name])
     with pytest.raises(AssertionError):
         assert_right(cured, "within 3e-02 of float64")
 
