@@ -1,6 +1,6 @@
-"""Thirty training programs as JAX users write them, whose losses, gradients or logged values are not finite.
+"""Programs as JAX users write them, whose losses, gradients or logged values are not finite.
 
-Each stands beside the same program written correctly. The lines at fault end in a comment `# at fault: NAME`.
+Each stands beside the same program written correctly. The lines at fault end in a comment `# at fault: FUNCTION`.
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ class BrokenModel:
         broken: The program: a loss, or a whole train step if `dtype` is None.
         args: Makes the arguments, in float32, at which `broken` is not finite.
         cause: Why.
-        wrong: Cures that hide the fault or compute another function.
         fixed: The program as its author should have written it.
         fixed_args: The arguments that go with it, if the arguments were at fault.
         dtype: `"float16"` is run under `autocast`, with the loss scaled; `"float32"` is the gradient as it stands.
@@ -35,13 +34,13 @@ class BrokenModel:
         intended: What the program should compute: in float64 `fixed` must agree with it at `near`.
         near: Arguments at which `intended` is finite in float64.
         rtol: How near `fixed` comes to `intended` there.
+        wrong: Cures that hide the fault or compute another function.
     """
 
     name: str
     broken: Callable
     args: Callable[[], tuple]
     cause: str
-    wrong: tuple[str, ...]
     fixed: Callable
     fixed_args: Callable[[], tuple]
     fixed_scale: float
@@ -50,11 +49,12 @@ class BrokenModel:
     dtype: str | None = "float32"
     loss_scale: float = 1024.0
     rtol: float = 1e-5
+    wrong: tuple[str, ...] = ()
 
     @property
     def lines(self):
         """The acceptable line numbers of this file."""
-        return lines_at_fault()[self.name]
+        return lines_at_fault()[self.broken.__name__]
 
     def make(self):
         """Returns the broken function and its arguments."""
@@ -88,13 +88,15 @@ MODELS = {}
 def model(broken, args, **fields):
     """Adds a `BrokenModel`. What is fixed is as in the broken program, which is also what is intended, if not given."""
     defaults = {
+        "name": broken.__name__,
         "fixed": broken,
         "fixed_args": args,
         "fixed_scale": fields.get("loss_scale", BrokenModel.loss_scale),
         "intended": broken,
         "near": fields.get("fixed_args", args),
     }
-    MODELS[broken.__name__] = BrokenModel(broken.__name__, broken, args, **{**defaults, **fields})
+    fields = {**defaults, **fields}
+    MODELS[fields["name"]] = BrokenModel(broken=broken, args=args, **fields)
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -1131,4 +1133,405 @@ model(
     rtol=1e-2,
     cause="The code casts the logits to float16, and the square of a log-sum-exp of 300 is above 65504.",
     wrong=("a smaller weight of the z-loss", "clip the logits", "nan_to_num"),
+)
+
+
+# Single formulas. The tool was built on these.
+
+
+def rmse(w, x, y):
+    return jnp.sqrt(jnp.mean((x @ w - y) ** 2))  # at fault: rmse
+
+
+def rmse_by_hand(w, x, y):
+    difference = x @ w - y
+    return jnp.mean(difference * difference) ** 0.5  # at fault: rmse_by_hand
+
+
+def rmse_by_norm(w, x, y):
+    return jnp.linalg.norm(x @ w - y) / jnp.sqrt(8.0)  # at fault: rmse_by_norm
+
+
+def rmse_with_safe_root(w, x, y):
+    square = jnp.mean((x @ w - y) ** 2)
+    is_fit = square < 1e-12  # up to the rounding errors of float32
+    return jnp.where(is_fit, 0.0, jnp.sqrt(jnp.where(is_fit, 1.0, square)))
+
+
+def fit_args(error=0.0):
+    w, x = normal(4, 1, seed=1), normal(8, 4)
+    return w, x, np.asarray(jax.jit(jnp.matmul)(x, w)) + error * normal(8, 1, seed=2)
+
+
+for program in (rmse, rmse_by_hand, rmse_by_norm):
+    model(
+        program,
+        args=fit_args,
+        near=lambda: fit_args(0.3),
+        fixed=rmse_with_safe_root,
+        cause="The fit is perfect: the root of 0 has an infinite derivative.",
+        wrong=("jnp.var: another function", "an eps of 1"),
+    )
+
+
+def hidden_markov_model(transition, emission, observed):
+    def step(alpha, symbol):
+        return (alpha @ transition) * emission[:, symbol], None  # at fault: hidden_markov_model
+
+    return -jnp.log(jnp.sum(lax.scan(step, jnp.full(4, 0.25), observed)[0]))  # at fault: hidden_markov_model
+
+
+def hidden_markov_model_normalised(transition, emission, observed):
+    def step(alpha, symbol):
+        alpha = (alpha @ transition) * emission[:, symbol]
+        return alpha / jnp.sum(alpha), jnp.log(jnp.sum(alpha))
+
+    return -jnp.sum(lax.scan(step, jnp.full(4, 0.25), observed)[1])
+
+
+def chain_args():
+    rng = np.random.default_rng(0)
+    transition, emission = (rng.dirichlet(np.ones(n), 4).astype(np.float32) for n in (4, 6))
+    return transition, emission, rng.integers(0, 6, 120, np.int32)
+
+
+model(
+    hidden_markov_model,
+    args=chain_args,
+    fixed=hidden_markov_model_normalised,
+    cause="The probability of 120 symbols underflows.",
+    wrong=("log(maximum(x, 1e-4)): the loss is stuck",),
+)
+
+
+def mean_by_prod(x, shape):
+    return jnp.sum(x) / jnp.prod(shape).astype(x.dtype)  # at fault: mean_by_prod
+
+
+def mean_by_float_prod(x, shape):
+    return jnp.sum(x) / jnp.prod(shape.astype(x.dtype))
+
+
+model(
+    mean_by_prod,
+    args=lambda: (np.ones(8, np.float32), np.int32([65536, 65536, 2])),
+    near=lambda: (normal(8), np.int32([2, 2, 2])),
+    fixed=mean_by_float_prod,
+    cause="The product of the sizes is 2**33, which wraps to 0 in int32.",
+    wrong=("where(n == 0, 1, n)",),
+)
+
+
+def log_of_relu(w, x):
+    return -jnp.mean(jnp.log(jax.nn.relu(x @ w)))  # at fault: log_of_relu
+
+
+def log_of_softplus(w, x):
+    return -jnp.mean(jnp.log(jnp.logaddexp(x @ w, 0.0)))
+
+
+model(
+    log_of_relu,
+    args=lambda: (normal(4, 1, seed=1), normal(8, 4)),
+    fixed=log_of_softplus,
+    intended=log_of_softplus,
+    cause="A ReLU is 0 for half of its operands.",
+)
+
+
+def log_of_determinant(w):
+    return jnp.log(jnp.abs(jnp.linalg.det(w)))  # at fault: log_of_determinant
+
+
+def log_determinant_by_qr(w):
+    return jnp.sum(jnp.log(jnp.abs(jnp.diag(jnp.linalg.qr(w)[1]))))
+
+
+model(
+    log_of_determinant,
+    args=lambda: (1e-3 * (np.eye(16, dtype=np.float32) + normal(16, 16, scale=0.1)),),
+    fixed=log_determinant_by_qr,
+    cause="The determinant of a matrix of 16 rows of length 1e-3 is 1e-48.",
+)
+
+
+def adam(m, v, t, g):
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    return m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)  # at fault: adam
+
+
+model(
+    adam,
+    args=lambda: (normal(3), normal(3, seed=1) ** 2, np.float32(0), normal(3, seed=2)),
+    fixed_args=lambda: (normal(3), normal(3, seed=1) ** 2, np.float32(1), normal(3, seed=2)),
+    dtype=None,
+    cause="The first step is number 0, and 1 - b**0 is 0.",
+)
+
+
+def ppo(logits, old, actions, advantages):
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), actions[:, None], 1)[:, 0]
+    ratio = jnp.exp(log_probs - old)  # at fault: ppo
+    return -jnp.mean(jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages))
+
+
+def ppo_by_sign(logits, old, actions, advantages):
+    log_ratio = jnp.take_along_axis(jax.nn.log_softmax(logits), actions[:, None], 1)[:, 0] - old
+    bounded = jnp.minimum(log_ratio, jnp.log(1.2)), jnp.maximum(log_ratio, jnp.log(0.8))
+    return -jnp.mean(jnp.exp(jnp.where(advantages > 0, *bounded)) * advantages)
+
+
+def policy_args(sign=1, least=-120.0):
+    old, signs = np.float32([-1, least, -2, -1, -0.5, -3]), np.float32([1, 1, -1, 1, -1, 1])
+    return normal(6, 3), old, np.array([0, 1, 2, 0, 1, 2]), sign * signs
+
+
+model(
+    ppo,
+    args=policy_args,
+    near=lambda: policy_args(-1, -10.0),
+    fixed=ppo_by_sign,
+    cause="The ratio exp(120) overflows where `minimum` takes the clipped ratio.",
+    wrong=("clip the log-ratio of all signs at log(1.2)",),
+)
+model(
+    ppo,
+    name="ppo_of_negative_advantages",
+    args=lambda: policy_args(-1),
+    fixed_args=lambda: policy_args(-1, -1.5),
+    cause="The loss is exp(120): the policy that sampled the action gave it no chance.",
+)
+
+
+def of_eigenvectors(a):
+    values, vectors = jnp.linalg.eigh(a @ a.T)  # at fault: of_eigenvectors
+    return jnp.sum(vectors[:, 0] ** 4) + jnp.sum(values)  # at fault: of_eigenvectors
+
+
+model(
+    of_eigenvectors,
+    args=lambda: (np.eye(3, dtype=np.float32),),
+    fixed_args=lambda: (np.diag(np.float32([1, 2, 3])) + normal(3, 3, scale=0.1),),
+    cause="All eigenvalues are equal, so any vector is an eigenvector.",
+)
+
+
+def deep(params, x):
+    for name in params:
+        x = jax.nn.relu(x @ params[name]["kernel"])  # at fault: deep
+    return jnp.mean(x**2)
+
+
+def kernel_args(scale=5e3):
+    scales = 0.5, scale, 0.5
+    return {f"dense{i}": {"kernel": normal(4, 4, seed=i, scale=s)} for i, s in enumerate(scales)}, normal(8, 4, seed=9)
+
+
+model(
+    deep,
+    args=kernel_args,
+    fixed_args=lambda: kernel_args(0.5),
+    dtype="float16",
+    loss_scale=4.0,
+    cause="The kernel of layer 1 was initialised 1e4 times too large.",
+)
+
+
+def diverged(params, x):
+    for w in params[:-1]:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x @ params[-1]) ** 2)  # at fault: diverged
+
+
+def stack_args(scale=1e20):
+    return [normal(4, 4, seed=i, scale=scale) for i in range(3)], normal(8, 4, seed=9)
+
+
+model(
+    diverged,
+    args=stack_args,
+    fixed_args=lambda: stack_args(0.5),
+    cause="Steps of a learning rate that is too large made all parameters 1e20.",
+)
+
+
+def with_norms(params, x):
+    penalty = sum(jnp.linalg.norm(layer["bias"]) for layer in params)  # at fault: with_norms
+    return jnp.mean(x @ params[0]["w"] @ params[1]["w"]) + penalty
+
+
+def with_safe_norms(params, x):
+    squares = jnp.stack([jnp.sum(layer["bias"] ** 2) for layer in params])
+    penalty = jnp.sum(jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0))
+    return jnp.mean(x @ params[0]["w"] @ params[1]["w"]) + penalty
+
+
+def layer_args(scale=0.0):
+    return [{"w": normal(4, 4, seed=i), "bias": normal(4, seed=i, scale=scale)} for i in (1, 2)], normal(8, 4)
+
+
+model(
+    with_norms,
+    args=layer_args,
+    near=lambda: layer_args(0.5),
+    fixed=with_safe_norms,
+    cause="Biases start at 0, where a norm has no derivative.",
+)
+
+
+def cosine(w, x, y):
+    a, b = x @ w, y @ w
+    norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)  # at fault: cosine
+    return jnp.mean(jnp.sum(a * b, -1) / norms)  # at fault: cosine
+
+
+def cosine_or_0(w, x, y):
+    a, b = x @ w, y @ w
+    squares = jnp.sum(a * a, -1) * jnp.sum(b * b, -1)
+    return jnp.mean(jnp.sum(a * b, -1) * lax.rsqrt(jnp.where(squares > 0, squares, 1.0)))
+
+
+def pair_args(least=0.0):
+    x = normal(8, 4)
+    return np.eye(4, dtype=np.float32), np.where(x[:, :1] > least, x, np.float32(0)), normal(8, 4, seed=1)
+
+
+model(
+    cosine,
+    args=pair_args,
+    near=lambda: pair_args(-np.inf),
+    fixed=cosine_or_0,
+    cause="Some rows are 0: their cosine is 0 / 0.",
+)
+
+
+def entropy(logits):
+    p = jax.nn.softmax(logits)
+    return -jnp.sum(p * jnp.log(p))  # at fault: entropy
+
+
+def entropy_of_logarithms(logits):
+    log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return -jnp.sum(jnp.exp(log_p) * log_p)
+
+
+model(
+    entropy,
+    args=lambda: (np.float32([[0, -200, 3]]),),
+    fixed=entropy_of_logarithms,
+    cause="exp(-203) is 0, and its logarithm is -inf.",
+)
+
+
+def likelihood(params, y):
+    errors = (y - params["mean"]) / jnp.exp(params["log_sigma"])  # at fault: likelihood
+    return jnp.mean(0.5 * errors**2 + params["log_sigma"])  # at fault: likelihood
+
+
+model(
+    likelihood,
+    args=lambda: ({"mean": np.float32(0), "log_sigma": np.float32(-60)}, normal(8)),
+    fixed_args=lambda: ({"mean": np.float32(0), "log_sigma": np.float32(-1)}, normal(8)),
+    cause="The standard deviation is exp(-60): the likelihood of these data is exp(-1e52).",
+)
+
+
+def regression(w, batch):
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)  # at fault: regression
+
+
+def batch_args(element=3e30):
+    x = normal(8, 4)
+    x[5, 2] = element
+    return normal(4, seed=1), {"x": x, "y": normal(8, seed=2)}
+
+
+model(
+    regression,
+    args=batch_args,
+    fixed_args=lambda: batch_args(1.0),
+    cause="One element of the batch is 3e30.",
+)
+
+
+def masked_sqrt(w, x):
+    distances = x @ w
+    return jnp.sum(jnp.where(distances > 0, jnp.sqrt(distances), 0.0))  # at fault: masked_sqrt
+
+
+def masked_sqrt_of_positive(w, x):
+    distances = x @ w
+    is_positive = distances > 0
+    return jnp.sum(jnp.where(is_positive, jnp.exp(0.5 * jnp.log(jnp.where(is_positive, distances, 1.0))), 0.0))
+
+
+model(
+    masked_sqrt,
+    args=lambda: (normal(4, 4, seed=1), normal(8, 4)),
+    near=lambda: (abs(normal(4, 4, seed=1)), abs(normal(8, 4))),
+    fixed=masked_sqrt_of_positive,
+    cause="The root of a negative number is not selected, but its derivative is NaN times 0.",
+)
+
+
+def contrastive(w, x):
+    scores = jnp.exp(x @ w @ w.T @ x.T / 0.01)  # at fault: contrastive
+    return -jnp.mean(jnp.log(jnp.diag(scores) / jnp.sum(scores, -1)))
+
+
+def contrastive_of_logarithms(w, x):
+    embedded = x @ w
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(embedded @ embedded.T / 0.01)))
+
+
+def view_args(scale=10):
+    return scale * np.eye(4, dtype=np.float32), normal(8, 4)
+
+
+model(
+    contrastive,
+    args=view_args,
+    near=lambda: view_args(0.1),
+    fixed=contrastive_of_logarithms,
+    cause="Scores of 1e4 are exponents.",
+)
+
+
+def scanned(layers, x):
+    return jnp.mean(lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, layers)[0])  # at fault: scanned
+
+
+def scanned_in_full_precision(layers, x):
+    with amp.full_precision():
+        return jnp.mean(lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, layers)[0])
+
+
+model(
+    scanned,
+    args=lambda: (np.stack([np.eye(4, dtype=np.float32) * 30] * 4), abs(normal(8, 4))),
+    fixed=scanned_in_full_precision,
+    dtype="float16",
+    loss_scale=4.0,
+    cause="Each layer multiplies by 30.",
+)
+
+
+def squared_relu(w, x):
+    h = jax.nn.relu(x @ w)
+    return jnp.mean((h * h * 100) @ w)  # at fault: squared_relu
+
+
+def squared_relu_in_full_precision(w, x):
+    with amp.full_precision():
+        h = jax.nn.relu(x @ w)
+        return jnp.mean((h * h * 100) @ w)
+
+
+model(
+    squared_relu,
+    args=lambda: (200 * np.eye(4, dtype=np.float32), abs(normal(8, 4))),
+    fixed=squared_relu_in_full_precision,
+    dtype="float16",
+    loss_scale=4.0,
+    cause="The square of a hidden unit of 200 is multiplied by 100.",
 )

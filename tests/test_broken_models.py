@@ -15,7 +15,7 @@ def is_finite(tree):
 def assert_near(actual, expected, rtol):
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert got.shape == want.shape
-        np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol * np.abs(want).max())
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol * (np.abs(want).max() or 1))
 
 
 def in_float64(program, dtype):
@@ -30,7 +30,7 @@ def in_float64(program, dtype):
 
 
 def test_each_model_marks_its_lines():
-    assert lines_at_fault().keys() == MODELS.keys()
+    assert lines_at_fault().keys() == {model.broken.__name__ for model in MODELS.values()}
 
 
 @pytest.mark.sweep(7)
@@ -41,12 +41,11 @@ def test_broken_model(name):
     assert not is_finite(jax.device_get(jax.jit(fun)(*args)))
 
     fixed = in_float64(model.fixed, model.dtype)
-    exact = fixed(*model.fixed_args())
+    exact, near = fixed(*model.fixed_args()), fixed(*model.near())
     if model.fixed is not model.intended:
-        intended = in_float64(model.intended, model.dtype)
-        assert_near(fixed(*model.near()), intended(*model.near()), model.rtol)
+        assert_near(near, in_float64(model.intended, model.dtype)(*model.near()), model.rtol)
     if model.dtype is not None:
-        assert all(np.any(x) for x in jax.tree.leaves(exact)), "a gradient of zeros"
+        assert all(np.any(x) for x in jax.tree.leaves(near)), "a gradient of zeros"
 
     for dtype in {"float32", model.dtype or "float32"}:
         fun, args = model.cured(dtype)
