@@ -272,7 +272,7 @@ def _of_singular(t: Trials) -> Diagnosis | None:
     def shifted(x: Any) -> Any:
         return x + 1e-3 * jnp.max(jnp.abs(x)) * jnp.eye(x.shape[-1], dtype=x.dtype)
 
-    passed = t.tried(lambda eps: [Rewrite(matrix.key, [matrix.key], shifted)]) if matrix.key else None
+    passed = t.tried(lambda _: [Rewrite(matrix.key, [matrix.key], shifted)], is_equal=False) if matrix.key else None
     return Diagnosis(
         "singular matrix",
         "the matrix is singular, or not positive definite, up to rounding: add a multiple of the identity, "

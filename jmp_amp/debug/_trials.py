@@ -20,6 +20,8 @@ from jmp_amp.debug._nodes import Node, Values, values_of
 from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS = 7, 24
+# How much the arguments are moved, and how large they are then at most. Where they are large, float64 may round, too.
+_MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0))
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 _QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
@@ -137,14 +139,14 @@ class Trials:
         call = jax.value_and_grad(targets, has_aux=True) if self.has_gradient else targets
         run = jax.jit(call, compiler_options=_QUICK)
 
-        def found(eps: float, moved: float = 0.0) -> list[np.ndarray]:
+        def found(eps: float, by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
             rng = np.random.default_rng(0)
             with precise(wide):
                 arrays = [jnp.asarray(x) for x in self.evaluation.arrays]
                 if wide is not None:
                     arrays = [widened(x, wide) for x in arrays]
-                if moved:
-                    arrays = [_moved(x, rng, moved) if jx.is_floating(x) else x for x in arrays]
+                if by:
+                    arrays = [_moved(x, rng, by, most) if jx.is_floating(x) else x for x in arrays]
                 found = jax.tree.leaves(run([x for x in arrays if jx.is_floating(x)], arrays, jnp.asarray(eps, dtype)))
             return [np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in found]
 
@@ -154,60 +156,68 @@ class Trials:
     def _exact(self) -> Callable[..., list[np.ndarray]]:
         return self.compiled(FLOAT64)
 
-    @functools.cached_property
-    def exact(self) -> list[np.ndarray]:
-        """The targets and their gradients in float64, as the program is; NaN where they depend on rounding errors."""
-        pairs = zip(self._exact(0.0), self._exact(0.0, 1e-7), strict=True)
+    @functools.cache  # noqa: B019
+    def exact(self, by: float, most: float) -> list[np.ndarray]:
+        """Returns the targets and their gradients in float64; NaN where they depend on rounding errors."""
+        pairs = zip(self._exact(0.0, by, most), self._exact(0.0, by + 1e-7, most), strict=True)
         with np.errstate(invalid="ignore"):
             return [np.where(np.abs(x - y) <= 0.01 * np.abs(x), x, np.nan) for x, y in pairs]
-
-    @functools.cached_property
-    def values(self) -> list[np.ndarray]:
-        """The targets and their gradients as they are."""
-        return self.compiled()(0.0)
-
-    def is_limit(self, rewrite: Rewrite) -> bool:
-        """Whether a rewrite returns limits where values are not finite, as arguments that are moved a little show."""
-        keys = [rewrite.root] if self.has_gradient else [rewrite.root, *(x.key for x in self.targets)]
-        rng = np.random.default_rng(0)
-        moved = [_moved(jnp.asarray(x), rng, 1e-4) if jx.is_floating(x) else x for x in self.evaluation.arrays]
-        wide = functools.partial(dataclasses.replace, self.evaluation, wide=FLOAT64, keeps=keys, enters_all=False)
-        new, nearby = wide(rewrites=[rewrite]).kept, wide(arrays=moved).kept
-        return all(np.allclose(new[key], nearby[key], 0.01, 1e-3) for key in keys)
 
     def tried(
         self,
         rewrites: Callable[[Any], Sequence[Rewrite]],
-        epsilons: Sequence[float] = (0.0,),
-        tolerance: float = 1e-3,
-        keeps_values: bool = False,
+        numbers: Sequence[float] = (0.0,),
+        is_equal: bool = True,
     ) -> tuple[float, str] | None:
-        """Returns the first eps with which rewrites are a cure, and what is seen then; None if there is none.
+        """Returns the first number with which rewrites are a cure, and what is seen then; None if there is none.
+
+        A cure makes values and gradients finite. In float64 they are those of the program: for its arguments, and for
+        arguments that are moved a little, wherever the program is finite.
 
         Args:
-            rewrites: returns the rewrites with an eps.
-            epsilons: the numbers to try.
-            tolerance: how far values and gradients may be from those of the program in float64, where these are finite.
-            keeps_values: whether the values must stay as they are.
+            rewrites: returns the rewrites with a number.
+            numbers: those to try.
+            is_equal: whether the values and gradients must be those of the program.
         """
+        run, run_exactly = self.compiled(None, rewrites), self.compiled(FLOAT64, rewrites)
         try:
-            run, run_exactly = self.compiled(None, rewrites), self.compiled(FLOAT64, rewrites)
-            for eps in epsilons:
-                found = run(eps)
-                if not all(np.isfinite(x).all() for x in found):
-                    continue
-                exact, n = run_exactly(eps), 1 + len(self.targets) if self.has_gradient else len(found)
-                is_kept = not keeps_values or all(map(np.array_equal, found[:n], self.values[:n]))
-                slack = max(1e-5, math.sqrt(eps))
-                agrees = all(_agree(x, y, tolerance, slack) for x, y in zip(exact, self.exact, strict=True))
-                if eps and not all(np.isfinite(x).all() for x in self._exact(0.0)[:n]):  # then eps must not matter
-                    agrees &= all(map(_agree, run_exactly(100 * eps), exact, [1e-3] * n, [1e-5] * n))
-                is_lost = any(np.nan_to_num(x).any() for x in self.exact[n:]) and not any(x.any() for x in found[n:])
-                if is_kept and agrees and not is_lost and (seen := self._seen(found, exact)):
-                    return eps, seen
+            for number in numbers:
+                found, exactly = run(number), functools.partial(run_exactly, number)
+                is_cure = all(np.isfinite(x).all() for x in found) and not self._loses_gradient(found)
+                if is_cure and is_equal:
+                    is_cure = all(self._agree(exactly, number, *move) for move in _MOVES)
+                if is_cure and not self._is_arbitrary(run_exactly, number) and (seen := self._seen(found, exactly())):
+                    return number, seen
         except Exception:  # an op that has no derivative, or does not run in float64
             pass
         return None
+
+    def _agree(self, run: Callable[..., list[np.ndarray]], number: float, by: float, most: float) -> bool:
+        """Whether a variant is equal to the program in float64, for arguments that are moved, up to its eps."""
+        eps = number if number < 1 else 0.0
+        tolerance = max(1e-6, 10 * eps / by**2) if most == 1 else max(1e-5, math.sqrt(eps))
+        for new, old in zip(run(by, most), self.exact(by, most), strict=True):
+            known = np.isfinite(old)
+            largest = max(1.0, np.abs(old[known]).max(initial=0.0))
+            if not np.allclose(new[known], old[known], max(tolerance, 1e-3 * (most > 1)), tolerance * largest):
+                return False
+        return True
+
+    def _is_arbitrary(self, run: Callable[[float], list[np.ndarray]], number: float) -> bool:
+        """Whether values, and if the number is not small gradients, depend on it where the program is not finite."""
+        if not number or all(np.isfinite(x).all() for x in self._exact(0.0)[: self._n_values]):
+            return False
+        close = [np.allclose(x, y, 1e-3, 1e-5) for x, y in zip(run(100 * number), run(number), strict=True)]
+        return not all(close[: self._n_values] if number < 1 else close)
+
+    def _loses_gradient(self, found: Sequence[np.ndarray]) -> bool:
+        """Whether all gradients are 0, and those of the program in float64 are not."""
+        exact = self.exact(0.0, math.inf)[self._n_values :]
+        return any(np.nan_to_num(x).any() for x in exact) and not any(x.any() for x in found[self._n_values :])
+
+    @property
+    def _n_values(self) -> int:
+        return 1 + len(self.targets)
 
     def _seen(self, found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> str:
         norm = lambda arrays: math.hypot(*(float(np.linalg.norm(x)) for x in arrays))  # noqa: E731
@@ -267,25 +277,11 @@ class Trials:
             # The derivative of a part comes from its lines; that of a custom rule does not.
             if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
                 continue
-            eps = match.cure.epsilons[0]
-            is_arbitrary = match.cure.kind == "limit" or (eps and not self.has_gradient)
-            if is_arbitrary and not (self.is_limit(match.rewrite(eps)) or self._does_not_matter(match)):
-                continue
             rewrites = functools.partial(_rewrites, self._everywhere(match))
-            tolerance = math.inf if match.cure.kind == "other" else 1e-3
-            if passed := self.tried(rewrites, match.cure.epsilons, tolerance, match.cure.kind == "unselected"):
+            if passed := self.tried(rewrites, match.cure.tries, match.cure.is_equal):
                 text = f"`{match.cure.formula}` {match.cure.words}: use {match.text(passed[0], self.primal)}"
                 return Diagnosis(match.cure.formula, text, passed[1])
         return None
-
-    def _does_not_matter(self, match: Match) -> bool:
-        """Whether targets and gradients are the same whatever a part returns where it is not finite."""
-        same = self._everywhere(match)
-        try:
-            run = self.compiled(FLOAT64, lambda fill: [x.filled(fill) for x in same])
-            return all(np.isfinite(x).all() and np.array_equal(x, y) for x, y in zip(run(0.0), run(1.0), strict=True))
-        except Exception:  # an op that has no derivative, or does not run in float64
-            return False
 
     def _everywhere(self, match: Match) -> list[Match]:
         """Returns a match, and those of the same ops from the same line of code, as in other layers."""
@@ -306,17 +302,10 @@ def _line(node: Node) -> str:
     return location_of(node.place.eqns).source
 
 
-def _moved(x: jax.Array, rng: np.random.Generator, by: float) -> jax.Array:
-    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if by > 1e-6 else 0)
-
-
-def _agree(new: np.ndarray, old: np.ndarray, tolerance: float, slack: float) -> bool:
-    """Whether an array is equal to another one where that is finite."""
-    if math.isinf(tolerance):
-        return True
-    is_finite = np.isfinite(old)
-    largest = max(1, np.abs(old[is_finite]).max(initial=0))
-    return np.allclose(new[is_finite], old[is_finite], tolerance, slack * largest)
+def _moved(x: jax.Array, rng: np.random.Generator, by: float, most: float) -> jax.Array:
+    """Returns an array that is scaled down to some size, and moved; 0 stays 0 if it is moved very little."""
+    x = x / max(1.0, float(jnp.max(jnp.abs(x), initial=0.0)) / most)
+    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if by > 1e-6 else 0.0)
 
 
 def _is_derivative(node: Node) -> bool:
