@@ -26,10 +26,13 @@ from jmp_amp.debug._evaluation import (
 )
 from jmp_amp.debug._nodes import Node
 from jmp_amp.debug._report import Location, location_of
-from jmp_amp.debug._trials import Diagnosis, Trials, nearest, upstream
+from jmp_amp.debug._trials import Diagnosis, Trials, nearest
 
 _DECOMPOSITIONS = {"cholesky", "lu", "triangular_solve", "custom_linear_solve", "eigh", "eig", "svd"}
 _DOMAINS = {"log", "log2", "log1p", "sqrt", "rsqrt", "pow", "asin", "acos", "atanh", "acosh", "erf_inv"}
+# Their results are 0 for no finite operands, or for none but 0, unless they underflow.
+_EXPONENTIALS = {"exp", "exp2", "logistic"}
+_NEVER_ZERO = {"mul", "div", "integer_pow", "square", "pow", "dot_general", "reduce_prod", "convert_element_type"}
 _LOOKUPS = {"gather", "dynamic_slice"}
 _MOST_LINES = 5
 _EXTREME = 1e3  # how many times larger than others an input is that is named
@@ -74,7 +77,7 @@ def _of_constants(t: Trials) -> Diagnosis | None:
 
 def _of_integers(t: Trials) -> Diagnosis | None:
     """Computes integers in float64."""
-    for node in upstream([t.node]):
+    for node in nearest([t.node]):
         dtype = getattr(node.held, "dtype", None)
         operands = [x.held for x in node.operands]
         if not node.eqn or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
@@ -129,7 +132,7 @@ def _of_opaque(t: Trials) -> Diagnosis | None:
 
 def _of_scale(t: Trials) -> Diagnosis | None:
     """Divides the loss scale by powers of two."""
-    factors = [x.operands[1].values.max or 0.0 for x in upstream([t.node]) if x.eqn and applies_loss_scale(x.eqn)]
+    factors = [x.operands[1].values.max or 0.0 for x in nearest([t.node]) if x.eqn and applies_loss_scale(x.eqn)]
     steps = range(1, math.floor(math.log2(max(*factors, 1.0, 1.0))) + 1)
     k = bisect.bisect_left(steps, True, key=lambda k: bool(_seen(t, "", loss_factor=2.0**-k)))
     if k == len(steps):
@@ -142,19 +145,31 @@ def _of_scale(t: Trials) -> Diagnosis | None:
     )
 
 
-def _lost(node: Node) -> str:
+def _lost(node: Node) -> Node | None:
+    """Returns the first value that was rounded to 0, if zeros of an operand come from there."""
+    zeros = nearest(node.operands, lambda x: [y for y in x.parents if y.values.zeros])
+    return min(filter(_underflows, zeros), key=lambda x: x.number, default=None)
+
+
+def _underflows(node: Node) -> bool:
+    of_zeros = 0 if node.primitive in _EXPONENTIALS else 1
+    from_operands = sum(x.values.infs + of_zeros * x.values.zeros for x in node.operands)
+    return node.primitive in _NEVER_ZERO | _EXPONENTIALS and node.values.zeros > from_operands
+
+
+def _underflow(node: Node) -> str:
     times = f", iteration {', '.join(map(str, node.place.iteration))}" if node.place.iteration else ""
     return f"the operand is 0 because `{node.primitive}` {_where(node)}{times} underflows {node.values.dtype}"
 
 
 def _of_lost_gradients(t: Trials) -> Diagnosis | None:
     """Multiplies the loss scale, for a float16 gradient that underflows and that the program divides by."""
-    lost = next((x.underflow for x in t.node.operands if x.underflow), None)
+    lost = _lost(t.node)
     if lost is None or not lost.is_backward or lost.values.dtype != "float16":
         return None
     return Diagnosis(
         "gradient that underflows",
-        f"{_lost(lost)}, whose smallest positive value is 6e-8. Gradients that underflow need a loss scale, or a "
+        f"{_underflow(lost)}, whose smallest positive value is 6e-8. Gradients that underflow need a loss scale, or a "
         "larger one: `amp.value_and_grad(fun, loss_scale=scale)`, with the scale of `amp.dynamic_loss_scale`",
         _seen(t, "with a scale 2^16 times larger", loss_factor=2.0**16),
     )
@@ -164,7 +179,7 @@ def _of_precision(t: Trials) -> Diagnosis | None:
     """Computes lines, or a module, in float32."""
     if not has_low_precision(t.evaluation.program):
         return None
-    lost = next((x.underflow for x in t.node.operands if x.underflow), None)
+    lost = _lost(t.node)
     for node in [lost, t.node] if lost else [t.node]:
         location, passing = location_of(node.place.eqns), {}
         if passed := _lines_in_float32(t, location.source):
@@ -176,7 +191,7 @@ def _of_precision(t: Trials) -> Diagnosis | None:
             passing[f'`rules={{"{scope}": "full"}}`'] = seen
         if passing:
             text = (
-                f"{_lost(lost) if lost else _too_large(t)}. To run this op in float32, use {' or '.join(passing)} if "
+                f"{_underflow(lost) if lost else _too_large(t)}. To run this op in float32, use {' or '.join(passing)} if "
                 f"autocast chose {node.values.dtype}, or `.astype(jnp.float32)` if the code itself casts"
             )
             return Diagnosis("precision", text, next(iter(passing.values())))
@@ -235,14 +250,13 @@ def _as_they_are(rewrites: list[Rewrite], eps: Any) -> list[Rewrite]:
 
 
 def _of_underflow(t: Trials) -> Diagnosis | None:
-    name, rule = t.node.primitive, rule_of(t.node.eqn)
+    name, rule, lost = t.node.primitive, rule_of(t.node.eqn), _lost(t.node)
     divides = name in ("log", "log2", "div") or (rule.power is not None and rule.power < 0)
-    lost = t.node.operands[-1].underflow  # the divisor, or the only operand
     if not divides or lost is None:
         return None
     return Diagnosis(
         "underflow",
-        f"{_lost(lost)}. Keep the logarithms of the factors, and add them; or divide by the sum in each step, and add "
+        f"{_underflow(lost)}. Keep the logarithms of the factors, and add them; or divide by the sum in each step, and add "
         "the logarithms of these",
     )
 
@@ -366,7 +380,7 @@ def _of_inputs(t: Trials) -> Diagnosis | None:
 
 def _read_arguments(t: Trials) -> dict[int, Any]:
     """Returns the arguments that the op depends on, by their number."""
-    read = {node.index[1] for node in upstream([t.node]) if node.place and not node.place.eqns}
+    read = {node.index[1] for node in nearest([t.node]) if node.place and not node.place.eqns}
     return {i: t.evaluation.arrays[i] for i in sorted(read)}
 
 

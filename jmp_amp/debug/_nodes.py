@@ -143,7 +143,6 @@ class Node:
         number: values are numbered as they are computed.
         is_constant: whether it was computed from literals alone.
         is_backward: whether it was computed in a backward pass.
-        underflow: the value that was rounded to 0, if a zero of this one comes from there.
         readers: the values that were computed from it.
     """
 
@@ -156,7 +155,6 @@ class Node:
     number: int = 0
     is_constant: bool = False
     is_backward: bool = False
-    underflow: "Node | None" = None
     readers: list["Node"] = dataclasses.field(default_factory=list)
 
     @property

@@ -19,7 +19,7 @@ from jmp_amp.debug._evaluation import FLOAT32, Evaluation, has_low_precision
 from jmp_amp.debug._evidence import diagnose
 from jmp_amp.debug._nodes import Id, Values, argument_id, is_low, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
-from jmp_amp.debug._trials import Trials, upstream
+from jmp_amp.debug._trials import Trials, nearest
 
 _CURE_OF_ARGUMENTS = (
     "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"
@@ -194,7 +194,7 @@ def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
         name, result = names[cause[1]], values_of(arrays[cause[1]])
         return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
     node = evaluation.nonfinite[cause]
-    if node.place.iteration or any(x.primitive in ("scan", "while") for x in upstream([node])):
+    if node.place.iteration or any(x.primitive in ("scan", "while") for x in nearest([node])):
         evaluation = dataclasses.replace(evaluation, enters_all=True)
         node = evaluation.nonfinite[cause]
     trials = Trials(evaluation, node)
@@ -249,7 +249,7 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str]:
     evaluation, node = trials.evaluation, trials.node
     if not has_low_precision(evaluation.program):
         return False, "the program computes nothing in low precision: precision is not the cause"
-    if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in upstream([node])):
+    if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in nearest([node])):
         return None, ""  # the constant of the code is not known
     try:
         if trials.is_finite_in_float32:

@@ -40,23 +40,17 @@ class Diagnosis(NamedTuple):
     tried: str = ""
 
 
-def upstream(nodes: Iterable[Node]) -> dict[Node, None]:
-    """Returns nodes and all that they were computed from, nearest first."""
-    found = dict.fromkeys(nodes)
+def nearest(
+    nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]] = lambda x: x.parents, depth: float = math.inf
+) -> dict[Node, int]:
+    """Returns nodes and those that at most `depth` steps lead to, with the numbers of steps, nearest first."""
+    found = dict.fromkeys(nodes, 0)
     waiting = list(found)
     for node in waiting:
-        new = [x for x in node.parents if x not in found]
-        found.update(dict.fromkeys(new))
-        waiting.extend(dict.fromkeys(new))
-    return found
-
-
-def nearest(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]], depth: int) -> list[Node]:
-    """Returns nodes and those that at most `depth` steps lead to, nearest first."""
-    level = found = list(dict.fromkeys(nodes))
-    for _ in range(depth):
-        level = [x for x in dict.fromkeys(y for node in level for y in neighbors(node)) if x not in set(found)]
-        found = [*found, *level]
+        for x in neighbors(node) if found[node] < depth else ():
+            if x not in found:
+                found[x] = found[node] + 1
+                waiting.append(x)
     return found
 
 
@@ -77,20 +71,16 @@ class Trials:
         nodes = evaluation.nodes
         self.targets = results
         if any(_is_derivative(x) for x in nodes):
-            forward = [x for x in results if not x.is_backward and any(map(_is_derivative, upstream([x])))]
+            forward = [x for x in results if not x.is_backward and any(map(_is_derivative, nearest([x])))]
             # The values of a gradient alone: the loss is read by nothing, or by what computes the gradient.
             ends = [x for x in nodes if x.eqn and x.is_floating and not x.is_backward and _is_derivative(x)]
             ends = [x for x in ends if not x.place.iteration and not all(y.is_backward for y in x.readers or ())]
             self.targets = forward or ends[-1:]
         self.targets = [x for x in self.targets if not x.values.shape] or self.targets
-        self.primal = upstream(self.targets)
+        self.primal = nearest(self.targets)
         self.has_gradient = bool(self.targets) and (node in self.primal or _is_derivative(node))
-        self._needed = None
-        if self.has_gradient:
-            keys = [x.place.key for x in self.primal if x.place]
-            self._needed = {key[:n] for key in keys for n in range(1, len(key) + 1)}
-        else:
-            self.targets, self.primal = results, dict.fromkeys(x for x in nodes if not _is_derivative(x))
+        if not self.has_gradient:
+            self.targets, self.primal = results, dict.fromkeys((x for x in nodes if not _is_derivative(x)), 0)
 
     def name(self, i: int) -> str:
         """Returns the path of an argument of the program."""
@@ -100,7 +90,7 @@ class Trials:
     @property
     def leaf(self) -> str:
         """The path of the nearest leaf of an argument that the op was computed from; empty if there is none."""
-        read = (x.index[1] for x in upstream([self.node]) if x.is_floating and x.place and not x.place.eqns)
+        read = (x.index[1] for x in nearest([self.node]) if x.is_floating and x.place and not x.place.eqns)
         return next((name for name in map(self.name, read) if name.endswith("]") or "." in name), "")
 
     @functools.cached_property
@@ -126,7 +116,6 @@ class Trials:
             enters_all=False,
             trip_counts={},
             keeps=[x.key for x in self.targets],
-            needed=self._needed,
         )
         dtype = FLOAT64 if wide == FLOAT64 else FLOAT32
 
