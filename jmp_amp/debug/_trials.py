@@ -14,9 +14,9 @@ import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._cures import Cure, Match, matches, parts
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Rewrite, precise, widened
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Rewrite, precise
 from jmp_amp.debug._expressions import is_inner
-from jmp_amp.debug._nodes import Node, Values, values_of
+from jmp_amp.debug._nodes import Node, Values
 from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS = 7, 24
@@ -106,38 +106,33 @@ class Trials:
         return [x for x in near if x.eqn and x.is_floating and x.place][:_MOST_ROOTS]
 
     def compiled(
-        self, wide: Any = None, rewrites: Callable[[Any], Sequence[Rewrite]] = lambda eps: ()
-    ) -> Callable[[float], list[np.ndarray]]:
-        """Returns a function of an eps that returns the targets and their gradients in a variant of the program."""
-        program = functools.partial(
-            dataclasses.replace,
-            self.evaluation,
-            wide=wide,
-            enters_all=False,
-            trip_counts={},
-            keeps=[x.key for x in self.targets],
+        self, wide: Any = None, rewrites: Callable[[Any], Sequence[Rewrite]] = lambda number: ()
+    ) -> Callable[..., list[np.ndarray]]:
+        """Returns a function that returns the targets and their gradients in a variant of the program.
+
+        Its arguments are the number in the rewrites and, in float64, how much the arguments of the program are moved.
+        """
+        arrays, keeps = list(self.evaluation.arrays), [x.key for x in self.targets]
+        is_floating = [jx.is_floating(x) for x in arrays]
+
+        def targets(floats: Sequence[Any], arrays: Sequence[Any], number: Any) -> tuple[Any, Any]:
+            changes = {"rewrites": rewrites(number), "keeps": keeps, "enters_all": False, "trip_counts": {}}
+            inputs = jx.combine(is_floating, floats, arrays)
+            kept = dataclasses.replace(self.evaluation, arrays=inputs, wide=wide, **changes).kept
+            values = [kept[key] for key in keeps]
+            return sum(jnp.sum(jnp.real(x).astype(wide or FLOAT32)) for x in values), values
+
+        run = jax.jit(
+            jax.value_and_grad(targets, has_aux=True) if self.has_gradient else targets, compiler_options=_QUICK
         )
-        dtype = FLOAT64 if wide == FLOAT64 else FLOAT32
 
-        def targets(floats: Sequence[Any], arrays: Sequence[Any], eps: Any) -> tuple[Any, Any]:
-            it = iter(floats)
-            variant = program(arrays=[next(it) if jx.is_floating(x) else x for x in arrays], rewrites=rewrites(eps))
-            values = [variant.kept[x.key] for x in self.targets]
-            return sum(jnp.sum(jnp.real(x).astype(dtype)) for x in values), values
-
-        call = jax.value_and_grad(targets, has_aux=True) if self.has_gradient else targets
-        run = jax.jit(call, compiler_options=_QUICK)
-
-        def found(eps: float, by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
-            rng = np.random.default_rng(0)
+        def found(number: float, by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
+            rng, floats = np.random.default_rng(0), list(itertools.compress(arrays, is_floating))
+            if wide:
+                floats = [_moved(np.asarray(x, wide), rng, by, most) for x in floats]
             with precise(wide):
-                arrays = [jnp.asarray(x) for x in self.evaluation.arrays]
-                if wide is not None:
-                    arrays = [widened(x, wide) for x in arrays]
-                if by:
-                    arrays = [_moved(x, rng, by, most) if jx.is_floating(x) else x for x in arrays]
-                found = jax.tree.leaves(run([x for x in arrays if jx.is_floating(x)], arrays, jnp.asarray(eps, dtype)))
-            return [np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in found]
+                outs = jax.tree.leaves(run(floats, arrays, jnp.asarray(number, wide or FLOAT32)))
+            return [np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in outs]
 
         return found
 
@@ -231,13 +226,10 @@ class Trials:
     @property
     def in_float64(self) -> Values | None:
         """The result of the op in float64, if it is finite there."""
-        key, iteration = self.node.key, self.node.place.iteration
-        if iteration:
-            nodes = dataclasses.replace(self.evaluation, wide=FLOAT64).nodes
-            found = next((x.values for x in nodes if x.key == key and x.place.iteration == iteration), None)
-        else:
-            with precise(FLOAT64):
-                found = values_of(self._read(lambda x: x.kept[key], FLOAT64, keeps=[key]))
+        place, nodes = self.node.place, dataclasses.replace(self.evaluation, wide=FLOAT64).nodes
+        found = next(
+            (x.values for x in nodes if x.place and x.place.id == place.id and x.index == self.node.index), None
+        )
         return found if found and found.is_finite else None
 
     def _results(self, **changes: Any) -> list[np.ndarray]:
@@ -260,14 +252,16 @@ class Trials:
     def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
         """Returns the first cure of a table that passes."""
         found = [part for site in self.sites for part in parts(site)]
-        is_hidden = [any(is_inner(x, part.nodes) for x in part.inputs) for part in found]
-        visible, hidden = ([x for x, y in zip(found, is_hidden, strict=True) if y == each] for each in (False, True))
-        for match in itertools.chain(matches(cures, visible), matches(cures, hidden)):
+        found.sort(key=lambda part: any(is_inner(x, part.nodes) for x in part.inputs))  # what users can write first
+        for match in matches(cures, found):
             # The derivative of a part comes from its lines; that of a custom rule does not.
             if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
                 continue
-            rewrites = functools.partial(_rewrites, self._everywhere(match))
-            if passed := self.tried(rewrites, match.cure.tries, match.cure.is_equal):
+            same = self._everywhere(match)
+            passed = self.tried(
+                lambda x, same=same: [y.rewrite(x) for y in same], match.cure.tries, match.cure.is_equal
+            )
+            if passed:
                 text = f"`{match.cure.formula}` {match.cure.words}: use {match.text(passed[0], self.primal)}"
                 return Diagnosis(match.cure.formula, text, passed[1])
         return None
@@ -283,17 +277,13 @@ class Trials:
         return list(found.values())
 
 
-def _rewrites(matches: Sequence[Match], eps: Any) -> list[Rewrite]:
-    return [match.rewrite(eps) for match in matches]
-
-
 def _line(node: Node) -> str:
     return location_of(node.place.eqns).source
 
 
-def _moved(x: jax.Array, rng: np.random.Generator, by: float, most: float) -> jax.Array:
+def _moved(x: np.ndarray, rng: np.random.Generator, by: float, most: float) -> np.ndarray:
     """Returns an array that is scaled down to some size, and moved; 0 stays 0 if it is moved very little."""
-    x = x / max(1.0, float(jnp.max(jnp.abs(x), initial=0.0)) / most)
+    x = x / max(1.0, np.abs(x).max(initial=0.0) / most)
     return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if by > 1e-6 else 0.0)
 
 
