@@ -345,7 +345,7 @@ def _draws(part: Part) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
 
     Returns nothing if it is never finite, or if an op does not run in float64.
     """
-    rng, draws = np.random.default_rng(0), []
+    rng, draws = np.random.default_rng(0), list[tuple[Sequence[np.ndarray], np.ndarray]]()
     try:
         for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
             values = [_unit_samples(x, rng, scale, by) for x in part.inputs]

@@ -82,7 +82,7 @@ class Evaluation:
         self.nonfinite: dict[Id, Node] = {}
         self.kept: dict[Id, Any] = {}
         self.nodes: list[Node] = []
-        self._keys, self._last = {*self.keeps}, max(self.keeps, default=())
+        self._keys, self._last = {*self.keeps}, max((key[:-1] for key in self.keeps), default=())
         self._is_traced = any(isinstance(x, jax.core.Tracer) for x in self.arrays)
         self._rewrites = {x.root: x for x in self.rewrites}
         for x in self.rewrites:
@@ -101,7 +101,7 @@ class Evaluation:
 
         def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Any]:
             inner = place.of(next(indices), eqn)
-            if self.keeps and inner.key > self._last:
+            if self.keeps and inner.key[: len(self._last)] > self._last:
                 return [Cell(None, Node(NO_VALUES))] * len(eqn.outvars)
             return self._equation(operands, inner)
 
@@ -113,34 +113,21 @@ class Evaluation:
             cell.node.held, cell.node.is_constant = cell.value, is_literal
             return cell
 
-        return jx.evaluate(
-            jaxpr,
-            args,
-            apply,
-            constant,
-            lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True),
-        )
+        literal = lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)  # noqa: E731
+        return jx.evaluate(jaxpr, args, apply, constant, literal)
 
     def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr of a loop, a branch or `shard_map`; a part that is replaced is inside or outside."""
-        cells = [self._cell(x.value, (), place, argument_id(j), x.causes) for j, x in enumerate(args)]
-        for cell, x in zip(cells, args, strict=True):
-            self._link(cell.node, x.node)
-        return self._run(jaxpr, cells, place)
+        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
 
-    def _link(self, node: Node, source: Node) -> None:
-        """Makes a node another name of the same value."""
-        node.source, node.is_backward = source, source.is_backward
-        source.readers.append(node)
+    def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
+        """Returns a value under another name: an argument of a body, or a result of a loop or of `shard_map`."""
+        cell = self._cell(x.value, (), place, index)._replace(causes=x.causes)
+        cell.node.source, cell.node.is_backward = x.node, x.node.is_backward
+        x.node.readers.append(cell.node)
+        return cell
 
-    def _cell(
-        self,
-        value: Any,
-        operands: Sequence[Cell] = (),
-        place: Place | None = None,
-        index: Id = (),
-        causes: frozenset[Id] = frozenset(),
-    ) -> Cell:
+    def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads = [x.node for x in operands]
         values = NO_VALUES if self._is_traced else values_of(value)
@@ -155,7 +142,7 @@ class Evaluation:
             self.kept[node.key] = value
             if node.key in self._rewrites:
                 self.kept[node.key] = value = self._rewritten(self._rewrites[node.key], value)
-        nonfinite = [] if node.values.is_finite else [causes, *(x.causes for x in operands if not x.is_finite)]
+        nonfinite = [] if node.values.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
     def _rewritten(self, rewrite: Rewrite, value: Any) -> Any:
@@ -172,8 +159,8 @@ class Evaluation:
         # -inf is often intended, as in a mask.
         is_bad = not values.is_finite and bool(values.nans or np.isposinf(np.asarray(x)).any())
         if is_bad and not self._is_allowed(cause):
-            x = _zero_nonfinite(x)
-        return self._cell(x, (), Place(), cause, frozenset({cause}) if is_bad else frozenset())
+            return self._cell(_zero_nonfinite(x), (), Place(), cause)
+        return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
         structure, depth = jx.structure_of(place.eqn), len(place.key)
@@ -205,15 +192,10 @@ class Evaluation:
         mesh = tuple((name, n) for name, n in params["mesh"].shape.items() if name in params["newly_manual_axes"])
         blocks, first = P(*(name for name, _ in mesh)), (0,) * len(mesh)
 
+        options = {"mesh": params["mesh"], "axis_names": {name for name, _ in mesh}, "check_vma": False}
+
         def moved(x: Cell, source: Any, target: Any, index: Any) -> Cell:
-            shards = jax.shard_map(
-                lambda x: x[index],
-                mesh=params["mesh"],
-                in_specs=source,
-                out_specs=target,
-                axis_names={name for name, _ in mesh},
-                check_vma=False,
-            )
+            shards = jax.shard_map(lambda x: x[index], in_specs=source, out_specs=target, **options)
             return x if x.value is None else x._replace(value=jax.jit(shards)(x.value))
 
         args = [
@@ -226,7 +208,7 @@ class Evaluation:
             self.nonfinite = nonfinite
             return self._op(list(operands), place)
         outs = [moved(x, blocks, spec, first) for x, spec in zip(outs, params["out_specs"], strict=True)]
-        return [self._returned(x, place, k) for k, x in enumerate(outs)]
+        return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
@@ -306,7 +288,7 @@ class Evaluation:
             return self._apply(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
         stacked = [self._cell(jnp.stack([y.value for y in column], axis), column) for column in columns]
-        return [self._returned(x, place, k) for k, x in enumerate([*carry, *stacked])]
+        return [self._renamed(x, place, (k,)) for k, x in enumerate([*carry, *stacked])]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
         carry = operands[loop.carry]
@@ -318,13 +300,7 @@ class Evaluation:
                 break
             new = self._run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
-        return [self._returned(x, place, k) for k, x in enumerate(carry)]
-
-    def _returned(self, x: Cell, place: Place, k: int) -> Cell:
-        """Returns a result of a loop or of `shard_map`, which the program knows by its place."""
-        cell = self._cell(x.value, (), place, (k,), x.causes)
-        self._link(cell.node, x.node)
-        return cell
+        return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
 
     def _select(self, predicate: Any, new: Cell, old: Cell) -> Cell:
         """Returns the next carry of a `while` loop; under `vmap`, the elements that are done keep their values."""

@@ -208,7 +208,7 @@ def _of_rule(t: Trials) -> Diagnosis | None:
     for node in t.sites:
         rules = [x for x in node.place.eqns if isinstance(y := jx.structure_of(x), jx.Call) and y.rule]
         same = [Rewrite(node.key, [node.key], lambda x: x)]  # to enter the function
-        if rules and (passed := t.tried(lambda _, same=same: same)):
+        if rules and (passed := t.tried(lambda _: same)):  # noqa: B023
             text = (
                 f"the derivative rule that the code {_where(node)} defines is not finite; without it, JAX's own "
                 f"derivative of the function is: remove the `{rules[0].primitive.name.removesuffix('_call')}`"

@@ -197,22 +197,10 @@ def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
     if node.place.iteration or any(x.primitive in ("scan", "while") for x in nearest([node])):
         evaluation = dataclasses.replace(evaluation, enters_all=True)
         node = evaluation.nonfinite[cause]
-    trials = Trials(evaluation, node)
-    found = diagnose(trials)
-    operands = tuple(x.values for x in node.operands if x.is_floating)
-    where = location_of(node.place.eqns)
-    in_float32 = _in_float32(trials)
+    trials, where = Trials(evaluation, node), location_of(node.place.eqns)
+    iteration, operands = node.place.iteration, tuple(x.values for x in node.operands if x.is_floating)
     return NonFinite(
-        node.primitive,
-        *where,
-        node.place.iteration,
-        operands,
-        node.values,
-        found.cause,
-        found.cure,
-        found.tried,
-        trials.leaf,
-        *in_float32,
+        node.primitive, *where, iteration, operands, node.values, *diagnose(trials), trials.leaf, *_in_float32(trials)
     )
 
 

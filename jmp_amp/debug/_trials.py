@@ -116,7 +116,12 @@ class Trials:
         is_floating = [jx.is_floating(x) for x in arrays]
 
         def targets(floats: Sequence[Any], arrays: Sequence[Any], number: Any) -> tuple[Any, Any]:
-            changes = {"rewrites": rewrites(number), "keeps": keeps, "enters_all": False, "trip_counts": {}}
+            changes: dict[str, Any] = {
+                "rewrites": rewrites(number),
+                "keeps": keeps,
+                "enters_all": False,
+                "trip_counts": {},
+            }
             inputs = jx.combine(is_floating, floats, arrays)
             kept = dataclasses.replace(self.evaluation, arrays=inputs, wide=wide, **changes).kept
             values = [kept[key] for key in keeps]
@@ -253,18 +258,18 @@ class Trials:
         """Returns the first cure of a table that passes."""
         found = [part for site in self.sites for part in parts(site)]
         found.sort(key=lambda part: any(is_inner(x, part.nodes) for x in part.inputs))  # what users can write first
-        for match in matches(cures, found):
-            # The derivative of a part comes from its lines; that of a custom rule does not.
-            if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
-                continue
-            same = self._everywhere(match)
-            passed = self.tried(
-                lambda x, same=same: [y.rewrite(x) for y in same], match.cure.tries, match.cure.is_equal
-            )
-            if passed:
-                text = f"`{match.cure.formula}` {match.cure.words}: use {match.text(passed[0], self.primal)}"
-                return Diagnosis(match.cure.formula, text, passed[1])
-        return None
+        return next(filter(None, map(self._cured_by, matches(cures, found))), None)
+
+    def _cured_by(self, match: Match) -> Diagnosis | None:
+        # The derivative of a part comes from its lines; that of a custom rule does not.
+        if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
+            return None
+        cure, same = match.cure, self._everywhere(match)
+        passed = self.tried(lambda number: [x.rewrite(number) for x in same], cure.tries, cure.is_equal)
+        if passed is None:
+            return None
+        text = f"`{cure.formula}` {cure.words}: use {match.text(passed[0], self.primal)}"
+        return Diagnosis(cure.formula, text, passed[1])
 
     def _everywhere(self, match: Match) -> list[Match]:
         """Returns a match, and those of the same ops from the same line of code, as in other layers."""
