@@ -210,20 +210,12 @@ class Part(NamedTuple):
     def __call__(self, *values: Any) -> Any:
         """Returns the root in float64."""
         found = dict(zip(self.inputs, values, strict=True))
-
-        def compute(node: Node) -> Any:
-            node = node.outside
-            if node not in found:
-                if node.eqn is None:
-                    found[node] = widened(jnp.asarray(node.held), FLOAT64)
-                else:
-                    outs = evaluate_in(FLOAT64, node.place, [compute(x) for x in node.operands])
-                    if outs is None:
-                        raise TypeError(f"{node.primitive} does not run in float64")
-                    found[node] = outs[node.index[0]]
-            return found[node]
-
-        return compute(self.root)
+        for node in sorted(self.nodes, key=lambda x: x.number):
+            operands = [x.outside for x in node.operands]
+            arrays = [found[x] if x in found else widened(jnp.asarray(x.held), FLOAT64) for x in operands]
+            outs = evaluate_in(FLOAT64, node.place, arrays) or ()  # an op may not run in float64
+            found[node] = outs[node.index[0]]
+        return found[self.root]
 
     @property
     def nodes(self) -> list[Node]:
@@ -268,7 +260,7 @@ def parts(root: Node) -> Iterator[Part]:
             moves.insert(0, node)
         node = node.operands[0]
     if moves and root.primitive in _ELEMENTWISE:
-        before = Node(root.values, root.place, root.index, [node])
+        before = Node(root.values, root.place, root.index, [node], number=root.number)
         yield from (Part(before, cut, tuple(moves)) for cut in _cuts(before))
 
 

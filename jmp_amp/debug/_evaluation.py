@@ -95,6 +95,12 @@ class Evaluation:
         """Whether all results are finite."""
         return all(x.is_finite for x in self.results)
 
+    @property
+    def has_low_precision(self) -> bool:
+        """Whether the program reads or computes values of less than 32 bits."""
+        equations = (eqn for eqn, _ in jx.equations_in(self.program, jx.Provenance()))
+        return any(is_low(jx.dtype_of(atom)) for eqn in equations for atom in (*eqn.invars, *eqn.outvars))
+
     def _run(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr at `place`."""
         indices = itertools.count()
@@ -333,12 +339,6 @@ def precise(wide: Any) -> Any:
         if wide == FLOAT64:
             stack.enter_context(jax.enable_x64(True))
         yield
-
-
-def has_low_precision(program: Any) -> bool:
-    """Returns whether a program reads or computes values of less than 32 bits."""
-    atoms = (atom for eqn, _ in jx.equations_in(program, jx.Provenance()) for atom in (*eqn.invars, *eqn.outvars))
-    return any(is_low(jx.dtype_of(atom)) for atom in atoms)
 
 
 def _wider(dtype: Any, wide: Any) -> Any:

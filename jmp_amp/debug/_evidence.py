@@ -15,15 +15,7 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._cures import BOUNDS, CURES
-from jmp_amp.debug._evaluation import (
-    FLOAT32,
-    FLOAT64,
-    Rewrite,
-    applies_loss_scale,
-    evaluate_in,
-    has_low_precision,
-    precise,
-)
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Rewrite, applies_loss_scale, evaluate_in, precise
 from jmp_amp.debug._nodes import Node
 from jmp_amp.debug._report import location_of
 from jmp_amp.debug._trials import Diagnosis, Trials, nearest
@@ -161,7 +153,7 @@ def _of_lost_gradients(t: Trials) -> Diagnosis | None:
 
 def _of_precision(t: Trials) -> Diagnosis | None:
     """Computes lines, or a module, in float32."""
-    if not has_low_precision(t.evaluation.program):
+    if not t.evaluation.has_low_precision:
         return None
     lost = _lost(t.node)
     for node in [lost, t.node] if lost else [t.node]:

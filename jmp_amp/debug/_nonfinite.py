@@ -15,7 +15,7 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp.debug._evaluation import FLOAT32, Evaluation, has_low_precision
+from jmp_amp.debug._evaluation import FLOAT32, Evaluation
 from jmp_amp.debug._evidence import diagnose
 from jmp_amp.debug._nodes import Id, Values, argument_id, is_low, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
@@ -235,7 +235,7 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
 def _in_float32(trials: Trials) -> tuple[bool | None, str]:
     """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
     evaluation, node = trials.evaluation, trials.node
-    if not has_low_precision(evaluation.program):
+    if not evaluation.has_low_precision:
         return False, "the program computes nothing in low precision: precision is not the cause"
     if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in nearest([node])):
         return None, ""  # the constant of the code is not known

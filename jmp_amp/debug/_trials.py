@@ -1,6 +1,5 @@
 """Tries cures: runs the program with each, and compares values and gradients with float64."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -183,12 +182,16 @@ class Trials:
 
     def _agree(self, run: Callable[..., list[np.ndarray]], number: float, by: float, most: float) -> bool:
         """Whether a variant is equal to the program in float64, for arguments that are moved, up to its eps."""
-        eps = number if number < 1 else 0.0
-        tolerance = max(1e-6, 10 * eps / by**2) if most == 1 else max(1e-5, math.sqrt(eps))
+        if number >= 1:  # where the program is finite, nothing changes
+            relative = slack = 1e-12
+        elif by:  # an eps changes a root of x**2 by eps / (2 * x**2)
+            relative = slack = max(1e-6, 10 * number / by**2)
+        else:
+            relative, slack = 1e-3, max(1e-5, math.sqrt(number))
         for new, old in zip(run(by, most), self.exact(by, most), strict=True):
             known = np.isfinite(old)
             largest = max(1.0, np.abs(old[known]).max(initial=0.0))
-            if not np.allclose(new[known], old[known], max(tolerance, 1e-3 * (most > 1)), tolerance * largest):
+            if not np.allclose(new[known], old[known], relative, slack * largest):
                 return False
         return True
 
@@ -237,22 +240,22 @@ class Trials:
         )
         return found if found and found.is_finite else None
 
-    def _results(self, **changes: Any) -> list[np.ndarray]:
-        """Returns the floating results of another evaluation."""
+    def _results(self, wide: Any, **changes: Any) -> list[np.ndarray]:
+        """Returns the floating results of another evaluation, as one program: this compiles faster than its ops do."""
+        changed = functools.partial(dataclasses.replace, wide=wide, enters_all=False, trip_counts={}, **changes)
         is_floating = [x.node.is_floating for x in self.evaluation.results]
-        found = self._read(lambda x: [y.value for y in x.results], **changes)
-        return [np.asarray(x).astype(np.float64) for x in itertools.compress(found, is_floating)]
 
-    def _read(self, read: Callable[[Evaluation], Any], wide: Any, **changes: Any) -> Any:
-        """Returns values of an evaluation that runs as one program, which compiles in less time than its ops do."""
-        changed = functools.partial(dataclasses.replace, self.evaluation, wide=wide, enters_all=False, trip_counts={})
+        def results(arrays: Sequence[Any]) -> list[Any]:
+            found = changed(self.evaluation, arrays=arrays).results
+            return [x.value for x in itertools.compress(found, is_floating)]
+
         with precise(wide):
-            arrays = [jnp.asarray(x) for x in self.evaluation.arrays]
-            # `shard_map`, batched loops, and branches of two dtypes run op by op only.
-            with contextlib.suppress(Exception):
-                if not any(x.place and x.place.mesh for x in self.evaluation.nodes):
-                    return jax.jit(lambda x: read(changed(arrays=x, **changes)), compiler_options=_QUICK)(arrays)
-            return read(changed(arrays=arrays, **changes))
+            arrays = [*map(jnp.asarray, self.evaluation.arrays)]
+            try:
+                found = jax.jit(results, compiler_options=_QUICK)(arrays)
+            except Exception:  # `shard_map`, batched loops, and branches of two dtypes run op by op only
+                found = results(arrays)
+        return [np.asarray(x).astype(np.float64) for x in found]
 
     def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
         """Returns the first cure of a table that passes."""
