@@ -104,6 +104,9 @@ class Trials:
         near = nearest(start, lambda x: [y for y in x.readers if y in self.primal], _DEPTH)
         return [x for x in near if x.eqn and x.is_floating and x.place][:_MOST_ROOTS]
 
+    def _variant(self, **changes: Any) -> Evaluation:
+        return dataclasses.replace(self.evaluation, enters_all=False, trip_counts={}, **changes)
+
     def compiled(
         self, wide: Any = None, rewrites: Callable[[Any], Sequence[Rewrite]] = lambda number: ()
     ) -> Callable[..., list[np.ndarray]]:
@@ -115,20 +118,13 @@ class Trials:
         is_floating = [jx.is_floating(x) for x in arrays]
 
         def targets(floats: Sequence[Any], arrays: Sequence[Any], number: Any) -> tuple[Any, Any]:
-            changes: dict[str, Any] = {
-                "rewrites": rewrites(number),
-                "keeps": keeps,
-                "enters_all": False,
-                "trip_counts": {},
-            }
             inputs = jx.combine(is_floating, floats, arrays)
-            kept = dataclasses.replace(self.evaluation, arrays=inputs, wide=wide, **changes).kept
+            kept = self._variant(arrays=inputs, wide=wide, rewrites=rewrites(number), keeps=keeps).kept
             values = [kept[key] for key in keeps]
             return sum(jnp.sum(jnp.real(x).astype(wide or FLOAT32)) for x in values), values
 
-        run = jax.jit(
-            jax.value_and_grad(targets, has_aux=True) if self.has_gradient else targets, compiler_options=_QUICK
-        )
+        call = jax.value_and_grad(targets, has_aux=True) if self.has_gradient else targets
+        run = jax.jit(call, compiler_options=_QUICK)
 
         def found(number: float, by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
             rng, floats = np.random.default_rng(0), list(itertools.compress(arrays, is_floating))
@@ -144,12 +140,17 @@ class Trials:
     def _exact(self) -> Callable[..., list[np.ndarray]]:
         return self.compiled(FLOAT64)
 
-    @functools.cache  # noqa: B019
-    def exact(self, by: float, most: float) -> list[np.ndarray]:
+    @functools.cached_property
+    def exact(self) -> Callable[[float, float], list[np.ndarray]]:
         """Returns the targets and their gradients in float64; NaN where they depend on rounding errors."""
-        pairs = zip(self._exact(0.0, by, most), self._exact(0.0, by + 1e-7, most), strict=True)
-        with np.errstate(invalid="ignore"):
-            return [np.where(np.abs(x - y) <= 0.01 * np.abs(x), x, np.nan) for x, y in pairs]
+
+        @functools.cache
+        def exact(by: float, most: float) -> list[np.ndarray]:
+            pairs = zip(self._exact(0.0, by, most), self._exact(0.0, by + 1e-7, most), strict=True)
+            with np.errstate(invalid="ignore"):
+                return [np.where(np.abs(x - y) <= 0.01 * np.abs(x), x, np.nan) for x, y in pairs]
+
+        return exact
 
     def tried(
         self,
@@ -234,19 +235,16 @@ class Trials:
     @property
     def in_float64(self) -> Values | None:
         """The result of the op in float64, if it is finite there."""
-        place, nodes = self.node.place, dataclasses.replace(self.evaluation, wide=FLOAT64).nodes
-        found = next(
-            (x.values for x in nodes if x.place and x.place.id == place.id and x.index == self.node.index), None
-        )
+        at, nodes = (self.node.place.id, self.node.index), self._variant(wide=FLOAT64).nodes
+        found = next((x.values for x in nodes if x.place and (x.place.id, x.index) == at), None)
         return found if found and found.is_finite else None
 
     def _results(self, wide: Any, **changes: Any) -> list[np.ndarray]:
         """Returns the floating results of another evaluation, as one program: this compiles faster than its ops do."""
-        changed = functools.partial(dataclasses.replace, wide=wide, enters_all=False, trip_counts={}, **changes)
         is_floating = [x.node.is_floating for x in self.evaluation.results]
 
         def results(arrays: Sequence[Any]) -> list[Any]:
-            found = changed(self.evaluation, arrays=arrays).results
+            found = self._variant(arrays=arrays, wide=wide, **changes).results
             return [x.value for x in itertools.compress(found, is_floating)]
 
         with precise(wide):
