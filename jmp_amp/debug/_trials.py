@@ -249,9 +249,11 @@ class Trials:
 
         with precise(wide):
             arrays = [*map(jnp.asarray, self.evaluation.arrays)]
+            is_sharded = any(x.place and x.place.mesh for x in self.evaluation.nodes)
+            run = results if is_sharded else jax.jit(results, compiler_options=_QUICK)
             try:
-                found = jax.jit(results, compiler_options=_QUICK)(arrays)
-            except Exception:  # `shard_map`, batched loops, and branches of two dtypes run op by op only
+                found = run(arrays)
+            except Exception:  # batched loops, and branches of two dtypes, run op by op only
                 found = results(arrays)
         return [np.asarray(x).astype(np.float64) for x in found]
 
