@@ -128,9 +128,11 @@ def _lost(node: Node) -> Node | None:
 
 
 def _underflows(node: Node) -> bool:
+    """Whether an op has zeros in its result that its operands do not explain."""
     of_zeros = 0 if node.primitive in _EXPONENTIALS else 1
     from_operands = sum(x.values.infs + of_zeros * x.values.zeros for x in node.operands)
-    return node.primitive in _NEVER_ZERO | _EXPONENTIALS and node.values.zeros > from_operands
+    is_of_floats = all(x.is_floating for x in node.operands)  # the zeros of integers are not counted
+    return is_of_floats and node.primitive in _NEVER_ZERO | _EXPONENTIALS and node.values.zeros > from_operands
 
 
 def _underflow(node: Node) -> str:
