@@ -31,7 +31,8 @@ def _softmax(x: Any, axis: Any) -> Any:
 
 # The names in formulas: those of NumPy, and these.
 _NUMPY = vars(np) | {"det": np.linalg.det, "softmax": _softmax, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
-_JAX = {"jax": jax, "jnp": jnp}
+# The names of arbitrary numbers in replacements, and what is tried. The result must not depend on them.
+NUMBERS = {"eps": (1e-12, 1e-6, 1e-4, 1e-3), "near": (1e-6, 1e-2), "fill": (1,), "most": (80.0,)}
 
 
 class Cure(NamedTuple):
@@ -40,18 +41,16 @@ class Cure(NamedTuple):
     Attributes:
         formula: a Python expression of `x`, `y`, the axis, and a number `c` of the program, with functions of NumPy;
             the row applies to parts of a program that are equal to it.
-        replacement: the expression that is tried in its place. `eps` and `near` are the first of a few numbers that
-            pass; `n` is the size of the axis.
+        replacement: the expression that is tried in its place. It may read one of the names in `NUMBERS`, and `n`, the
+            size of the axis.
         words: why the formula fails.
-        kind: `"unselected"` if the values of the program must stay as they are, bit for bit; `"limit"` if the formula
-            must have a limit where it is not finite, which the replacement returns, or must not matter there;
-            `"other"` if the replacement is another function.
+        is_equal: whether the replacement is equal to the formula where that is finite.
     """
 
     formula: str
     replacement: str
     words: str
-    kind: str = ""
+    is_equal: bool = True
 
     @property
     def has_axis(self) -> bool:
@@ -63,14 +62,19 @@ class Cure(NamedTuple):
         """The number of values that the formula reads."""
         return 2 if "y" in _code(self.formula).co_names else 1
 
+    @property
+    def tries(self) -> Sequence[float]:
+        """The numbers to try in the replacement, in this order; 0 if it has none."""
+        return next((x for name, x in NUMBERS.items() if name in _code(self.replacement).co_names), (0.0,))
+
     def exact(self, *values: Any, **numbers: Any) -> Any:
         """Returns the formula of NumPy arrays."""
         with np.errstate(all="ignore"):
             return eval(_code(self.formula), _NUMPY, dict(zip("xy", values, strict=False)) | numbers)
 
-    def function(self, eps: float, **numbers: Any) -> Callable[..., Any]:
+    def function(self, number: Any, **numbers: Any) -> Callable[..., Any]:
         """Returns the replacement as a function of JAX arrays."""
-        names = _JAX | numbers | {"eps": eps, "near": eps}
+        names = {"jax": jax, "jnp": jnp, **dict.fromkeys(NUMBERS, number), **numbers}
 
         def replaced(*values: Any) -> Any:
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -86,15 +90,10 @@ class Cure(NamedTuple):
             for c in part.constants if "c" in names else (1.0,):
                 yield {"axis": axis, "n": 1 if axis is None else shape[axis], "c": c}
 
-    def text(self, eps: float) -> str:
-        """Returns the replacement with the numbers that were tried."""
-        return re.sub(r"\b(eps|near)\b", f"{eps:.0e}".replace("e-0", "e-"), self.replacement)
-
-    @property
-    def epsilons(self) -> Sequence[float]:
-        """The numbers to try, in this order."""
-        names = _code(self.replacement).co_names
-        return (1e-12, 1e-6, 1e-4, 1e-3) if "eps" in names else (1e-6, 1e-2) if "near" in names else (0.0,)
+    def text(self, number: float) -> str:
+        """Returns the replacement with the number that was tried."""
+        written = f"{number:.0e}".replace("e-0", "e-") if number < 1 else str(number)
+        return re.sub(rf"\b({'|'.join(NUMBERS)})\b", written, self.replacement)
 
 
 @functools.cache
@@ -106,6 +105,7 @@ _OVERFLOWS, _ROUNDS = "overflows or underflows half-way", "takes the logarithm o
 _CANCELS = "subtracts numbers that are equal but for rounding, so its result may be 0 or negative"
 _AT_ZERO, _EDGE = "has an infinite derivative at 0", "has an infinite derivative at the end of its domain"
 _BRANCH = "is not selected by `jnp.where` where it is not finite, but its derivative is 0 times infinity there"
+_DIVIDES = "divides by 0 where the result does not matter"
 _UNSELECTED = "overflows where another value is selected, and its derivative is 0 times infinity there"
 
 # Equal functions first, those of more ops before those of fewer.
@@ -158,12 +158,12 @@ CURES = [
         "(m := jax.lax.stop_gradient(jnp.max(jnp.abs(x)))) * jnp.sqrt(jnp.sum((x / m)**2, axis))",
         "squares values whose squares overflow or underflow",
     ),
-    # The result does not change where `jnp.where` selects it.
-    Cure("sqrt(x)", "jnp.sqrt(jnp.where(x > 0, x, 1))", _BRANCH, "unselected"),
-    Cure("log(x)", "jnp.log(jnp.where(x > 0, x, 1))", _BRANCH, "unselected"),
-    Cure("x / y", "x / jnp.where(y == 0, 1, y)", _BRANCH, "unselected"),
-    Cure("1 / x", "1 / jnp.where(x == 0, 1, x)", _BRANCH, "unselected"),
-    Cure("exp(x)", "jnp.exp(jnp.minimum(x, 80.0))", _UNSELECTED, "unselected"),
+    # What the formula returns where it is not finite, or has no derivative, does not matter.
+    Cure("sqrt(x)", "jnp.sqrt(jnp.where(x > 0, x, fill))", _BRANCH),
+    Cure("log(x)", "jnp.log(jnp.where(x > 0, x, fill))", _BRANCH),
+    Cure("x / y", "jnp.where(y == 0, fill, x) / jnp.where(y == 0, 1, y)", _DIVIDES),
+    Cure("1 / x", "1 / jnp.where(x == 0, fill, x)", _DIVIDES),
+    Cure("exp(x)", "jnp.exp(jnp.minimum(x, most))", _UNSELECTED),
     # The result changes by an eps at most.
     Cure("sqrt(sum(x**2, axis))", "jnp.sqrt(jnp.sum(x**2, axis) + eps)", _AT_ZERO),
     Cure("std(x, axis)", "jnp.sqrt(jnp.var(x, axis) + eps)", f"{_AT_ZERO}, or {_CANCELS}"),
@@ -179,7 +179,7 @@ BOUNDS = [
         "log(maximum(x, 0))",
         "jnp.log(jax.nn.softplus(x))",
         "is infinite where its operand is negative, in any precision; `softplus` is positive, but not equal to `relu`",
-        "other",
+        is_equal=False,
     ),
     Cure("x * log(x)", "x * jnp.log(jnp.maximum(x, eps))", "is 0 times -inf at 0"),
     Cure("x * log(x / y)", "x * (jnp.log(jnp.maximum(x, eps)) - jnp.log(jnp.maximum(y, eps)))", "is 0 times -inf at 0"),
@@ -187,8 +187,6 @@ BOUNDS = [
     Cure("arcsin(x)", "jnp.arcsin(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
     Cure("arctanh(x)", "jnp.arctanh(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
     Cure("arccosh(x)", "jnp.arccosh(jnp.maximum(x, 1 + near))", _EDGE),
-    Cure("x / y", "x / jnp.where(y == 0, 1, y)", "divides by 0", "limit"),
-    Cure("1 / x", "1 / jnp.where(x == 0, 1, x)", "divides by 0", "limit"),
     Cure("log(x)", "jnp.log(jnp.maximum(x, eps))", "is infinite at 0, or NaN below it"),
     Cure("log1p(x)", "jnp.log1p(jnp.maximum(x, -1 + near))", "is infinite at -1, or NaN below it"),
     Cure("sqrt(x)", "jnp.sqrt(jnp.maximum(x, eps))", "is NaN below 0"),
@@ -212,20 +210,12 @@ class Part(NamedTuple):
     def __call__(self, *values: Any) -> Any:
         """Returns the root in float64."""
         found = dict(zip(self.inputs, values, strict=True))
-
-        def compute(node: Node) -> Any:
-            node = node.outside
-            if node not in found:
-                if node.eqn is None:
-                    found[node] = widened(jnp.asarray(node.held), FLOAT64)
-                else:
-                    outs = evaluate_in(FLOAT64, node.place, [compute(x) for x in node.operands])
-                    if outs is None:
-                        raise TypeError(f"{node.primitive} does not run in float64")
-                    found[node] = outs[node.index[0]]
-            return found[node]
-
-        return compute(self.root)
+        for node in sorted(self.nodes, key=lambda x: x.number):
+            operands = [x.outside for x in node.operands]
+            arrays = [found[x] if x in found else widened(jnp.asarray(x.held), FLOAT64) for x in operands]
+            outs = evaluate_in(FLOAT64, node.place, arrays) or ()  # an op may not run in float64
+            found[node] = outs[node.index[0]]
+        return found[self.root]
 
     @property
     def nodes(self) -> list[Node]:
@@ -270,7 +260,7 @@ def parts(root: Node) -> Iterator[Part]:
             moves.insert(0, node)
         node = node.operands[0]
     if moves and root.primitive in _ELEMENTWISE:
-        before = Node(root.values, root.place, root.index, [node])
+        before = Node(root.values, root.place, root.index, [node], number=root.number)
         yield from (Part(before, cut, tuple(moves)) for cut in _cuts(before))
 
 
@@ -304,18 +294,6 @@ def _inputs(nodes: Iterable[Node]) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _samples(node: Node, rng: np.random.Generator, is_moved: bool) -> np.ndarray:
-    """Returns random values of a shape, where functions are regular, in the range that the values suggest."""
-    low, high = node.values.min, node.values.max
-    if low is None or high is None or low == high == 0 or is_moved:
-        return rng.normal(size=node.values.shape)
-    if low >= 0:
-        return rng.uniform(0.05, 0.95 if high <= 1 else 2.0, node.values.shape)
-    if max(-low, high) <= 1.0001:
-        return rng.uniform(-0.95, 0.95, node.values.shape)
-    return rng.normal(size=node.values.shape) if high > 0 else -rng.uniform(0.05, 2.0, node.values.shape)
-
-
 class Match(NamedTuple):
     """A part of a program that is equal to the formula of a cure: the cure, its inputs in order, and its numbers."""
 
@@ -323,21 +301,16 @@ class Match(NamedTuple):
     part: Part
     numbers: Mapping[str, Any]
 
-    def rewrite(self, eps: float) -> Rewrite:
+    def rewrite(self, number: Any) -> Rewrite:
         """Returns the program with the replacement in place of the part."""
-        return self.part.rewrite(self.cure.function(eps, **self.numbers))
+        return self.part.rewrite(self.cure.function(number, **self.numbers))
 
-    def filled(self, fill: Any) -> Rewrite:
-        """Returns the program with the replacement, plus a number where the part is not finite."""
-        function = self.cure.function(0.0, **self.numbers)
-        return self.part.rewrite(lambda *x: function(*x) + jnp.where(jnp.isfinite(self.part(*x)), 0, fill))
-
-    def text(self, eps: float, primal: Collection[Node]) -> str:
+    def text(self, number: float, primal: Collection[Node]) -> str:
         """Returns what to write in a program of some values, in the names of the user if these are known."""
-        text, root = self.cure.text(eps), self.part.root
+        text, root = self.cure.text(number), self.part.root
         names = dict(zip("xy", self.part.inputs, strict=False))
         shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in self.part.inputs]
-        keeps = jax.eval_shape(self.cure.function(eps, **self.numbers), *shapes).shape != root.values.shape
+        keeps = jax.eval_shape(self.cure.function(number, **self.numbers), *shapes).shape != root.values.shape
         is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
         if self.part.moves or is_inner(root, primal) or (is_batched and self.cure.has_axis):
             return f"`{text}`"
@@ -347,53 +320,46 @@ class Match(NamedTuple):
 
 def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
     """Yields the parts of a program that are equal to formulas, in the order of the cures."""
-    draws = []
     with precise(FLOAT64):
-        for part in found:
-            rng = np.random.default_rng(0)
-            for_part = []
-            for is_moved in (False, False, True):
-                values = [_samples(x, rng, is_moved) for x in part.inputs]
-                try:
-                    for_part.append((values, np.asarray(part(*map(jnp.asarray, values)))))
-                except Exception:  # an op that does not run in float64
-                    break
-            else:
-                draws.append((part, for_part))
-    for cure in cures:
-        for part, for_part in draws:
-            if len(part.inputs) == cure.arity:
-                for order in itertools.permutations(range(cure.arity)):
-                    inputs = tuple(part.inputs[i] for i in order)
-                    ordered = [([values[i] for i in order], out) for values, out in for_part]
-                    for numbers in cure.numbers(inputs[0].values.shape, part):
-                        if _are_equal(cure, ordered, numbers):
-                            yield Match(cure, part._replace(inputs=inputs), numbers)
+        draws = [(part, _draws(part)) for part in found]
+    for cure, (part, drawn) in itertools.product(cures, draws):
+        if not drawn or len(part.inputs) != cure.arity:
+            continue
+        for order in itertools.permutations(range(cure.arity)):
+            inputs = [part.inputs[i] for i in order]
+            for numbers in cure.numbers(inputs[0].values.shape, part):
+                if all(_is_equal(cure, [values[i] for i in order], out, numbers) for values, out in drawn):
+                    yield Match(cure, part._replace(inputs=tuple(inputs)), numbers)
 
 
-def _are_equal(cure: Cure, draws: Sequence[tuple[Sequence[Any], np.ndarray]], numbers: Mapping[str, Any]) -> bool:
-    """Whether a formula is equal to what a part of a program computes, where that is finite."""
-    n_finite = 0
-    for values, expected in draws:
-        try:
-            result = np.asarray(cure.exact(*values, **numbers))
-        except (
-            ValueError,
-            TypeError,
-            np.exceptions.AxisError,
-            np.linalg.LinAlgError,
-        ):  # of shapes that the formula does not take
-            return False
-        shapes = [result.shape]
-        if cure.has_axis and result.ndim < values[0].ndim:  # the axis may be kept
-            axis = numbers["axis"]
-            shapes.append(np.expand_dims(result, tuple(range(values[0].ndim)) if axis is None else axis).shape)
-        if expected.shape not in shapes:
-            return False
-        if cure.kind == "other" and (np.isnan(result) != np.isnan(expected)).any():
-            return False
-        is_finite = np.isfinite(expected)
-        n_finite += is_finite.sum()
-        if not np.allclose(result.reshape(expected.shape)[is_finite], expected[is_finite], 1e-6, 1e-9):
-            return False
-    return n_finite > 0
+def _draws(part: Part) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
+    """Returns random inputs of a part, in their range and outside of it, and what it computes.
+
+    Returns nothing if it is never finite, or if an op does not run in float64.
+    """
+    rng, draws = np.random.default_rng(0), list[tuple[Sequence[np.ndarray], np.ndarray]]()
+    try:
+        for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
+            values = [_unit_samples(x, rng, scale, by) for x in part.inputs]
+            draws.append((values, np.asarray(part(*map(jnp.asarray, values)))))
+    except Exception:
+        return []
+    return draws if any(np.isfinite(out).any() for _, out in draws) else []
+
+
+def _unit_samples(x: Node, rng: np.random.Generator, scale: float, by: float) -> np.ndarray:
+    """Returns random values of the range of a value, divided by its size, plus some others."""
+    low, high = x.values.min or 0.0, x.values.max or 0.0
+    return scale * rng.uniform(low, high, x.values.shape) / max(1.0, -low, high) + by * rng.normal(size=x.values.shape)
+
+
+def _is_equal(cure: Cure, values: Sequence[Any], expected: np.ndarray, numbers: Mapping[str, Any]) -> bool:
+    """Whether a formula is equal to what a part of a program computes."""
+    try:
+        result = np.asarray(cure.exact(*values, **numbers))
+    except Exception:  # of shapes that the formula does not take
+        return False
+    is_kept = expected.ndim in (result.ndim, values[0].ndim)  # an axis may be kept
+    if not is_kept or np.squeeze(result).shape != np.squeeze(expected).shape:
+        return False
+    return np.allclose(result.reshape(expected.shape), expected, 1e-6, 1e-9, equal_nan=True)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -13,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
 from jmp_amp._loss_scale import LOSS_SCALE
-from jmp_amp.debug._nodes import NO_VALUES, Cell, Id, Node, Place, Values, argument_id, is_low, values_of
+from jmp_amp.debug._nodes import NO_VALUES, Cell, Id, Node, Place, argument_id, is_low, values_of
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
-# They return 0 for no finite operand but 0, unless they underflow.
-_MAY_UNDERFLOW = {"mul", "div", "integer_pow", "square", "pow", "dot_general", "reduce_prod", "convert_element_type"}
 
 
 class Rewrite(NamedTuple):
@@ -57,8 +55,7 @@ class Evaluation:
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
         rewrites: compute values in another way.
-        keeps: the keys of the values to keep.
-        needed: the keys of the equations, outside of loops, that are differentiated; None for all.
+        keeps: the keys of the values to keep. What comes after the last one is not evaluated.
         enters_all: whether to enter loops with finite results, too.
         constant: is applied to the constants of the program.
         results: the results of the program.
@@ -77,7 +74,6 @@ class Evaluation:
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     rewrites: Sequence[Rewrite] = ()
     keeps: Collection[Id] = ()
-    needed: Collection[Id] | None = None
     enters_all: bool = False
     constant: Callable[[Any], Any] = lambda x: x
 
@@ -86,7 +82,7 @@ class Evaluation:
         self.nonfinite: dict[Id, Node] = {}
         self.kept: dict[Id, Any] = {}
         self.nodes: list[Node] = []
-        self._keys = {*self.keeps}
+        self._keys, self._last = {*self.keeps}, max((key[:-1] for key in self.keeps), default=())
         self._is_traced = any(isinstance(x, jax.core.Tracer) for x in self.arrays)
         self._rewrites = {x.root: x for x in self.rewrites}
         for x in self.rewrites:
@@ -99,17 +95,20 @@ class Evaluation:
         """Whether all results are finite."""
         return all(x.is_finite for x in self.results)
 
+    @property
+    def has_low_precision(self) -> bool:
+        """Whether the program reads or computes values of less than 32 bits."""
+        equations = (eqn for eqn, _ in jx.equations_in(self.program, jx.Provenance()))
+        return any(is_low(jx.dtype_of(atom)) for eqn in equations for atom in (*eqn.invars, *eqn.outvars))
+
     def _run(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr at `place`."""
         indices = itertools.count()
 
         def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Any]:
             inner = place.of(next(indices), eqn)
-            if self.needed is not None and not inner.iteration and inner.key not in self.needed:
-                operands = [
-                    x._replace(value=lax.stop_gradient(x.value) if jx.is_inexact(x.value) else x.value)
-                    for x in operands
-                ]
+            if self.keeps and inner.key[: len(self._last)] > self._last:
+                return [Cell(None, Node(NO_VALUES))] * len(eqn.outvars)
             return self._equation(operands, inner)
 
         def constant(x: Any, is_literal: bool = False) -> Cell:
@@ -120,34 +119,21 @@ class Evaluation:
             cell.node.held, cell.node.is_constant = cell.value, is_literal
             return cell
 
-        return jx.evaluate(
-            jaxpr,
-            args,
-            apply,
-            constant,
-            lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True),
-        )
+        literal = lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)  # noqa: E731
+        return jx.evaluate(jaxpr, args, apply, constant, literal)
 
     def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr of a loop, a branch or `shard_map`; a part that is replaced is inside or outside."""
-        cells = [self._cell(x.value, (), place, argument_id(j), x.causes) for j, x in enumerate(args)]
-        for cell, x in zip(cells, args, strict=True):
-            self._link(cell.node, x.node)
-        return self._run(jaxpr, cells, place)
+        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
 
-    def _link(self, node: Node, source: Node) -> None:
-        """Makes a node another name of the same value."""
-        node.source, node.underflow, node.is_backward = source, source.underflow, source.is_backward
-        source.readers.append(node)
+    def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
+        """Returns a value under another name: an argument of a body, or a result of a loop or of `shard_map`."""
+        cell = self._cell(x.value, (), place, index)._replace(causes=x.causes)
+        cell.node.source, cell.node.is_backward = x.node, x.node.is_backward
+        x.node.readers.append(cell.node)
+        return cell
 
-    def _cell(
-        self,
-        value: Any,
-        operands: Sequence[Cell] = (),
-        place: Place | None = None,
-        index: Id = (),
-        causes: frozenset[Id] = frozenset(),
-    ) -> Cell:
+    def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads = [x.node for x in operands]
         values = NO_VALUES if self._is_traced else values_of(value)
@@ -155,8 +141,6 @@ class Evaluation:
         node.held = None if node.is_floating else value
         node.is_constant = bool(reads) and all(x.is_constant for x in reads)
         node.is_backward = any(x.is_backward for x in reads) or (place is not None and _is_backward(place))
-        if node.values.zeros:
-            node.underflow = next((x.underflow for x in reads if x.underflow), None)
         for x in reads:
             x.readers.append(node)
         self.nodes.append(node)
@@ -164,7 +148,7 @@ class Evaluation:
             self.kept[node.key] = value
             if node.key in self._rewrites:
                 self.kept[node.key] = value = self._rewritten(self._rewrites[node.key], value)
-        nonfinite = [] if node.values.is_finite else [causes, *(x.causes for x in operands if not x.is_finite)]
+        nonfinite = [] if node.values.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
     def _rewritten(self, rewrite: Rewrite, value: Any) -> Any:
@@ -181,8 +165,8 @@ class Evaluation:
         # -inf is often intended, as in a mask.
         is_bad = not values.is_finite and bool(values.nans or np.isposinf(np.asarray(x)).any())
         if is_bad and not self._is_allowed(cause):
-            x = _zero_nonfinite(x)
-        return self._cell(x, (), Place(), cause, frozenset({cause}) if is_bad else frozenset())
+            return self._cell(_zero_nonfinite(x), (), Place(), cause)
+        return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
         structure, depth = jx.structure_of(place.eqn), len(place.key)
@@ -212,15 +196,25 @@ class Evaluation:
         """Evaluates the jaxpr of `shard_map` for all devices at once, which `vmap` with the names of the axes does."""
         params, n_nodes, nonfinite = place.eqn.params, len(self.nodes), dict(self.nonfinite)
         mesh = tuple((name, n) for name, n in params["mesh"].shape.items() if name in params["newly_manual_axes"])
-        args = [x._replace(value=_split(x.value, s, mesh)) for x, s in zip(operands, params["in_specs"], strict=True)]
+        blocks, first = P(*(name for name, _ in mesh)), (0,) * len(mesh)
+
+        options = {"mesh": params["mesh"], "axis_names": {name for name, _ in mesh}, "check_vma": False}
+
+        def moved(x: Cell, source: Any, target: Any, index: Any) -> Cell:
+            shards = jax.shard_map(lambda x: x[index], in_specs=source, out_specs=target, **options)
+            return x if x.value is None else x._replace(value=jax.jit(shards)(x.value))
+
+        args = [
+            moved(x, spec, blocks, (None,) * len(mesh)) for x, spec in zip(operands, params["in_specs"], strict=True)
+        ]
         try:
             outs = self._run_body(jaxpr, args, place.body(0)._replace(mesh=mesh))
         except Exception:  # a collective that `vmap` does not know, such as `all_gather` over two axes
             del self.nodes[n_nodes:]
             self.nonfinite = nonfinite
             return self._op(list(operands), place)
-        outs = [x._replace(value=_joined(x.value, s, mesh)) for x, s in zip(outs, params["out_specs"], strict=True)]
-        return [self._returned(x, place, k) for k, x in enumerate(outs)]
+        outs = [moved(x, blocks, spec, first) for x, spec in zip(outs, params["out_specs"], strict=True)]
+        return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
@@ -265,11 +259,7 @@ class Evaluation:
         outs = self._computed(place, [x.value for x in operands])
         if self.loss_factor != 1 and applies_loss_scale(eqn):
             outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
-        cells = [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
-        for node in (x.node for x in cells if x.node.values.zeros):
-            if not node.underflow and _underflows(place, operands, node.values):
-                node.underflow = node
-        return cells
+        return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
     def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
@@ -304,7 +294,7 @@ class Evaluation:
             return self._apply(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
         stacked = [self._cell(jnp.stack([y.value for y in column], axis), column) for column in columns]
-        return [self._returned(x, place, k) for k, x in enumerate([*carry, *stacked])]
+        return [self._renamed(x, place, (k,)) for k, x in enumerate([*carry, *stacked])]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
         carry = operands[loop.carry]
@@ -316,13 +306,7 @@ class Evaluation:
                 break
             new = self._run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
-        return [self._returned(x, place, k) for k, x in enumerate(carry)]
-
-    def _returned(self, x: Cell, place: Place, k: int) -> Cell:
-        """Returns a result of a loop or of `shard_map`, which the program knows by its place."""
-        cell = self._cell(x.value, (), place, (k,), x.causes)
-        self._link(cell.node, x.node)
-        return cell
+        return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
 
     def _select(self, predicate: Any, new: Cell, old: Cell) -> Cell:
         """Returns the next carry of a `while` loop; under `vmap`, the elements that are done keep their values."""
@@ -342,51 +326,6 @@ def _is_backward(place: Place) -> bool:
     return any(map(jx.is_backward, stacks)) and not any(map(jx.is_recomputed, stacks))
 
 
-def _split(x: Any, spec: Any, mesh: Sequence[tuple[str, int]]) -> jax.Array:
-    """Returns the blocks of an array, `[*mesh, *block]`."""
-    sizes, shape, names = dict(mesh), list[int](), list[Any]()
-    for n, axes in zip(x.shape, _axes(spec, x.ndim), strict=True):
-        shape += [*(sizes[name] for name in axes), n // math.prod(sizes[name] for name in axes)]
-        names += [*axes, None]
-    x = x.reshape(shape)
-    for i, (name, n) in enumerate(mesh):
-        if name in names:
-            x = jnp.moveaxis(x, names.index(name), i)
-            names.remove(name)
-        else:
-            x = jnp.broadcast_to(jnp.expand_dims(x, i), (*x.shape[:i], n, *x.shape[i:]))
-        names.insert(i, "")
-    return x
-
-
-def _joined(x: Any, spec: Any, mesh: Sequence[tuple[str, int]]) -> jax.Array:
-    """Returns the array of some blocks, which are equal along the axes that the specification does not name."""
-    axes = _axes(spec, x.ndim - len(mesh))
-    split = [name for name, _ in mesh if any(name in each for each in axes)]
-    x = x[tuple(slice(None) if name in split else 0 for name, _ in mesh)]
-    parts = [[*map(split.index, each), len(split) + i] for i, each in enumerate(axes)]
-    shape = [math.prod(x.shape[k] for k in part) for part in parts]
-    return x.transpose([k for part in parts for k in part]).reshape(shape)
-
-
-def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
-    """Returns the mesh axes that split each axis of an array."""
-    names = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
-    return [*names, *[()] * (ndim - len(names))]
-
-
-def _underflows(place: Place, operands: Sequence[Cell], result: Values) -> bool:
-    """Whether an op rounds to 0."""
-    name = place.eqn.primitive.name
-    if name in ("exp", "exp2", "logistic"):
-        return result.zeros > operands[0].node.values.infs
-    if name not in _MAY_UNDERFLOW:
-        return False
-    with precise(FLOAT64):
-        wide = evaluate_in(FLOAT64, place, [x.value for x in operands])
-        return wide is not None and values_of(wide[0]).zeros < result.zeros
-
-
 def _zero_nonfinite(x: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) if jx.is_inexact(x) else x
 
@@ -400,12 +339,6 @@ def precise(wide: Any) -> Any:
         if wide == FLOAT64:
             stack.enter_context(jax.enable_x64(True))
         yield
-
-
-def has_low_precision(program: Any) -> bool:
-    """Returns whether a program reads or computes values of less than 32 bits."""
-    atoms = (atom for eqn, _ in jx.equations_in(program, jx.Provenance()) for atom in (*eqn.invars, *eqn.outvars))
-    return any(is_low(jx.dtype_of(atom)) for atom in atoms)
 
 
 def _wider(dtype: Any, wide: Any) -> Any:

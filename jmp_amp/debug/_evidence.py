@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,22 +15,16 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._cures import BOUNDS, CURES
-from jmp_amp.debug._evaluation import (
-    FLOAT32,
-    FLOAT64,
-    Rewrite,
-    applies_loss_scale,
-    evaluate_in,
-    has_low_precision,
-    precise,
-)
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Rewrite, applies_loss_scale, evaluate_in, precise
 from jmp_amp.debug._nodes import Node
-from jmp_amp.debug._report import Location, location_of
-from jmp_amp.debug._trials import Diagnosis, Trials, nearest, upstream
+from jmp_amp.debug._report import location_of
+from jmp_amp.debug._trials import Diagnosis, Trials, nearest
 
 _DECOMPOSITIONS = {"cholesky", "lu", "triangular_solve", "custom_linear_solve", "eigh", "eig", "svd"}
 _DOMAINS = {"log", "log2", "log1p", "sqrt", "rsqrt", "pow", "asin", "acos", "atanh", "acosh", "erf_inv"}
-_LOOKUPS = {"gather", "dynamic_slice"}
+# Their results are 0 for no finite operands, or for none but 0, unless they underflow.
+_EXPONENTIALS = {"exp", "exp2", "logistic"}
+_NEVER_ZERO = {"mul", "div", "integer_pow", "square", "pow", "dot_general", "reduce_prod", "convert_element_type"}
 _MOST_LINES = 5
 _EXTREME = 1e3  # how many times larger than others an input is that is named
 
@@ -45,13 +39,8 @@ def _of_infinities(t: Trials) -> Diagnosis | None:
     if not any(x.values.infs for x in t.node.operands):
         return None
 
-    def finite(x: Any) -> Any:
-        if not jx.is_floating(x):
-            return x
-        most = float(jnp.finfo(x.dtype).max)
-        return jnp.clip(x, -most, most)
-
-    seen = _seen(t, "with it", constant=finite, arrays=[finite(x) for x in t.evaluation.arrays])
+    finite = lambda x: jnp.nan_to_num(x, nan=jnp.nan) if jx.is_inexact(x) else x  # noqa: E731
+    seen = _seen(t, "with it", constant=finite, arrays=[*map(finite, t.evaluation.arrays)])
     return Diagnosis(
         "infinite operand",
         "an infinity meets an infinity, or 0, here, as in the softmax of a fully masked row: mask with "
@@ -61,25 +50,13 @@ def _of_infinities(t: Trials) -> Diagnosis | None:
     )
 
 
-def _of_constants(t: Trials) -> Diagnosis | None:
-    if not (t.node.is_constant and t.node.primitive == "convert_element_type"):
-        return None
-    return Diagnosis(
-        "large constant",
-        f"the constant {t.node.operands[0].values.min:.4g} exceeds {_largest(t):.5g}, the largest finite "
-        f"{t.node.values.dtype}: use `jnp.finfo(x.dtype).min` in a mask, or keep the ops that read the constant in "
-        "float32 (autocast does so if the code is written in float32)",
-    )
-
-
 def _of_integers(t: Trials) -> Diagnosis | None:
     """Computes integers in float64."""
-    for node in upstream([t.node]):
+    for node in nearest([t.node]):
         dtype = getattr(node.held, "dtype", None)
         operands = [x.held for x in node.operands]
-        if not node.eqn or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            continue
-        if any(x is None for x in operands) or not any(jnp.result_type(x) == dtype for x in operands):
+        is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and not any(x is None for x in operands)
+        if not is_integer or all(jnp.result_type(x) != dtype for x in operands):
             continue
         with precise(FLOAT64):
             inputs = [jnp.asarray(x).astype(FLOAT64) if jnp.result_type(x) == dtype else x for x in operands]
@@ -93,43 +70,45 @@ def _of_integers(t: Trials) -> Diagnosis | None:
     return None
 
 
-def _of_lookups(t: Trials) -> Diagnosis | None:
-    if t.node.primitive not in _LOOKUPS or not t.node.values.nans:
-        return None
-    table, indices = t.node.operands[0].values.shape, np.asarray(t.node.operands[1].held)
-    return Diagnosis(
-        "index out of range",
-        f"an index is out of range, so that JAX returns NaN: indices are from {indices.min()} to {indices.max()}, and "
-        f"the array is {list(table)}. Check the data",
-    )
+def _of_op(t: Trials) -> Diagnosis | None:
+    """Names causes that the op and its operands show."""
+    name, operands, values = t.node.primitive, t.node.operands, t.node.values
+    if t.node.is_constant and name == "convert_element_type":
+        return Diagnosis(
+            "large constant",
+            f"the constant {operands[0].values.min:.4g} exceeds {_largest(t):.5g}, the largest finite {values.dtype}: "
+            "use `jnp.finfo(x.dtype).min` in a mask, or keep the ops that read the constant in float32 (autocast does "
+            "so if the code is written in float32)",
+        )
+    if name in ("gather", "dynamic_slice") and values.nans:
+        indices = np.asarray(operands[1].held)
+        return Diagnosis(
+            "index out of range",
+            f"an index is out of range, so that JAX returns NaN: indices are from {indices.min()} to {indices.max()}, "
+            f"and the array is {list(operands[0].values.shape)}. Check the data",
+        )
+    if jx.holds_jaxprs(t.node.eqn):
+        return Diagnosis(
+            "kernel",
+            f"`{name}` counts as one op: call `first_nonfinite` on the function inside it, on one shard or block; or "
+            "run it in float32 to check whether precision is the cause",
+        )
+    return None
 
 
 def _of_counts(t: Trials) -> Diagnosis | None:
     """Adds 1 to scalars that are 0."""
     for i, x in _read_arguments(t).items():
-        if (
-            not np.shape(x)
-            and np.asarray(x) == 0
-            and (seen := _with_arrays(t, "with 1", {i: x + np.ones((), x.dtype)}))
-        ):
+        is_zero = not np.shape(x) and np.asarray(x) == 0
+        if is_zero and (seen := _with_arrays(t, "with 1", {i: x + np.ones((), x.dtype)})):
             text = f"`{t.name(i)}` is 0, and the op divides by 0 or takes the logarithm of 0 there"
             return Diagnosis("argument is 0", f"{text}. If it counts steps, start with 1", seen)
     return None
 
 
-def _of_opaque(t: Trials) -> Diagnosis | None:
-    if not jx.holds_jaxprs(t.node.eqn):
-        return None
-    return Diagnosis(
-        "kernel",
-        f"`{t.node.primitive}` counts as one op: call `first_nonfinite` on the function inside it, on one shard or "
-        "block; or run it in float32 to check whether precision is the cause",
-    )
-
-
 def _of_scale(t: Trials) -> Diagnosis | None:
     """Divides the loss scale by powers of two."""
-    factors = [x.operands[1].values.max or 0.0 for x in upstream([t.node]) if x.eqn and applies_loss_scale(x.eqn)]
+    factors = [x.operands[1].values.max or 0.0 for x in nearest([t.node]) if x.eqn and applies_loss_scale(x.eqn)]
     steps = range(1, math.floor(math.log2(max(*factors, 1.0, 1.0))) + 1)
     k = bisect.bisect_left(steps, True, key=lambda k: bool(_seen(t, "", loss_factor=2.0**-k)))
     if k == len(steps):
@@ -142,19 +121,33 @@ def _of_scale(t: Trials) -> Diagnosis | None:
     )
 
 
-def _lost(node: Node) -> str:
+def _lost(node: Node) -> Node | None:
+    """Returns the first value that was rounded to 0, if zeros of an operand come from there."""
+    zeros = nearest(node.operands, lambda x: [y for y in x.parents if y.values.zeros])
+    return min(filter(_underflows, zeros), key=lambda x: x.number, default=None)
+
+
+def _underflows(node: Node) -> bool:
+    """Whether an op has zeros in its result that its operands do not explain."""
+    of_zeros = 0 if node.primitive in _EXPONENTIALS else 1
+    from_operands = sum(x.values.infs + of_zeros * x.values.zeros for x in node.operands)
+    is_of_floats = all(x.is_floating for x in node.operands)  # the zeros of integers are not counted
+    return is_of_floats and node.primitive in _NEVER_ZERO | _EXPONENTIALS and node.values.zeros > from_operands
+
+
+def _underflow(node: Node) -> str:
     times = f", iteration {', '.join(map(str, node.place.iteration))}" if node.place.iteration else ""
     return f"the operand is 0 because `{node.primitive}` {_where(node)}{times} underflows {node.values.dtype}"
 
 
 def _of_lost_gradients(t: Trials) -> Diagnosis | None:
     """Multiplies the loss scale, for a float16 gradient that underflows and that the program divides by."""
-    lost = next((x.underflow for x in t.node.operands if x.underflow), None)
+    lost = _lost(t.node)
     if lost is None or not lost.is_backward or lost.values.dtype != "float16":
         return None
     return Diagnosis(
         "gradient that underflows",
-        f"{_lost(lost)}, whose smallest positive value is 6e-8. Gradients that underflow need a loss scale, or a "
+        f"{_underflow(lost)}, whose smallest positive value is 6e-8. Gradients that underflow need a loss scale, or a "
         "larger one: `amp.value_and_grad(fun, loss_scale=scale)`, with the scale of `amp.dynamic_loss_scale`",
         _seen(t, "with a scale 2^16 times larger", loss_factor=2.0**16),
     )
@@ -162,40 +155,32 @@ def _of_lost_gradients(t: Trials) -> Diagnosis | None:
 
 def _of_precision(t: Trials) -> Diagnosis | None:
     """Computes lines, or a module, in float32."""
-    if not has_low_precision(t.evaluation.program):
+    if not t.evaluation.has_low_precision:
         return None
-    lost = next((x.underflow for x in t.node.operands if x.underflow), None)
+    lost = _lost(t.node)
     for node in [lost, t.node] if lost else [t.node]:
         location, passing = location_of(node.place.eqns), {}
         if passed := _lines_in_float32(t, location.source):
             lines, seen = passed
             where = "that line" if lines == [location_of(t.node.place.eqns).source] else "; ".join(lines)
             passing[f"`with amp.full_precision():` around {where}"] = seen
-        scope = location.scope
-        if scope and (seen := t.compared(**_in_float32(functools.partial(_is_in_scope, scope)))):
+        if (scope := location.scope) and (seen := t.compared(**_in_float32(lambda x, y=scope: y in x.scope))):
             passing[f'`rules={{"{scope}": "full"}}`'] = seen
         if passing:
             text = (
-                f"{_lost(lost) if lost else _too_large(t)}. To run this op in float32, use {' or '.join(passing)} if "
-                f"autocast chose {node.values.dtype}, or `.astype(jnp.float32)` if the code itself casts"
+                f"{_underflow(lost) if lost else _too_large(t)}. To run this op in float32, use "
+                f"{' or '.join(passing)} if autocast chose {node.values.dtype}, or "
+                "`.astype(jnp.float32)` if the code itself casts"
             )
             return Diagnosis("precision", text, next(iter(passing.values())))
     return None
-
-
-def _is_on_lines(lines: Sequence[str], location: Location) -> bool:
-    return location.source in lines
-
-
-def _is_in_scope(scope: str, location: Location) -> bool:
-    return scope in location.scope
 
 
 def _lines_in_float32(t: Trials, line: str) -> tuple[list[str], str] | None:
     """Adds the line of the next op that is not finite, until all results are."""
     lines = [line]
     while len(lines) <= _MOST_LINES:
-        changes = _in_float32(functools.partial(_is_on_lines, [*lines]))
+        changes = _in_float32(lambda x, among=(*lines,): x.source in among)
         if seen := t.compared(**changes):
             return lines, seen
         other = dataclasses.replace(t.evaluation, trip_counts={}, **changes)
@@ -206,12 +191,8 @@ def _lines_in_float32(t: Trials, line: str) -> tuple[list[str], str] | None:
     return None
 
 
-def _in_float32(region: Callable[[Location], bool]) -> dict[str, Any]:
+def _in_float32(region: Callable[..., bool]) -> dict[str, Any]:
     return {"wide": FLOAT32, "region": functools.cache(lambda eqns: region(location_of(eqns)))}
-
-
-def _of_table(t: Trials) -> Diagnosis | None:
-    return t.cured(CURES)
 
 
 def _of_rule(t: Trials) -> Diagnosis | None:
@@ -220,8 +201,8 @@ def _of_rule(t: Trials) -> Diagnosis | None:
         return None
     for node in t.sites:
         rules = [x for x in node.place.eqns if isinstance(y := jx.structure_of(x), jx.Call) and y.rule]
-        same = Rewrite(node.key, [node.key], lambda x: x)  # to enter the function
-        if rules and (passed := t.tried(functools.partial(_as_they_are, [same]))):
+        same = [Rewrite(node.key, [node.key], lambda x: x)]  # to enter the function
+        if rules and (passed := t.tried(lambda _: same)):  # noqa: B023
             text = (
                 f"the derivative rule that the code {_where(node)} defines is not finite; without it, JAX's own "
                 f"derivative of the function is: remove the `{rules[0].primitive.name.removesuffix('_call')}`"
@@ -230,20 +211,15 @@ def _of_rule(t: Trials) -> Diagnosis | None:
     return None
 
 
-def _as_they_are(rewrites: list[Rewrite], eps: Any) -> list[Rewrite]:
-    return rewrites
-
-
 def _of_underflow(t: Trials) -> Diagnosis | None:
-    name, rule = t.node.primitive, rule_of(t.node.eqn)
+    name, rule, lost = t.node.primitive, rule_of(t.node.eqn), _lost(t.node)
     divides = name in ("log", "log2", "div") or (rule.power is not None and rule.power < 0)
-    lost = t.node.operands[-1].underflow  # the divisor, or the only operand
     if not divides or lost is None:
         return None
     return Diagnosis(
         "underflow",
-        f"{_lost(lost)}. Keep the logarithms of the factors, and add them; or divide by the sum in each step, and add "
-        "the logarithms of these",
+        f"{_underflow(lost)}. Keep the logarithms of the factors, and add them; or divide by the sum in each step, "
+        "and add the logarithms of these",
     )
 
 
@@ -251,15 +227,12 @@ def _of_eigenvalues(t: Trials) -> Diagnosis | None:
     found = [x for x in nearest([t.node], lambda x: x.parents, 6) if x.primitive in ("eigh", "svd", "eig")]
     if not found or found[0] is t.node or t.node in t.primal:
         return None
-    values = min((x for x in t.evaluation.nodes if x.place is found[0].place), key=lambda x: len(x.values.shape))
-    kept = dataclasses.replace(t.evaluation, keeps=[values.key]).kept[values.key]
-    gap = float(np.diff(np.sort(np.asarray(kept)), axis=-1).min())
     name = found[0].primitive
     return Diagnosis(
         f"derivative of {name}",
-        f"the division is inside JAX: the derivative of `{name}` divides by differences of its values, and the "
-        f"smallest difference is {gap:.3g}. Vectors of equal values are not unique, and have no derivative: use a "
-        "function of the values alone, or of the matrix",
+        f"the division is inside JAX: the derivative of `{name}` divides by differences of its values, some of "
+        "which are equal, or nearly so. Their vectors are not unique, and have no derivative: use a function of the "
+        "values alone, or of the matrix",
     )
 
 
@@ -272,7 +245,7 @@ def _of_singular(t: Trials) -> Diagnosis | None:
     def shifted(x: Any) -> Any:
         return x + 1e-3 * jnp.max(jnp.abs(x)) * jnp.eye(x.shape[-1], dtype=x.dtype)
 
-    passed = t.tried(lambda eps: [Rewrite(matrix.key, [matrix.key], shifted)]) if matrix.key else None
+    passed = t.tried(lambda _: [Rewrite(matrix.key, [matrix.key], shifted)], is_equal=False) if matrix.key else None
     return Diagnosis(
         "singular matrix",
         "the matrix is singular, or not positive definite, up to rounding: add a multiple of the identity, "
@@ -300,10 +273,6 @@ def _of_growth(t: Trials) -> Diagnosis | None:
     )
 
 
-def _of_bounds(t: Trials) -> Diagnosis | None:
-    return t.cured(BOUNDS)
-
-
 def _unknown(t: Trials) -> Diagnosis:
     """Shows the values on the way to the op."""
     largest = [max(x.operands, key=_size) for x in [t.node] if x.operands]
@@ -311,11 +280,8 @@ def _unknown(t: Trials) -> Diagnosis:
         largest.append(max(largest[-1].operands, key=_size))
     chain = "; ".join(f"`{x.primitive}` {_where(x)}: {x.values}" for x in reversed(largest) if x.primitive)
     name = t.node.primitive
-    fact = (
-        f"the operand is outside of the domain of `{name}`"
-        if name in _DOMAINS and t.node.values.nans + t.node.operands[-1].values.zeros
-        else _too_large(t)
-    )
+    is_outside = name in _DOMAINS and t.node.values.nans + t.node.operands[-1].values.zeros
+    fact = f"the operand is outside of the domain of `{name}`" if is_outside else _too_large(t)
     text = f"{fact}. The cause is not known: no cure that was tried passes"
     return Diagnosis("unknown", f"{text}. On the way: {chain}" if chain else text)
 
@@ -354,11 +320,9 @@ def _of_inputs(t: Trials) -> Diagnosis | None:
     new = {i: np.asarray(t.evaluation.arrays[i]) / size for i, size in large.items()}
     if not large or not (seen := _with_arrays(t, "without that", new)):
         return None
-    others = (
-        "all of its kind are that large: lower the learning rate"
-        if len(large) == len(sizes) > 1
-        else "check its initial values, its data and the learning rate"
-    )
+    others = "check its initial values, its data and the learning rate"
+    if len(large) == len(sizes) > 1:
+        others = "all of its kind are that large: lower the learning rate"
     i = max(large, key=large.__getitem__)
     text = f"`{t.name(i)}` is {large[i]:.2g} times as large as initial values are; {others}"
     return Diagnosis("large inputs", text, seen)
@@ -366,7 +330,7 @@ def _of_inputs(t: Trials) -> Diagnosis | None:
 
 def _read_arguments(t: Trials) -> dict[int, Any]:
     """Returns the arguments that the op depends on, by their number."""
-    read = {node.index[1] for node in upstream([t.node]) if node.place and not node.place.eqns}
+    read = {node.index[1] for node in nearest([t.node]) if node.place and not node.place.eqns}
     return {i: t.evaluation.arrays[i] for i in sorted(read)}
 
 
@@ -409,22 +373,20 @@ def _too_large(t: Trials) -> str:
 
 _CAUSES: list[Callable[[Trials], Diagnosis | None]] = [
     _of_infinities,
-    _of_constants,
     _of_integers,
-    _of_lookups,
-    _of_opaque,
+    _of_op,
     _of_scale,
     _of_lost_gradients,
     _of_outliers,
     _of_precision,
     _of_counts,
-    _of_table,
+    lambda t: t.cured(CURES),
     _of_rule,
     _of_underflow,
     _of_eigenvalues,
     _of_singular,
     _of_growth,
     _of_inputs,
-    _of_bounds,
+    lambda t: t.cured(BOUNDS),
     _unknown,
 ]

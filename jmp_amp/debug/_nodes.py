@@ -88,19 +88,22 @@ class Place(NamedTuple):
     """The position of an equation in one evaluation of a program.
 
     Attributes:
-        id: the index of each equation in `eqns` within its jaxpr, and the jaxpr and the iteration of each loop.
-        key: the same without iterations: the position in the program.
+        key: the position in the program: the index of each equation in `eqns` within its jaxpr, and of the jaxprs.
         eqns: the equations that contain this one, outermost first, and the equation itself.
         iteration: the index of the iteration of each loop that contains the equation, outermost first.
         mesh: the names and sizes of the mesh axes of the `shard_map` that contains the equation. Arrays inside have
             these axes in front.
     """
 
-    id: Id = ()
     key: Id = ()
     eqns: tuple[JaxprEqn, ...] = ()
     iteration: tuple[int, ...] = ()
     mesh: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def id(self) -> Id:
+        """The position in an evaluation."""
+        return (*self.key, *self.iteration)
 
     @property
     def eqn(self) -> JaxprEqn:
@@ -109,13 +112,11 @@ class Place(NamedTuple):
 
     def of(self, index: int, eqn: JaxprEqn) -> "Place":
         """Returns the place of an equation of the jaxpr at this place."""
-        return Place((*self.id, index), (*self.key, index), (*self.eqns, eqn), self.iteration, self.mesh)
+        return self._replace(key=(*self.key, index), eqns=(*self.eqns, eqn))
 
     def body(self, jaxpr: int, i: int | None = None) -> "Place":
         """Returns the place of a branch, or of iteration `i` of one of the jaxprs of the loop at this place."""
-        i_or_none = () if i is None else (i,)
-        iteration = (*self.iteration, *i_or_none)
-        return Place((*self.id, jaxpr, *i_or_none), (*self.key, jaxpr), self.eqns, iteration, self.mesh)
+        return self._replace(key=(*self.key, jaxpr), iteration=self.iteration if i is None else (*self.iteration, i))
 
     def on_devices(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of the arrays of all devices."""
@@ -143,7 +144,6 @@ class Node:
         number: values are numbered as they are computed.
         is_constant: whether it was computed from literals alone.
         is_backward: whether it was computed in a backward pass.
-        underflow: the value that was rounded to 0, if a zero of this one comes from there.
         readers: the values that were computed from it.
     """
 
@@ -156,7 +156,6 @@ class Node:
     number: int = 0
     is_constant: bool = False
     is_backward: bool = False
-    underflow: "Node | None" = None
     readers: list["Node"] = dataclasses.field(default_factory=list)
 
     @property

@@ -15,11 +15,11 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp.debug._evaluation import FLOAT32, Evaluation, has_low_precision
+from jmp_amp.debug._evaluation import FLOAT32, Evaluation
 from jmp_amp.debug._evidence import diagnose
 from jmp_amp.debug._nodes import Id, Values, argument_id, is_low, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
-from jmp_amp.debug._trials import Trials, upstream
+from jmp_amp.debug._trials import Trials, nearest
 
 _CURE_OF_ARGUMENTS = (
     "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"
@@ -194,25 +194,13 @@ def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
         name, result = names[cause[1]], values_of(arrays[cause[1]])
         return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
     node = evaluation.nonfinite[cause]
-    if node.place.iteration or any(x.primitive in ("scan", "while") for x in upstream([node])):
+    if node.place.iteration or any(x.primitive in ("scan", "while") for x in nearest([node])):
         evaluation = dataclasses.replace(evaluation, enters_all=True)
         node = evaluation.nonfinite[cause]
-    trials = Trials(evaluation, node)
-    found = diagnose(trials)
-    operands = tuple(x.values for x in node.operands if x.is_floating)
-    where = location_of(node.place.eqns)
-    in_float32 = _in_float32(trials)
+    trials, where = Trials(evaluation, node), location_of(node.place.eqns)
+    iteration, operands = node.place.iteration, tuple(x.values for x in node.operands if x.is_floating)
     return NonFinite(
-        node.primitive,
-        *where,
-        node.place.iteration,
-        operands,
-        node.values,
-        found.cause,
-        found.cure,
-        found.tried,
-        trials.leaf,
-        *in_float32,
+        node.primitive, *where, iteration, operands, node.values, *diagnose(trials), trials.leaf, *_in_float32(trials)
     )
 
 
@@ -247,9 +235,9 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
 def _in_float32(trials: Trials) -> tuple[bool | None, str]:
     """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
     evaluation, node = trials.evaluation, trials.node
-    if not has_low_precision(evaluation.program):
+    if not evaluation.has_low_precision:
         return False, "the program computes nothing in low precision: precision is not the cause"
-    if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in upstream([node])):
+    if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in nearest([node])):
         return None, ""  # the constant of the code is not known
     try:
         if trials.is_finite_in_float32:
