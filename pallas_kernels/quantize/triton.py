@@ -12,9 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.quantize import launch
-from pallas_kernels.quantize.launch import TILE, out_types
-from pallas_kernels.quantize.reference import magnitude, power_of_two, scale, scale_bits
+from pallas_kernels.quantize import reference
+from pallas_kernels.quantize.reference import TILE, magnitude, out_types, power_of_two, scale, scale_bits
 
 ELEMENTS = 8192  # that a program reads at once in search of the largest
 PARAMS = plgpu.CompilerParams(num_warps=8)
@@ -44,7 +43,7 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
 
     return pl.pallas_call(
         kernel,
-        out_shape=out_types(x, dtype, block),
+        out_shape=out_types(x, dtype=dtype, block=block),
         grid=tuple(pl.cdiv(size, TILE) for size in x.shape),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -68,18 +67,18 @@ def _largest(x: jax.Array, interpret: bool) -> jax.Array:
         program = pl.program_id(0)
 
         def step(k: Any, largest: jax.Array) -> jax.Array:
-            at = jnp.minimum(program + k * launch.PROGRAMS, blocks - 1) * ELEMENTS
+            at = jnp.minimum(program + k * reference.PROGRAMS, blocks - 1) * ELEMENTS
             mask = at + jnp.arange(ELEMENTS, dtype=jnp.int32) < x.size
             values = plgpu.load(x_ref.at[pl.ds(at, ELEMENTS)], mask=mask, other=0.0)
             return jnp.maximum(largest, magnitude(values))
 
         zeros = jnp.zeros(ELEMENTS, jnp.float32)
-        largest_ref[program] = jnp.max(lax.fori_loop(0, pl.cdiv(blocks, launch.PROGRAMS), step, zeros))
+        largest_ref[program] = jnp.max(lax.fori_loop(0, pl.cdiv(blocks, reference.PROGRAMS), step, zeros))
 
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((launch.PROGRAMS,), jnp.float32),
-        grid=(launch.PROGRAMS,),
+        out_shape=jax.ShapeDtypeStruct((reference.PROGRAMS,), jnp.float32),
+        grid=(reference.PROGRAMS,),
         compiler_params=PARAMS,
         interpret=interpret,
         name="largest",
