@@ -56,6 +56,11 @@ class Kernel(NamedTuple):
         """
         return importlib.import_module(f"{self.package}.{self.name}").run
 
+    def refuse(self, reason: str) -> None:
+        """Raises a `NotImplementedError` if the caller passed the kernel, which cannot run."""
+        if self.forced:
+            raise NotImplementedError(f'implementation="{self.name}" {reason}')
+
 
 class Kernels(NamedTuple):
     """The kernels of an op.
@@ -93,26 +98,22 @@ class Kernels(NamedTuple):
         try:
             kernel.load()
         except ImportError as error:
-            if not kernel.forced:
-                return None
-            raise NotImplementedError(
-                f'implementation="{name}" needs a backend that JAX {jax.__version__} does not have '
-                f"({error}); pass another implementation, or `implementation=None`"
-            ) from error
-        if kernel.forced and not interpret:
-            self._check_gpu(name)
-        return kernel
-
-    def _check_gpu(self, name: str) -> None:
+            kernel.refuse(
+                f"needs a backend that JAX {jax.__version__} does not have ({error}); pass another implementation, or "
+                "`implementation=None`"
+            )
+            return None
         device, oldest = target_device(), self.oldest[name]
         capability = compute_capability(device)
-        if capability is not None and capability < oldest.capability:
+        if not interpret and capability is not None and capability < oldest.capability:
             others = [other for other, generation in self.oldest.items() if capability >= generation.capability]
-            raise NotImplementedError(
-                f'implementation="{name}" needs a GPU of compute capability {oldest.capability} ({oldest.name}) '
-                f"or newer, but {device.device_kind} has {capability}; pass "
+            kernel.refuse(
+                f"needs a GPU of compute capability {oldest.capability} ({oldest.name}) or newer, but "
+                f"{device.device_kind} has {capability}; pass "
                 f"{' or '.join(f'`implementation={other!r}`' for other in (*others, None))}"
             )
+            return None
+        return kernel
 
 
 def define_kernel(name: str, plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,11 +126,9 @@ def define_kernel(name: str, plain: Callable[..., Any], run: Callable[..., Any])
     """
 
     def fallback(reason: str | None, kernel: Kernel, **params: Any) -> Any:
-        if kernel.forced and reason:
-            raise NotImplementedError(
-                f'implementation="{kernel.name}" {reason}; '
-                'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
-            )
+        if reason:
+            cure = 'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
+            kernel.refuse(f"{reason}; {cure}")
         return functools.partial(plain, **params)
 
     def lowered(context: Any, on_cuda: bool, **params: Any) -> Any:

@@ -155,10 +155,8 @@ def _random(x: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def _agree(result: Any, expected: Any) -> bool:
-    def is_close(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-4, equal_nan=True)
-
-    return all(map(is_close, jax.tree.leaves(result), jax.tree.leaves(expected)))
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+    return all(jnp.allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-4, equal_nan=True) for x, y in pairs)
 
 
 def median_seconds(

@@ -9,6 +9,8 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_kernels._implementations import DTYPES
 from pallas_kernels.finite_check import launch, reference
 
+_ALLOWED = ", ".join(dtype.name for dtype in DTYPES)
+
 
 def check_finite(
     tree: Any, inv_scale: ArrayLike = 1.0, *, implementation: str | None = None, interpret: bool = False
@@ -96,8 +98,7 @@ def unscale_check(
         `torch._amp_foreach_non_finite_check_and_unscale_`, `apex.multi_tensor_scale`.
     """
     if jnp.dtype(out_dtype) not in DTYPES:
-        allowed = ", ".join(dtype.name for dtype in DTYPES)
-        raise ValueError(f"`out_dtype` must be one of {allowed}, got {jnp.dtype(out_dtype).name}")
+        raise ValueError(f"`out_dtype` must be one of {_ALLOWED}, got {jnp.dtype(out_dtype).name}")
     return _run("unscale_check", tree, inv_scale, jnp.dtype(out_dtype), implementation, interpret)
 
 
@@ -113,10 +114,15 @@ def _run(
     floating = {k: jnp.asarray(x) for k, x in enumerate(leaves) if _is_floating(x)}
     dtypes = [x.dtype for x in floating.values() if x.dtype in DTYPES]
     kernel = launch.KERNELS.choose(op, implementation, interpret, dtypes, len(floating))
-    if kernel is not None and kernel.forced:
-        _check_supported(kernel.name, {paths[k][0]: x for k, x in floating.items()})
     supported = {k: x for k, x in floating.items() if kernel is not None and launch.is_supported(x)}
     rest = {k: x for k, x in floating.items() if k not in supported}
+    for k, x in rest.items():
+        if kernel is not None and x.size:
+            kernel.refuse(
+                f"supports leaves of dtype {_ALLOWED} with fewer than 2^31 elements (or up to 64 equal rows of "
+                f"fewer, of a length that is a multiple of 8), but the leaf{jax.tree_util.keystr(paths[k][0])} is "
+                f"{x.dtype.name}{list(x.shape)}; pass `implementation=None`, which reads such leaves in plain JAX"
+            )
     sum_of_squares, *outs = reference.unscale_check(factor, *rest.values(), out_dtype=out_dtype)
     if kernel is not None and supported:
         more, *more_outs = launch.unscale_check(factor, *supported.values(), out_dtype=out_dtype, kernel=kernel)
@@ -129,16 +135,3 @@ def _run(
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _check_supported(implementation: str, leaves: dict[Any, jax.Array]) -> None:
-    """Raises a `NotImplementedError` if a kernel cannot read one of the leaves."""
-    for path, x in leaves.items():
-        if x.size and not launch.is_supported(x):
-            allowed = ", ".join(dtype.name for dtype in DTYPES)
-            raise NotImplementedError(
-                f'implementation="{implementation}" supports leaves of dtype {allowed} with fewer than 2^31 elements '
-                "(or up to 64 equal rows of fewer, of a length that is a multiple of 8), but "
-                f"the leaf{jax.tree_util.keystr(path)} is {x.dtype.name}{list(x.shape)}; "
-                "pass `implementation=None`, which reads such leaves in plain JAX"
-            )

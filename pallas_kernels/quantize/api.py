@@ -1,5 +1,6 @@
 """The public op, for any matrix and any device."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -116,17 +117,14 @@ def quantize(
     op = "quantize_blocks" if block else "quantize"
     kernel = KERNELS.choose(op, implementation, interpret, [x.dtype], x.size)
     if kernel is not None and not _is_supported(x, kernel.name):
-        if kernel.forced:
-            raise NotImplementedError(
-                f'implementation="{kernel.name}" supports matrices of 1 to 2^31 - 1 elements'
-                + (f" whose sizes are multiples of {reference.TILE}" if kernel.name == "mosaic_gpu" else "")
-                + f", but `x` has the shape {x.shape}; pass `implementation=None`, which falls back to plain JAX"
-            )
+        sizes = f" whose sizes are multiples of {reference.TILE}" if kernel.name == "mosaic_gpu" else ""
+        kernel.refuse(
+            f"supports matrices of 1 to 2^31 - 1 elements{sizes}, but `x` has the shape {x.shape}; pass "
+            "`implementation=None`, which falls back to plain JAX"
+        )
         kernel = None
-    if kernel is None:
-        rows, columns, *scales = reference.quantize(x, dtype=dtype, block=block)
-    else:
-        rows, columns, *scales = _launch(x, dtype=dtype, block=block, kernel=kernel)
+    run = reference.quantize if kernel is None else functools.partial(_launch, kernel=kernel)
+    rows, columns, *scales = run(x, dtype=dtype, block=block)
     if block is None:
         return Quantized(rows, columns, scales[0][0])
     # Kernels cannot write the dtype of the scales.
