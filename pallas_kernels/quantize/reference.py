@@ -30,7 +30,7 @@ def quantize(x: jax.Array, *, dtype: Any, block: int | None) -> list[jax.Array]:
         factor, exponent = scale(jnp.max(magnitude(x), initial=0.0), dtype)
         rows = (x.astype(jnp.float32) * factor).astype(dtype)
         return [rows, rows.T, power_of_two(-exponent)[None]]
-    (rows, row_scales), (columns, column_scales) = _quantize_rows(x, dtype), _quantize_rows(x.T, dtype)
+    (rows, row_scales), (columns, column_scales) = quantize_rows(x, dtype), quantize_rows(x.T, dtype)
     return [rows, columns, row_scales, column_scales]
 
 
@@ -39,7 +39,8 @@ def out_types(x: jax.Array, **params: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.eval_shape(functools.partial(quantize, **params), x))
 
 
-def _quantize_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def quantize_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows of a matrix, each 32 elements under one scale, and the bits of these scales."""
     blocks = x.reshape(x.shape[0], -1, BLOCK)
     largest = jnp.max(magnitude(blocks), axis=2)
     factor, exponent = scale(largest, dtype)
