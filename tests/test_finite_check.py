@@ -765,7 +765,9 @@ def test_what_the_compiler_partitions_is_a_reduction_for_each_leaf(kind):
     assert reductions(leaves, "cuda") == 4 * [1]
 
 
-def test_leaves_of_symbolic_shape_are_summed():
+@pytest.mark.parametrize("measured", ["xla", *launch.KERNELS.oldest])
+def test_leaves_of_symbolic_shape_are_summed_in_plain_jax(measured, fastest):
+    fastest(measured)
     shape = jax.export.symbolic_shape("n, 3")
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
     exported = jax.export.export(jax.jit(check_finite), platforms=("cpu", "cuda"))(leaves)

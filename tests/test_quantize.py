@@ -257,6 +257,16 @@ def test_sizes_that_mosaic_gpu_cannot_read_are_plain_jax(fastest):
 
 
 @for_every_kernel
+def test_a_matrix_of_symbolic_shape_is_plain_jax(kernel, fastest):
+    fastest(kernel)
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 128"), jnp.float32)
+    exported = jax.export.export(jax.jit(quantize), platforms=("cpu", "cuda"))(x)
+    assert_same_bits(tuple(exported.call(X)), tuple(quantize(X)))
+    with pytest.raises(NotImplementedError, match=r"`x` has the shape \(n, 128\)"):
+        jax.export.export(jax.jit(functools.partial(quantize, implementation=kernel)))(x)
+
+
+@for_every_kernel
 def test_a_kernel_names_the_gpus_that_it_needs(kernel, monkeypatch):
     class Gpu:
         device_kind, compute_capability = "A fine GPU", "8.6"

@@ -117,7 +117,7 @@ def _run(
     supported = {k: x for k, x in floating.items() if kernel is not None and launch.is_supported(x)}
     rest = {k: x for k, x in floating.items() if k not in supported}
     for k, x in rest.items():
-        if kernel is not None and x.size:
+        if kernel is not None and x.size != 0:
             kernel.refuse(
                 f"supports leaves of dtype {_ALLOWED} with fewer than 2^31 elements (or up to 64 equal rows of "
                 f"fewer, of a length that is a multiple of 8), but the leaf{jax.tree_util.keystr(paths[k][0])} is "

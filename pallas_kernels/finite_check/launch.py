@@ -54,7 +54,8 @@ class Segment(NamedTuple):
 
 def is_supported(x: jax.Array) -> bool:
     """Returns whether the kernels can read a leaf."""
-    return x.dtype in DTYPES and x.size > 0 and rows(x.size) is not None
+    is_known = isinstance(x.size, int)  # a symbolic size is not
+    return x.dtype in DTYPES and is_known and x.size > 0 and rows(x.size) is not None
 
 
 def rows(size: int) -> int | None:

@@ -133,7 +133,7 @@ def quantize(
 
 def _is_supported(x: jax.Array, implementation: str) -> bool:
     is_tiled = implementation == "triton" or all(size % reference.TILE == 0 for size in x.shape)
-    return is_tiled and 0 < x.size < INDEX_LIMIT
+    return is_tiled and isinstance(x.size, int) and 0 < x.size < INDEX_LIMIT  # a symbolic size is no integer
 
 
 def _run(x: jax.Array, *, kernel: Kernel, **params: Any) -> Any:
