@@ -99,9 +99,8 @@ def measurements(kind: str | None) -> Measurements:
     file = path(kind)
     try:
         content = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
-        if content["versions"] != versions():
-            problem = f"was written with {content['versions']}, and these are {versions()}"
-        else:
+        problem = f"was written with {content['versions']}, and these are {versions()}"
+        if content["versions"] == versions():
             return {
                 op: {int(bits): Measured(str(name), int(least)) for bits, (name, least) in entries.items()}
                 for op, entries in content["fastest"].items()

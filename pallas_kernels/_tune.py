@@ -16,8 +16,6 @@ from pallas_kernels._measured import Measured, Measurements
 from pallas_kernels.finite_check.api import check_finite, unscale_check
 from pallas_kernels.quantize.api import quantize
 
-CALLS = 20  # queued back to back in a batch
-BATCHES = 11  # of which the median counts, after one to warm up
 ROTATED = 2**28  # least bytes of the arguments taken in turn, more than the cache of a GPU
 DTYPES = {16: jnp.bfloat16, 32: jnp.float32}  # by the bits for which they stand
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -163,11 +161,14 @@ def median_seconds(
     call: Callable[..., Any],
     inputs: Sequence[Any],
     timer: Callable[[], float] = time.perf_counter,
-    calls: int = CALLS,
-    batches: int = BATCHES,
+    calls: int = 20,
+    batches: int = 11,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> float:
-    """Returns the seconds of a call: the median of batches of calls that are queued back to back, on inputs in turn."""
+    """Returns the seconds of a call: the median of batches of calls that are queued back to back, on inputs in turn.
+
+    One more batch comes first, to warm up.
+    """
     turns, times = itertools.cycle(inputs), []
     for _ in range(batches + 1):
         start = timer()

@@ -63,8 +63,6 @@ class Clock:
 def tuned(monkeypatch):
     """Times an op, and returns what was chosen for both numbers of bits, and the lines of the table."""
     monkeypatch.setattr(_tune, "ROTATED", 1)
-    monkeypatch.setattr(_tune, "BATCHES", 3)
-    monkeypatch.setattr(_tune, "CALLS", 2)
 
     def run(costs, wrong=(), drift=0.0):
         clock, lines = Clock(costs, drift), []
