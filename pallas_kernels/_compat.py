@@ -13,7 +13,7 @@ Function = Callable[..., Sequence[jax.Array]]
 
 
 def mosaic_gpu_kernel(body: Callable[..., None], interpret: bool, **options: Any) -> Callable[..., Any]:
-    """Returns `plgpu.kernel(body, **options)`, or runs it in Pallas' interpreter, in which unwritten memory is NaN.
+    """Returns `plgpu.kernel(body, **options)`, run on a GPU or in Pallas' interpreter, where unwritten memory is NaN.
 
     The body must not write to memory that it reads: no barriers order its writes after the reads.
     """
