@@ -19,9 +19,9 @@ from collectives import on_the_wire
 from jax.sharding import PartitionSpec as P
 from kernels import ADAMW, CLIPPED, optimizer_step
 from report import arguments, head, report, row
+from trees import Shape, gpt2_small
 
 import jmp_amp as amp
-from pallas_kernels.finite_check.arg_specs import Shape, gpt2_small
 
 PLAIN, SCALED = 28, 32  # bytes a parameter that a step of AdamW cannot do without
 TOTAL = 122_880_000  # parameters of the trees of equal leaves

@@ -29,12 +29,12 @@ import models
 import numpy as np
 import optax
 from report import arguments, head, report, row
+from trees import TREES, Shape
 
 import jmp_amp as amp
 from pallas_kernels import check_finite, unscale_check
 from pallas_kernels._measured import fastest_implementation
 from pallas_kernels._tune import median_seconds
-from pallas_kernels.finite_check.arg_specs import TREES, Shape
 
 try:
     import torch

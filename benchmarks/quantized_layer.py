@@ -16,7 +16,8 @@ from report import head, row
 
 import jmp_amp as amp
 from pallas_kernels import quantize
-from pallas_kernels.quantize.arg_specs import LAYER, Shape
+
+LAYER = 8192, 4096, 4096  # tokens, and the features that a layer reads and returns
 
 BFLOAT16, ONE, BLOCKS = "bfloat16", "one scale", "blocks of 32"
 # Bytes for each element of the input, the weights and the cotangent, which all have as many elements as the result of
@@ -103,7 +104,10 @@ TARGETS = {"H200": ROWS, "B200": ROWS | OF_B200}
 def costs(target, only=TARGETS["B200"]):
     """Returns the figures of each row on a GPU, with the bytes of its floor, in units of a byte."""
     tokens, features, results = LAYER
-    shapes = [Shape(shape, jnp.bfloat16) for shape in ((tokens, features), (features, results), (tokens, results))]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((tokens, features), (features, results), (tokens, results))
+    ]
     elements = sum(x.size for x in shapes)
     mesh = gpu_aot.mesh(target)
     found = {}

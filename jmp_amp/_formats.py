@@ -124,11 +124,6 @@ class Format:
         return self.dtype != FLOAT32
 
     @property
-    def operands(self) -> tuple[np.dtype, ...]:
-        """The dtypes in which products may read their operands."""
-        return (self.dtype,) if self.float8 is None else (self.dtype, self.float8.operands)
-
-    @property
     def needs_loss_scale(self) -> bool:
         """Whether its dtype has a smaller range than float32, so that gradients underflow without a loss scale."""
         return bool(jnp.finfo(self.dtype).maxexp < jnp.finfo(FLOAT32).maxexp)

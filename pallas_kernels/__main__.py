@@ -6,7 +6,6 @@ import sys
 import jax
 
 from pallas_kernels import _measured
-from pallas_kernels._implementations import device_kind
 from pallas_kernels._tune import tune
 
 
@@ -16,7 +15,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("tune", help="time the kernels beside XLA, and write what is fastest to the user's cache")
     parser.parse_args()
-    kind = device_kind()
+    kind = _measured.device_kind()
     if kind is None:
         sys.exit(f"the kernels need an NVIDIA GPU, but JAX runs on {jax.default_backend()}; nothing was measured")
     print(f"{kind}, JAX {jax.__version__}\n", flush=True)

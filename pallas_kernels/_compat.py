@@ -12,15 +12,22 @@ from jax.interpreters import ad, batching, mlir
 Function = Callable[..., Sequence[jax.Array]]
 
 
-def mosaic_gpu_interpret_params() -> Any:
-    """Returns `interpret` for `plgpu.kernel`: Pallas' interpreter, in which unwritten memory is NaN."""
+def mosaic_gpu_kernel(body: Callable[..., None], interpret: bool, **options: Any) -> Callable[..., Any]:
+    """Returns `plgpu.kernel(body, **options)`, run on a GPU or in Pallas' interpreter, where unwritten memory is NaN.
+
+    The body must not write to memory that it reads: no barriers order its writes after the reads.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # imported here, because it takes a second
 
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # until JAX 0.10
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    interpreter = None
+    if interpret and hasattr(plgpu, "InterpretGPUParams"):
+        interpreter = plgpu.InterpretGPUParams()
+    elif interpret:  # until JAX 0.10
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    return InterpretGPUParams()
+        interpreter = InterpretGPUParams()
+    return plgpu.kernel(body, compiler_params=params, interpret=interpreter, **options)
 
 
 def mosaic_gpu_load(ref: Any, layout: Any) -> jax.Array:

@@ -8,15 +8,15 @@ choose the implementation. They use the reference, or raise an error if the call
 
 import functools
 import importlib
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
 from pallas_kernels._compat import define_primitive, is_partitioned
+from pallas_kernels._measured import compute_capability, fastest_implementation, target_device
 
 
 class Generation(NamedTuple):
@@ -28,87 +28,107 @@ class Generation(NamedTuple):
 
 AMPERE, ADA, HOPPER = Generation("Ampere", 8.0), Generation("Ada", 8.9), Generation("Hopper", 9.0)
 
-Kernels = Mapping[str, Generation]  # the kernels of an op, and the oldest GPUs that each supports
-
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))  # that the kernels read
 
 INDEX_LIMIT = 2**31  # the exclusive upper bound of an index: kernels index with int32
 
 
-def check_arguments(op: str, implementation: str | None, interpret: bool, kernels: Kernels) -> None:
-    """Raises a `ValueError` if there is no such implementation, or if it cannot be interpreted."""
-    if implementation not in (None, "xla", *kernels):
-        allowed = ", ".join(map(repr, (None, "xla", *kernels)))
-        raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r}")
-    if interpret and implementation not in kernels:
-        named = "implementation=" + " or ".join(map(repr, kernels))
-        raise ValueError(f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; pass {named}")
+class Kernel(NamedTuple):
+    """A kernel that an op runs.
 
-
-def load_kernel(package: str, implementation: str) -> Callable[..., Sequence[jax.Array]]:
-    """Imports the function `run` of a kernel on first use, because the import of its backend takes a second.
-
-    Raises:
-        ImportError: JAX has removed the backend.
+    Attributes:
+        package: the folder of the op.
+        name: the file of the kernel there, which is the `implementation` that a caller passes.
+        forced: whether the caller passed it. Then a `NotImplementedError` is raised where it cannot run.
+        interpret: whether Pallas' interpreter runs it.
     """
-    return importlib.import_module(f"{package}.{implementation}").run
+
+    package: str
+    name: str
+    forced: bool
+    interpret: bool
+
+    def load(self) -> Callable[..., Sequence[jax.Array]]:
+        """Imports the function `run` of the kernel on first use, because the import of its backend takes a second.
+
+        Raises:
+            ImportError: JAX has removed the backend.
+        """
+        return importlib.import_module(f"{self.package}.{self.name}").run
+
+    def refuse(self, reason: str) -> None:
+        """Raises a `NotImplementedError` if the caller passed the kernel, which cannot run."""
+        if self.forced:
+            raise NotImplementedError(f'implementation="{self.name}" {reason}')
 
 
-def is_available(package: str, implementation: str, forced: bool) -> bool:
-    """Returns whether JAX has the backend of a kernel. If the caller passed it, raises a `NotImplementedError`."""
-    try:
-        load_kernel(package, implementation)
-    except ImportError as error:
-        if forced:
-            raise NotImplementedError(
-                f'implementation="{implementation}" needs a backend that JAX {jax.__version__} does not have '
-                f"({error}); pass another implementation, or `implementation=None`"
-            ) from error
-        return False
-    return True
+class Kernels(NamedTuple):
+    """The kernels of an op.
+
+    Attributes:
+        package: the folder of the op.
+        oldest: the oldest GPUs that each kernel supports, by its name.
+    """
+
+    package: str
+    oldest: Mapping[str, Generation]
+
+    def check_arguments(self, op: str, implementation: str | None, interpret: bool) -> None:
+        """Raises a `ValueError` if there is no such implementation, or if it cannot be interpreted."""
+        if implementation not in (None, "xla", *self.oldest):
+            allowed = ", ".join(map(repr, (None, "xla", *self.oldest)))
+            raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r}")
+        if interpret and implementation not in self.oldest:
+            cure = "pass implementation=" + " or ".join(map(repr, self.oldest))
+            raise ValueError(f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; {cure}")
+
+    def choose(
+        self, op: str, implementation: str | None, interpret: bool, dtypes: Iterable[DTypeLike], size: int
+    ) -> Kernel | None:
+        """Returns the kernel that the caller passed, or the fastest for these arrays; `None` is plain JAX.
+
+        Raises:
+            NotImplementedError: JAX has removed the backend of the kernel that the caller passed, or the GPU is too old
+                for it.
+        """
+        name = implementation or fastest_implementation(op, dtypes, size)
+        if name == "xla":
+            return None
+        kernel = Kernel(self.package, name, implementation is not None, interpret)
+        try:
+            kernel.load()
+        except ImportError as error:
+            kernel.refuse(
+                f"needs a backend that JAX {jax.__version__} does not have ({error}); pass another implementation, or "
+                "`implementation=None`"
+            )
+            return None
+        device, oldest = target_device(), self.oldest[name]
+        capability = compute_capability(device)
+        if not interpret and capability is not None and capability < oldest.capability:
+            others = [other for other, generation in self.oldest.items() if capability >= generation.capability]
+            kernel.refuse(
+                f"needs a GPU of compute capability {oldest.capability} ({oldest.name}) or newer, but "
+                f"{device.device_kind} has {capability}; pass "
+                f"{' or '.join(f'`implementation={other!r}`' for other in (*others, None))}"
+            )
+            return None
+        return kernel
 
 
-def check_gpu(implementation: str, kernels: Kernels) -> None:
-    """Raises a `NotImplementedError` if the GPU that programs are traced for is too old for a kernel."""
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; not a number for AMD GPUs
-    if not re.fullmatch(r"\d+\.\d+", capability) or device_kind() != device.device_kind:
-        return
-    oldest = kernels[implementation]
-    if float(capability) < oldest.capability:
-        others = [name for name, gpu in kernels.items() if float(capability) >= gpu.capability]
-        raise NotImplementedError(
-            f'implementation="{implementation}" needs a GPU of compute capability {oldest.capability} ({oldest.name}) '
-            f"or newer, but {device.device_kind} has {capability}; pass "
-            f"{' or '.join(f'`implementation={name!r}`' for name in (*others, None))}"
-        )
-
-
-def device_kind() -> str | None:
-    """Returns the kind of GPU that programs are traced for, or `None` for other devices."""
-    # A program can be compiled for a device that is not present (`AbstractDevice`).
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if described is not None:
-        return described.device_kind
-    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
-
-
-def define_kernel(name: str, plain: Callable[..., Any], run: Callable[..., Any]) -> Primitive:
-    """Returns a primitive that runs a kernel, and plain JAX in programs that cannot use it.
+def define_kernel(name: str, plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs a kernel, and plain JAX in programs that cannot use it.
 
     Args:
-        name: the name in jaxprs.
+        name: the name of its primitive in jaxprs.
         plain: the reference, `plain(*args, **params)`.
-        run: the kernel, `run(*args, **params)`. The parameters include `implementation`, its name, and `forced`,
-            whether the caller passed it. Then a `NotImplementedError` is raised where the kernel cannot run.
+        run: the kernel, `run(*args, **params)`. The parameters include `kernel`, a `Kernel`.
     """
 
-    def fallback(reason: str | None, **params: Any) -> Any:
-        if params["forced"] and reason:
-            raise NotImplementedError(
-                f'implementation="{params["implementation"]}" {reason}; '
-                'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
-            )
+    def fallback(reason: str | None, kernel: Kernel, **params: Any) -> Any:
+        if reason:
+            cure = 'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
+            kernel.refuse(f"{reason}; {cure}")
         return functools.partial(plain, **params)
 
     def lowered(context: Any, on_cuda: bool, **params: Any) -> Any:
@@ -120,4 +140,10 @@ def define_kernel(name: str, plain: Callable[..., Any], run: Callable[..., Any])
             return fallback(reason, **params)
         return functools.partial(run, **params)
 
-    return define_primitive(name, fallback, lowered, "cuda")
+    primitive = define_primitive(name, fallback, lowered, "cuda")
+
+    def call(*args: Any, kernel: Kernel, **params: Any) -> Any:
+        apply = run if kernel.interpret else primitive.bind  # the interpreters have effects
+        return apply(*args, kernel=kernel, **params)
+
+    return call

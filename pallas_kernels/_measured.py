@@ -1,4 +1,4 @@
-"""The file of a kind of device, in which `tune` writes what was fastest on it, and which is read when an op is traced.
+"""The device that a program is traced for, and the file in which `tune` writes what was fastest on its kind.
 
 A file holds for one version of JAX and of the kernels. In any other case XLA runs: nothing is assumed to be faster
 before it was measured on the user's device.
@@ -14,15 +14,33 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels._implementations import device_kind
-
 SWITCH = "JMP_AMP_KERNELS"
+
+
+def target_device() -> Any:
+    """Returns the device that programs are traced for: the first, or one that a mesh describes in place of it."""
+    device = jax.devices()[0]
+    # A program can be compiled for a device that is not present (`AbstractDevice`).
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return device if described is None or described.device_kind == device.device_kind else described
+
+
+def device_kind() -> str | None:
+    """Returns the kind of GPU that programs are traced for, or `None` for other devices."""
+    device = target_device()
+    return device.device_kind if device.platform == "gpu" else None
+
+
+def compute_capability(device: Any) -> float | None:
+    """Returns the compute capability of an NVIDIA GPU, or `None` for other devices and those that are not present."""
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; not a number for AMD GPUs
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else None
 
 
 class Measured(NamedTuple):
@@ -81,9 +99,8 @@ def measurements(kind: str | None) -> Measurements:
     file = path(kind)
     try:
         content = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
-        if content["versions"] != versions():
-            problem = f"was written with {content['versions']}, and these are {versions()}"
-        else:
+        problem = f"was written with {content['versions']}, and these are {versions()}"
+        if content["versions"] == versions():
             return {
                 op: {int(bits): Measured(str(name), int(least)) for bits, (name, least) in entries.items()}
                 for op, entries in content["fastest"].items()

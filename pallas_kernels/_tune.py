@@ -14,12 +14,8 @@ import numpy as np
 
 from pallas_kernels._measured import Measured, Measurements
 from pallas_kernels.finite_check.api import check_finite, unscale_check
-from pallas_kernels.finite_check.arg_specs import gpt2_small, one_leaf
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.quantize.arg_specs import matrices
 
-CALLS = 20  # queued back to back in a batch
-BATCHES = 11  # of which the median counts, after one to warm up
 ROTATED = 2**28  # least bytes of the arguments taken in turn, more than the cache of a GPU
 DTYPES = {16: jnp.bfloat16, 32: jnp.float32}  # by the bits for which they stand
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -46,13 +42,28 @@ class Op(NamedTuple):
     cases: Callable[[Any], Iterable[Case]]
 
 
+def gpt2_small(dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of the 148 parameters of GPT-2 small, 124 million values."""
+    dim, layers, length, vocab = 768, 12, 1024, 50257
+    layer = [shape for n, m in ((1, 3), (1, 1), (1, 4), (4, 1)) for shape in ((n * dim, m * dim), (m * dim,))]
+    shapes = [(vocab, dim), (length, dim), *layers * [*layer, *4 * [(dim,)]], (dim,), (dim,)]
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def one_leaf(dtype: Any, nbytes: int) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shape of one leaf."""
+    return [jax.ShapeDtypeStruct((nbytes // jnp.dtype(dtype).itemsize,), dtype)]
+
+
 def _trees(dtype: Any) -> Iterable[Case]:
     for label, leaves in (("GPT-2 small", gpt2_small(dtype)), ("256 MiB", one_leaf(dtype, 2**28))):
         yield Case(label, len(leaves), (leaves, SCALAR))
 
 
 def _matrices(dtype: Any) -> Iterable[Case]:
-    return (Case(label, x.size, (x,)) for label, x in matrices(dtype).items())
+    """Yields small and large weights, and the activations of a large layer."""
+    for rows, columns in ((512, 512), (2048, 2048), (8192, 4096)):
+        yield Case(f"{rows} x {columns}", rows * columns, (jax.ShapeDtypeStruct((rows, columns), dtype),))
 
 
 OPS = {
@@ -80,7 +91,7 @@ def tune(
     fastest: dict[str, dict[int, Measured]] = {}
     for (name, op), (bits, dtype) in itertools.product(ops.items(), DTYPES.items()):
         cases = list(op.cases(dtype))
-        gains = [_gains(op.call, case, timer, partial(_report, report, name, bits, case.label)) for case in cases]
+        gains = [_gains(op.call, case, timer, report, f"| {name} | {bits}") for case in cases]
         if measured := choose([case.size for case in cases], gains):
             fastest.setdefault(name, {})[bits] = measured
     return fastest
@@ -102,11 +113,7 @@ def choose(sizes: Sequence[int], gains: Sequence[Mapping[str, float]]) -> Measur
     return Measured(kernel, min(sizes[k] for k in won))
 
 
-def _report(report: Callable[[str], Any], *cells: Any) -> None:
-    report(f"| {' | '.join(map(str, cells))} |")
-
-
-def _gains(call: Callable[..., Any], case: Case, timer: Callable[[], float], report: Any) -> dict[str, float]:
+def _gains(call: Callable[..., Any], case: Case, timer: Callable[[], float], report: Any, op: str) -> dict[str, float]:
     """Times the implementations of an op in one case. Returns the gains of the kernels that win."""
     programs = _compile(call, case.args)
     args = jax.tree.map(_random, case.args)
@@ -121,9 +128,10 @@ def _gains(call: Callable[..., Any], case: Case, timer: Callable[[], float], rep
                 raise ValueError("another result than XLA's")
             seconds[by] = median_seconds(program, inputs, timer)
         except Exception as error:  # whatever a compiler or a device says: this kernel is not used
-            report(by, " ".join(f"{type(error).__name__}: {error}".split())[:200], "")
-            continue
-        report(by, f"{seconds[by] * 1e6:.1f}", f"{seconds['xla'] / seconds[by]:.2f}")
+            figures = " ".join(f"{type(error).__name__}: {error}".split())[:200] + " |"
+        else:
+            figures = f"{seconds[by] * 1e6:.1f} | {seconds['xla'] / seconds[by]:.2f}"
+        report(f"{op} | {case.label} | {by} | {figures} |")
     xla = seconds["xla"], seconds["xla again"]
     enough = min(xla) - (max(xla) - min(xla))
     return {by: min(xla) / seconds[by] for by in KERNELS if seconds.get(by, enough) < enough}
@@ -145,21 +153,22 @@ def _random(x: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def _agree(result: Any, expected: Any) -> bool:
-    def is_close(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-4, equal_nan=True)
-
-    return all(map(is_close, jax.tree.leaves(result), jax.tree.leaves(expected)))
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+    return all(jnp.allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-4, equal_nan=True) for x, y in pairs)
 
 
 def median_seconds(
     call: Callable[..., Any],
     inputs: Sequence[Any],
     timer: Callable[[], float] = time.perf_counter,
-    calls: int = CALLS,
-    batches: int = BATCHES,
+    calls: int = 20,
+    batches: int = 11,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> float:
-    """Returns the seconds of a call: the median of batches of calls that are queued back to back, on inputs in turn."""
+    """Returns the seconds of a call: the median of batches of calls that are queued back to back, on inputs in turn.
+
+    One more batch comes first, to warm up.
+    """
     turns, times = itertools.cycle(inputs), []
     for _ in range(batches + 1):
         start = timer()

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
 from jaxprs import equations
 from kernel_ways import Way, assert_same_bits, compiled, interpreted
 
-from pallas_kernels import _implementations, check_finite, unscale_check
+from pallas_kernels import check_finite, unscale_check
 from pallas_kernels.finite_check import launch, mosaic_gpu, reference
 
 BAD = [np.inf, -np.inf, np.nan]
@@ -27,11 +28,11 @@ DTYPES = [*READ, jnp.float8_e5m2, jnp.complex64]
 BLOCK = 2048
 
 
-COMPILED = compiled(launch.KERNELS)
-KERNELS = [*interpreted(launch.KERNELS), *COMPILED]
+COMPILED = compiled(launch.KERNELS.oldest)
+KERNELS = [*interpreted(launch.KERNELS.oldest), *COMPILED]
 WAYS = [pytest.param(Way("xla"), id="xla"), *KERNELS]
 
-for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS)
+for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS.oldest)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +40,7 @@ def small_blocks():
     """Interpreters are slow, so there a few thousand elements are several blocks; a GPU runs what users run."""
     with pytest.MonkeyPatch.context() as patch:
         if jax.default_backend() != "gpu":
-            patch.setattr(launch, "DEFAULT", launch.Config(block=BLOCK))
+            patch.setattr(launch, "BLOCK", BLOCK)
         yield
 
 
@@ -105,7 +106,7 @@ def assert_unscaled(run, tree, inv_scale, out_dtype=jnp.float32):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_values_are_rounded_once_and_the_sum_is_that_of_float64(way):
-    block = launch.DEFAULT.block
+    block = launch.BLOCK
     sizes = [1, 7, 8, 9, 127, 128, 129, 255, 1000, 1023, 1024, 1025, block - 1, block, block + 1, 2 * block + 129]
     shapes = [*((size,) for size in sizes), (), (3, 1, 5), (33, 5), (0,), (0, 3)]
     tree = {f"{k}": normal(shape, READ[k % 3], seed=k) for k, shape in enumerate(shapes)}
@@ -216,7 +217,7 @@ def places(block):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_bad_element_is_found_wherever_it_is_and_all_others_are_written(way):
-    leaves = places(launch.DEFAULT.block)
+    leaves = places(launch.BLOCK)
     tree = {name: normal(size, dtype) for name, (size, dtype, _) in leaves.items()}
     assert_right(way, tree, 0.5)
     bad = itertools.cycle(BAD)
@@ -267,7 +268,7 @@ def test_what_overflows_is_not_finite_and_what_only_its_square_does_is(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_calls_give_the_same_bits(way):
-    tree = {name: normal(size, dtype) for name, (size, dtype, _) in places(launch.DEFAULT.block).items()}
+    tree = {name: normal(size, dtype) for name, (size, dtype, _) in places(launch.BLOCK).items()}
     assert_same_bits(unscale(way, tree, 0.5), unscale(way, tree, 0.5))
     assert_same_bits(check(way, tree, 0.5), check(way, tree, 0.5))
 
@@ -277,7 +278,7 @@ def test_the_size_of_a_block_does_not_show(way, monkeypatch):
     tree = [normal(9000), normal(130, jnp.float16), normal(3)]
     results = []
     for block in (1024, 4096):
-        monkeypatch.setattr(launch, "DEFAULT", launch.Config(block))
+        monkeypatch.setattr(launch, "BLOCK", block)
         results.append(jitted(way)(tree, np.float32(0.7)))
     (out, _, total), (other_out, _, other_total) = results
     assert_same_bits(out, other_out)
@@ -327,7 +328,7 @@ def kernel_inputs(fun, *args):
 
 @pytest.mark.parametrize("way", KERNELS)
 def test_more_leaves_than_one_launch_takes_are_shared_out_evenly(way, monkeypatch):
-    monkeypatch.setattr(launch, "DEFAULT", launch.Config(BLOCK, max_leaves=2))
+    monkeypatch.setattr(launch, "MAX_LEAVES", 2)
     tree = [normal(size, READ[size % 3], seed=size) for size in range(3, 8)]
     launches = kernel_inputs(lambda tree: unscale_check(tree, 0.7, implementation=way.implementation), tree)
     assert [len(launch) for launch in launches] == [1, 2, 2]
@@ -339,7 +340,7 @@ def test_more_leaves_than_one_launch_takes_are_shared_out_evenly(way, monkeypatc
 
 
 def test_the_parameters_of_a_launch_fit_into_4_kib():
-    assert 8 * (2 * launch.Config().max_leaves + 2) <= 4096
+    assert 8 * (2 * launch.MAX_LEAVES + 2) <= 4096
 
 
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40_000)), min_size=1, max_size=6)
@@ -473,7 +474,7 @@ TRANSFORMED = {
 def test_where_no_kernel_can_run_none_is_silently_plain_jax(case, fastest):
     run = TRANSFORMED[case]
     expected = run(lambda tree: unscale_check(tree, 0.5, implementation="xla"))
-    for kernel in launch.KERNELS:
+    for kernel in launch.KERNELS.oldest:
         fastest(kernel)
         result = run(lambda tree: unscale_check(tree, 0.5))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), result, expected)
@@ -502,10 +503,8 @@ def test_float64_is_plain_jax_in_float64(kernel, fastest):
 def test_an_eager_call_compiles_once(fastest, monkeypatch):
     fastest("mosaic_gpu")
     traced = []
-    plain = reference.unscale_check
-    monkeypatch.setattr(
-        reference, "unscale_check", lambda leaves, *a, **k: traced.extend(leaves) or plain(leaves, *a, **k)
-    )
+    sum_each = reference._sum_each
+    monkeypatch.setattr(reference, "_sum_each", lambda arrays: traced.extend(arrays) or sum_each(arrays))
     check_finite(np.ones(77, np.float32))
     assert traced
     traced.clear()
@@ -567,7 +566,6 @@ def test_an_empty_leaf_of_any_dtype_is_no_obstacle(kernel):
 def on_device(monkeypatch, capability):
     gpu = SimpleNamespace(device_kind="A fine GPU", compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
-    monkeypatch.setattr(_implementations, "device_kind", lambda: gpu.device_kind)
 
 
 @pytest.mark.parametrize(
@@ -586,8 +584,11 @@ def test_a_kernel_names_the_gpus_that_it_needs(kernel, capability, oldest, cure,
         assert part in str(error.value)
     # The interpreter does not need it, nor does a program for another device.
     assert check_finite(TREE["b"], implementation=kernel, interpret=True)[0]
-    monkeypatch.setattr(_implementations, "device_kind", lambda: "A finer GPU")
-    with pytest.raises(NotImplementedError, match="compiled for cpu"):
+    finer = AbstractDevice(device_kind="A finer GPU", num_cores=1, platform="gpu")
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=finer)),
+        pytest.raises(NotImplementedError, match="compiled for cpu"),
+    ):
         check_finite(TREE, implementation=kernel)
 
 
@@ -764,7 +765,9 @@ def test_what_the_compiler_partitions_is_a_reduction_for_each_leaf(kind):
     assert reductions(leaves, "cuda") == 4 * [1]
 
 
-def test_leaves_of_symbolic_shape_are_summed():
+@pytest.mark.parametrize("measured", ["xla", *launch.KERNELS.oldest])
+def test_leaves_of_symbolic_shape_are_summed_in_plain_jax(measured, fastest):
+    fastest(measured)
     shape = jax.export.symbolic_shape("n, 3")
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
     exported = jax.export.export(jax.jit(check_finite), platforms=("cpu", "cuda"))(leaves)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from trees import TREES, Shape, gpt2_small, resnet50
 
 from pallas_kernels import check_finite, unscale_check
 from pallas_kernels._implementations import DTYPES
-from pallas_kernels.finite_check import arg_specs, launch
-from pallas_kernels.finite_check.arg_specs import Shape
+from pallas_kernels.finite_check import launch
 
 pytestmark = pytest.mark.aot
 
@@ -22,7 +22,7 @@ SHARDED = [Shape((64, 64), jnp.float32), Shape((128,), jnp.float16), Shape((8, 8
 EVERY = PartitionSpec()
 DATA = PartitionSpec("data")
 
-for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS)
+for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS.oldest)
 for_both_ops = pytest.mark.parametrize("op", OPS)
 
 
@@ -43,27 +43,27 @@ def run(op, implementation, **options):
 
 @functools.cache
 def bytes_of_xla(tree, op):
-    return cost(run(op, "xla"), arg_specs.TREES[tree](jnp.float32))["bytes_moved"]
+    return cost(run(op, "xla"), TREES[tree](jnp.float32))["bytes_moved"]
 
 
 def launches(figures):
     return figures["kinds"].get("custom-call", 0)
 
 
-GPT2, RESNET, ONE_LEAF = arg_specs.TREES
+GPT2, RESNET, ONE_LEAF = TREES
 CASES = [
     # These compile for 10 seconds and more: each kernel reads each tree, by one of the ops.
     (GPT2, "mosaic_gpu", "check_finite"),
     (GPT2, "triton", "unscale_check"),
     (RESNET, "mosaic_gpu", "unscale_check"),
     (RESNET, "triton", "check_finite"),
-    *((ONE_LEAF, kernel, op) for kernel in launch.KERNELS for op in OPS),
+    *((ONE_LEAF, kernel, op) for kernel in launch.KERNELS.oldest for op in OPS),
 ]
 
 
 @pytest.mark.parametrize(("tree", "kernel", "op"), CASES)
 def test_a_whole_tree_is_one_launch_and_each_byte_moves_once(tree, kernel, op):
-    figures = cost(run(op, kernel), arg_specs.TREES[tree](jnp.float32))
+    figures = cost(run(op, kernel), TREES[tree](jnp.float32))
     assert launches(figures) == 1
     assert figures["kernels"] <= 4
     assert figures["bytes_moved"] <= 1.001 * bytes_of_xla(tree, op)
@@ -73,8 +73,8 @@ def test_a_whole_tree_is_one_launch_and_each_byte_moves_once(tree, kernel, op):
 @pytest.mark.parametrize(
     ("leaves", "most"),
     [
-        (arg_specs.gpt2_small(jnp.float32), 110),
-        (arg_specs.resnet50(jnp.float32), 100),
+        (gpt2_small(jnp.float32), 110),
+        (resnet50(jnp.float32), 100),
         ([Shape((64,), jnp.float32)] * 1000, 80),
     ],
     ids=[GPT2, RESNET, "1,000 small leaves"],
@@ -139,8 +139,8 @@ def test_a_leaf_that_no_kernel_can_index_is_plain_jax(kernel, fastest):
 
 @pytest.mark.parametrize(("kernel", "op"), [("mosaic_gpu", "unscale_check"), ("triton", "check_finite")])
 def test_the_most_leaves_of_one_launch_fit_into_its_parameters(kernel, op, monkeypatch):
-    most = launch.DEFAULT.max_leaves
-    monkeypatch.setattr(launch, "DEFAULT", launch.Config(block=1024))  # compiles faster
+    most = launch.MAX_LEAVES
+    monkeypatch.setattr(launch, "BLOCK", 1024)  # compiles faster
     figures = cost(run(op, kernel), [Shape((1024,), jnp.float32)] * most)
     assert launches(figures) == 1
     assert figures["kernels"] <= 4

@@ -10,17 +10,18 @@ import pytest
 from kernel_ways import Way, assert_same_bits, compiled, interpreted
 
 from jmp_amp import _float8
-from pallas_kernels import Quantized, QuantizedBlocks, _implementations, quantize
-from pallas_kernels.quantize import launch, mosaic_gpu, triton
+from pallas_kernels import Quantized, QuantizedBlocks, quantize
+from pallas_kernels.quantize import mosaic_gpu, reference, triton
+from pallas_kernels.quantize.api import KERNELS
 
 READ = [jnp.float32, jnp.bfloat16, jnp.float16]
 FORMATS = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 BAD = [np.inf, -np.inf, np.nan]
-INTERPRETED, COMPILED = interpreted(launch.KERNELS), compiled(launch.KERNELS)
+INTERPRETED, COMPILED = interpreted(KERNELS.oldest), compiled(KERNELS.oldest)
 WAYS = [pytest.param(Way("xla"), id="xla"), *INTERPRETED, *COMPILED]
 BLOCKS = [pytest.param(None, id="one scale"), pytest.param(32, id="blocks")]
 
-for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS)
+for_every_kernel = pytest.mark.parametrize("kernel", KERNELS.oldest)
 for_both_scalings = pytest.mark.parametrize("block", BLOCKS)
 
 
@@ -29,7 +30,7 @@ def few_programs():
     """Interpreters are slow, so there fewer programs look for the largest element; a GPU runs what users run."""
     with pytest.MonkeyPatch.context() as patch:
         if jax.default_backend() != "gpu":
-            patch.setattr(launch, "PROGRAMS", 128)
+            patch.setattr(reference, "PROGRAMS", 128)
         yield
 
 
@@ -227,7 +228,7 @@ TRANSFORMED = {
 def test_where_no_kernel_can_run_none_is_silently_plain_jax(case, block, fastest):
     run = TRANSFORMED[case]
     expected = run(lambda x: quantize(x, block=block, implementation="xla"))
-    for kernel in launch.KERNELS:
+    for kernel in KERNELS.oldest:
         fastest(kernel)
         assert_same_bits(run(lambda x: quantize(x, block=block)), expected)
 
@@ -256,12 +257,21 @@ def test_sizes_that_mosaic_gpu_cannot_read_are_plain_jax(fastest):
 
 
 @for_every_kernel
+def test_a_matrix_of_symbolic_shape_is_plain_jax(kernel, fastest):
+    fastest(kernel)
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 128"), jnp.float32)
+    exported = jax.export.export(jax.jit(quantize), platforms=("cpu", "cuda"))(x)
+    assert_same_bits(tuple(exported.call(X)), tuple(quantize(X)))
+    with pytest.raises(NotImplementedError, match=r"`x` has the shape \(n, 128\)"):
+        jax.export.export(jax.jit(functools.partial(quantize, implementation=kernel)))(x)
+
+
+@for_every_kernel
 def test_a_kernel_names_the_gpus_that_it_needs(kernel, monkeypatch):
     class Gpu:
         device_kind, compute_capability = "A fine GPU", "8.6"
 
     monkeypatch.setattr(jax, "devices", lambda *_: [Gpu])
-    monkeypatch.setattr(_implementations, "device_kind", lambda: Gpu.device_kind)
     with pytest.raises(NotImplementedError, match=r"(Ada|Hopper)\) or newer, but A fine GPU has 8.6"):
         quantize(X, implementation=kernel)
 

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 import quantized_layer
+from jax import ShapeDtypeStruct as Shape
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import quantize
-from pallas_kernels.quantize import launch
-from pallas_kernels.quantize.arg_specs import Shape
+from pallas_kernels.quantize.api import KERNELS
 
 pytestmark = pytest.mark.aot
 
 mesh = functools.cache(gpu_aot.mesh)
 for_both_scalings = pytest.mark.parametrize("block", [None, 32])
-for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS)
+for_every_kernel = pytest.mark.parametrize("kernel", KERNELS.oldest)
 
 
 EVERY, DATA = PartitionSpec(), PartitionSpec("data")
@@ -75,7 +75,7 @@ def test_on_several_devices_the_kernel_runs_inside_shard_map(kernel, fastest):
         cost(x, devices=8, spec=DATA, block=32, implementation=kernel)
 
 
-@pytest.mark.parametrize("kernel", launch.KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS.oldest)
 def test_a_layer_in_blocks_moves_the_bytes_of_the_floor_on_a_b200(kernel):
     triton, cudnn = quantized_layer.PRODUCTS
     keys = [(quantized_layer.BLOCKS, kernel, product) for product in (triton, cudnn)]
@@ -86,7 +86,7 @@ def test_a_layer_in_blocks_moves_the_bytes_of_the_floor_on_a_b200(kernel):
     assert by_cudnn["bytes_moved"] <= 1.02 * by_cudnn["floor"]
 
 
-@pytest.mark.parametrize("kernel", launch.KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS.oldest)
 def test_a_layer_with_one_scale_is_nine_kernels(kernel):
     key = quantized_layer.ONE, kernel, "`lax.dot_general`"
     (figures,) = quantized_layer.costs("H200", [key]).values()

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
-from pallas_kernels.finite_check.arg_specs import gpt2_small
+from pallas_kernels._tune import gpt2_small
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 ADAMW = optax.adamw(1e-3)

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import io_callback
 
 import pallas_kernels.__main__ as command
-from pallas_kernels import _implementations, _measured, _tune, check_finite, quantize
+from pallas_kernels import _measured, _tune, check_finite, quantize
 from pallas_kernels._measured import Measured, fastest_implementation
 
 KIND = "A fine GPU (80 GB)"
@@ -26,8 +26,7 @@ def cache(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(_measured.SWITCH, raising=False)
-    for module in (_implementations, _measured, command):
-        monkeypatch.setattr(module, "device_kind", lambda: KIND)
+    monkeypatch.setattr(_measured, "device_kind", lambda: KIND)
     _measured.measurements.cache_clear()
     yield tmp_path
     _measured.measurements.cache_clear()
@@ -64,8 +63,6 @@ class Clock:
 def tuned(monkeypatch):
     """Times an op, and returns what was chosen for both numbers of bits, and the lines of the table."""
     monkeypatch.setattr(_tune, "ROTATED", 1)
-    monkeypatch.setattr(_tune, "BATCHES", 3)
-    monkeypatch.setattr(_tune, "CALLS", 2)
 
     def run(costs, wrong=(), drift=0.0):
         clock, lines = Clock(costs, drift), []

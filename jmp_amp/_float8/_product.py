@@ -144,7 +144,7 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
     inputs = [[(jax.core.ShapedArray(aval.shape, aval.dtype), value) for aval, value in each] for each in inputs]
     # JAX does not merge axes of a type that has a sharding. Without a mesh no type has one; the compiler propagates it.
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = jax.sharding.get_abstract_mesh().abstract_device
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         return _lower_casts(ctx, inputs, casts, product)
 

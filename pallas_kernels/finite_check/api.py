@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels._implementations import DTYPES, check_arguments, check_gpu, is_available
-from pallas_kernels._measured import fastest_implementation
+from pallas_kernels._implementations import DTYPES
 from pallas_kernels.finite_check import launch, reference
+
+_ALLOWED = ", ".join(dtype.name for dtype in DTYPES)
 
 
 def check_finite(
@@ -97,58 +98,40 @@ def unscale_check(
         `torch._amp_foreach_non_finite_check_and_unscale_`, `apex.multi_tensor_scale`.
     """
     if jnp.dtype(out_dtype) not in DTYPES:
-        allowed = ", ".join(dtype.name for dtype in DTYPES)
-        raise ValueError(f"`out_dtype` must be one of {allowed}, got {jnp.dtype(out_dtype).name}")
+        raise ValueError(f"`out_dtype` must be one of {_ALLOWED}, got {jnp.dtype(out_dtype).name}")
     return _run("unscale_check", tree, inv_scale, jnp.dtype(out_dtype), implementation, interpret)
 
 
 def _run(
     op: str, tree: Any, inv_scale: ArrayLike, out_dtype: Any, implementation: str | None, interpret: bool
 ) -> tuple[Any, jax.Array, jax.Array]:
-    check_arguments(op, implementation, interpret, launch.KERNELS)
+    launch.KERNELS.check_arguments(op, implementation, interpret)
     if jnp.shape(inv_scale):
         raise ValueError(f"{op}: `inv_scale` must be a scalar, got shape {jnp.shape(inv_scale)}")
     factor = jnp.asarray(inv_scale, jnp.float32)
     paths, structure = jax.tree.flatten_with_path(tree)
     leaves = [x for _, x in paths]
-    floating = [k for k, x in enumerate(leaves) if _is_floating(x)]
-    for k in floating:
-        leaves[k] = jnp.asarray(leaves[k])
-
-    forced = implementation is not None
-    dtypes = [dtype for k in floating if (dtype := leaves[k].dtype) in DTYPES]
-    implementation = implementation or fastest_implementation(op, dtypes, len(floating))
-    supported: list[int] = []
-    if implementation != "xla" and is_available(__package__, implementation, forced):
-        if forced:
-            _check_supported(implementation, {paths[k][0]: leaves[k] for k in floating})
-        if forced and not interpret:
-            check_gpu(implementation, launch.KERNELS)
-        supported = [k for k in floating if launch.is_supported(leaves[k])]
-    rest = sorted({*floating} - {*supported})
-    outs, sum_of_squares = reference.unscale_check([leaves[k] for k in rest], factor, out_dtype=out_dtype)
-    if supported:
-        params = {"out_dtype": out_dtype, "implementation": implementation, "forced": forced, "interpret": interpret}
-        params["config"] = launch.DEFAULT
-        more, more_squares = launch.unscale_check([leaves[k] for k in supported], factor, **params)
-        outs, sum_of_squares = outs + more, sum_of_squares + more_squares
-    for k, out in zip(rest + supported, outs, strict=False):
+    floating = {k: jnp.asarray(x) for k, x in enumerate(leaves) if _is_floating(x)}
+    dtypes = [x.dtype for x in floating.values() if x.dtype in DTYPES]
+    kernel = launch.KERNELS.choose(op, implementation, interpret, dtypes, len(floating))
+    supported = {k: x for k, x in floating.items() if kernel is not None and launch.is_supported(x)}
+    rest = {k: x for k, x in floating.items() if k not in supported}
+    for k, x in rest.items():
+        if kernel is not None and x.size != 0:
+            kernel.refuse(
+                f"supports leaves of dtype {_ALLOWED} with fewer than 2^31 elements (or up to 64 equal rows of "
+                f"fewer, of a length that is a multiple of 8), but the leaf{jax.tree_util.keystr(paths[k][0])} is "
+                f"{x.dtype.name}{list(x.shape)}; pass `implementation=None`, which reads such leaves in plain JAX"
+            )
+    sum_of_squares, *outs = reference.unscale_check(factor, *rest.values(), out_dtype=out_dtype)
+    if kernel is not None and supported:
+        more, *more_outs = launch.unscale_check(factor, *supported.values(), out_dtype=out_dtype, kernel=kernel)
+        sum_of_squares, outs = sum_of_squares + more, outs + more_outs
+    # Without `out_dtype`, leaves are not multiplied.
+    for k, out in zip((*rest, *supported), outs, strict=False):
         leaves[k] = out
     return jax.tree.unflatten(structure, leaves), ~jnp.isnan(sum_of_squares), sum_of_squares
 
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _check_supported(implementation: str, leaves: dict[Any, jax.Array]) -> None:
-    """Raises a `NotImplementedError` if a kernel cannot read one of the leaves."""
-    for path, x in leaves.items():
-        if x.size and not launch.is_supported(x):
-            allowed = ", ".join(dtype.name for dtype in DTYPES)
-            raise NotImplementedError(
-                f'implementation="{implementation}" supports leaves of dtype {allowed} with fewer than 2^31 elements '
-                "(or up to 64 equal rows of fewer, of a length that is a multiple of 8), but "
-                f"the leaf{jax.tree_util.keystr(path)} is {x.dtype.name}{list(x.shape)}; "
-                "pass `implementation=None`, which reads such leaves in plain JAX"
-            )

@@ -1,6 +1,14 @@
-"""The launches of the kernels: how the leaves are split over programs."""
+"""The launches of the kernels: how the leaves are split over programs.
 
-import dataclasses
+Each file of `KERNELS` has a function `run(inputs, table, out_types, interpret)`, which returns arrays of `out_types`:
+
+- `inputs`: float32[1], the factor, followed by the leaves, reshaped to their rows.
+- `table`: the parts of the leaves that the programs read.
+- `out_types`: the products, one for each leaf or none, followed by float32[programs], the sum of squares of each
+  program. The length of the latter is the grid.
+- `interpret`: whether to run in Pallas' interpreter.
+"""
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,32 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._implementations import AMPERE, DTYPES, HOPPER, INDEX_LIMIT, define_kernel, load_kernel
+from pallas_kernels._implementations import AMPERE, DTYPES, HOPPER, INDEX_LIMIT, Kernel, Kernels, define_kernel
 from pallas_kernels.finite_check import reference
 
 C = TypeVar("C")
 
-KERNELS = {"mosaic_gpu": HOPPER, "triton": AMPERE}
+KERNELS = Kernels(__package__, {"mosaic_gpu": HOPPER, "triton": AMPERE})
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a kernel.
-
-    Attributes:
-        block: the number of elements that one program reads, a power of two and a multiple of 1024. At 8192, each
-            thread of a warpgroup has eight loads of 16 or 32 bytes in flight.
-        num_warps: the number of warps in one program (Triton only; Mosaic GPU always uses one warpgroup).
-        max_leaves: the maximum number of leaves in one launch. Each leaf needs one or two kernel parameters of 8 bytes,
-            and every driver allows 4 KiB of parameters.
-    """
-
-    block: int = 8192
-    num_warps: int = 8
-    max_leaves: int = 250
-
-
-DEFAULT = Config()
+# The number of elements that one program reads, a power of two and a multiple of 1024. At 8192, each thread of a
+# warpgroup has eight loads of 16 or 32 bytes in flight.
+BLOCK = 8192
+# The largest number of leaves in one launch. Each leaf needs one or two kernel parameters of 8 bytes, and every driver
+# allows 4 KiB of parameters.
+MAX_LEAVES = 250
 
 
 class Segment(NamedTuple):
@@ -56,30 +52,10 @@ class Segment(NamedTuple):
     programs: int
 
 
-class Launch(NamedTuple):
-    """The arguments of a kernel: of the function `run` in each file of `KERNELS`, which returns arrays of `out_types`.
-
-    Attributes:
-        inv_scale: float32[1], the factor.
-        leaves: the leaves, reshaped to their rows.
-        table: the parts of the leaves that the programs read.
-        out_types: the products, one for each leaf or none, followed by float32[programs], the sum of squares of
-            each program. The length of the latter is the grid.
-        config: the sizes of the kernel.
-        interpret: whether to run in Pallas' interpreter.
-    """
-
-    inv_scale: jax.Array
-    leaves: Sequence[jax.Array]
-    table: Sequence[Segment]
-    out_types: Sequence[jax.ShapeDtypeStruct]
-    config: Config
-    interpret: bool
-
-
 def is_supported(x: jax.Array) -> bool:
     """Returns whether the kernels can read a leaf."""
-    return x.dtype in DTYPES and x.size > 0 and rows(x.size) is not None
+    is_known = isinstance(x.size, int)  # a symbolic size is not
+    return x.dtype in DTYPES and is_known and x.size > 0 and rows(x.size) is not None
 
 
 def rows(size: int) -> int | None:
@@ -125,44 +101,25 @@ def squares(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < jnp.inf, x * x, jnp.nan)
 
 
-def unscale_check(
-    leaves: Sequence[jax.Array], inv_scale: jax.Array, **params: Any
-) -> tuple[list[jax.Array], jax.Array]:
-    """Computes `reference.unscale_check` with a kernel.
-
-    Args:
-        leaves: arrays that the kernels support.
-        inv_scale: float32[], the factor.
-        **params: `out_dtype`; `implementation`, one of `KERNELS`; `forced`, whether the caller passed the
-            implementation; `config`; `interpret`.
-    """
-    outs: list[jax.Array] = []
-    total = jnp.float32(0)
-    launches = -(-len(leaves) // params["config"].max_leaves)
+def unscale_check(inv_scale: jax.Array, *leaves: jax.Array, out_dtype: Any, kernel: Kernel) -> list[jax.Array]:
+    """Computes `reference.unscale_check` with a kernel, of leaves that it supports."""
+    total, outs = jnp.float32(0), []
+    launches = -(-len(leaves) // MAX_LEAVES)
     for i in range(launches):
         launch_leaves = leaves[len(leaves) * i // launches : len(leaves) * (i + 1) // launches]
-        run = _run if params["interpret"] else unscale_check_p.bind  # the interpreters have effects
-        launch_total, *launch_outs = run(inv_scale, *launch_leaves, **params)
-        outs += launch_outs
+        launch_total, *launch_outs = _launch(inv_scale, *launch_leaves, out_dtype=out_dtype, kernel=kernel)
         total += launch_total
-    return outs, total
-
-
-def _run(
-    inv_scale: jax.Array, *leaves: Any, implementation: str, out_dtype: Any, config: Config, interpret: bool, **_: Any
-) -> list[jax.Array]:
-    views = [x.reshape(rows(x.size), -1) for x in leaves]  # bitcasts
-    table, programs = segments([x.shape for x in views], config.block)
-    out_types = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in views]
-    out_types.append(jax.ShapeDtypeStruct((programs,), jnp.float32))
-    launch = Launch(inv_scale.reshape(1), views, table, out_types, config, interpret)
-    *outs, sums = load_kernel(__package__, implementation)(launch)
-    return [jnp.sum(sums), *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
-
-
-def _plain(inv_scale: jax.Array, *leaves: jax.Array, out_dtype: Any, **_: Any) -> list[jax.Array]:
-    outs, total = reference.unscale_check(leaves, inv_scale, out_dtype=out_dtype)
+        outs += launch_outs
     return [total, *outs]
 
 
-unscale_check_p = define_kernel("unscale_check", _plain, _run)
+def _run(inv_scale: jax.Array, *leaves: Any, out_dtype: Any, kernel: Kernel) -> list[jax.Array]:
+    views = [x.reshape(rows(x.size), -1) for x in leaves]  # bitcasts
+    table, programs = segments([x.shape for x in views], BLOCK)
+    out_types = [] if out_dtype is None else [jax.ShapeDtypeStruct(x.shape, out_dtype) for x in views]
+    out_types.append(jax.ShapeDtypeStruct((programs,), jnp.float32))
+    *outs, sums = kernel.load()([inv_scale.reshape(1), *views], table, out_types, kernel.interpret)
+    return [jnp.sum(sums), *(out.reshape(x.shape) for out, x in zip(outs, leaves, strict=False))]
+
+
+_launch = define_kernel("unscale_check", reference.unscale_check, _run)

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._compat import mosaic_gpu_interpret_params
-from pallas_kernels.finite_check.launch import Launch, Segment, dispatch, squares
+from pallas_kernels._compat import mosaic_gpu_kernel
+from pallas_kernels.finite_check.launch import Segment, dispatch, squares
 
 # Elements in one load of a warpgroup, and the number of them in each thread: 8 float16 elements are 16 bytes.
 VECTORS = {1024: 8, 128: 1}
@@ -54,14 +54,13 @@ def pieces(segment: Segment, length: int) -> list[Piece]:
     return found
 
 
-def run(launch: Launch) -> Sequence[jax.Array]:
-    """Runs the kernel. A program is always one warpgroup, so the config does not matter here."""
-    leaves = launch.leaves
+def run(inputs: Sequence[jax.Array], table: Sequence[Segment], out_types: Sequence[Any], interpret: bool) -> Any:
+    """Runs the kernel."""
     # The interpreter does not support layouts.
-    layout_cast = (lambda x, layout: x) if launch.interpret else plgpu.layout_cast
+    layout_cast = (lambda x, layout: x) if interpret else plgpu.layout_cast
 
     def kernel(inv_scale_ref: Any, *refs: Any) -> None:
-        in_refs, out_refs, partials = refs[: len(leaves)], refs[len(leaves) : -1], refs[-1]
+        in_refs, out_refs, partials = refs[: len(inputs) - 1], refs[len(inputs) - 1 : -1], refs[-1]
         program = lax.axis_index("program")
         factor = inv_scale_ref[0]
 
@@ -103,20 +102,11 @@ def run(launch: Launch) -> Sequence[jax.Array]:
             return group(groups, lax.fori_loop(0, groups, group, total), rest)
 
         nothing = {width: layout_cast(jnp.zeros(width, jnp.float32), _layout(width)) for width in VECTORS}
-        total = dispatch(launch.table, program, body, nothing | {1: jnp.float32(0)})
+        total = dispatch(table, program, body, nothing | {1: jnp.float32(0)})
         partials[program] = total[1] + sum(jnp.sum(total[width]) for width in VECTORS)
 
-    return plgpu.kernel(
-        kernel,
-        out_type=tuple(launch.out_types),
-        grid=launch.out_types[-1].shape,
-        grid_names=("program",),
-        # Barriers order writes after reads of the same memory; this kernel does not write to memory that it reads.
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=mosaic_gpu_interpret_params() if launch.interpret else None,
-    )(launch.inv_scale, *leaves)
+    grid = {"grid": out_types[-1].shape, "grid_names": ("program",)}
+    return mosaic_gpu_kernel(kernel, interpret, out_type=tuple(out_types), **grid)(*inputs)
 
 
 def _layout(width: int) -> Any:

@@ -20,22 +20,20 @@ SMALL = 2**16
 TOGETHER = 16
 
 
-def unscale_check(
-    leaves: Sequence[jax.Array], inv_scale: jax.Array, *, out_dtype: Any
-) -> tuple[list[jax.Array], jax.Array]:
+def unscale_check(inv_scale: jax.Array, *leaves: jax.Array, out_dtype: Any) -> list[jax.Array]:
     """Multiplies leaves by `inv_scale`, and sums the squares of the results.
 
     Args:
-        leaves: floating and complex arrays of any shape.
         inv_scale: float32[], the factor.
-        out_dtype: the dtype of the results. float64 and complex leaves keep their dtype. With `None`, the list of
-            results is empty.
+        *leaves: floating and complex arrays of any shape.
+        out_dtype: the dtype of the results. float64 and complex leaves keep their dtype. With `None`, there are no
+            results but the sum.
 
     Returns:
-        The results, and the sum of their squares, float32[]. The sum is NaN if and only if a result is not finite:
-        squares of finite values are at most `inf`, and their sum cannot be NaN. The flag and the norm thus need one
-        reduction for each leaf and one collective over devices. Products, squares and sums are computed in float32 (in
-        float64 for float64 leaves).
+        The sum of the squares of the results, float32[], and the results. The sum is NaN if and only if a result is not
+        finite: squares of finite values are at most `inf`, and their sum cannot be NaN. The flag and the norm thus need
+        one reduction for each leaf and one collective over devices. Products, squares and sums are computed in float32
+        (in float64 for float64 leaves).
     """
     outs, squares = [], []
     for x in leaves:
@@ -46,7 +44,7 @@ def unscale_check(
         magnitude = jnp.abs(y)
         square = jnp.square(magnitude.astype(_wide(magnitude.dtype)))
         squares.append(jnp.where(jnp.isfinite(y), square, jnp.nan))
-    return outs, sum((total.astype(jnp.float32) for total in _sum_each(squares)), start=jnp.float32(0))
+    return [sum((total.astype(jnp.float32) for total in _sum_each(squares)), start=jnp.float32(0)), *outs]
 
 
 def _wide(dtype: Any) -> Any:

@@ -11,21 +11,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.finite_check.launch import Launch, Segment, dispatch, squares
+from pallas_kernels.finite_check import launch
+from pallas_kernels.finite_check.launch import Segment, dispatch, squares
 
 
-def run(launch: Launch) -> Sequence[jax.Array]:
+def run(inputs: Sequence[jax.Array], table: Sequence[Segment], out_types: Sequence[Any], interpret: bool) -> Any:
     """Runs the kernel."""
-    leaves, config = launch.leaves, launch.config
+    block = launch.BLOCK
 
     def kernel(inv_scale_ref: Any, *refs: Any) -> None:
-        in_refs, out_refs, partials = refs[: len(leaves)], refs[len(leaves) : -1], refs[-1]
+        in_refs, out_refs, partials = refs[: len(inputs) - 1], refs[len(inputs) - 1 : -1], refs[-1]
         program = pl.program_id(0)
         factor = inv_scale_ref[0]
 
         def body(segment: Segment, index: jax.Array, total: jax.Array) -> jax.Array:
-            at = (jnp.int32(segment.row), pl.ds(segment.start + index * segment.size, config.block))
-            mask = None if segment.size == config.block else jnp.arange(config.block) < segment.size
+            at = (jnp.int32(segment.row), pl.ds(segment.start + index * segment.size, block))
+            mask = None if segment.size == block else jnp.arange(block) < segment.size
             other = None if mask is None else 0.0
             x = plgpu.load(in_refs[segment.leaf].at[at], mask=mask, other=other).astype(jnp.float32) * factor
             if out_refs:
@@ -34,13 +35,13 @@ def run(launch: Launch) -> Sequence[jax.Array]:
                 x = out.astype(jnp.float32)
             return total + squares(x)
 
-        partials[program] = jnp.sum(dispatch(launch.table, program, body, jnp.zeros(config.block, jnp.float32)))
+        partials[program] = jnp.sum(dispatch(table, program, body, jnp.zeros(block, jnp.float32)))
 
     return pl.pallas_call(
         kernel,
-        out_shape=tuple(launch.out_types),
-        grid=launch.out_types[-1].shape,
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
-        interpret=launch.interpret,
+        out_shape=tuple(out_types),
+        grid=out_types[-1].shape,
+        compiler_params=plgpu.CompilerParams(num_warps=8),
+        interpret=interpret,
         name="unscale_check",
-    )(launch.inv_scale, *leaves)
+    )(*inputs)

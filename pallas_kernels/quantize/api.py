@@ -1,14 +1,17 @@
 """The public op, for any matrix and any device."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels._implementations import DTYPES, check_arguments, check_gpu, is_available
-from pallas_kernels._measured import fastest_implementation
-from pallas_kernels.quantize import launch, reference
+from pallas_kernels._implementations import ADA, DTYPES, HOPPER, INDEX_LIMIT, Kernel, Kernels, define_kernel
+from pallas_kernels.quantize import reference
+
+KERNELS = Kernels(__package__, {"mosaic_gpu": HOPPER, "triton": ADA})
 
 FORMATS = tuple(map(jnp.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
 
@@ -99,7 +102,7 @@ def quantize(
         Open Compute Project, "Microscaling Formats (MX) Specification", 2023; Mishra et al., "Recipes for Pre-training
         LLMs with MXFP8", 2025 (arXiv:2506.08027), for scales that are rounded up.
     """
-    check_arguments("quantize", implementation, interpret, launch.KERNELS)
+    KERNELS.check_arguments("quantize", implementation, interpret)
     x, dtype = jnp.asarray(x), jnp.dtype(dtype)
     for name, given, allowed in ("x", x.dtype, DTYPES), ("dtype", dtype, FORMATS):
         if given not in allowed:
@@ -111,25 +114,30 @@ def quantize(
         sizes = f" whose sizes are multiples of {block}" if block else ""
         raise ValueError(f"quantize: `x` must be a matrix{sizes}, got shape {x.shape}")
 
-    forced = implementation is not None
     op = "quantize_blocks" if block else "quantize"
-    implementation = implementation or fastest_implementation(op, [x.dtype], x.size)
-    params: dict[str, Any] = {"dtype": dtype, "block": block}
-    if implementation != "xla" and is_available(__package__, implementation, forced):
-        if launch.is_supported(x, implementation):
-            if forced and not interpret:
-                check_gpu(implementation, launch.KERNELS)
-            params |= {"implementation": implementation, "forced": forced, "interpret": interpret}
-            run = launch.run if interpret else launch.quantize_p.bind  # the interpreters have effects
-            return _result(block, run(x, **params))
-        if forced:
-            raise NotImplementedError(
-                f'implementation="{implementation}" supports matrices of 1 to 2^31 - 1 elements'
-                + (f" whose sizes are multiples of {launch.TILE}" if implementation == "mosaic_gpu" else "")
-                + f", but `x` has the shape {x.shape}; pass `implementation=None`, which falls back to plain JAX"
-            )
-    return _result(block, reference.quantize(x, **params))
+    kernel = KERNELS.choose(op, implementation, interpret, [x.dtype], x.size)
+    if kernel is not None and not _is_supported(x, kernel.name):
+        sizes = f" whose sizes are multiples of {reference.TILE}" if kernel.name == "mosaic_gpu" else ""
+        kernel.refuse(
+            f"supports matrices of 1 to 2^31 - 1 elements{sizes}, but `x` has the shape {x.shape}; pass "
+            "`implementation=None`, which falls back to plain JAX"
+        )
+        kernel = None
+    run = reference.quantize if kernel is None else functools.partial(_launch, kernel=kernel)
+    rows, columns, *scales = run(x, dtype=dtype, block=block)
+    if block is None:
+        return Quantized(rows, columns, scales[0][0])
+    # Kernels cannot write the dtype of the scales.
+    return QuantizedBlocks(rows, columns, *(lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu) for bits in scales))
 
 
-def _result(block: int | None, fields: Any) -> Quantized | QuantizedBlocks:
-    return QuantizedBlocks(*fields) if block else Quantized(*fields)
+def _is_supported(x: jax.Array, implementation: str) -> bool:
+    is_tiled = implementation == "triton" or all(size % reference.TILE == 0 for size in x.shape)
+    return is_tiled and isinstance(x.size, int) and 0 < x.size < INDEX_LIMIT  # a symbolic size is no integer
+
+
+def _run(x: jax.Array, *, kernel: Kernel, **params: Any) -> Any:
+    return kernel.load()(x, interpret=kernel.interpret, **params)
+
+
+_launch = define_kernel("quantize", reference.quantize, _run)

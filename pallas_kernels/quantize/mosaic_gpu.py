@@ -15,10 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._compat import mosaic_gpu_interpret_params, mosaic_gpu_load, mosaic_gpu_store
-from pallas_kernels.quantize import launch
-from pallas_kernels.quantize.launch import TILE, out_types
-from pallas_kernels.quantize.reference import BLOCK, magnitude, power_of_two, scale, scale_bits
+from pallas_kernels._compat import mosaic_gpu_kernel, mosaic_gpu_load, mosaic_gpu_store
+from pallas_kernels.quantize import reference
+from pallas_kernels.quantize.reference import BLOCK, TILE, magnitude, out_types, power_of_two, scale, scale_bits
 
 ROWS = plgpu.Layout.WGMMA_UPCAST_4X
 COLUMNS, PACKED_COLUMNS = (plgpu.Layout.TCGEN05_TMEM_NATIVE(length) for length in (1, 16))
@@ -39,7 +38,7 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
         factor = None
         if block is None:
             factor, exponent = scale(
-                jnp.max(cast(largest_ref[0][...], plgpu.Layout.WG_STRIDED((launch.PROGRAMS,), vec_size=1))), dtype
+                jnp.max(cast(largest_ref[0][...], plgpu.Layout.WG_STRIDED((reference.PROGRAMS,), vec_size=1))), dtype
             )
 
             @pl.when((i == 0) & (j == 0))
@@ -66,13 +65,13 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
                 quantized = cast((elements * factor).astype(dtype), packed)
                 mosaic_gpu_store(ref.at[at, _at(column, BLOCK)], quantized)
 
-    return plgpu.kernel(
+    return mosaic_gpu_kernel(
         kernel,
-        out_type=out_types(x, dtype, block),
+        interpret,
+        out_type=out_types(x, dtype=dtype, block=block),
         grid=tuple(size // TILE for size in x.shape),
         grid_names=("i", "j"),
         scratch_types=[plgpu.SMEM((TILE, TILE), x.dtype), plgpu.Barrier()],
-        **_options(interpret),
     )(*inputs)
 
 
@@ -85,20 +84,20 @@ def _largest(x: jax.Array, interpret: bool) -> jax.Array:
         program = lax.axis_index("program")
 
         def step(k: Any, largest: jax.Array) -> jax.Array:
-            at = jnp.minimum(program + k * launch.PROGRAMS, blocks - 1) * (LOADS * LOAD)
+            at = jnp.minimum(program + k * reference.PROGRAMS, blocks - 1) * (LOADS * LOAD)
             for values in [cast(x_ref[pl.ds(at + n * LOAD, LOAD)], layout) for n in range(LOADS)]:
                 largest = jnp.maximum(largest, magnitude(values))
             return largest
 
         zeros = cast(jnp.zeros(LOAD, jnp.float32), layout)
-        largest_ref[program] = jnp.max(lax.fori_loop(0, pl.cdiv(blocks, launch.PROGRAMS), step, zeros))
+        largest_ref[program] = jnp.max(lax.fori_loop(0, pl.cdiv(blocks, reference.PROGRAMS), step, zeros))
 
-    return plgpu.kernel(
+    return mosaic_gpu_kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((launch.PROGRAMS,), jnp.float32),
-        grid=(launch.PROGRAMS,),
+        interpret,
+        out_type=jax.ShapeDtypeStruct((reference.PROGRAMS,), jnp.float32),
+        grid=(reference.PROGRAMS,),
         grid_names=("program",),
-        **_options(interpret),
     )(x)
 
 
@@ -108,13 +107,3 @@ def _at(index: Any, size: int) -> Any:
 
 def _cast(interpret: bool) -> Callable[[jax.Array, Any], jax.Array]:
     return (lambda x, layout: x) if interpret else plgpu.layout_cast  # the interpreter does not support layouts
-
-
-def _options(interpret: bool) -> dict[str, Any]:
-    return {
-        # Barriers order writes after reads of the same memory; these kernels do not write to memory that they read.
-        "compiler_params": plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        "interpret": mosaic_gpu_interpret_params() if interpret else None,
-    }

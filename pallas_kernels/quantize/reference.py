@@ -1,5 +1,11 @@
-"""The op in plain JAX: the oracle of the tests, and the fallback. The kernels compute scales by its functions."""
+"""The op in plain JAX: the oracle of the tests, and the fallback.
 
+A kernel has a function `run(x, *, dtype, block, interpret)` that returns what `quantize` returns here. It computes
+scales by these functions, and casts tiles of `TILE` rows and columns. With one scale for a matrix, a launch that finds
+the largest magnitudes of `PROGRAMS` parts precedes the cast.
+"""
+
+import functools
 from typing import Any
 
 import jax
@@ -8,23 +14,33 @@ from jax import lax
 
 BLOCK = 32  # elements that share a scale, in the MX formats
 
+TILE = 128  # the rows and columns of a matrix that one program casts
+
+PROGRAMS = 1024  # that look for the largest magnitude: few enough that each program of the cast can read their results
+
 _BIAS = 127  # of the exponent of a float32, and of a float8_e8m0fnu
 _MANTISSA = 23  # bits
 _LARGEST = 126  # the exponents -126 to 126: the scale and its inverse are normal numbers
 _NAN = 255  # the bits of a float8_e8m0fnu that is NaN
 
 
-def quantize(x: jax.Array, *, dtype: Any, block: int | None, **_: Any) -> list[jax.Array]:
-    """Computes the fields of `Quantized` or `QuantizedBlocks`."""
+def quantize(x: jax.Array, *, dtype: Any, block: int | None) -> list[jax.Array]:
+    """Returns the rows, the columns, and the scale, float32[1], or the bits of the scales of both, uint8."""
     if block is None:
         factor, exponent = scale(jnp.max(magnitude(x), initial=0.0), dtype)
         rows = (x.astype(jnp.float32) * factor).astype(dtype)
-        return [rows, rows.T, power_of_two(-exponent)]
-    (rows, row_scales), (columns, column_scales) = _quantize_rows(x, dtype), _quantize_rows(x.T, dtype)
-    return [rows, columns, *map(as_scales, (row_scales, column_scales))]
+        return [rows, rows.T, power_of_two(-exponent)[None]]
+    (rows, row_scales), (columns, column_scales) = quantize_rows(x, dtype), quantize_rows(x.T, dtype)
+    return [rows, columns, row_scales, column_scales]
 
 
-def _quantize_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def out_types(x: jax.Array, **params: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of the results of `quantize`."""
+    return tuple(jax.eval_shape(functools.partial(quantize, **params), x))
+
+
+def quantize_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows of a matrix, each 32 elements under one scale, and the bits of these scales."""
     blocks = x.reshape(x.shape[0], -1, BLOCK)
     largest = jnp.max(magnitude(blocks), axis=2)
     factor, exponent = scale(largest, dtype)
@@ -64,8 +80,3 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 def scale_bits(largest: jax.Array, exponent: jax.Array) -> jax.Array:
     """Returns the bits of `2**-exponent` as float8_e8m0fnu, of NaN if `largest` is infinite: uint8."""
     return jnp.where(largest < jnp.inf, _BIAS - exponent, _NAN).astype(jnp.uint8)
-
-
-def as_scales(bits: jax.Array) -> jax.Array:
-    """Returns the float8_e8m0fnu with these bits; kernels cannot write that dtype."""
-    return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)

@@ -12,9 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.quantize import launch
-from pallas_kernels.quantize.launch import TILE, out_types
-from pallas_kernels.quantize.reference import magnitude, power_of_two, scale, scale_bits
+from pallas_kernels.quantize import reference
+from pallas_kernels.quantize.reference import TILE, magnitude, out_types, power_of_two, quantize_rows, scale
 
 ELEMENTS = 8192  # that a program reads at once in search of the largest
 PARAMS = plgpu.CompilerParams(num_warps=8)
@@ -27,7 +26,8 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
     def kernel(*refs: Any) -> None:
         (x_ref, *largest_ref), (rows_ref, columns_ref, *scale_refs) = refs[: len(inputs)], refs[len(inputs) :]
         i, j = pl.program_id(0), pl.program_id(1)
-        values = _load(x_ref, i, j)
+        at, mask = _tile(x_ref, i, j, (TILE, TILE))
+        values = plgpu.load(x_ref.at[at], mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
         if block is None:
             factor, exponent = scale(jnp.max(largest_ref[0][...]), dtype)
 
@@ -39,12 +39,12 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
             _store(rows_ref, i, j, quantized)
             _store(columns_ref, j, i, quantized.T)
         else:
-            _store_blocks(rows_ref, scale_refs[0], i, j, values, block)
-            _store_blocks(columns_ref, scale_refs[1], j, i, values.T, block)
+            _store_blocks(rows_ref, scale_refs[0], i, j, values)
+            _store_blocks(columns_ref, scale_refs[1], j, i, values.T)
 
     return pl.pallas_call(
         kernel,
-        out_shape=out_types(x, dtype, block),
+        out_shape=out_types(x, dtype=dtype, block=block),
         grid=tuple(pl.cdiv(size, TILE) for size in x.shape),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -52,12 +52,10 @@ def run(x: jax.Array, *, dtype: Any, block: int | None, interpret: bool) -> Sequ
     )(*inputs)
 
 
-def _store_blocks(ref: Any, scale_ref: Any, i: Any, j: Any, values: jax.Array, block: int) -> None:
-    blocks = values.reshape(TILE, TILE // block, block)
-    largest = jnp.max(magnitude(blocks), axis=2)
-    factor, exponent = scale(largest, ref.dtype)
-    _store(ref, i, j, (blocks * factor[:, :, None]).astype(ref.dtype).reshape(values.shape))
-    _store(scale_ref, i, j, scale_bits(largest, exponent))
+def _store_blocks(ref: Any, scale_ref: Any, i: Any, j: Any, values: jax.Array) -> None:
+    quantized, bits = quantize_rows(values, ref.dtype)
+    _store(ref, i, j, quantized)
+    _store(scale_ref, i, j, bits)
 
 
 def _largest(x: jax.Array, interpret: bool) -> jax.Array:
@@ -68,27 +66,22 @@ def _largest(x: jax.Array, interpret: bool) -> jax.Array:
         program = pl.program_id(0)
 
         def step(k: Any, largest: jax.Array) -> jax.Array:
-            at = jnp.minimum(program + k * launch.PROGRAMS, blocks - 1) * ELEMENTS
+            at = jnp.minimum(program + k * reference.PROGRAMS, blocks - 1) * ELEMENTS
             mask = at + jnp.arange(ELEMENTS, dtype=jnp.int32) < x.size
             values = plgpu.load(x_ref.at[pl.ds(at, ELEMENTS)], mask=mask, other=0.0)
             return jnp.maximum(largest, magnitude(values))
 
         zeros = jnp.zeros(ELEMENTS, jnp.float32)
-        largest_ref[program] = jnp.max(lax.fori_loop(0, pl.cdiv(blocks, launch.PROGRAMS), step, zeros))
+        largest_ref[program] = jnp.max(lax.fori_loop(0, pl.cdiv(blocks, reference.PROGRAMS), step, zeros))
 
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((launch.PROGRAMS,), jnp.float32),
-        grid=(launch.PROGRAMS,),
+        out_shape=jax.ShapeDtypeStruct((reference.PROGRAMS,), jnp.float32),
+        grid=(reference.PROGRAMS,),
         compiler_params=PARAMS,
         interpret=interpret,
         name="largest",
     )(x)
-
-
-def _load(ref: Any, i: Any, j: Any) -> jax.Array:
-    at, mask = _tile(ref, i, j, (TILE, TILE))
-    return plgpu.load(ref.at[at], mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
 
 
 def _store(ref: Any, i: Any, j: Any, values: jax.Array) -> None:
