@@ -96,7 +96,7 @@ def abstract_eval(*avals: Any, **params: Any) -> Any:
 
 def lower(ctx: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> Any:
     """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
-    blocks, platforms = params["blocks"], jx.lowering_platforms(ctx)
+    blocks, platforms = params["blocks"], jx.versions.lowering_platforms(ctx)
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
     if lacking and not params["emulated"]:
         units = "units for blocks of float8" if blocks else "float8 units"
@@ -148,7 +148,7 @@ def _lowered_cast(ctx: Any, aval: Any, x: Any, cast: Any) -> Sequence[tuple[Any,
         values = mlir.lower_fun(cast, multiple_results=True)(ctx.replace(avals_in=[aval], avals_out=avals), x)
         return list(zip(avals, values, strict=True))
 
-    return jx.lowered_once(ctx, (cast, x), lower)
+    return jx.versions.lowered_once(ctx, (cast, x), lower)
 
 
 class _Cast(NamedTuple):
@@ -311,4 +311,4 @@ def _product() -> Primitive:
 
 
 # By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
-_PRODUCTS = {False: _product(), True: jx.lowered_for_devices(_product())}
+_PRODUCTS = {False: _product(), True: jx.versions.lowered_for_devices(_product())}
