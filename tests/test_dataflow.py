@@ -11,10 +11,9 @@ from jax import lax
 from jaxprs import dtypes
 
 import jmp_amp as amp
-from jmp_amp._autocast._known import Knowledge, Paths
+from jmp_amp._autocast._analyses import Knowledge, Paths, Readers
 from jmp_amp._autocast._planner import _Draft
 from jmp_amp._autocast._primitives import ORIGINAL, RULES, Facts
-from jmp_amp._autocast._readers import Readers
 from jmp_amp._autocast._values import NOTHING, Known, Moment, Squares, Whole
 from jmp_amp._jaxpr import Forward, structure_of
 

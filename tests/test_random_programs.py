@@ -10,7 +10,8 @@ from random_programs import INPUTS, random_program
 from rebuilt import all_plans_changed, rebuilt_identity
 
 import jmp_amp as amp
-from jmp_amp._jaxpr import apply, open_jaxpr, structure_of
+from jmp_amp._jaxpr import open_jaxpr, structure_of
+from jmp_amp._jaxpr._versions import apply
 
 pytestmark = [
     pytest.mark.sweep(251),

@@ -13,8 +13,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
-from jmp_amp._autocast._primitives import ORIGINAL, Facts, Makes, OpClass, Rule, operand_dtypes
-from jmp_amp._autocast._shapes import Axes, is_smaller, varying
+from jmp_amp._autocast._primitives import ORIGINAL, Axes, Facts, Makes, OpClass, Rule, operand_dtypes, varying
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, magnitudes, merged_magnitudes, widest
 from jmp_amp._formats import FLOAT32, Format
 
@@ -168,25 +167,21 @@ def for_promotion(op: Context) -> Sequence[Value]:
         products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin.takes_bias]
         features = [varying(jx.shape_of(atom)) - rows for atom, value in products for rows in value.axes]
     result = jx.shape_of(eqn.outvars[0])
-    return [
-        value._replace(origin=Origin.SCALAR)
-        if _does_not_widen(rule, atom, value, result, features)
-        else value._replace(
-            origin=max(value.origin, Origin.INPUT), data_dtype=None if value.filled else value.data_dtype
-        )
-        for atom, value in zip(eqn.invars, values, strict=True)
-    ]
 
+    def widens(value: Value, shape: tuple[int, ...] | None) -> bool:
+        if value.origin is Origin.SCALAR:
+            if shape == result == ():
+                return value.scalar is None  # a scalar variable is as wide as the other scalar, a known number is not
+            return value.filled and rule.arithmetic and shape == result
+        return value.origin is not Origin.INPUT or not any(map(value.axes[0].issubset, features))
 
-def _does_not_widen(
-    rule: Rule, atom: Any, value: Value, result: tuple[int, ...] | None, features: Sequence[Axes]
-) -> bool:
-    """Whether an operand of an op that promotes does not widen the others."""
-    if value.origin is Origin.SCALAR:
-        if jx.shape_of(atom) == result == ():
-            return value.scalar is not None  # a known number; a scalar variable is as wide as the other scalar
-        return not (value.filled and rule.arithmetic and jx.shape_of(atom) == result)
-    return value.origin is Origin.INPUT and any(map(value.axes[0].issubset, features))
+    def as_term(value: Value, atom: Any) -> Value:
+        if not widens(value, jx.shape_of(atom)):
+            return value._replace(origin=Origin.SCALAR)
+        data_dtype = None if value.filled else value.data_dtype
+        return value._replace(origin=max(value.origin, Origin.INPUT), data_dtype=data_dtype)
+
+    return list(map(as_term, values, eqn.invars))
 
 
 def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
@@ -310,8 +305,7 @@ def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
         for value, is_float32, each in zip(for_promotion(op), op.is_float32, before, strict=True)
         if is_float32 and not _is_broadcast(value, each) and (rule.moves or each == shape)
     ]
-    is_larger = rule.moves and is_smaller(before[0], shape)
-    if is_larger and len(data) < 2:
+    if op.facts.enlarges and len(data) < 2:
         return op.format.dtype
     return widest(map(dtype, data)) if data else None
 

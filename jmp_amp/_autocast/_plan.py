@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._values import Known, Value
@@ -49,7 +49,7 @@ class Op:
 
     def apply(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to operands that are cast."""
-        return jx.apply(self.primitive, dict(self.params), args)
+        return jx.versions.apply(self.primitive, dict(self.params), args)
 
     def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:
         """Casts the operands; see `_cast_once` for those that a loop does not change."""
@@ -117,16 +117,6 @@ class Step(NamedTuple):
     inner: "tuple[tuple[Plan, Any], ...]" = ()
     as_traced: str | None = None
 
-    @property
-    def invars(self) -> Sequence[Any]:
-        """The variables and literals that it reads."""
-        return self.eqn.invars
-
-    @property
-    def outvars(self) -> Sequence[Var]:
-        """The variables that it defines."""
-        return self.eqn.outvars
-
 
 class Region(NamedTuple):
     """The surroundings of an equation.
@@ -174,11 +164,9 @@ class Plan:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates the jaxpr on inputs of the planned dtypes; the results have the dtypes of `outs`."""
-        env = dict(zip(self.frame.constvars, self.consts, strict=True))
-        env |= dict(zip(self.frame.invars, args, strict=True))
         is_traced = jx.versions.is_differentiated()
-        steps, convert = (self._groups, _shared_cast) if is_traced else (self._single, lax.convert_element_type)
-        shared: dict[tuple[Var, Any], Any] = {}
+        steps, convert = (self._groups, _shared_cast) if is_traced else (self.steps, lax.convert_element_type)
+        waiting, shared = iter(steps), dict[tuple[Var, Any], Any]()
 
         def cast_once(atom: Any, x: Any, dtype: Any) -> Any:
             if dtype is None:
@@ -189,19 +177,17 @@ class Plan:
                 shared[atom, dtype] = convert(x, dtype)
             return shared[atom, dtype]
 
-        def apply(step: Step, operands: list[Any]) -> Sequence[Any]:
-            with jx.versions.context_of(step.eqn):
-                return step.run(list(map(cast_once, step.invars, operands, step.casts)))
+        def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+            step = next(waiting)
+            with jx.versions.context_of(eqn):
+                return step.run(list(map(cast_once, eqn.invars, operands, step.casts)))
 
-        return jx.evaluate_steps(steps, self.frame.outvars, env, apply)
-
-    @functools.cached_property
-    def _single(self) -> list[tuple[Step, list[Var]]]:
-        return jx.with_last_reads(self.steps, self.frame.outvars)
+        jaxpr = self.frame.replace(eqns=[step.eqn for step in steps])
+        return jx.evaluate(ClosedJaxpr(jaxpr, self.consts), args, apply)
 
     @functools.cached_property
-    def _groups(self) -> list[tuple[Step, list[Var]]]:
-        return jx.with_last_reads(_grouped(self.steps, self.frame.outvars), self.frame.outvars)
+    def _groups(self) -> Sequence[Step]:
+        return _grouped(self.steps, self.frame.outvars)
 
     @functools.cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -271,7 +257,7 @@ def _grouped(steps: Sequence[Step], results: Sequence[Any]) -> list[Step]:
     read_later, joined = {atom for atom in results if isinstance(atom, Var)}, []
     for group in reversed(groups):
         joined.append(group[0] if _call(group[0]) is None else _join(group, read_later))
-        read_later.update([atom for step in group for atom in step.invars if isinstance(atom, Var)])
+        read_later.update([atom for step in group for atom in step.eqn.invars if isinstance(atom, Var)])
     return joined[::-1]
 
 
@@ -310,8 +296,8 @@ def _run(ops: tuple[tuple[Op | _Cast, tuple[int, ...]], ...], results: tuple[int
 
 def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     # Atoms are identified by id, since literals cannot be hashed.
-    read = [[((id(a), cast), a) for a, cast in zip(s.invars, s.casts, strict=True)] for s in steps]
-    defined = {id(var) for step in steps for var in step.outvars}
+    read = [[((id(a), cast), a) for a, cast in zip(s.eqn.invars, s.casts, strict=True)] for s in steps]
+    defined = {id(var) for step in steps for var in step.eqn.outvars}
     inputs = {key: atom for each in read for key, atom in each if key[0] not in defined}
     places = {key: i for i, key in enumerate(inputs)}
     ops: list[tuple[Any, tuple[int, ...]]] = []
@@ -321,9 +307,9 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
                 ops.append((_Cast(cast), (places[atom, None],)))
                 places[atom, cast] = len(places)
         ops.append((step.run, tuple([places[key] for key, _ in each])))
-        for var in step.outvars:
+        for var in step.eqn.outvars:
             places[id(var), None] = len(places)
-    outvars = [var for step in steps for var in step.outvars if var in read_later]
+    outvars = [var for step in steps for var in step.eqn.outvars if var in read_later]
     group = tuple(ops), tuple([places[id(var), None] for var in outvars])
     eqn = steps[0].eqn.replace(invars=[*inputs.values()], outvars=outvars)
     casts = tuple([cast for _, cast in inputs])

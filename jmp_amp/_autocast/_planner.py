@@ -8,12 +8,11 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._analyses import Knowledge, Readers, joined, why_as_traced
 from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
-from jmp_amp._autocast._known import Knowledge
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import Op, Plan, Region, Step, differs, is_same_in_loops
 from jmp_amp._autocast._primitives import RULES, Facts, Makes, OpClass, Reads, Rule, find_rule, rule_of
-from jmp_amp._autocast._readers import Readers, joined, why_as_traced
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant, constants
@@ -68,9 +67,8 @@ class Planner:
             sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in atoms])
             if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
                 moved[eqn.outvars[0]] = sources[0]
-            facts.append(
-                Facts(eqn, rule, jx.structure_of(eqn), tuple(operands), sources, self._number_of(eqn, sources))
-            )
+            number = self._number_of(eqn, sources)
+            facts.append(Facts(eqn, rule, jx.structure_of(eqn), tuple(operands), sources, number))
         return facts
 
     def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int | None:
@@ -134,10 +132,8 @@ class Planner:
     def _first_order(self, op: Context) -> Step:
         eqn, is_float32 = op.eqn, op.is_float32
         dtype, why = decide(op)
-        casts = tuple(
-            dtype if eligible and value.dtype != dtype else None
-            for value, eligible in zip(op.values, is_float32, strict=True)
-        )
+        pairs = zip(op.values, is_float32, strict=True)
+        casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
@@ -163,8 +159,7 @@ class _Variable:
         value: what is known of it; None until its equation is decided.
         producer: the equation that computes it; None for an input.
         readers: the equations that read it.
-        float32_readers: those that read it in float32.
-        low_reads: how many equations and results of the jaxpr may read it in low precision.
+        low_readers: those of them that may read it in low precision, and -1 if a result of the jaxpr may.
         reads: how its readers read it.
         stream: how it is read as a residual stream.
     """
@@ -172,15 +167,14 @@ class _Variable:
     value: Value | None = None
     producer: int | None = None
     readers: list[int] = dataclasses.field(default_factory=list)
-    float32_readers: set[int] = dataclasses.field(default_factory=set)
-    low_reads: int = 0
+    low_readers: set[int] = dataclasses.field(default_factory=set)
     reads: int = Reads.NOBODY
     stream: Stream = Stream.NONE
 
     @property
     def needs_float32(self) -> bool:
         """Whether all its readers read float32, or it is a gate."""
-        return (self.reads != Reads.NOBODY and not self.low_reads) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
+        return (self.reads != Reads.NOBODY and not self.low_readers) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
 
 
 class _Draft:
@@ -203,11 +197,11 @@ class _Draft:
         for i, each in enumerate(facts):
             for var in each.operands:
                 self._variables[var].readers.append(i)
-                self._variables[var].low_reads += 1
+                self._variables[var].low_readers.add(i)
             self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
         for use, atom in zip(uses, opened.outvars, strict=True):
-            if isinstance(atom, Var):
-                self._variables[atom].low_reads += not use.needs_float32
+            if isinstance(atom, Var) and not use.needs_float32:
+                self._variables[atom].low_readers.add(-1)
         known = [value.known for value in values]
         self._known = planner.knowledge.find(jaxpr, known)
         for var, reads in planner.readers.find(jaxpr, known, [use.reads for use in uses]).items():
@@ -296,9 +290,11 @@ class _Draft:
 
     def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
         """Returns what is known of an operand, and whether another equation reads it in float32."""
-        if value.as_data().dtype == jx.dtype_of(atom) or not self._variables[atom].float32_readers - {reader}:
+        if value.as_data().dtype == jx.dtype_of(atom):
             return value
-        return value._replace(has_float32_copy=True)
+        variable = self._variables[atom]
+        has_copy = not variable.low_readers.issuperset(set(variable.readers) - {reader})
+        return value._replace(has_float32_copy=True) if has_copy else value
 
     def _affected(self, i: int, step: Step) -> Iterator[int]:
         """Records the operands that an equation reads in float32, and yields the equations to decide again."""
@@ -306,9 +302,8 @@ class _Draft:
         low = {atom for atom, is_float32 in pairs if not is_float32 and isinstance(atom, Var)}
         for var in self._contexts[i].facts.operands:
             operand = self._variables[var]
-            if var not in low and i not in operand.float32_readers:
-                operand.float32_readers.add(i)
-                operand.low_reads -= 1
+            if var not in low and i in operand.low_readers:
+                operand.low_readers.remove(i)
                 if operand.needs_float32 and operand.producer is not None:
                     yield operand.producer
                 yield from [reader for reader in operand.readers if self._contexts[reader].facts.uses_copies]
@@ -331,4 +326,4 @@ class _Draft:
 def _need_float32(results: Sequence[_Variable]) -> bool:
     """Whether all results of an equation that are read need float32, and at least one does."""
     needs = [result.needs_float32 for result in results]
-    return any(needs) and all(need or not result.low_reads for need, result in zip(needs, results, strict=True))
+    return any(needs) and all(need or not result.low_readers for need, result in zip(needs, results, strict=True))

@@ -3,8 +3,11 @@
 The classes follow PyTorch's lists (`torch.amp`, CUDA). A primitive that is not in the table is `ORIGINAL`.
 """
 
+import bisect
 import enum
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +16,82 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import _shapes as shapes
+
+Axes = frozenset[int]
+Shape = tuple[Any, ...]
+
+
+def varying(shape: Shape | None) -> Axes:
+    """Returns the axes of more than one element."""
+    # A symbolic dimension can only be compared for equality.
+    return frozenset(i for i, n in enumerate(shape or ()) if n != 1)
+
+
+# How an op that moves an array moves axes of it, from its parameters and the shapes before and after; None if that is
+# not known.
+MoveAxes = Callable[[Mapping[str, Any], Shape, Shape, Axes], Axes | None]
+
+
+def broadcast_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
+    """Moves axes through a broadcast."""
+    return frozenset(int(params["broadcast_dimensions"][axis]) for axis in axes)
+
+
+def squeeze_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
+    """Moves axes through the removal of others."""
+    kept = [axis for axis in range(len(before)) if axis not in params["dimensions"]]
+    return frozenset(i for i, axis in enumerate(kept) if axis in axes)
+
+
+def transpose_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
+    """Moves axes through a permutation."""
+    return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in axes)
+
+
+def reshape_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
+    """Moves axes through a reshape.
+
+    An axis that merges several axes, or is a part of one, counts if any of these counts.
+    """
+    if params["dimensions"] is not None:
+        return None
+    olds, news = sorted(varying(before)), sorted(varying(after))
+    if [before[i] for i in olds] == [after[i] for i in news]:
+        return frozenset(new for old, new in zip(olds, news, strict=True) if old in axes)
+    if not all(isinstance(n, int) and n for n in (*before, *after)):
+        return None
+    # Axes belong together if no boundary that both shapes have lies between them.
+    ends, new_ends = (
+        list(itertools.accumulate([n[i] for i in kept], operator.mul)) for n, kept in ((before, olds), (after, news))
+    )
+    shared = sorted(set(ends) & set(new_ends))
+    found = {bisect.bisect_left(shared, end) for axis, end in zip(olds, ends, strict=True) if axis in axes}
+    return frozenset(i for i, end in zip(news, new_ends, strict=True) if bisect.bisect_left(shared, end) in found)
+
+
+def no_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> None:
+    """Returns None: the places of the axes depend on more than the axes."""
+
+
+def same_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
+    """Returns the axes themselves, if there are as many as before."""
+    return axes if len(before) == len(after) else None
+
+
+def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether an array of a shape is known to have fewer elements than one of another shape.
+
+    Dimensions that both have cancel. Of those that are left, symbolic ones are only known to be another size than 1.
+    """
+    mine, others = list(shape), list(other)
+    for n in shape:
+        if n in others:
+            mine.remove(n)
+            others.remove(n)
+    size, other_size = math.prod(mine), math.prod(others)
+    if isinstance(size, int) and isinstance(other_size, int):
+        return size < other_size
+    return size == 1 and other_size != 1
 
 
 class OpClass(enum.StrEnum):
@@ -97,14 +175,14 @@ class Rule(NamedTuple):
     makes: Makes = Makes.OTHER
     reads: int = Reads.NOBODY
     fuses: bool = False
-    rows: tuple[shapes.Axes | None, shapes.Axes | None] = (None, None)
+    rows: tuple[Axes | None, Axes | None] = (None, None)
     costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
     power: float | None = None
     fold: Callable[..., Any] | None = None
-    move_axes: shapes.MoveAxes = shapes.same_axes
+    move_axes: MoveAxes = same_axes
     takes: bool = False
     makes_gates: bool = False
     keeps_unit: bool = False
@@ -188,9 +266,7 @@ def operand_dtypes(precision: Any) -> set[np.dtype] | None:
     return None if read is None else set(map(np.dtype, read if isinstance(read, tuple) else (read,)))
 
 
-def _product(
-    params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[shapes.Axes | None, shapes.Axes | None]
-) -> Rule:
+def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
     """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered."""
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
@@ -248,8 +324,8 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
         return _FULL
     x, indices = avals
     shape = (*indices.shape[:-1], *params["slice_sizes"])
-    is_whole = math.prod(shape) == math.prod(x.shape) or shapes.is_smaller(x.shape, shape)
-    return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=shapes.no_axes)
+    is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
+    return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=no_axes)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -305,7 +381,7 @@ RULES: Rules = _table(
         "atan2": _PROMOTE,
         "scatter scatter-min scatter-max": _PROMOTE._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",)),
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(makes=Makes.CHOSEN),
-        "concatenate pad": _PROMOTE._replace(makes=Makes.MOVED, move_axes=shapes.no_axes),
+        "concatenate pad": _PROMOTE._replace(makes=Makes.MOVED, move_axes=no_axes),
         "stack": _PROMOTE._replace(makes=Makes.MOVED),
         # Bounded or exact in any dtype.
         "neg": _ELEMENTWISE._replace(makes=Makes.CHOSEN, makes_gates=True, fold=lambda _, x: -x),
@@ -326,10 +402,10 @@ RULES: Rules = _table(
         "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
-        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=shapes.broadcast_axes),
-        "reshape": _FUSED_MOVE._replace(move_axes=shapes.reshape_axes),
-        "squeeze": _FUSED_MOVE._replace(move_axes=shapes.squeeze_axes),
-        "transpose": _FUSED_MOVE._replace(move_axes=shapes.transpose_axes),
+        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=broadcast_axes),
+        "reshape": _FUSED_MOVE._replace(move_axes=reshape_axes),
+        "squeeze": _FUSED_MOVE._replace(move_axes=squeeze_axes),
+        "transpose": _FUSED_MOVE._replace(move_axes=transpose_axes),
         "stop_gradient": _FUSED_MOVE._replace(fold=lambda _, x: x),
         "slice dynamic_slice rev split unstack": _FUSED_MOVE,
         "gather": _gather,
@@ -389,6 +465,12 @@ class Facts(NamedTuple):
     def uses_copies(self) -> bool:
         """Whether a float32 copy of an operand would change its decision."""
         return self.structure is not None or (self.rule.moves and not self.rule.fuses)
+
+    @property
+    def enlarges(self) -> bool:
+        """Whether it moves the elements of an array into a larger one, as a broadcast does."""
+        shapes = [jx.shape_of(atom) or () for atom in (*self.eqn.invars[:1], *self.eqn.outvars[:1])]
+        return self.rule.moves and is_smaller(*shapes)
 
     @property
     def repeats_operand(self) -> bool:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Rule
-from jmp_amp._autocast._shapes import is_smaller
+from jmp_amp._autocast._primitives import Facts, Makes, OpClass
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
 
@@ -149,7 +148,7 @@ class Streams:
             elif facts.structure is not None:
                 outs = self._enter(eqn, facts.structure, operands, norms)
             elif len(eqn.outvars) == 1:
-                outs = [_first_order(eqn, facts.rule, operands, norms)]
+                outs = [_first_order(facts, operands, norms)]
             else:
                 outs = list(map(_Part, eqn.outvars))
             if facts.rule.op_class is OpClass.LOWER or any(part and part.is_layers for part in operands):
@@ -204,14 +203,13 @@ class Streams:
         return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
 
 
-def _first_order(eqn: JaxprEqn, rule: Rule, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
+def _first_order(facts: Facts, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
     """Returns what the result of an op holds, and notes sums and residual streams."""
-    (result,) = eqn.outvars
+    eqn, rule, (result,) = facts.eqn, facts.rule, facts.eqn.outvars
     if jx.dtype_of(result) != FLOAT32:
         return None
     known = [part for part in operands if part]
-    is_larger = rule.moves and is_smaller(jx.shape_of(eqn.invars[0]) or (), jx.shape_of(result) or ())
-    if rule.passes_on and (not known or is_larger):
+    if rule.passes_on and (not known or facts.enlarges):
         return None if all(part.holds is _Holds.ELEMENTS for part in known) else known[0]
     statistics = [part for part in known if part.holds is not _Holds.ELEMENTS]
     elements = [

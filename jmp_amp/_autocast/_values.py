@@ -11,8 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Reads
-from jmp_amp._autocast._shapes import Axes, varying
+from jmp_amp._autocast._primitives import Axes, Reads, varying
 from jmp_amp._formats import FLOAT32
 
 

@@ -124,7 +124,7 @@ def abstract_eval(*avals: Any, **params: Any) -> Any:
 
 def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
-    blocks, platforms = params["blocks"], jx.lowering_platforms(ctx)
+    blocks, platforms = params["blocks"], jx.versions.lowering_platforms(ctx)
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
     if lacking and not params["emulated"]:
         units = "units for blocks of float8" if blocks else "float8 units"
@@ -185,7 +185,7 @@ def _lowered_cast(ctx: Any, inputs: Sequence[Typed], cast: Any) -> Sequence[Type
         ctx_of_cast = ctx.replace(avals_in=avals, avals_out=out_avals)
         return list(zip(out_avals, mlir.lower_fun(cast, multiple_results=True)(ctx_of_cast, *values), strict=True))
 
-    return jx.lowered_once(ctx, (cast, *values), lower)
+    return jx.versions.lowered_once(ctx, (cast, *values), lower)
 
 
 class _Cast(NamedTuple):
@@ -404,5 +404,5 @@ _scale_p = _scale()
 # By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
 _PRODUCTS = {
     False: product_primitive(PRIMITIVE, _gradient, _batch),
-    True: jx.lowered_for_devices(product_primitive(PRIMITIVE, _gradient, _batch)),
+    True: jx.versions.lowered_for_devices(product_primitive(PRIMITIVE, _gradient, _batch)),
 }

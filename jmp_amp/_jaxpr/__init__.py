@@ -25,7 +25,6 @@ from jmp_amp._jaxpr._trace import (
     combine,
     dtype_of,
     evaluate,
-    evaluate_steps,
     hoist,
     is_floating,
     is_inexact,
@@ -37,21 +36,5 @@ from jmp_amp._jaxpr._trace import (
     trace_call,
     tracers_behind,
     with_dtype,
-    with_last_reads,
 )
-from jmp_amp._jaxpr._versions import (
-    api_boundary,
-    apply,
-    is_backward,
-    is_of_derivative,
-    is_recomputed,
-    lowered_for_devices,
-    lowered_once,
-    lowering_platforms,
-    open_jaxpr,
-    operands_of,
-    parent_of,
-    pull_with_logs,
-    spans_of,
-    varying_axes,
-)
+from jmp_amp._jaxpr._versions import api_boundary, is_backward, is_of_derivative, is_recomputed, open_jaxpr, spans_of

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jmp_amp._jaxpr._structures import Loop
+from jmp_amp._jaxpr._structures import Loop, Structure, entries
 from jmp_amp._jaxpr._trace import Cache
 from jmp_amp._jaxpr._versions import open_jaxpr
 
@@ -111,21 +111,17 @@ class Forward(_Analysis[E, T]):
 
     def inside(self, equation: E, operands: Sequence[T]) -> list[tuple[Any, tuple[T, ...]]]:
         """Returns the jaxprs of an equation, the condition of a loop first, and what is known of the inputs of each."""
-        structure = equation.enters
-        if not isinstance(structure, Loop):
-            inputs = tuple([operands[i] for i in structure.operands])
-            return [(jaxpr, inputs) for jaxpr in structure.jaxprs]
-        loop, opened = structure, open_jaxpr(structure.body)[0]
-        given = tuple(operands[loop.consts]), tuple(operands[loop.carry]), tuple(operands[loop.xs])
-        carry = self._carries(opened, given, lambda: self._settle(loop, *given))
-        body = [(loop.body, (*given[0], *carry, *given[2]))]
-        return body if loop.cond is None else [(loop.cond, (*operands[loop.cond_consts], *carry)), *body]
+        structure, facts = equation.enters, list(operands)
+        if isinstance(structure, Loop):
+            body, _ = open_jaxpr(structure.body)
+            facts[structure.carry] = self._carries(body, tuple(facts), lambda: self._settle(structure, operands))
+        return [(jaxpr, tuple([facts[i] for i in places])) for jaxpr, places in entries(structure)]
 
-    def _settle(self, loop: Loop, consts: tuple[T, ...], carry: tuple[T, ...], xs: tuple[T, ...]) -> tuple[T, ...]:
+    def _settle(self, loop: Loop, operands: Sequence[T]) -> tuple[T, ...]:
         """Returns what is known of the carries of a loop in every iteration."""
-        carry = tuple(self.enter_loop(loop, carry))
+        carry = tuple(self.enter_loop(loop, operands[loop.carry]))
         for iteration in itertools.count():
-            outs = self.outs(loop.body, (*consts, *carry, *xs))[: loop.n_carry]
+            outs = self.outs(loop.body, (*operands[loop.consts], *carry, *operands[loop.xs]))[: loop.n_carry]
             new = tuple(self.enter_loop(loop, tuple(map(self.join, carry, outs))))
             if iteration > 2:
                 new = tuple(map(self.widen, carry, new))
@@ -165,16 +161,18 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         """Returns what a first-order equation says of its operands; `operands` is what is known of them."""
         raise NotImplementedError
 
-    def control(self, outs: Sequence[T]) -> T:
-        """Returns what is said of the index of branches, from what is said of their results."""
-        raise NotImplementedError
-
     def enter_loop(self, loop: Loop, inputs: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
         """Returns what is said of the carries that the body of a loop returns."""
         return outs
 
-    def leave_loop(self, loop: Loop, outs: Sequence[T], said: Sequence[T]) -> Sequence[T]:
-        """Returns what is said of the operands of a loop, from what is said of its results and of one iteration."""
+    def leave(self, structure: Structure, outs: Sequence[T], said: Sequence[T]) -> Sequence[T]:
+        """Returns what an equation that holds jaxprs says of its operands.
+
+        Args:
+            structure: how it holds them.
+            outs: what is said of its results.
+            said: what its jaxprs say of its operands; `bottom` of the index of branches.
+        """
         return said
 
     def find(self, jaxpr: Any, inputs: Sequence[S], outs: Sequence[T]) -> Mapping[Var, T]:
@@ -209,37 +207,29 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         self, equation: E, operands: Sequence[S], outs: Sequence[T]
     ) -> list[tuple[Any, tuple[S, ...], tuple[T, ...]]]:
         """Returns the jaxprs of an equation, what is known of the inputs of each, and what is said of its results."""
-        *cond, (body, inputs) = self.known.inside(equation, operands)
-        if not isinstance(loop := equation.enters, Loop):
-            return [(*each, tuple(outs)) for each in (*cond, (body, inputs))]
-        conditions = [(*each, (self.condition,)) for each in cond]
+        entered, loop = self.known.inside(equation, operands), equation.enters
+        if not isinstance(loop, Loop):
+            return [(*each, tuple(outs)) for each in entered]
+        *before, (body, inputs) = entered
+        conditions = [(*each, (self.condition,)) for each in before]
         carry, ys = tuple(self.enter_loop(loop, inputs, outs[: loop.n_carry])), outs[loop.n_carry :]
-        for condition in conditions:
-            carry = tuple(map(self.join, carry, self._said(*condition)[loop.cond_consts.stop :]))
+        carry = tuple(map(self.join, carry, self._of_operands(equation, conditions)[loop.carry]))
         while True:
-            said = self._said(body, inputs, (*carry, *ys))[loop.n_consts : loop.n_consts + loop.n_carry]
-            new = tuple(map(self.join, carry, said))
+            inside = [*conditions, (body, inputs, (*carry, *ys))]
+            new = tuple(map(self.join, carry, self._of_operands(equation, inside)[loop.carry]))
             if new == carry:
-                return [*conditions, (body, inputs, (*carry, *ys))]
+                return inside
             carry = new
 
-    def _said(self, jaxpr: Any, inputs: Sequence[S], outs: Sequence[T]) -> list[T]:
-        """Returns what is said of the inputs of a jaxpr."""
-        said = self.find(jaxpr, inputs, outs)
-        return [said.get(var, self.bottom) for var in open_jaxpr(jaxpr)[0].invars]
+    def _of_operands(self, equation: E, inside: Sequence[tuple[Any, tuple[S, ...], tuple[T, ...]]]) -> list[T]:
+        """Returns what jaxprs of an equation say of its operands."""
+        said = [self.bottom] * len(equation.eqn.invars)
+        for (jaxpr, inputs, outs), (_, places) in zip(inside, entries(equation.enters), strict=False):
+            of_inputs = self.find(jaxpr, inputs, outs)
+            for i, var in zip(places, open_jaxpr(jaxpr)[0].invars, strict=True):
+                said[i] = self.join(said[i], of_inputs.get(var, self.bottom))
+        return said
 
     def _through(self, equation: E, operands: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
-        inside, structure = [self._said(*each) for each in self.inside(equation, operands, outs)], equation.enters
-        if not isinstance(structure, Loop):
-            said = [self.control(outs)] * len(operands)
-            for i, facts in zip(structure.operands, zip(*inside, strict=True), strict=True):
-                said[i] = functools.reduce(self.join, facts)
-            return said
-        # The operands of a loop are the constants of its condition, and the inputs of its body in order.
-        *cond, body = inside
-        n = structure.cond_consts.stop
-        said = [self.bottom] * n + body
-        for of_cond in cond:
-            said[:n] = of_cond[:n]
-            said[structure.carry] = list(map(self.join, of_cond[n:], said[structure.carry]))
-        return self.leave_loop(structure, outs, said)
+        said = self._of_operands(equation, self.inside(equation, operands, outs))
+        return self.leave(equation.enters, outs, said)

@@ -1,6 +1,5 @@
 """Where an equation comes from: the lines and the named scopes of the user, and the marks of this package."""
 
-import functools
 import pathlib
 import re
 import sys
@@ -46,13 +45,7 @@ def frames_of(eqn: JaxprEqn, limit: int = 1) -> list[Frame]:
         limit: how many lines to return at most.
     """
     lines = source_info_util.summarize(eqn.source_info, num_frames=limit).splitlines()
-    return [frame._replace(file=_cell_name(frame.file)) for frame in filter(None, map(_parsed, reversed(lines)))]
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(line: str) -> Frame | None:
-    match = _FRAME.fullmatch(line)
-    return Frame(match[1], int(match[2]), match[3]) if match else None
+    return [Frame(_cell_name(m[1]), int(m[2]), m[3]) for m in map(_FRAME.fullmatch, reversed(lines)) if m]
 
 
 def _cell_name(file: str) -> str:

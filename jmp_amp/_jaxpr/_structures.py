@@ -84,6 +84,17 @@ class Loop(NamedTuple):
 Structure = Call | Branches | Loop
 
 
+def entries(structure: Structure) -> list[tuple[Any, Sequence[int]]]:
+    """Returns the jaxprs of an equation, the condition of a loop first, and the operands that each reads."""
+    if not isinstance(structure, Loop):
+        return [(jaxpr, structure.operands) for jaxpr in structure.jaxprs]
+    body = structure.body, range(structure.consts.start, structure.xs.stop)
+    if structure.cond is None:
+        return [body]
+    carry = range(structure.carry.start, structure.carry.stop)
+    return [(structure.cond, [*range(structure.cond_consts.stop), *carry]), body]
+
+
 def _call(param: str, is_inline: bool = True, rule: str | None = None) -> Callable[[JaxprEqn], Call]:
     """Returns the structure of a call, whose jaxpr is in a parameter."""
     return lambda eqn: Call(eqn.params[param], range(len(eqn.invars)), is_inline, rule)

@@ -263,39 +263,24 @@ def evaluate(
     opened, consts = open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, map(constant, consts), strict=True))
     env |= dict(zip(opened.invars, args, strict=True))
-    return evaluate_steps(with_last_reads(opened.eqns, opened.outvars), opened.outvars, env, apply, literal)
-
-
-def evaluate_steps(
-    steps: Iterable[Any], outvars: Sequence[Any], env: dict[Var, Any], apply: Apply, literal: Callable = lambda x: x.val
-) -> list[Any]:
-    """Evaluates steps one after the other: equations or groups of them; see `evaluate`.
-
-    Args:
-        steps: from `with_last_reads`.
-        outvars: the variables and literals to return.
-        env: the values of the variables that the steps do not define. It is changed.
-        apply: computes the results of a step from the values of its operands.
-        literal: returns the value of a literal.
-    """
 
     def read(atom: Any) -> Any:
         return literal(atom) if isinstance(atom, Literal) else env[atom]
 
-    for step, dead in steps:
-        env.update(zip(step.outvars, apply(step, [read(atom) for atom in step.invars]), strict=True))
+    for eqn, dead in _with_last_reads(opened):
+        env.update(zip(eqn.outvars, apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         for var in dead:
             del env[var]
-    return [read(atom) for atom in outvars]
+    return [read(atom) for atom in opened.outvars]
 
 
-def with_last_reads(steps: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[Any, list[Var]]]:
-    """Pairs each step with the variables that no later step reads, so that they can be freed outside `jit`."""
-    read_later = {atom for atom in outvars if isinstance(atom, Var)}
+def _with_last_reads(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, list[Var]]]:
+    """Pairs each equation with the variables that no later one reads, so that they can be freed outside `jit`."""
+    read_later = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     pairs = []
-    for step in reversed(steps):
-        variables = {atom for atom in (*step.invars, *step.outvars) if isinstance(atom, Var)}
-        pairs.append((step, list(variables - read_later)))
+    for eqn in reversed(jaxpr.eqns):
+        variables = {atom for atom in (*eqn.invars, *eqn.outvars) if isinstance(atom, Var)}
+        pairs.append((eqn, list(variables - read_later)))
         read_later |= variables
     return pairs[::-1]
 

@@ -61,8 +61,8 @@ def check_grads(
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)
-    varying = frozenset[Any]().union(*map(jx.varying_axes, leaves))
-    if missing := sorted(varying - {*names} - jx.varying_axes(factor), key=str):
+    varying = frozenset[Any]().union(*map(jx.versions.varying_axes, leaves))
+    if missing := sorted(varying - {*names} - jx.versions.varying_axes(factor), key=str):
         raise ValueError(
             f"gradients vary along the mapped axes {missing}, but the loss scale does not, so devices could disagree "
             f"on whether to skip a step; {average_first((*names, *missing))}, or, if the parameters are sharded along "
@@ -74,7 +74,7 @@ def check_grads(
         total = jnp.float32(0)
         by_axes = collections.defaultdict(list)
         for x in part:
-            by_axes[tuple(name for name in names if is_typed and name in jx.varying_axes(x))].append(x)
+            by_axes[tuple(name for name in names if is_typed and name in jx.versions.varying_axes(x))].append(x)
         for axes, group in by_axes.items():
             _, squares = check_finite(group, factor, implementation=implementation)
             total += lax.psum(squares, axes) if axes else squares
@@ -104,7 +104,7 @@ def _as_argument(axes: Sequence[Any]) -> str:
 def _is_typed(name: Any) -> bool:
     """Returns whether the types of arrays contain the mapped axes along which they vary."""
     try:
-        return bool(jx.varying_axes(lax.axis_index(name)))
+        return bool(jx.versions.varying_axes(lax.axis_index(name)))
     except NameError:  # JAX's error for an unbound axis
         raise ValueError(
             f"`axis_name` must name axes of `shard_map`, `pmap` or `vmap` around `update`, got {name!r}, which is none "
@@ -177,7 +177,7 @@ def check_scaled(grads: Any, scale: Any = None) -> None:
                 "one or of `dynamic_loss_scale`; keep only one, inside `dynamic_loss_scale` if there is one"
             )
     for path, x in leaves[:1] if isinstance(scale, jax.core.Tracer) else ():
-        eqns = {id(eqn): eqn for y in jx.tracers_behind(x) if (eqn := jx.parent_of(y)) is not None}
+        eqns = {id(eqn): eqn for y in jx.tracers_behind(x) if (eqn := jx.versions.parent_of(y)) is not None}
         if not _may_depend_on(x, scale) and set(_has_constant_factors(eqns.values(), {})) == {True}:
             raise ValueError(
                 f"the gradient at `{keystr(path)}` does not depend on the loss scale, so it must not be divided by it; "
@@ -194,7 +194,7 @@ def _is_unscaled(grad: Any) -> bool:
     argument is behind both the unscaled gradients and what was done to them: that may have scaled them again.
     """
     tracers = jx.tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn)))
-    unscaled = [x for x in tracers if (eqn := jx.parent_of(x)) is not None and _is_unscale(eqn)]
+    unscaled = [x for x in tracers if (eqn := jx.versions.parent_of(x)) is not None and _is_unscale(eqn)]
     return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(jx.tracers_behind(*unscaled)))
 
 
@@ -211,12 +211,12 @@ def _may_depend_on(grad: Any, scale: Any) -> bool:
 
 def _arguments(tracers: Iterable[Any]) -> set[int]:
     """Returns the ids of the tracers that no equation computed."""
-    return {id(x) for x in tracers if jx.parent_of(x) is None}
+    return {id(x) for x in tracers if jx.versions.parent_of(x) is None}
 
 
 def _can_be_scale(x: Any) -> bool:
     """Whether a tracer is a floating-point scalar that is an argument, or was computed outside of any derivative."""
-    eqn = jx.parent_of(x)
+    eqn = jx.versions.parent_of(x)
     return jx.shape_of(x) == () and jx.is_floating(x) and (eqn is None or not _differentiates(eqn))
 
 
@@ -233,7 +233,7 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
     for eqn in eqns:
         stack = eqn.source_info.name_stack
         is_inner = (is_inside or jx.is_backward(stack)) and not jx.is_recomputed(stack)
-        operands = jx.operands_of(eqn)
+        operands = jx.versions.operands_of(eqn)
         values = [x.val if isinstance(x, Literal) else constants.get(id(x)) for x in operands]
         is_constant = not any(value is None for value in values)
         reads_one = any(jx.is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))

@@ -329,7 +329,7 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
                 f"`inner` changes its state{keystr(path)} from {describe(x)} to {describe(y)}, so a step "
                 "cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
             )
-        if checks_axes and (axes := sorted(jx.varying_axes(y) - jx.varying_axes(x), key=str)):
+        if checks_axes and (axes := sorted(jx.versions.varying_axes(y) - jx.versions.varying_axes(x), key=str)):
             raise ValueError(
                 f"the state of `inner`{keystr(path)} is the same on all devices, but `inner` returns one that varies "
                 f"along the mapped axes {axes} of `shard_map`, as its gradients do; {_gradients.average_first(axes)}"
