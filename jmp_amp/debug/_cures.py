@@ -5,6 +5,7 @@ two values that it is computed from, is equal in float64 to the formula of a row
 replacement in place of that part; see `_trials.py`.
 """
 
+import ast
 import collections
 import functools
 import itertools
@@ -18,7 +19,7 @@ import numpy as np
 
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Rewrite, evaluate_in, precise, widened
-from jmp_amp.debug._expressions import in_users_names, is_inner
+from jmp_amp.debug._expressions import in_users_names, is_inner, pasted
 from jmp_amp.debug._nodes import Node
 
 _MOST_CUTS, _MOST_INPUTS = 40, 5
@@ -31,8 +32,10 @@ def _softmax(x: Any, axis: Any) -> Any:
 
 # The names in formulas: those of NumPy, and these.
 _NUMPY = vars(np) | {"det": np.linalg.det, "softmax": _softmax, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
-# The names of arbitrary numbers in replacements, and what is tried. The result must not depend on them.
-NUMBERS = {"eps": (1e-12, 1e-6, 1e-4, 1e-3), "near": (1e-6, 1e-2), "fill": (1,), "most": (80.0,)}
+_EPS = (1e-12, 1e-18, 1e-24, 1e-10, 1e-8, 1e-6, 1e-4, 1e-3)
+# The names of arbitrary numbers in replacements, and what is tried. The result must not depend on them. The exponential
+# of `most` is the largest in float32.
+NUMBERS = {"eps": _EPS, "near": (1e-6, 1e-2), "fill": (1,), "other": (0,), "most": (88.72,)}
 
 
 class Cure(NamedTuple):
@@ -86,13 +89,15 @@ class Cure(NamedTuple):
         """Yields the numbers that the formula may have in a part of a program, whose `x` has this shape."""
         names = _code(self.formula).co_names
         axes = (*range(len(shape)), None) if len(shape) > 1 else (None, *range(len(shape)))
+        if 1 in shape and part.axes:  # the values do not tell an axis from all axes
+            axes = [x for x in axes if (tuple(range(len(shape))) if x is None else (x,)) in part.axes]
         for axis in axes if self.has_axis else (None,):
             for c in part.constants if "c" in names else (1.0,):
                 yield {"axis": axis, "n": 1 if axis is None else shape[axis], "c": c}
 
     def text(self, number: float) -> str:
         """Returns the replacement with the number that was tried."""
-        written = f"{number:.0e}".replace("e-0", "e-") if number < 1 else str(number)
+        written = f"{number:.0e}".replace("e-0", "e-") if 0 < number < 1 else str(number)
         return re.sub(rf"\b({'|'.join(NUMBERS)})\b", written, self.replacement)
 
 
@@ -155,11 +160,11 @@ CURES = [
     Cure("mean(x**2, axis) - mean(x, axis)**2", "jnp.var(x, axis)", _CANCELS),
     Cure(
         "sqrt(sum(x**2, axis))",
-        "(m := jax.lax.stop_gradient(jnp.max(jnp.abs(x)))) * jnp.sqrt(jnp.sum((x / m)**2, axis))",
+        "(m := jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(x)), 1e-30))) * jnp.sqrt(jnp.sum((x / m)**2, axis))",
         "squares values whose squares overflow or underflow",
     ),
     # What the formula returns where it is not finite, or has no derivative, does not matter.
-    Cure("sqrt(x)", "jnp.sqrt(jnp.where(x > 0, x, fill))", _BRANCH),
+    Cure("sqrt(x)", "jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), other)", _BRANCH),
     Cure("log(x)", "jnp.log(jnp.where(x > 0, x, fill))", _BRANCH),
     Cure("x / y", "jnp.where(y == 0, fill, x) / jnp.where(y == 0, 1, y)", _DIVIDES),
     Cure("1 / x", "1 / jnp.where(x == 0, fill, x)", _DIVIDES),
@@ -232,6 +237,11 @@ class Part(NamedTuple):
         return [1.0, *{float(f"{x.min:.7g}"): None for x in numbers if x.min is not None and x.min == x.max}]
 
     @property
+    def axes(self) -> set[tuple[int, ...]]:
+        """The axes that the ops reduce."""
+        return {tuple(x.eqn.params["axes"]) for x in self.nodes if x.primitive.startswith("reduce_")}
+
+    @property
     def ops(self) -> list[tuple[str, int]]:
         """The ops that compute these values, and their numbers of axes: those of the same lines in another layer."""
         return [(x.primitive, len(x.values.shape)) for x in self.nodes]
@@ -301,6 +311,19 @@ class Match(NamedTuple):
     part: Part
     numbers: Mapping[str, Any]
 
+    @property
+    def is_equal_at_edges(self) -> bool:
+        """Whether the part is equal to the formula, where that is finite, at 0 and on both sides of each constant."""
+        edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([c / 2, c, 2 * c] for c in self.part.constants)]
+        for edge, first in itertools.product(edges, range(3)):
+            values = [np.resize(np.roll(edge, first + i), x.values.shape) for i, x in enumerate(self.part.inputs)]
+            with precise(FLOAT64):
+                out = np.asarray(self.part(*map(jnp.asarray, values)))
+            exact = np.resize(self.cure.exact(*values, **self.numbers), out.shape)
+            if not np.allclose(*(x[np.isfinite(exact)] for x in (out, exact)), 1e-6, 1e-7):
+                return False
+        return True
+
     def rewrite(self, number: Any) -> Rewrite:
         """Returns the program with the replacement in place of the part."""
         return self.part.rewrite(self.cure.function(number, **self.numbers))
@@ -308,14 +331,15 @@ class Match(NamedTuple):
     def text(self, number: float, primal: Collection[Node]) -> str:
         """Returns what to write in a program of some values, in the names of the user if these are known."""
         text, root = self.cure.text(number), self.part.root
+        plain = f"`{pasted(ast.parse(text, mode='eval'))}`"
         names = dict(zip("xy", self.part.inputs, strict=False))
         shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in self.part.inputs]
         keeps = jax.eval_shape(self.cure.function(number, **self.numbers), *shapes).shape != root.values.shape
         is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
         if self.part.moves or is_inner(root, primal) or (is_batched and self.cure.has_axis):
-            return f"`{text}`"
+            return plain
         found = in_users_names(text, root, self.part.nodes, names, self.numbers, keeps)
-        return "`{1}` in place of `{0}`".format(*found) if found else f"`{text}`"
+        return "`{1}` in place of `{0}`".format(*found) if found else plain
 
 
 def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
@@ -329,7 +353,9 @@ def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
             inputs = [part.inputs[i] for i in order]
             for numbers in cure.numbers(inputs[0].values.shape, part):
                 if all(_is_equal(cure, [values[i] for i in order], out, numbers) for values, out in drawn):
-                    yield Match(cure, part._replace(inputs=tuple(inputs)), numbers)
+                    match = Match(cure, part._replace(inputs=tuple(inputs)), numbers)
+                    if match.is_equal_at_edges:
+                        yield match
 
 
 def _draws(part: Part) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
