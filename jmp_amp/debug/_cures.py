@@ -5,7 +5,6 @@ two values that it is computed from, is equal in float64 to the formula of a row
 replacement in place of that part; see `_trials.py`.
 """
 
-import ast
 import collections
 import functools
 import itertools
@@ -88,9 +87,10 @@ class Cure(NamedTuple):
     def numbers(self, shape: tuple[int, ...], part: "Part") -> Iterator[dict[str, Any]]:
         """Yields the numbers that the formula may have in a part of a program, whose `x` has this shape."""
         names = _code(self.formula).co_names
-        axes = (*range(len(shape)), None) if len(shape) > 1 else (None, *range(len(shape)))
-        if 1 in shape and part.axes:  # the values do not tell an axis from all axes
-            axes = [x for x in axes if (tuple(range(len(shape))) if x is None else (x,)) in part.axes]
+        axes = [*range(len(shape)), None] if len(shape) > 1 else [None, *range(len(shape))]
+        reduced = [tuple(x.eqn.params["axes"]) for x in part.nodes if "axes" in x.eqn.params]
+        if 1 in shape and reduced:  # the values do not tell an axis from all axes
+            axes = [x for x in axes if (tuple(range(len(shape))) if x is None else (x,)) in reduced]
         for axis in axes if self.has_axis else (None,):
             for c in part.constants if "c" in names else (1.0,):
                 yield {"axis": axis, "n": 1 if axis is None else shape[axis], "c": c}
@@ -237,11 +237,6 @@ class Part(NamedTuple):
         return [1.0, *{float(f"{x.min:.7g}"): None for x in numbers if x.min is not None and x.min == x.max}]
 
     @property
-    def axes(self) -> set[tuple[int, ...]]:
-        """The axes that the ops reduce."""
-        return {tuple(x.eqn.params["axes"]) for x in self.nodes if x.primitive.startswith("reduce_")}
-
-    @property
     def ops(self) -> list[tuple[str, int]]:
         """The ops that compute these values, and their numbers of axes: those of the same lines in another layer."""
         return [(x.primitive, len(x.values.shape)) for x in self.nodes]
@@ -311,19 +306,6 @@ class Match(NamedTuple):
     part: Part
     numbers: Mapping[str, Any]
 
-    @property
-    def is_equal_at_edges(self) -> bool:
-        """Whether the part is equal to the formula, where that is finite, at 0 and on both sides of each constant."""
-        edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([c / 2, c, 2 * c] for c in self.part.constants)]
-        for edge, first in itertools.product(edges, range(3)):
-            values = [np.resize(np.roll(edge, first + i), x.values.shape) for i, x in enumerate(self.part.inputs)]
-            with precise(FLOAT64):
-                out = np.asarray(self.part(*map(jnp.asarray, values)))
-            exact = np.resize(self.cure.exact(*values, **self.numbers), out.shape)
-            if not np.allclose(*(x[np.isfinite(exact)] for x in (out, exact)), 1e-6, 1e-7):
-                return False
-        return True
-
     def rewrite(self, number: Any) -> Rewrite:
         """Returns the program with the replacement in place of the part."""
         return self.part.rewrite(self.cure.function(number, **self.numbers))
@@ -331,7 +313,7 @@ class Match(NamedTuple):
     def text(self, number: float, primal: Collection[Node]) -> str:
         """Returns what to write in a program of some values, in the names of the user if these are known."""
         text, root = self.cure.text(number), self.part.root
-        plain = f"`{pasted(ast.parse(text, mode='eval'))}`"
+        plain = f"`{pasted(text)}`"
         names = dict(zip("xy", self.part.inputs, strict=False))
         shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in self.part.inputs]
         keeps = jax.eval_shape(self.cure.function(number, **self.numbers), *shapes).shape != root.values.shape
@@ -344,33 +326,43 @@ class Match(NamedTuple):
 
 def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
     """Yields the parts of a program that are equal to formulas, in the order of the cures."""
-    with precise(FLOAT64):
-        draws = [(part, _draws(part)) for part in found]
+    draws = [(part, _draws(part, _samples(part))) for part in found]
     for cure, (part, drawn) in itertools.product(cures, draws):
         if not drawn or len(part.inputs) != cure.arity:
             continue
         for order in itertools.permutations(range(cure.arity)):
             inputs = [part.inputs[i] for i in order]
             for numbers in cure.numbers(inputs[0].values.shape, part):
-                if all(_is_equal(cure, [values[i] for i in order], out, numbers) for values, out in drawn):
-                    match = Match(cure, part._replace(inputs=tuple(inputs)), numbers)
-                    if match.is_equal_at_edges:
-                        yield match
+                is_equal = functools.partial(_is_equal, cure, order, numbers)
+                if all(map(is_equal, drawn)) and all(map(is_equal, _draws(part, _edges(part)))):
+                    yield Match(cure, part._replace(inputs=tuple(inputs)), numbers)
 
 
-def _draws(part: Part) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
-    """Returns random inputs of a part, in their range and outside of it, and what it computes.
+def _draws(part: Part, samples: Iterable[Sequence[np.ndarray]]) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
+    """Returns samples of the inputs of a part, and what it computes.
 
     Returns nothing if it is never finite, or if an op does not run in float64.
     """
-    rng, draws = np.random.default_rng(0), list[tuple[Sequence[np.ndarray], np.ndarray]]()
     try:
-        for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
-            values = [_unit_samples(x, rng, scale, by) for x in part.inputs]
-            draws.append((values, np.asarray(part(*map(jnp.asarray, values)))))
+        with precise(FLOAT64):
+            draws = [(values, np.asarray(part(*map(jnp.asarray, values)))) for values in samples]
     except Exception:
         return []
     return draws if any(np.isfinite(out).any() for _, out in draws) else []
+
+
+def _samples(part: Part) -> Iterator[list[np.ndarray]]:
+    """Yields random inputs of a part, in their range and outside of it."""
+    rng = np.random.default_rng(0)
+    for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
+        yield [_unit_samples(x, rng, scale, by) for x in part.inputs]
+
+
+def _edges(part: Part) -> Iterator[list[np.ndarray]]:
+    """Yields inputs of a part at 0, at its constants, and on both sides of them."""
+    edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([c / 2, c, 2 * c] for c in part.constants)]
+    for edge, first in itertools.product(edges, range(3)):
+        yield [np.resize(np.roll(edge, first + i), x.values.shape) for i, x in enumerate(part.inputs)]
 
 
 def _unit_samples(x: Node, rng: np.random.Generator, scale: float, by: float) -> np.ndarray:
@@ -379,8 +371,9 @@ def _unit_samples(x: Node, rng: np.random.Generator, scale: float, by: float) ->
     return scale * rng.uniform(low, high, x.values.shape) / max(1.0, -low, high) + by * rng.normal(size=x.values.shape)
 
 
-def _is_equal(cure: Cure, values: Sequence[Any], expected: np.ndarray, numbers: Mapping[str, Any]) -> bool:
-    """Whether a formula is equal to what a part of a program computes."""
+def _is_equal(cure: Cure, order: Sequence[int], numbers: Mapping[str, Any], draw: tuple[Any, np.ndarray]) -> bool:
+    """Whether a formula, of values in some order, is equal to what a part of a program computes."""
+    values, expected = [draw[0][i] for i in order], draw[1]
     try:
         result = np.asarray(cure.exact(*values, **numbers))
     except Exception:  # of shapes that the formula does not take
@@ -388,4 +381,4 @@ def _is_equal(cure: Cure, values: Sequence[Any], expected: np.ndarray, numbers: 
     is_kept = expected.ndim in (result.ndim, values[0].ndim)  # an axis may be kept
     if not is_kept or np.squeeze(result).shape != np.squeeze(expected).shape:
         return False
-    return np.allclose(result.reshape(expected.shape), expected, 1e-6, 1e-9, equal_nan=True)
+    return np.allclose(result.reshape(expected.shape), expected, 1e-6, 1e-7, equal_nan=True)

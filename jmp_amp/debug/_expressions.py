@@ -50,13 +50,13 @@ def in_users_names(
             return node
 
     source = ast.get_source_segment(_source(at[0])[0], old) or ""
-    return " ".join(source.split()), pasted(Writer().visit(ast.parse(text, mode="eval")))
+    return " ".join(source.split()), pasted(ast.unparse(Writer().visit(ast.parse(text))).replace("e-0", "e-"))
 
 
-def pasted(tree: ast.Expression) -> str:
-    """Returns the code of an expression, which means the same wherever it takes the place of another."""
-    text = ast.unparse(tree).replace("e-0", "e-")
-    return f"({text})" if isinstance(tree.body, ast.BinOp) else text
+def pasted(text: str) -> str:
+    """Returns an expression, in parentheses unless it means the same wherever it takes the place of another."""
+    is_closed = isinstance(ast.parse(text, mode="eval").body, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
+    return text if is_closed else f"({text})"
 
 
 def is_inner(value: Node, readers: Collection[Node]) -> bool:
