@@ -35,7 +35,7 @@ def test_a_replacement_is_equal_to_its_formula(cure):
     if cure.formula == "exp(x) @ y / sum(exp(x), -1)":
         x = x[0]
     values, axis = (x, y)[: cure.arity], -1 if cure.has_axis else None
-    numbers = {"axis": axis, "n": 3, "c": 0.5}
+    numbers = {"axis": axis, "c": 0.5}
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         replaced = cure.function(cure.tries[0], **numbers)(*map(jnp.asarray, values))
     exact = cure.exact(*values, **numbers)
@@ -58,7 +58,7 @@ def test_a_replacement_is_equal_wherever_its_formula_is_finite(cure):
         x = x[:, 0]
     axis = -1 if cure.has_axis else None
     for values, c in itertools.product(zip(*(x, y)[: cure.arity], strict=True), (0.5, 5.0, -2.0)):
-        numbers = {"axis": axis, "n": 3, "c": c}
+        numbers = {"axis": axis, "c": c}
         with jax.enable_x64(True), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             replaced = cure.function(cure.tries[0], **numbers)(*map(jnp.asarray, values))
         exact = cure.exact(*values, **numbers)

@@ -43,8 +43,7 @@ class Cure(NamedTuple):
     Attributes:
         formula: a Python expression of `x`, `y`, the axis, and a number `c` of the program, with functions of NumPy;
             the row applies to parts of a program that are equal to it.
-        replacement: the expression that is tried in its place. It may read one of the names in `NUMBERS`, and `n`, the
-            size of the axis.
+        replacement: the expression that is tried in its place. It may read one of the names in `NUMBERS`.
         words: why the formula fails.
         is_equal: whether the replacement is equal to the formula where that is finite.
     """
@@ -93,7 +92,7 @@ class Cure(NamedTuple):
             axes = [x for x in axes if (tuple(range(len(shape))) if x is None else (x,)) in reduced]
         for axis in axes if self.has_axis else (None,):
             for c in part.constants if "c" in names else (1.0,):
-                yield {"axis": axis, "n": 1 if axis is None else shape[axis], "c": c}
+                yield {"axis": axis, "c": c}
 
     def text(self, number: float) -> str:
         """Returns the replacement with the number that was tried."""
@@ -118,7 +117,7 @@ CURES = [
     Cure("log(sum(softmax(x, axis) * y, axis))", "jax.nn.logsumexp(jax.nn.log_softmax(x, axis), axis, b=y)", _ROUNDS),
     Cure("log(softmax(x, axis))", "jax.nn.log_softmax(x, axis)", _ROUNDS),
     Cure("log(sum(exp(x), axis))", "jax.nn.logsumexp(x, axis)", _OVERFLOWS),
-    Cure("log(mean(exp(x), axis))", "jax.nn.logsumexp(x, axis) - jnp.log(n)", _OVERFLOWS),
+    Cure("log(mean(exp(x), axis))", "jax.nn.logsumexp(x, axis) - jnp.log(jnp.sum(jnp.ones_like(x), axis))", _OVERFLOWS),
     Cure("log(sum(y * exp(x), axis))", "jax.nn.logsumexp(x, axis, b=y)", _OVERFLOWS),
     Cure("log(exp(x) @ y)", "jax.nn.logsumexp(x[..., None] + jnp.log(y), -2)", _OVERFLOWS),
     Cure("exp(x) / sum(exp(x), axis, keepdims=True)", "jax.nn.softmax(x, axis)", _OVERFLOWS),

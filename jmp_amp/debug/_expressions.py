@@ -38,6 +38,8 @@ def in_users_names(
         return None
     names |= {name: ast.Constant(x) for name, x in numbers.items()}
 
+    is_flat = len(inputs["x"].values.shape) < 2
+
     class Writer(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> Any:
             return names.get(node.id, node)
@@ -46,7 +48,8 @@ def in_users_names(
             if keeps and getattr(node.func, "attr", "") in _REDUCTIONS:
                 node.keywords.append(ast.keyword("keepdims", ast.Constant(True)))
             self.generic_visit(node)
-            node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]  # no axis
+            if is_flat or getattr(node.func, "attr", "") in _REDUCTIONS:  # others read the last axis without one
+                node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]
             return node
 
     source = ast.get_source_segment(_source(at[0])[0], old) or ""

@@ -20,7 +20,7 @@ from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS = 7, 24
 # How much the arguments are moved, and how large they are then at most. Where they are large, float64 may round, too.
-_MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0))
+_MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0), (-1.0, 1.0))
 _TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be 0 in float32
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 _QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
@@ -310,7 +310,7 @@ def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray], relative: f
 def _moved(x: np.ndarray, rng: np.random.Generator, by: float, most: float) -> np.ndarray:
     """Returns an array that is scaled down to some size, and moved; 0 stays 0 if it is moved very little."""
     x = x / max(1.0, np.abs(x).max(initial=0.0) / most)
-    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if by > 1e-6 else 0.0)
+    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if abs(by) > 1e-6 else 0.0)
 
 
 def _is_derivative(node: Node) -> bool:
