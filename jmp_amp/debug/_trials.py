@@ -300,11 +300,9 @@ def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray], relative: f
     """Whether arrays are close to others where these are finite: by the slack times the largest value of each."""
     known = [np.isfinite(x) for x in old]
     sizes = [np.abs(x[at]).max(initial=0.0) for x, at in zip(old, known, strict=True)]
-    largest = max(sizes) or 1.0  # below 1e-10 of it, a gradient is rounding
-    sizes = [max(x, 1e-10 * largest) if x else largest for x in sizes]
-    return all(
-        np.allclose(x[at], y[at], relative, slack * size) for x, y, at, size in zip(new, old, known, sizes, strict=True)
-    )
+    largest = max(sizes) or 1.0
+    slacks = [slack * (x or largest) + 1e-12 * largest for x in sizes]  # what is smaller is rounding, as of a gradient
+    return all(np.allclose(x[at], y[at], relative, s) for x, y, at, s in zip(new, old, known, slacks, strict=True))
 
 
 def _moved(x: np.ndarray, rng: np.random.Generator, by: float, most: float) -> np.ndarray:
