@@ -20,6 +20,7 @@ from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS = 7, 24
 # How much the arguments are moved, and how large they are then at most. Where they are large, float64 may round, too.
+# By -1, each is moved the other way than by 1, so that both signs are met.
 _MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0), (-1.0, 1.0))
 _TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be 0 in float32
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
