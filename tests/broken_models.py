@@ -1535,3 +1535,110 @@ model(
     loss_scale=4.0,
     cause="The square of a hidden unit of 200 is multiplied by 100.",
 )
+
+
+def log_of_ratio(a, b):
+    return jnp.mean(2 * jnp.log(a / b))  # at fault: log_of_ratio
+
+
+model(
+    log_of_ratio,
+    args=lambda: (np.float32([1e30, 2e30]), np.float32([1e-30, 3e-30])),
+    near=lambda: (uniform(2, low=0.5, high=2), uniform(2, seed=1, low=0.5, high=2)),
+    fixed=lambda a, b: jnp.mean(2 * (jnp.log(a) - jnp.log(b))),
+    cause="The ratio overflows; the difference of the logarithms stands in a product.",
+)
+
+
+def clipped_weight(x):
+    return jnp.mean(jnp.minimum(x, 5.0) / x)  # at fault: clipped_weight
+
+
+model(
+    clipped_weight,
+    args=lambda: (np.float32([0, 0.5, 0.2, 0.3]),),
+    near=lambda: (np.float32([1, 3, 6, 8]),),
+    fixed=lambda x: jnp.mean(5 / jnp.maximum(x, 5.0)),
+    cause="0 / 0. All weights of this batch are less than 1, and the constant of the program is 5.",
+    wrong=("1 / maximum(x, 1)",),
+)
+
+
+def clipped_softplus(x):
+    return jnp.mean(jnp.log(jnp.maximum(1 + jnp.exp(x), 1.2)))  # at fault: clipped_softplus
+
+
+model(
+    clipped_softplus,
+    args=lambda: (np.float32([100, 1]),),
+    near=lambda: (np.float32([-3, 1]),),
+    fixed=lambda x: jnp.mean(jnp.maximum(jax.nn.softplus(x), np.log(1.2))),
+    cause="The exponential overflows. No value of this batch is clipped.",
+    wrong=("softplus(x) for all of it",),
+)
+
+
+def penalty_of_small(x):
+    return 1e-5 * jnp.sum(jnp.linalg.norm(x, axis=-1))  # at fault: penalty_of_small
+
+
+def penalty_of_selected(x):
+    squares = jnp.sum(x**2, axis=-1)
+    return 1e-5 * jnp.sum(jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0))
+
+
+model(
+    penalty_of_small,
+    args=lambda: (np.float32([[0], [1], [1]]) * normal(3, 2, scale=1e-7),),
+    near=lambda: (normal(3, 2, scale=1e-7),),
+    fixed=penalty_of_selected,
+    cause="The norm of a row of zeros. The squares of the others are 1e-14.",
+    wrong=("an eps of 1e-12",),
+)
+
+
+def roots_from_zero(x):
+    return jnp.sum(jnp.where(x >= 0, jnp.sqrt(x), 0.0))  # at fault: roots_from_zero
+
+
+def roots_of_positive(x):
+    return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0))
+
+
+model(
+    roots_from_zero,
+    args=lambda: (np.float32([-1, 2, 3]),),
+    near=lambda: (np.float32([-1, 0, 3]),),
+    fixed=roots_of_positive,
+    intended=roots_of_positive,
+    cause="The root of a negative number is not selected. That of 0 is, and is 0.",
+    wrong=("sqrt(where(x > 0, x, 1))",),
+)
+
+
+def batch_of_one(x):
+    return jnp.mean(jnp.log(jnp.sum(jnp.exp(x), keepdims=True)) - x)  # at fault: batch_of_one
+
+
+model(
+    batch_of_one,
+    args=lambda: (np.float32([[100, 101]]),),
+    near=lambda: (normal(3, 2),),
+    fixed=lambda x: jnp.mean(jax.nn.logsumexp(x, keepdims=True) - x),
+    cause="The exponential overflows. The sum is over all axes, which in a batch of one looks as that over the last.",
+    wrong=("logsumexp(x, 1, keepdims=True)",),
+)
+
+
+def selected_below_85(x):
+    return jnp.sum(jnp.where(x < 85, jnp.exp(x), 0.0))  # at fault: selected_below_85
+
+
+model(
+    selected_below_85,
+    args=lambda: (np.float32([1, 2, 100]),),
+    near=lambda: (np.float32([82, 84.9, 100]),),
+    fixed=lambda x: jnp.sum(jnp.where(x < 85, jnp.exp(jnp.where(x < 85, x, 0.0)), 0.0)),
+    cause="The exponential of 100 is not selected, but its derivative is infinity times 0.",
+    wrong=("exp(minimum(x, 80))",),
+)

@@ -312,7 +312,7 @@ def test_no_eps_is_advised_where_the_result_depends_on_it():
         assert (found.cause, found.tried) == ("unknown", "")
         assert "the operand is outside of the domain of `log`" in found.cure
     found = first_nonfinite(lambda x: x * jnp.log(x))(0 * X)
-    assert "use `x * jnp.log(jnp.maximum(x, 1e-12))`" in found.cure
+    assert "use `(x * jnp.log(jnp.maximum(x, 1e-12)))`" in found.cure
 
 
 def test_float8_is_as_low_as_float16():

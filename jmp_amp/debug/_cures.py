@@ -18,7 +18,7 @@ import numpy as np
 
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Rewrite, evaluate_in, precise, widened
-from jmp_amp.debug._expressions import in_users_names, is_inner
+from jmp_amp.debug._expressions import in_users_names, is_inner, pasted
 from jmp_amp.debug._nodes import Node
 
 _MOST_CUTS, _MOST_INPUTS = 40, 5
@@ -31,8 +31,10 @@ def _softmax(x: Any, axis: Any) -> Any:
 
 # The names in formulas: those of NumPy, and these.
 _NUMPY = vars(np) | {"det": np.linalg.det, "softmax": _softmax, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
-# The names of arbitrary numbers in replacements, and what is tried. The result must not depend on them.
-NUMBERS = {"eps": (1e-12, 1e-6, 1e-4, 1e-3), "near": (1e-6, 1e-2), "fill": (1,), "most": (80.0,)}
+_EPS = (1e-12, 1e-18, 1e-24, 1e-10, 1e-8, 1e-6, 1e-4, 1e-3)
+# The names of arbitrary numbers in replacements, and what is tried. The result must not depend on them. The exponential
+# of `most` is the largest in float32.
+NUMBERS = {"eps": _EPS, "near": (1e-6, 1e-2), "fill": (1,), "other": (0,), "most": (88.72,)}
 
 
 class Cure(NamedTuple):
@@ -41,8 +43,7 @@ class Cure(NamedTuple):
     Attributes:
         formula: a Python expression of `x`, `y`, the axis, and a number `c` of the program, with functions of NumPy;
             the row applies to parts of a program that are equal to it.
-        replacement: the expression that is tried in its place. It may read one of the names in `NUMBERS`, and `n`, the
-            size of the axis.
+        replacement: the expression that is tried in its place. It may read one of the names in `NUMBERS`.
         words: why the formula fails.
         is_equal: whether the replacement is equal to the formula where that is finite.
     """
@@ -85,14 +86,17 @@ class Cure(NamedTuple):
     def numbers(self, shape: tuple[int, ...], part: "Part") -> Iterator[dict[str, Any]]:
         """Yields the numbers that the formula may have in a part of a program, whose `x` has this shape."""
         names = _code(self.formula).co_names
-        axes = (*range(len(shape)), None) if len(shape) > 1 else (None, *range(len(shape)))
+        axes = [*range(len(shape)), None] if len(shape) > 1 else [None, *range(len(shape))]
+        reduced = [tuple(x.eqn.params["axes"]) for x in part.nodes if "axes" in x.eqn.params]
+        if 1 in shape and reduced:  # the values do not tell an axis from all axes
+            axes = [x for x in axes if (tuple(range(len(shape))) if x is None else (x,)) in reduced]
         for axis in axes if self.has_axis else (None,):
             for c in part.constants if "c" in names else (1.0,):
-                yield {"axis": axis, "n": 1 if axis is None else shape[axis], "c": c}
+                yield {"axis": axis, "c": c}
 
     def text(self, number: float) -> str:
         """Returns the replacement with the number that was tried."""
-        written = f"{number:.0e}".replace("e-0", "e-") if number < 1 else str(number)
+        written = f"{number:.0e}".replace("e-0", "e-") if 0 < number < 1 else str(number)
         return re.sub(rf"\b({'|'.join(NUMBERS)})\b", written, self.replacement)
 
 
@@ -113,7 +117,7 @@ CURES = [
     Cure("log(sum(softmax(x, axis) * y, axis))", "jax.nn.logsumexp(jax.nn.log_softmax(x, axis), axis, b=y)", _ROUNDS),
     Cure("log(softmax(x, axis))", "jax.nn.log_softmax(x, axis)", _ROUNDS),
     Cure("log(sum(exp(x), axis))", "jax.nn.logsumexp(x, axis)", _OVERFLOWS),
-    Cure("log(mean(exp(x), axis))", "jax.nn.logsumexp(x, axis) - jnp.log(n)", _OVERFLOWS),
+    Cure("log(mean(exp(x), axis))", "jax.nn.logsumexp(x, axis) - jnp.log(jnp.sum(jnp.ones_like(x), axis))", _OVERFLOWS),
     Cure("log(sum(y * exp(x), axis))", "jax.nn.logsumexp(x, axis, b=y)", _OVERFLOWS),
     Cure("log(exp(x) @ y)", "jax.nn.logsumexp(x[..., None] + jnp.log(y), -2)", _OVERFLOWS),
     Cure("exp(x) / sum(exp(x), axis, keepdims=True)", "jax.nn.softmax(x, axis)", _OVERFLOWS),
@@ -155,11 +159,11 @@ CURES = [
     Cure("mean(x**2, axis) - mean(x, axis)**2", "jnp.var(x, axis)", _CANCELS),
     Cure(
         "sqrt(sum(x**2, axis))",
-        "(m := jax.lax.stop_gradient(jnp.max(jnp.abs(x)))) * jnp.sqrt(jnp.sum((x / m)**2, axis))",
+        "(m := jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(x)), 1e-30))) * jnp.sqrt(jnp.sum((x / m)**2, axis))",
         "squares values whose squares overflow or underflow",
     ),
     # What the formula returns where it is not finite, or has no derivative, does not matter.
-    Cure("sqrt(x)", "jnp.sqrt(jnp.where(x > 0, x, fill))", _BRANCH),
+    Cure("sqrt(x)", "jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), other)", _BRANCH),
     Cure("log(x)", "jnp.log(jnp.where(x > 0, x, fill))", _BRANCH),
     Cure("x / y", "jnp.where(y == 0, fill, x) / jnp.where(y == 0, 1, y)", _DIVIDES),
     Cure("1 / x", "1 / jnp.where(x == 0, fill, x)", _DIVIDES),
@@ -308,43 +312,56 @@ class Match(NamedTuple):
     def text(self, number: float, primal: Collection[Node]) -> str:
         """Returns what to write in a program of some values, in the names of the user if these are known."""
         text, root = self.cure.text(number), self.part.root
+        plain = f"`{pasted(text)}`"
         names = dict(zip("xy", self.part.inputs, strict=False))
         shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in self.part.inputs]
         keeps = jax.eval_shape(self.cure.function(number, **self.numbers), *shapes).shape != root.values.shape
         is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
         if self.part.moves or is_inner(root, primal) or (is_batched and self.cure.has_axis):
-            return f"`{text}`"
+            return plain
         found = in_users_names(text, root, self.part.nodes, names, self.numbers, keeps)
-        return "`{1}` in place of `{0}`".format(*found) if found else f"`{text}`"
+        return "`{1}` in place of `{0}`".format(*found) if found else plain
 
 
 def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
     """Yields the parts of a program that are equal to formulas, in the order of the cures."""
-    with precise(FLOAT64):
-        draws = [(part, _draws(part)) for part in found]
+    draws = [(part, _draws(part, _samples(part))) for part in found]
     for cure, (part, drawn) in itertools.product(cures, draws):
         if not drawn or len(part.inputs) != cure.arity:
             continue
         for order in itertools.permutations(range(cure.arity)):
             inputs = [part.inputs[i] for i in order]
             for numbers in cure.numbers(inputs[0].values.shape, part):
-                if all(_is_equal(cure, [values[i] for i in order], out, numbers) for values, out in drawn):
+                is_equal = functools.partial(_is_equal, cure, order, numbers)
+                if all(map(is_equal, drawn)) and all(map(is_equal, _draws(part, _edges(part)))):
                     yield Match(cure, part._replace(inputs=tuple(inputs)), numbers)
 
 
-def _draws(part: Part) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
-    """Returns random inputs of a part, in their range and outside of it, and what it computes.
+def _draws(part: Part, samples: Iterable[Sequence[np.ndarray]]) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
+    """Returns samples of the inputs of a part, and what it computes.
 
     Returns nothing if it is never finite, or if an op does not run in float64.
     """
-    rng, draws = np.random.default_rng(0), list[tuple[Sequence[np.ndarray], np.ndarray]]()
     try:
-        for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
-            values = [_unit_samples(x, rng, scale, by) for x in part.inputs]
-            draws.append((values, np.asarray(part(*map(jnp.asarray, values)))))
+        with precise(FLOAT64):
+            draws = [(values, np.asarray(part(*map(jnp.asarray, values)))) for values in samples]
     except Exception:
         return []
     return draws if any(np.isfinite(out).any() for _, out in draws) else []
+
+
+def _samples(part: Part) -> Iterator[list[np.ndarray]]:
+    """Yields random inputs of a part, in their range and outside of it."""
+    rng = np.random.default_rng(0)
+    for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
+        yield [_unit_samples(x, rng, scale, by) for x in part.inputs]
+
+
+def _edges(part: Part) -> Iterator[list[np.ndarray]]:
+    """Yields inputs of a part at 0, at its constants, and on both sides of them."""
+    edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([c / 2, c, 2 * c] for c in part.constants)]
+    for edge, first in itertools.product(edges, range(3)):
+        yield [np.resize(np.roll(edge, first + i), x.values.shape) for i, x in enumerate(part.inputs)]
 
 
 def _unit_samples(x: Node, rng: np.random.Generator, scale: float, by: float) -> np.ndarray:
@@ -353,8 +370,9 @@ def _unit_samples(x: Node, rng: np.random.Generator, scale: float, by: float) ->
     return scale * rng.uniform(low, high, x.values.shape) / max(1.0, -low, high) + by * rng.normal(size=x.values.shape)
 
 
-def _is_equal(cure: Cure, values: Sequence[Any], expected: np.ndarray, numbers: Mapping[str, Any]) -> bool:
-    """Whether a formula is equal to what a part of a program computes."""
+def _is_equal(cure: Cure, order: Sequence[int], numbers: Mapping[str, Any], draw: tuple[Any, np.ndarray]) -> bool:
+    """Whether a formula, of values in some order, is equal to what a part of a program computes."""
+    values, expected = [draw[0][i] for i in order], draw[1]
     try:
         result = np.asarray(cure.exact(*values, **numbers))
     except Exception:  # of shapes that the formula does not take
@@ -362,4 +380,4 @@ def _is_equal(cure: Cure, values: Sequence[Any], expected: np.ndarray, numbers: 
     is_kept = expected.ndim in (result.ndim, values[0].ndim)  # an axis may be kept
     if not is_kept or np.squeeze(result).shape != np.squeeze(expected).shape:
         return False
-    return np.allclose(result.reshape(expected.shape), expected, 1e-6, 1e-9, equal_nan=True)
+    return np.allclose(result.reshape(expected.shape), expected, 1e-6, 1e-7, equal_nan=True)

@@ -38,6 +38,8 @@ def in_users_names(
         return None
     names |= {name: ast.Constant(x) for name, x in numbers.items()}
 
+    is_flat = len(inputs["x"].values.shape) < 2
+
     class Writer(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> Any:
             return names.get(node.id, node)
@@ -46,11 +48,18 @@ def in_users_names(
             if keeps and getattr(node.func, "attr", "") in _REDUCTIONS:
                 node.keywords.append(ast.keyword("keepdims", ast.Constant(True)))
             self.generic_visit(node)
-            node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]  # no axis
+            if is_flat or getattr(node.func, "attr", "") in _REDUCTIONS:  # others read the last axis without one
+                node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]
             return node
 
     source = ast.get_source_segment(_source(at[0])[0], old) or ""
-    return " ".join(source.split()), ast.unparse(Writer().visit(ast.parse(text))).replace("e-0", "e-")
+    return " ".join(source.split()), pasted(ast.unparse(Writer().visit(ast.parse(text))).replace("e-0", "e-"))
+
+
+def pasted(text: str) -> str:
+    """Returns an expression, in parentheses unless it means the same wherever it takes the place of another."""
+    is_closed = isinstance(ast.parse(text, mode="eval").body, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
+    return text if is_closed else f"({text})"
 
 
 def is_inner(value: Node, readers: Collection[Node]) -> bool:

@@ -20,7 +20,9 @@ from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS = 7, 24
 # How much the arguments are moved, and how large they are then at most. Where they are large, float64 may round, too.
-_MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0))
+# By -1, each is moved the other way than by 1, so that both signs are met.
+_MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0), (-1.0, 1.0))
+_TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be 0 in float32
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 _QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
@@ -175,8 +177,13 @@ class Trials:
                 is_cure = all(np.isfinite(x).all() for x in found) and not self._loses_gradient(found)
                 if is_cure and is_equal:
                     is_cure = all(self._agree(exactly, number, *move) for move in _MOVES)
-                if is_cure and not self._is_arbitrary(run_exactly, number) and (seen := self._seen(found, exactly())):
-                    return number, seen
+                if is_cure and not self._is_arbitrary(run_exactly, number):
+                    exact = exactly()
+                    if is_equal:  # the program itself is known where it is finite
+                        pairs = zip(self.exact(*_MOVES[0]), exact, strict=True)
+                        exact = [np.where(np.isfinite(x), x, y) for x, y in pairs]
+                    if seen := self._seen(found, exact):
+                        return number, seen
         except Exception:  # an op that has no derivative, or does not run in float64
             pass
         return None
@@ -189,24 +196,24 @@ class Trials:
             relative = slack = max(1e-6, 10 * number / by**2)
         else:
             relative, slack = 1e-3, max(1e-5, math.sqrt(number))
-        for new, old in zip(run(by, most), self.exact(by, most), strict=True):
-            known = np.isfinite(old)
-            largest = max(1.0, np.abs(old[known]).max(initial=0.0))
-            if not np.allclose(new[known], old[known], relative, slack * largest):
-                return False
-        return True
+        return _are_close(run(by, most), self.exact(by, most), relative, slack)
 
     def _is_arbitrary(self, run: Callable[[float], list[np.ndarray]], number: float) -> bool:
         """Whether values, and if the number is not small gradients, depend on it where the program is not finite."""
-        if not number or all(np.isfinite(x).all() for x in self._exact(0.0)[: self._n_values]):
+        if not 0 < number < 1:
+            return not _are_close(run(0.99 * number - 0.01), run(number), 1e-9, 1e-9)
+        values = slice(self._n_values)
+        if all(np.isfinite(x).all() for x in self._exact(0.0)[values]):
             return False
-        close = [np.allclose(x, y, 1e-3, 1e-5) for x, y in zip(run(100 * number), run(number), strict=True)]
-        return not all(close[: self._n_values] if number < 1 else close)
+        nearer = (run(k * number)[values] for k in (1, 10, 100))  # they converge to the limit of the program, if any
+        return any((abs(x - y) > 0.5 * abs(y - z) + 1e-3 * abs(x)).any() for x, y, z in zip(*nearer, strict=True))
 
     def _loses_gradient(self, found: Sequence[np.ndarray]) -> bool:
         """Whether all gradients are 0, and those of the program in float64 are not."""
-        exact = self.exact(0.0, math.inf)[self._n_values :]
-        return any(np.nan_to_num(x).any() for x in exact) and not any(x.any() for x in found[self._n_values :])
+        exact = self.exact(*_MOVES[0])[self._n_values :]
+        return any((np.abs(np.nan_to_num(x)) > _TINY).any() for x in exact) and not any(
+            x.any() for x in found[self._n_values :]
+        )
 
     @property
     def _n_values(self) -> int:
@@ -214,7 +221,8 @@ class Trials:
 
     def _seen(self, found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> str:
         norm = lambda arrays: math.hypot(*(float(np.linalg.norm(x)) for x in arrays))  # noqa: E731
-        error = norm([x - y for x, y in zip(found, exact, strict=True)]) / (norm(exact) or 1.0)
+        size = norm(exact) and max(norm(exact), _TINY)
+        error = norm([x - y for x, y in zip(found, exact, strict=True)]) / (size or 1.0)
         what = "value and gradient are" if self.has_gradient else "all results are"
         return f"{what} finite, within {max(error, 1e-7):.0e} of float64" if error < 0.1 else ""
 
@@ -289,10 +297,19 @@ def _line(node: Node) -> str:
     return location_of(node.place.eqns).source
 
 
+def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray], relative: float, slack: float) -> bool:
+    """Whether arrays are close to others where these are finite: by the slack times the largest value of each."""
+    known = [np.isfinite(x) for x in old]
+    sizes = [np.abs(x[at]).max(initial=0.0) for x, at in zip(old, known, strict=True)]
+    largest = max(sizes) or 1.0
+    slacks = [slack * (x or largest) + 1e-12 * largest for x in sizes]  # what is smaller is rounding, as of a gradient
+    return all(np.allclose(x[at], y[at], relative, s) for x, y, at, s in zip(new, old, known, slacks, strict=True))
+
+
 def _moved(x: np.ndarray, rng: np.random.Generator, by: float, most: float) -> np.ndarray:
     """Returns an array that is scaled down to some size, and moved; 0 stays 0 if it is moved very little."""
     x = x / max(1.0, np.abs(x).max(initial=0.0) / most)
-    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if by > 1e-6 else 0.0)
+    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if abs(by) > 1e-6 else 0.0)
 
 
 def _is_derivative(node: Node) -> bool:
