@@ -230,8 +230,9 @@ def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], moves: 
         outs = tuple(hoisted(*consts, *carry, *xs))
         return outs[:n], outs[n:]
 
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = lax.scan(step, carry, tuple(args[loop.xs]), **options)
+    xs, options = tuple(args[loop.xs]), {name: eqn.params[name] for name in ("reverse", "unroll")}
+    length = None if xs else loop.length  # `lax.scan` takes a symbolic length from `xs` only
+    carry, ys = lax.scan(step, carry, xs, length, **options)
     return *carry, *ys
 
 
