@@ -235,26 +235,17 @@ def _step(
     run_with, changed = jx.HIGHER_ORDER[eqn.primitive.name].run, any(plan.changed for plan, _ in inner)
     run: Run = functools.partial(jx.bind, eqn)
     if changed and run_with is not None:
-        is_loop = isinstance(jx.structure_of(eqn), jx.Loop)
-        run = functools.partial(_run_loop if is_loop else run_with, eqn, bodies)
+        run = functools.partial(run_with, eqn, bodies)
+        if isinstance(jx.structure_of(eqn), jx.Loop):
+            run = functools.partial(_run_loop, run_with, eqn, bodies)
     return Step(eqn, casts, outs, run, changed, (False,) * len(casts), inner=tuple(inner))
 
 
-def _run_loop(eqn: JaxprEqn, bodies: Sequence[jx.Body], args: Sequence[Any]) -> Sequence[Any]:
+def _run_loop(run_with: Any, eqn: JaxprEqn, bodies: Sequence[jx.Body], args: Sequence[Any]) -> Sequence[Any]:
     """Runs a loop; arrays that it does not change are cast once, before it."""
-    if _casts_the_same(bodies[-1].jaxpr):
+    if jx.holds(bodies[-1].jaxpr, is_same_in_loops):
         return jx.run_loop(eqn, bodies, args, is_same_in_loops)
-    run = jx.HIGHER_ORDER[eqn.primitive.name].run
-    assert run is not None
-    return run(eqn, bodies, args)
-
-
-def _casts_the_same(jaxpr: Any) -> bool:
-    def casts(eqn: JaxprEqn) -> bool:
-        inside = any(_casts_the_same(inner) for inner, _ in jx.inner_jaxprs(eqn))
-        return inside or is_same_in_loops(eqn.primitive, **eqn.params)
-
-    return any(map(casts, jx.open_jaxpr(jaxpr)[0].eqns))
+    return run_with(eqn, bodies, args)
 
 
 def _sliced(value: Value) -> Value:

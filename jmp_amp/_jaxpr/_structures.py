@@ -9,8 +9,17 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._trace import Cache, bind, hoist, split_arrays, trace, with_constants_as_inputs
-from jmp_amp._jaxpr._versions import hi_kind, hi_primitive, is_hi_type, open_jaxpr, params_of, scan_sizes, with_params
+from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace, with_constants_as_inputs
+from jmp_amp._jaxpr._versions import (
+    hi_kind,
+    hi_primitive,
+    is_hi_type,
+    open_jaxpr,
+    params_of,
+    scan_sizes,
+    split_known,
+    with_params,
+)
 
 
 class Call(NamedTuple):
@@ -214,6 +223,34 @@ def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
     axis_names = set(eqn.params["newly_manual_axes"])
     return jax.shard_map(lambda *args: tuple(bodies[0](*args)), axis_names=axis_names, **options)(*args)
+
+
+def holds(jaxpr: Any, selects: Callable[..., bool]) -> bool:
+    """Whether a jaxpr, or one inside it, has an equation whose primitive and parameters are selected."""
+    return any(
+        selects(eqn.primitive, **eqn.params) or any(holds(inner, selects) for inner, _ in inner_jaxprs(eqn))
+        for eqn in open_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def hoist(jaxpr: Any, known: Sequence[Any], moves: Callable[..., bool]) -> Callable[..., list[Any]]:
+    """Returns a closed jaxpr as a function that reads results of some ops as they are computed here.
+
+    So a loop over the function computes these ops once.
+
+    Args:
+        jaxpr: the jaxpr. If it has effects, or holds no such op, all of its ops stay in the function.
+        known: the values of its first inputs, which are the same in every call; None for an input that may change.
+        moves: selects ops that depend on known values and constants alone, as the policies of `jax.checkpoint` do.
+    """
+    opened, consts = open_jaxpr(jaxpr)
+    if opened.effects or not holds(jaxpr, moves):
+        return functools.partial(jax.core.eval_jaxpr, opened, consts)
+    is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
+    opened, _ = open_jaxpr(with_constants_as_inputs(jaxpr))
+    before, after = split_known(opened, [True] * len(consts) + is_known, moves)
+    moved = jax.core.eval_jaxpr(before, (), *consts, *[x for x in known if x is not None])
+    return lambda *args: jax.core.eval_jaxpr(after, (), *moved, *consts, *args)
 
 
 def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], moves: Callable[..., bool]) -> Sequence[Any]:

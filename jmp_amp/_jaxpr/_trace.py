@@ -15,16 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._versions import (
-    apply,
-    context_of,
-    is_constant,
-    open_jaxpr,
-    parent_of,
-    source_of,
-    split_known,
-    tracers_read,
-)
+from jmp_amp._jaxpr._versions import apply, context_of, is_constant, open_jaxpr, parent_of, source_of, tracers_read
 
 
 def dtype_of(x: Any) -> Any:
@@ -155,26 +146,6 @@ def trace_call(
     # Only arrays are leaves of these; JAX names them as in the call.
     args, kwargs = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else None, (args, kwargs))
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
-
-
-def hoist(jaxpr: Any, known: Sequence[Any], moves: Callable[..., bool]) -> Callable[..., list[Any]]:
-    """Returns a closed jaxpr as a function that reads results of some ops as they are computed here.
-
-    So a loop over the function computes these ops once.
-
-    Args:
-        jaxpr: the jaxpr. If it has effects, all of its ops stay in the function.
-        known: the values of its first inputs, which are the same in every call; None for an input that may change.
-        moves: selects ops that depend on known values and constants alone, as the policies of `jax.checkpoint` do.
-    """
-    opened, consts = open_jaxpr(jaxpr)
-    if opened.effects:
-        return functools.partial(jax.core.eval_jaxpr, opened, consts)
-    is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
-    opened, _ = open_jaxpr(with_constants_as_inputs(jaxpr))
-    before, after = split_known(opened, [True] * len(consts) + is_known, moves)
-    moved = jax.core.eval_jaxpr(before, (), *consts, *[x for x in known if x is not None])
-    return lambda *args: jax.core.eval_jaxpr(after, (), *moved, *consts, *args)
 
 
 def with_constants_as_inputs(jaxpr: Any) -> Any:
