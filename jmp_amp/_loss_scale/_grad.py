@@ -246,7 +246,7 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
 
         def step(carry: Any, batch: dict[int, Any]) -> tuple[Any, Any]:
             total, state = carry
-            ((loss, aux), grads), state = rebuild(evaluate_flat(*jax.tree.leaves((state, batch))))
+            ((loss, aux), grads), state = evaluate_hoisted(state, batch)
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, _without_float0((loss, grads)))
             return (total, state), aux
 
@@ -255,8 +255,12 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         # The scales of float8 weights are the same for all micro-batches. A module returns its weights as it got them.
         leaves, opened = jax.tree.leaves(state), jx.open_jaxpr(closed)[0]
         pairs = zip(leaves, opened.invars, opened.outvars[len(opened.outvars) - len(leaves) :], strict=False)
-        evaluate_flat = jx.hoist(closed, [x if var is out else None for x, var, out in pairs], is_scale)
-        ((loss, _), grads), after = jax.eval_shape(lambda: rebuild(evaluate_flat(*jax.tree.leaves((state, first)))))
+        hoisted = jx.hoist(closed, [x if var is out else None for x, var, out in pairs], is_scale)
+
+        def evaluate_hoisted(*args: Any) -> Any:
+            return rebuild(hoisted(*jax.tree.leaves(args)))
+
+        ((loss, _), grads), after = jax.eval_shape(evaluate_hoisted, state, first)
         for path in dict(jax.tree.leaves_with_path(after)).keys() - dict(jax.tree.leaves_with_path(state)).keys():
             raise ValueError(
                 f"the loss adds the variable `{keystr(path[2:])}` to a module, so the state changes its structure "
