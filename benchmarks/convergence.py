@@ -2,7 +2,7 @@
 
     python benchmarks/convergence.py [--steps 120] [--seeds 5] [--out docs/benchmarks/convergence.md]
     python benchmarks/convergence.py --only float8 [--out docs/benchmarks/convergence.md]    # leaves the rest as it is
-    python benchmarks/convergence.py --only demo --seeds 3      # prints the table of the README, in an hour of CPU time
+    python benchmarks/convergence.py --only demo --seeds 3      # the table of the GPT in docs/examples.md, in an hour of CPU time
 
 Trains the examples, in half an hour on two CPU cores, half of it for float8; needs the extras `demo` and
 `frameworks`.
