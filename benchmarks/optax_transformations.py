@@ -1,6 +1,6 @@
 """Whether optax's transformations train under `dynamic_loss_scale` as they do without it, through overflows.
 
-    python benchmarks/optax_transformations.py [--out docs/optax.md]
+    python benchmarks/optax_transformations.py [--out docs/benchmarks/optax_transformations.md]
 
 Each makes four steps on true float32 gradients, and six on gradients that are scaled, two of which overflow, under both
 ways to skip. Nothing is timed.
