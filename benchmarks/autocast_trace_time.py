@@ -60,7 +60,8 @@ SCANS = {  # a scanned GPT-2 small, with and without recomputing
 PEERS = {"jmp", "mpx"}  # where they are installed
 KERNELS = "fused norms and softmaxes"
 
-WHY = "How much longer a program takes to trace, lower and compile under autocast."
+WHY = """How much longer a program takes to trace, lower and compile under autocast.
+For you: some seconds once, when a step is compiled. A scanned model takes up to twice as long; no step runs slower."""
 NOTES = """
 CPU time of the process and its children; the least of three repeats, compiled once, and in the second table the median
 of three runs. "Cold" starts with empty caches, as a program does; "warm" has traced the same model before. The target

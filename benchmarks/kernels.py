@@ -69,6 +69,8 @@ ALONE = ("nothing", "the call alone")
 LATEST = 300  # seconds after which nothing more is lowered, so that a run ends within 8 minutes
 
 COMPILED, QUANTIZED, MEASURED = "Compiled for an H200", "A layer in float8", "On a GPU"
+WHY = """How many launches and bytes the kernels save, and how fast they are. For you: without
+`python -m pallas_kernels tune` they are not used, and a step loses little by that."""
 NOTES = """## What the figures are
 
 In the layer, "MB at least" is what must be read and written ([sum](../design/kernels.md#bytes-of-a-layer-in-float8)):
@@ -463,9 +465,7 @@ def main():
         MEASURED: measured(Run(TREES), options.only) if gpu else None,
     }
     sections = itertools.chain(*(section(title, lines[title], options.out) for title in lines))
-    report(
-        "Kernels", "How many launches and bytes the kernels save, and how fast they are.", sections, NOTES, options.out
-    )
+    report("Kernels", WHY, sections, NOTES, options.out)
 
 
 if __name__ == "__main__":
