@@ -1,11 +1,12 @@
-"""Models in plain JAX, each written once for two uses.
+"""Models in plain JAX, each written once for all uses.
 
 With `low=None` a model holds no cast: that is what `autocast` takes, and float32 as it stands. With a dtype it is mixed
 by hand the usual way: products, activations and the residual stream in `low`; norms, softmax and the loss in float32.
-Every `*_case(low)` returns `(loss_fn, args)`, the arguments as shapes.
+Every `*_case(low)` returns `(loss_fn, args)`, the arguments as shapes. `by_expert` mixes them better.
 """
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,56 @@ def cast_whole(loss_fn, policy="mixed_float16"):
     """Casts all arguments in front of the model: with jmp 0.0.4 and mpx 0.1.8 the jaxpr of each model is this one."""
     policy = amp.get_policy(policy)
     return lambda *args: policy.cast_to_output(loss_fn(*policy.cast_to_compute(args)))
+
+
+def by_expert(case, low):
+    """Returns a case mixed by hand with fewer bytes: see `cast_once` and `cross_entropy_without_scatter`."""
+    loss_fn, args = case(low)
+    return lambda params, *batch: without_scatter(loss_fn)(cast_once(params, low), *batch), args
+
+
+def without_scatter(loss_fn):
+    """Returns the loss function with `cross_entropy_without_scatter`."""
+
+    def loss(*args):
+        with mock.patch.dict(globals(), cross_entropy=cross_entropy_without_scatter):
+            return loss_fn(*args)
+
+    return loss
+
+
+def cast_once(params, low):
+    """Casts weights before the model, and so once, also if a loop reads them. Norms and tables stay float32.
+
+    The output layer of a tied model reads a copy of its table, so the gradients of both uses are summed in float32.
+    """
+
+    def cast(path, x):
+        names = {str(getattr(key, "key", "")) for key in path}
+        is_float32 = any(name.startswith(("norm", "token", "embed", "scale")) for name in names)
+        return x if is_float32 or x.dtype != F32 else to(x, low)
+
+    copies = jax.tree.map_with_path(cast, params)
+    return copies | {"head": to(params["token"], low)} if "token" in params else copies
+
+
+def value_and_grad_by_expert(case, low, steps):
+    """Returns loss and gradients over micro-batches, which read weights that are cast before the loop, and the args."""
+    loss_fn, args = case(low)
+
+    def value_and_grad(params, batch):
+        copies = cast_once(params, low)
+        zeros = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, F32), params)
+
+        def step(total, micro_batch):
+            loss, grads = jax.value_and_grad(without_scatter(loss_fn))(copies, micro_batch)
+            grads["token"] += full(grads.pop("head"), low)
+            return jax.tree.map(lambda x, y: x + y.astype(F32), total, (loss, grads)), None
+
+        total, _ = lax.scan(step, zeros, jnp.moveaxis(batch.reshape(-1, steps, *batch.shape[1:]), 1, 0))
+        return jax.tree.map(lambda x: x / steps, total)
+
+    return value_and_grad, args
 
 
 def train_step(loss_fn, tx, is_scaled=True):
@@ -62,6 +113,13 @@ def cross_entropy(logits, labels, low):
     logits = full(logits, low)
     picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+
+def cross_entropy_without_scatter(logits, labels, low):
+    """The gradient of the label's logit is a comparison, which fuses; that of `take_along_axis` is scattered."""
+    logits = full(logits, low)
+    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(is_label, logits, 0), -1))
 
 
 def attention(p, x, low, heads, causal):
@@ -116,7 +174,7 @@ def gpt_case(low, layers=12, scan=False, remat=False, batch=8, length=1024, dim=
         else:
             for p in params["blocks"]:
                 x, _ = body(x, p)
-        logits = norm(params["norm"], x, low) @ to(params["token"].T, low)
+        logits = norm(params["norm"], x, low) @ to(params.get("head", params["token"]).T, low)
         return cross_entropy(logits, tokens[:, 1:], low)
 
     return loss_fn, (params, Shape((batch, length + 1), jnp.int32))
@@ -203,7 +261,8 @@ def encoder_case(low, layers=6, batch=32, length=256, dim=512, heads=8, vocab=32
 
         keys = jax.random.split(jax.random.key(seed), layers)
         x, _ = lax.scan(body, to(params["token"][tokens], low), (params["blocks"], keys))
-        return cross_entropy(norm(params["norm"], x, low) @ to(params["token"].T, low), tokens, low)
+        logits = norm(params["norm"], x, low) @ to(params.get("head", params["token"]).T, low)
+        return cross_entropy(logits, tokens, low)
 
     return loss_fn, (params, Shape((batch, length), jnp.int32), Shape((), jnp.int32))
 

@@ -51,6 +51,21 @@ def test_moves_no_more_bytes_and_holds_no_more_memory_than_mixed_by_hand(name):
     assert held <= held_by_hand
 
 
+@pytest.mark.parametrize(("steps", "scan"), [(4, False), (16, False), (16, True)])
+def test_micro_batches_move_the_bytes_of_a_hand_that_casts_weights_once(steps, scan):
+    def case(low):
+        return models.gpt_case(low, layers=6, scan=scan, batch=16)
+
+    loss_fn, args = case(None)
+    args = gpu_aot.struct(gpu_aot.h200_mesh(), args)
+    by_hand, _ = models.value_and_grad_by_expert(case, jnp.bfloat16, steps)
+    # The residual stream of the hand is low.
+    low = amp.autocast(loss_fn, "bfloat16", residual_stream="low")
+    autocast = amp.value_and_grad(low, accumulate_steps=steps)
+    moved, moved_by_hand = (gpu_aot.cost(gpu_aot.compile_for(f, *args))["bytes_moved"] for f in (autocast, by_hand))
+    assert moved <= 1.02 * moved_by_hand
+
+
 def test_a_low_residual_stream_saves_bytes():
     def vit(low):
         return models.vit_case(low, layers=2, batch=64)
