@@ -6,26 +6,107 @@ Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. All of i
 of CPU time.
 """
 
+import functools
 import itertools
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
-from models import CASES, cast_whole
+from models import CASES, MORE_CASES, accumulated, by_expert, cast_whole, decoding_case, gpt_case, without_scatter
 from report import arguments, head, report, row
 
 import jmp_amp as amp
 
+LOW = jnp.float16
+
+
+class Model(NamedTuple):
+    """A case of `models.py`, and what is computed of its loss.
+
+    `by_hand` and `by_expert` return the function and its arguments, where these are not the gradients of the case. With
+    a `policy` the arguments are stored as the hand stores them.
+    """
+
+    case: Callable
+    gradients: Callable = jax.value_and_grad
+    by_hand: Callable | None = None
+    by_expert: Callable | None = None
+    policy: str | None = None
+
+
+def autocast(case, policy=None, **options):
+    loss_fn, args = case(None)
+    if policy is None:
+        return amp.autocast(loss_fn, **options), args
+    return amp.autocast(loss_fn, policy=policy, **options), case(LOW)[1]
+
+
+def hand(model, way, make):
+    """Returns the function and its arguments of a model that is mixed by hand."""
+    if getattr(model, way) is not None:
+        return getattr(model, way)()
+    loss_fn, args = make(model.case, LOW)
+    return model.gradients(loss_fn), args
+
+
+def variant(make, **options):
+    """Returns a variant: it makes the function and its arguments of a model."""
+
+    def of_model(model):
+        if make is autocast:
+            options["policy"] = model.policy
+        loss_fn, args = make(model.case, **options)
+        return model.gradients(loss_fn), args
+
+    return of_model
+
+
+def whole(case):
+    loss_fn, args = case(None)
+    return cast_whole(loss_fn), args
+
+
 VARIANTS = {
-    "float32": lambda case: case(None),
-    "by hand": lambda case: case(jnp.float16),
-    "jmp, mpx": lambda case: whole(case),
-    "autocast": lambda case: autocast(case),
-    'save="all"': lambda case: autocast(case, save="all"),
-    'residual_stream="low"': lambda case: autocast(case, residual_stream="low"),
-    'weight_grad_dtype="float32"': lambda case: autocast(case, weight_grad_dtype="float32"),
+    "float32": variant(lambda case: case(None)),
+    "by hand": lambda model: hand(model, "by_hand", lambda case, low: case(low)),
+    "by an expert": lambda model: hand(model, "by_expert", by_expert),
+    "jmp, mpx": variant(whole),
+    "autocast": variant(autocast),
+    'save="all"': variant(autocast, save="all"),
+    'residual_stream="low"': variant(autocast, residual_stream="low"),
+    'weight_grad_dtype="float32"': variant(autocast, weight_grad_dtype="float32"),
 }
+FEW = "float32", "by hand", "by an expert", "autocast", 'residual_stream="low"'
+
+
+def micro_batches(steps=16):
+    """A GPT over micro-batches of one sequence; by hand each casts the weights, unless by an expert."""
+
+    def case(low):
+        return gpt_case(low, layers=6, batch=steps)
+
+    return Model(
+        case,
+        functools.partial(amp.value_and_grad, accumulate_steps=steps),
+        lambda: (accumulated(case(LOW)[0], LOW, steps), case(LOW)[1]),
+        lambda: (accumulated(without_scatter(case(LOW)[0]), LOW, steps, once=True), case(LOW)[1]),
+    )
+
+
+def decoding():
+    """The weights and the cache are stored in float16, but not for float32; nothing is differentiated."""
+    by_hand = functools.partial(decoding_case, LOW)
+    policy = "params=float16,compute=float16,output=float32"
+    return Model(decoding_case, lambda fun: fun, by_hand, by_hand, policy)
+
+
+MODELS = {name: (Model(case), tuple(VARIANTS)) for name, case in CASES.items()}
+MODELS |= {name: (Model(case), FEW) for name, case in MORE_CASES.items()}
+MODELS["GPT, 6 layers, 16 micro-batches"] = micro_batches(), FEW
+MODELS["GPT-2 small, decoding"] = decoding(), FEW
 
 
 WHY = "How many bytes a model moves and how much memory it needs, beside float32 and casts written by hand."
@@ -66,24 +147,14 @@ the convolutions of a ResNet.
 """
 
 
-def autocast(case, **options):
-    loss_fn, args = case(None)
-    return amp.autocast(loss_fn, **options), args
-
-
-def whole(case):
-    loss_fn, args = case(None)
-    return cast_whole(loss_fn), args
-
-
-def compiled(loss_fn, args):
-    """Returns `value_and_grad` compiled for one H200."""
-    return gpu_aot.compile_for(jax.value_and_grad(loss_fn), *gpu_aot.struct(gpu_aot.h200_mesh(), args))
+def compiled(fun, args):
+    """Returns a function compiled for one H200."""
+    return gpu_aot.compile_for(fun, *gpu_aot.struct(gpu_aot.h200_mesh(), args))
 
 
 def measure(loss_fn, args):
-    """Returns bytes moved and temporary bytes."""
-    cost = gpu_aot.cost(compiled(loss_fn, args))
+    """Returns bytes moved and temporary bytes of loss and gradients."""
+    cost = gpu_aot.cost(compiled(jax.value_and_grad(loss_fn), args))
     return cost["bytes_moved"], cost["temp_bytes"]
 
 
@@ -106,21 +177,23 @@ def converts(program):
     return sum(dtypes[operand] in {"f16", "f32"} - {dtype} for dtype, operand in pairs)
 
 
-def table(cases, variants=tuple(VARIANTS)):
-    """Yields the lines of a Markdown table; ratios are to the model mixed by hand."""
-    figures = "GB moved", "x by hand", "temporary GB", "x by hand", "launches", "casts traced", "casts compiled"
+def table(models):
+    """Yields the lines of a Markdown table; ratios are to the model mixed by hand, and by an expert."""
+    hands = "by hand", "by an expert"
+    ratios = [f"x {by}" for by in hands]
+    figures = "GB moved", *ratios, "temporary GB", *ratios, "launches", "casts traced", "casts compiled"
     yield from head("model", "variant", *figures)
-    for name, case in cases.items():
-        models = {variant: VARIANTS[variant](case) for variant in variants}
-        programs = {variant: compiled(*model) for variant, model in models.items()}
-        costs = {variant: gpu_aot.cost(program) for variant, program in programs.items()}
-        for variant, (loss_fn, args) in models.items():
+    for name, (model, variants) in models.items():
+        programs = {variant: VARIANTS[variant](model) for variant in variants}
+        modules = {variant: compiled(*program) for variant, program in programs.items()}
+        costs = {variant: gpu_aot.cost(module) for variant, module in modules.items()}
+        for variant, (fun, args) in programs.items():
             cells = [name, variant]
             for figure in ("bytes_moved", "temp_bytes"):
                 value = costs[variant][figure]
-                cells += [f"{value / 1e9:.3f}", f"{value / costs['by hand'][figure]:.3f}"]
-            traced = jax.make_jaxpr(jax.value_and_grad(loss_fn))(*args)
-            cells += [costs[variant]["kernels"], casts(traced), converts(programs[variant])]
+                cells += [f"{value / 1e9:.3f}", *(f"{value / costs[by][figure]:.3f}" for by in hands)]
+            traced = casts(jax.make_jaxpr(fun)(*args).jaxpr)
+            cells += [costs[variant]["kernels"], traced, converts(modules[variant])]
             yield row(*cells)
 
 
@@ -130,7 +203,7 @@ def main():
     report(
         "Bytes and memory",
         f"{WHY}\n\n{by}",
-        table({name: case for name, case in CASES.items() if options.only in name}),
+        table({name: model for name, model in MODELS.items() if options.only in name}),
         NOTES,
         options.out,
     )
