@@ -287,8 +287,10 @@ _GROWTH = 1.1  # casts stay in the loop if a micro-batch would need more than th
 
 def _is_cast_or_scale(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Whether an op casts an array to a smaller floating dtype, or computes the scale of a float8 weight."""
-    is_cast = primitive is lax.convert_element_type_p and all(map(jx.is_floating, avals))
-    return is_scale(primitive) or (is_cast and params["new_dtype"].itemsize < avals[0].dtype.itemsize)
+    if primitive is not lax.convert_element_type_p:
+        return is_scale(primitive)
+    dtype = params["new_dtype"]
+    return jx.is_floating(avals[0]) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < avals[0].dtype.itemsize
 
 
 def _split_into_micro_batches(i: int, tree: Any, steps: int) -> Any:
