@@ -45,7 +45,20 @@ def describe(value: Any) -> str:
         return f"the function `{value.__name__}`"
     if type(value) in (tuple, list):
         return f"a {type(value).__name__} of {len(value)}"
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return quote(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def quote(value: Any) -> str:
+    """Returns the repr of a user's value for a message."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a {type(value).__name__} of {value.bit_length()} bits"
+
+
+def shorten(text: str) -> str:
+    """Returns a user's text for a message; of a long one, the start and the end."""
+    return text if len(text) <= 90 else f"{text[:60]} ... {text[-24:]}"
 
 
 def _is_array(x: Any) -> bool:

@@ -10,6 +10,7 @@ import optax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
+from jmp_amp._calls import quote
 from jmp_amp._loss_scale import check_inner, is_hole
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._trees import cast_floating, is_inexact, wide_dtype
@@ -197,7 +198,7 @@ def low_precision_params(
     """
     check_inner(inner, "low_precision_params")
     if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f'`rounding` must be "nearest" or "stochastic", got {rounding!r}')
+        raise ValueError(f'`rounding` must be "nearest" or "stochastic", got {quote(rounding)}')
     if masters and rounding == "stochastic":
         raise ValueError(
             'masters hold each update in full, so parameters are rounded to nearest, got `rounding="stochastic"`; '

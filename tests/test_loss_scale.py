@@ -79,7 +79,7 @@ def test_a_bad_field_is_named_with_its_value(field, value, error):
     with pytest.raises(error) as info:
         LossScale(**{field: value})
     assert f"`{field}`" in str(info.value)
-    assert repr(value) in str(info.value)
+    assert repr(value)[:40] in str(info.value)
 
 
 @pytest.mark.parametrize(

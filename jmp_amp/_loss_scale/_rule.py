@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_amp._calls import check_type
+from jmp_amp._calls import check_type, quote
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
@@ -188,7 +188,6 @@ class LossScale:
         refills = grows | (is_finite & self.consecutive_hysteresis)
         hysteresis = jnp.where(refills, self.hysteresis, state.hysteresis_tracker)
         scale = state.loss_scale
-        is_valid = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
         if not self.is_static:
             grown, ceiling = scale * self.growth_factor, jnp.maximum(scale, self.max_scale)
             grown = jnp.where(grown <= self.max_scale, grown, ceiling if self.clamp_growth else scale)
@@ -196,7 +195,7 @@ class LossScale:
             after_overflow = jnp.where(overflows_left == 0, backed_off, scale)
             scale = jnp.where(is_finite, jnp.where(grows, grown, scale), after_overflow)
         return LossScaleState(
-            loss_scale=jnp.where(is_valid, scale, self.init_scale),
+            loss_scale=jnp.where(is_scale(state.loss_scale), scale, self.init_scale),
             growth_tracker=jnp.where(is_finite, jnp.where(grows, -self.growth_delay, tracker), -self.overflow_delay),
             hysteresis_tracker=jnp.where(is_finite, hysteresis, overflows_left),
             last_finite=is_finite,
@@ -263,8 +262,10 @@ class LossScale:
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in overrides.items():
             if name not in names:
-                cures = [f"; write `{ours}={value!r}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others]
-                got = f"`{name}={value!r}`{''.join(cures)}"
+                cures = [
+                    f"; write `{ours}={quote(value)}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others
+                ]
+                got = f"`{name}={quote(value)}`{''.join(cures)}"
                 raise TypeError(f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got {got}")
         return cls(**preset | overrides)
 
@@ -278,8 +279,26 @@ _NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
 }
 
 
+def is_scale(value: Any) -> Any:
+    """Whether a float32 number and its reciprocal, or each of an array, are positive and normal."""
+    return (value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raises ValueError if a concrete number, or one of an array, is not `is_scale`; traced numbers are data."""
+    is_concrete = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    if is_concrete and not np.all(is_scale(np.asarray(value, np.float64))):
+        raise _scale_error(name, value)
+
+
+def _scale_error(name: str, value: Any) -> ValueError:
+    return ValueError(
+        f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {quote(value)}"
+    )
+
+
 def to_number(name: str, value: Any) -> float:
-    """Returns `value` as a positive float that, like its reciprocal, is a normal float32 number."""
+    """Returns a user's number as a float that passes `check_scale`."""
     try:
         if isinstance(value, bool | np.bool_ | str | bytes):
             raise TypeError
@@ -287,40 +306,35 @@ def to_number(name: str, value: Any) -> float:
     except OverflowError:
         number = math.inf
     except TypeError:
-        raise TypeError(f"`{name}` must be a number, got {value!r} of type {type(value).__name__}") from None
-    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
-        raise ValueError(
-            f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {value!r}"
-        )
+        raise TypeError(f"`{name}` must be a number, got {quote(value)} of type {type(value).__name__}") from None
+    if not is_scale(number):
+        raise _scale_error(name, value)
     return number
 
 
 def to_count(name: str, value: Any, minimum: int) -> int:
     """Returns `value` as a number of steps that fits in int32."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`{name}` must be an integer, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"`{name}` must be an integer, got {quote(value)} of type {type(value).__name__}")
     if not minimum <= value <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be an integer from {minimum} to 2^31 - 1, got {value}")
+        raise ValueError(f"`{name}` must be an integer from {minimum} to 2^31 - 1, got {quote(value)}")
     return int(value)
 
 
 def to_scale(value: Any) -> jax.Array:
-    """Returns a user's loss scale as float32[]; the value of a traced scale is not checked."""
-    is_number = hasattr(value, "shape") or type(value) in (int, float)
-    if not is_number or jnp.shape(value) != ():
+    """Returns a user's loss scale as float32[]; the value of a traced scale is not checked, because it is data."""
+    if type(value) in (int, float):
+        value = to_number("loss_scale", value)
+    elif getattr(value, "shape", None) != ():
         raise TypeError(
             f"`loss_scale` must be a scalar, got {type(value).__name__}; read it with `amp.get_loss_scale(opt_state)`"
         )
-    is_concrete = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    if is_concrete and not 0 < float(value) <= float(np.finfo(np.float32).max):
-        raise ValueError(
-            f"`loss_scale` must be positive and finite in float32, got {value}; pass 1.0 to disable scaling"
-        )
+    check_scale("loss_scale", value)
     return jnp.asarray(value, jnp.float32)
 
 
 def to_flag(name: str, value: Any) -> jax.Array:
     """Returns a user's flag as bool[]."""
     if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
-        raise TypeError(f"`{name}` must be a bool, got {value!r}; `amp.all_finite(grads)` returns one")
+        raise TypeError(f"`{name}` must be a bool, got {quote(value)}; `amp.all_finite(grads)` returns one")
     return jnp.asarray(value)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jmp_amp._calls import check_concrete
-from jmp_amp._loss_scale._rule import LossScaleState, to_number
+from jmp_amp._loss_scale._rule import LossScaleState, check_scale, is_scale, to_number
 from jmp_amp._loss_scale._transformations import HARMFUL_WRAPPERS, DynamicLossScaleState, UnscaleAndCheckState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
@@ -53,7 +53,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
 
     Raises:
         TypeError: `value` is neither a number nor a `LossScaleState`.
-        ValueError: a number is not between 2^-126 and 2^126 (a traced one is not checked), or `opt_state` does not hold
+        ValueError: a scale is not between 2^-126 and 2^126 (a traced one is not checked), or `opt_state` does not hold
             exactly one `LossScaleState`.
 
     Examples:
@@ -70,6 +70,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
     old = find_state(opt_state)
     if isinstance(value, LossScaleState):
         new = find_state(value)
+        check_scale("value.loss_scale", new.loss_scale)
     else:
         scale = value if isinstance(value, jax.core.Tracer) else to_number("value", value)
         new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
@@ -150,10 +151,10 @@ def check_health(
             row.
 
     Raises:
-        LossScaleError: the loss scale is not positive and finite; or parameters are not finite; or the last two steps
-            overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last `max_skips`
-            steps overflowed. The message names the leaves that are not finite, and contains the history of the scale
-            and a cure.
+        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
+            steps overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
+            `max_skips` steps overflowed. The message names the leaves that are not finite, and contains the history of
+            the scale and a cure.
         TypeError: called inside `jit`.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
@@ -178,8 +179,8 @@ def check_health(
     check_concrete((state, params, grads), "check_health", cure)
     state = jax.device_get(state)
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
-    if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
-        fact = "the loss scale in the state is not positive and finite"
+    if not is_scale(state.loss_scale).all():
+        fact = "the loss scale in the state is not between 2^-126 and 2^126"
         cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
     elif description := describe_nonfinite(count_nonfinite(params), params):
         fact = f"parameters are not finite: {description}"

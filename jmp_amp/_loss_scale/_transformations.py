@@ -12,7 +12,7 @@ from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, describe
+from jmp_amp._calls import check_type, describe, quote
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
 from jmp_amp._trees import select_tree
@@ -154,8 +154,8 @@ def dynamic_loss_scale(
 
     - `loss_scale=`, float32[], replaces the scale in the state, for several optimizers that share one scale.
     - `grads_finite=`, bool[]: `False` skips the step like an overflow, for several optimizers that skip together.
-    - Others are passed to `inner`. If an argument consists of the same arrays as the gradients, such as the `grad=` of
-      `optax.lbfgs`, it is unscaled too. Pass the unscaled loss as `value=`, as `value_and_grad` returns it.
+    - `grad=`, for line searches such as `optax.lbfgs`: gradients of the scaled loss, which are unscaled as the updates
+      are. Others are passed to `inner`; pass the unscaled loss as `value=`, as `value_and_grad` returns it.
 
     An `unscale_and_check()` inside `inner` does nothing, so `inner` may be a chain that also works on its own.
 
@@ -204,13 +204,14 @@ def dynamic_loss_scale(
     cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
     check_type("loss_scale", loss_scale, LossScale, cure)
     if skip not in ("cond", "select"):
-        raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
+        raise ValueError(f'`skip` must be "cond" or "select", got {quote(skip)}')
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> DynamicLossScaleState:
-        flags = jax.tree.map(lambda _: jnp.zeros((), bool), params) if nonfinite_leaves else None
+        leaves = _gradients.differentiated(params) if nonfinite_leaves else None
+        flags = jax.tree.map(lambda _: jnp.zeros((), bool), leaves)
         kinds = DynamicLossScaleState | UnscaleAndCheckState
         inner_state = jax.tree.map_with_path(_disable_check, inner.init(params), is_leaf=lambda x: isinstance(x, kinds))
         return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
@@ -238,10 +239,10 @@ def dynamic_loss_scale(
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Outside `jit`, `jax.debug_nans` raises on a NaN that `inner` computes, even if the result is discarded.
-            grads = updates if isinstance(is_finite, jax.core.Tracer) else _zeros_unless(is_finite, updates)
-            unscaled_grads = _gradients.unscale(grads, factor)
-            extras = {name: unscaled_grads if _is_same(x, updates) else x for name, x in extra_args.items()}
-            new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extras)
+            scaled = updates, {name: x for name, x in extra_args.items() if name == "grad"}
+            scaled = scaled if isinstance(is_finite, jax.core.Tracer) else _zeros_unless(is_finite, scaled)
+            unscaled_grads, extras = _gradients.unscale(scaled, factor)
+            new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extra_args | extras)
             if params is not None:
                 cure = "reduce its per-example gradients, or correct `inner`"
                 _gradients.check_shapes("update", new_updates, params, cure)
@@ -296,12 +297,6 @@ def _zeros_unless(is_finite: jax.Array, tree: Any) -> Any:
     return select_tree(is_finite, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
-def _is_same(x: Any, tree: Any) -> bool:
-    """Returns whether the leaves of `x` are the same arrays, by identity, as the leaves of `tree`."""
-    leaves, others = jax.tree.leaves(x), jax.tree.leaves(tree)
-    return len(leaves) == len(others) > 0 and all(a is b for a, b in zip(leaves, others, strict=True))
-
-
 def _step_if_finite(
     skip: str, is_finite: jax.Array, step: Callable[[], tuple[optax.Updates, optax.OptState]], state: optax.OptState
 ) -> tuple[optax.Updates, optax.OptState]:
@@ -339,7 +334,7 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
 def check_axis_name(value: Any) -> None:
     """Raises TypeError unless `value` can name one or several mapped axes."""
     if not isinstance(value, Hashable):
-        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {value!r}")
+        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {quote(value)}")
 
 
 def check_inner(inner: Any, wrapper: str) -> None:

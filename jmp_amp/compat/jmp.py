@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _policy, _trees
+from jmp_amp._calls import quote
 from jmp_amp._formats import half_dtype
 from jmp_amp._trees import all_finite, cast_floating, multiply_wide
 
@@ -143,7 +144,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 def _boolean_scalar_error(name: str, value: Any) -> AssertionError:
     """Returns the error for an argument that is not a boolean scalar."""
-    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
+    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else quote(value)
     return AssertionError(f"expected boolean scalar for `{name}`, got {got}; compute it with `all_finite` or `jnp.all`")
 
 
