@@ -1,7 +1,6 @@
 """`autocast`: the function transformation."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -16,7 +15,7 @@ from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, Reads
 from jmp_amp._autocast._values import Stream, Use, unknown
-from jmp_amp._calls import quote, shorten, transformation
+from jmp_amp._calls import quote, shorten, transformation, warn
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._modules import with_modules
 from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
@@ -354,13 +353,9 @@ def _warn(plan: Plan, options: Options) -> None:
     for pattern in options.overrides.scopes.keys() - matched:
         scopes = sorted(filter(None, plan.scopes))
         shown = ", ".join(scopes[:20]) + (f" and {len(scopes) - 20} more" if len(scopes) > 20 else "")
-        warnings.warn(
-            f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}",
-            stacklevel=4,
-        )
+        warn(f"the rule for `{shorten(pattern)}` matches no scope of the function; its scopes are: {shown or 'none'}")
     for name in sorted(plan.opaque):
-        warnings.warn(
+        warn(
             f"autocast has no rule for `{name}`, so the products in it stay as they were traced; cast its operands in "
-            "the function, or report it with the program",
-            stacklevel=4,
+            "the function, or report it with the program"
         )

@@ -4,6 +4,7 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 """
 
 import contextlib
+import inspect
 import os
 import re
 import traceback
@@ -87,9 +88,19 @@ def is_differentiated() -> bool:
     return isinstance(trace_ctx.trace, ad.JVPTrace | LinearizeTrace)
 
 
+def is_compiled() -> bool:
+    """Whether `jax.jit` traces here what it keeps compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
+    frames = [
+        frame
+        for frame, _ in traceback.walk_stack(inspect.currentframe())
+        if frame.f_globals.get("__name__") == "jax._src.pjit"
+    ]
+    return any(frame.f_code.co_name in ("cache_miss", "jit_lower") for frame in frames)
+
+
 def is_checkified() -> bool:
     """Whether `checkify` traces here. It cannot rewrite a `jax.checkpoint` whose checks need constants."""
-    frames = traceback.walk_stack(None)
+    frames = traceback.walk_stack(inspect.currentframe())
     return any(frame.f_globals.get("__name__") == "jax._src.checkify" for frame, _ in frames)
 
 

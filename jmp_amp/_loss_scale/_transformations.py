@@ -15,7 +15,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
-from jmp_amp._trees import select_tree
+from jmp_amp._trees import is_inexact, select_tree
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -267,6 +267,14 @@ HARMFUL_WRAPPERS = {
         "`dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
         "`amp.value_and_grad(..., accumulate_steps=)`",
     ),
+    optax.contrib.MechanicState: (
+        "optax.contrib.mechanize",
+        "an overflow would remain in its state; move it inside, `dynamic_loss_scale(optax.contrib.mechanize(...))`",
+    ),
+    optax.contrib.SAMState: (
+        "optax.contrib.sam",
+        "parameters would become NaN on overflow; move it inside, `dynamic_loss_scale(optax.contrib.sam(...))`",
+    ),
 }
 
 
@@ -274,13 +282,40 @@ def _check_callers() -> None:
     """Raises ValueError if `update` is called by a wrapper that keeps overflows, or keeps them from the loss scale.
 
     The caller is the only evidence where the loss is scaled by the state that the wrapper holds, as with
-    `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`.
+    `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`, and of the order of the transformations in a chain.
     """
-    for frame, _ in traceback.walk_stack(None):
-        function = f"optax.{frame.f_code.co_qualname}."
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        function = frame.f_code.co_qualname
+        if not frame.f_globals.get("__name__", "").startswith("optax."):
+            continue
         for name, harm in HARMFUL_WRAPPERS.values():
-            if function.startswith(f"{name}.") and frame.f_globals["__name__"].startswith("optax."):
+            if function.startswith(f"{name.rpartition('.')[2]}."):
                 raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, so {harm}")
+        if function.startswith(("chain.", "named_chain.")):
+            in_front = frame.f_locals.get("new_state")  # of the transformations that have run
+            nodes = jax.tree.leaves_with_path(in_front, is_leaf=lambda x: is_observer(x) or _keeps_gradients(x))
+            for path, x in nodes:
+                if _keeps_gradients(x):
+                    raise ValueError(
+                        f"a transformation in front of `dynamic_loss_scale` in a chain, at {keystr(path)}, keeps "
+                        f"scaled gradients in a `{type(x).__name__}`, so an overflow would remain there; move it "
+                        "inside, `dynamic_loss_scale(optax.chain(...))`"
+                    )
+
+
+def is_observer(state: Any) -> bool:
+    """Whether a node of a tree is a state of optax that no update depends on."""
+    return type(state).__name__ in ("MonitorState", "SnapshotState")  # optax 0.2.5 does not export them
+
+
+def _keeps_gradients(state: Any) -> bool:
+    """Whether a node of a tree is a state of optax that holds numbers itself, other than hyperparameters."""
+    kind = type(state)
+    if not (isinstance(state, tuple) and kind.__module__.startswith("optax.")) or is_observer(state):
+        return False
+    if kind.__name__ in ("InjectHyperparamsState", "InjectStatefulHyperparamsState", "ReduceLROnPlateauState"):
+        return False
+    return any(map(is_inexact, jax.tree.leaves(tuple(state), is_leaf=lambda x: hasattr(x, "_fields"))))
 
 
 def _disable_check(path: Any, x: Any) -> Any:
