@@ -16,8 +16,8 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp import _modules
 from jmp_amp._calls import describe, quote, transformation
 from jmp_amp._float8 import is_scale
-from jmp_amp._loss_scale._rule import to_scale
-from jmp_amp._loss_scale._state import get_loss_scale
+from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
+from jmp_amp._loss_scale._state import find_state
 from jmp_amp._trees import multiply_wide, wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
@@ -103,13 +103,15 @@ def value_and_grad(
         `scale_wrt_gas=False`.
     """
     _check_grad_arguments(argnums, batch_argnums, has_aux)
+    source = loss_scale
     if opt_state is not None:
         if loss_scale is not None:
             raise TypeError(
                 "pass either `opt_state` or `loss_scale`; `opt_state=opt_state` is short for "
                 "`loss_scale=amp.get_loss_scale(opt_state)`"
             )
-        loss_scale = get_loss_scale(opt_state)
+        source = find_state(opt_state)
+        loss_scale = source.loss_scale
     scale = to_scale(1.0 if loss_scale is None else loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {quote(accumulate_steps)}")
@@ -124,6 +126,7 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        warn_if_constant(source, (args, kwargs))
         if takes_floats_only:
             _check_differentiable(args, argnums)
         value, grads = evaluate(*args, **kwargs)

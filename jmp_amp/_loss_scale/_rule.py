@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_amp._calls import check_type, quote
+from jmp_amp import _jaxpr as jx
+from jmp_amp._calls import check_type, quote, warn
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+
+NEVER = np.iinfo(np.int32).max  # the hysteresis that is left before a static scale backs off
 
 
 class LossScaleState(NamedTuple):
@@ -23,7 +26,8 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale: float32[], multiplies the loss of the next step.
         growth_tracker: int32[], finite steps since the last overflow or change of the scale; negative during a delay.
-        hysteresis_tracker: int32[], overflows left until the scale backs off; at 0 or 1, the next overflow backs off.
+        hysteresis_tracker: int32[], overflows left until the scale backs off; at 0 or 1, the next overflow backs off,
+            and at 2^31 - 1, none ever does: the scale is static.
         last_finite: bool[], whether the gradients of the last step were finite; true before the first step.
         notfinite_count: int32[], consecutive steps, up to the last one, whose gradients were not finite.
         total_notfinite: int32[], all steps so far whose gradients were not finite.
@@ -132,7 +136,7 @@ class LossScale:
         return LossScaleState(
             loss_scale=jnp.asarray(self.init_scale, jnp.float32),
             growth_tracker=jnp.asarray(-self.overflow_delay, jnp.int32),
-            hysteresis_tracker=jnp.asarray(self.hysteresis, jnp.int32),
+            hysteresis_tracker=jnp.asarray(NEVER if self.is_static else self.hysteresis, jnp.int32),
             last_finite=jnp.asarray(True),
             notfinite_count=jnp.asarray(0, jnp.int32),
             total_notfinite=jnp.asarray(0, jnp.int32),
@@ -150,6 +154,7 @@ class LossScale:
         Returns:
             The scaled tree in float32; wider leaves keep their dtype.
         """
+        warn_if_constant(state, tree)
         return multiply_wide(tree, state.loss_scale)
 
     def unscale(self, state: LossScaleState, tree: Any, *, implementation: str | None = None) -> tuple[Any, jax.Array]:
@@ -167,6 +172,7 @@ class LossScale:
         """
         from pallas_kernels import unscale_check
 
+        warn_if_constant(state, tree)
         unscaled_grads, is_finite, _ = unscale_check(tree, 1 / state.loss_scale, implementation=implementation)
         return unscaled_grads, is_finite
 
@@ -184,9 +190,10 @@ class LossScale:
         is_finite = to_flag("finite", finite)
         tracker = optax.safe_increment(state.growth_tracker)
         grows = is_finite & (tracker >= self.growth_interval)
-        overflows_left = jnp.maximum(state.hysteresis_tracker - 1, 0)
+        hysteresis = jnp.minimum(state.hysteresis_tracker, self.hysteresis)  # another rule may have allowed more
+        overflows_left = jnp.maximum(hysteresis - 1, 0)
         refills = grows | (is_finite & self.consecutive_hysteresis)
-        hysteresis = jnp.where(refills, self.hysteresis, state.hysteresis_tracker)
+        hysteresis = jnp.where(is_finite, jnp.where(refills, self.hysteresis, hysteresis), overflows_left)
         scale = state.loss_scale
         if not self.is_static:
             grown, ceiling = scale * self.growth_factor, jnp.maximum(scale, self.max_scale)
@@ -197,7 +204,7 @@ class LossScale:
         return LossScaleState(
             loss_scale=jnp.where(is_scale(state.loss_scale), scale, self.init_scale),
             growth_tracker=jnp.where(is_finite, jnp.where(grows, -self.growth_delay, tracker), -self.overflow_delay),
-            hysteresis_tracker=jnp.where(is_finite, hysteresis, overflows_left),
+            hysteresis_tracker=jnp.full_like(hysteresis, NEVER) if self.is_static else hysteresis,
             last_finite=is_finite,
             notfinite_count=jnp.where(is_finite, 0, optax.safe_increment(state.notfinite_count)),
             total_notfinite=jnp.where(is_finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)),
@@ -295,6 +302,27 @@ def _scale_error(name: str, value: Any) -> ValueError:
     return ValueError(
         f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {quote(value)}"
     )
+
+
+def warn_if_constant(source: Any, traced: Any) -> None:
+    """Warns if `jax.jit` compiles a program here in which the scale of a state is a constant.
+
+    Args:
+        source: a `LossScaleState`, or a scale; a number, or the scale of a static rule, is meant to be constant.
+        traced: what the scale multiplies or divides, or is to be computed from these.
+    """
+    scale = source.loss_scale if isinstance(source, LossScaleState) else source
+    if isinstance(scale, jax.core.Tracer) or not isinstance(scale, jax.Array | np.ndarray):
+        return
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(traced)) or not jx.versions.is_compiled():
+        return
+    if not (isinstance(source, LossScaleState) and np.all(np.asarray(source.hysteresis_tracker) == NEVER)):
+        warn(
+            "`jax.jit` compiles the loss scale of a state as a constant here, so it will not follow the state, and "
+            "gradients will be wrong by a factor; make the state an argument of the jitted function, "
+            "`step = jax.jit(lambda opt_state, *args: amp.value_and_grad(fun, opt_state=opt_state)(*args))`, or pass a "
+            "scale that never changes as a Python number"
+        )
 
 
 def to_number(name: str, value: Any) -> float:

@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
+from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale, warn_if_constant
 from jmp_amp._trees import is_inexact, select_tree
 
 
@@ -94,6 +94,7 @@ def unscale_and_check(
                     "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
                     "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
                 )
+        warn_if_constant(loss_scale, updates)
         _gradients.check_scaled(updates)
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
@@ -225,6 +226,7 @@ def dynamic_loss_scale(
         if params is not None:
             _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
+        warn_if_constant(state.loss_scale if given_scale is None else given_scale, updates)
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
         _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
