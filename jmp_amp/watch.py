@@ -18,7 +18,7 @@ __all__ = ["LiveView", "live", "plot_history"]
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": "loss {:.4g}".format,
-    "loss_scale": lambda value: f"scale 2^{math.log2(value):g}",
+    "loss_scale": lambda value: f"scale 2^{math.log2(value):g}" if 0 < value < math.inf else f"scale {value:g}",
     "total_notfinite": "skips {}".format,
     "grad_norm": "norm {:.3g}".format,
 }

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, quote, warn
+from jmp_amp._calls import check_type, quote, shorten, warn
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
@@ -272,7 +272,7 @@ class LossScale:
                 cures = [
                     f"; write `{ours}={quote(value)}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others
                 ]
-                got = f"`{name}={quote(value)}`{''.join(cures)}"
+                got = f"`{shorten(name)}={quote(value)}`{''.join(cures)}"
                 raise TypeError(f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got {got}")
         return cls(**preset | overrides)
 
