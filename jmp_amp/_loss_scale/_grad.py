@@ -103,7 +103,7 @@ def value_and_grad(
         `scale_wrt_gas=False`.
     """
     _check_grad_arguments(argnums, batch_argnums, has_aux)
-    source = loss_scale
+    source: Any = loss_scale
     if opt_state is not None:
         if loss_scale is not None:
             raise TypeError(
