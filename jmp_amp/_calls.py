@@ -58,12 +58,12 @@ _LIBRARIES |= sys.stdlib_module_names
 
 def warn(message: str) -> None:
     """Warns at the line of the user's code that is executed, also where JAX traces or compiles it for another one."""
-    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
-    modules = [frame.f_globals.get("__name__", "") for frame in frames]
-    users = (i for i, name in enumerate(modules) if name.partition(".")[0] not in _LIBRARIES)
-    i = next(users, len(frames) - 1)
-    file, registry = frames[i].f_code.co_filename, frames[i].f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, UserWarning, file, frames[i].f_lineno, modules[i], registry)
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _LIBRARIES:
+            break
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def quote(value: Any) -> str:
@@ -71,7 +71,7 @@ def quote(value: Any) -> str:
     try:
         return shorten(repr(value))
     except ValueError:  # Python writes no integer of more than 4300 digits
-        return f"a {type(value).__name__} of {value.bit_length()} bits"
+        return f"a {type(value).__name__} of too many digits"
 
 
 def shorten(text: str) -> str:

@@ -93,7 +93,7 @@ def measurements(kind: str | None) -> Measurements:
     """Returns what was measured on a kind of device. Warns of a file that it cannot use, once in a process."""
     switch = os.environ.get(SWITCH, "")
     if switch not in ("", "xla"):
-        raise ValueError(f'the environment variable {SWITCH} must be "xla" or empty, got {switch!r:.80}')
+        raise ValueError(f'the environment variable {SWITCH} must be "xla" or empty, got {switch!r}')
     if switch or kind is None:
         return {}
     file = path(kind)

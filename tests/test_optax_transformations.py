@@ -222,6 +222,17 @@ def test_only_what_keeps_scaled_gradients_raises_in_front_of_the_wrapper(name):
             jax.eval_shape(update, params)
 
 
+def test_the_link_of_a_chain_raises_too():
+    link = amp.unscale_and_check()
+    for tx in (optax.chain(optax.clip(1.0), link, optax.adam(0.1)), optax.chain(link, optax.trace(0.9))):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
+    tx = optax.chain(optax.trace(0.9), link, optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"in front of `unscale_and_check` .* put it behind `unscale_and_check`"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
+    state = amp.dynamic_loss_scale(tx).init(PARAMS)
+    amp.dynamic_loss_scale(tx).update(PARAMS, state, PARAMS)
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_would_keep_an_overflow_raises_while_it_is_traced(name):
     wrap, message = OUTSIDE[name]

@@ -90,12 +90,9 @@ def is_differentiated() -> bool:
 
 def is_compiled() -> bool:
     """Whether `jax.jit` traces here what it keeps compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
-    frames = [
-        frame
-        for frame, _ in traceback.walk_stack(inspect.currentframe())
-        if frame.f_globals.get("__name__") == "jax._src.pjit"
-    ]
-    return any(frame.f_code.co_name in ("cache_miss", "jit_lower") for frame in frames)
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    names = [frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") == "jax._src.pjit"]
+    return "cache_miss" in names or "jit_lower" in names
 
 
 def is_checkified() -> bool:

@@ -2,7 +2,8 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -43,10 +44,10 @@ def unscale_and_check(
     """Unscales gradients, and replaces them by zeros on overflow.
 
     Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale,
-    1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, and those after
-    it the unscaled float32 gradients. On overflow, later transformations receive **zeros**, which they treat as
-    ordinary gradients: Adam's moments decay by one step, and its count and schedules advance. Wrap the chain in
-    `dynamic_loss_scale` instead to skip the whole step.
+    1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, so they must
+    not keep them; those after it receive the unscaled float32 gradients. On overflow, later transformations receive
+    **zeros**, which they treat as ordinary gradients: Adam's moments decay by one step, and its count and schedules
+    advance. Wrap the chain in `dynamic_loss_scale` instead to skip the whole step.
 
     Inside `dynamic_loss_scale`, this transformation does nothing: the wrapper unscales the gradients, checks them and
     skips the step on overflow, so all the transformations that it wraps receive unscaled gradients.
@@ -61,7 +62,8 @@ def unscale_and_check(
         An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
         complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
         TypeError without `loss_scale=`, and ValueError if it receives only a part of the gradients, as inside
-        `optax.masked`, or if the traced program shows that the gradients were already unscaled.
+        `optax.masked`, if a transformation of optax in front of it keeps gradients, or if the traced program shows that
+        the gradients were already unscaled.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -94,6 +96,7 @@ def unscale_and_check(
                     "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
                     "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
                 )
+        _check_in_front("unscale_and_check", "put it behind `unscale_and_check`")
         warn_if_constant(loss_scale, updates)
         _gradients.check_scaled(updates)
         factor = 1 / to_scale(loss_scale)
@@ -179,9 +182,10 @@ def dynamic_loss_scale(
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, if gradients and parameters do not match, or if the traced program shows that the gradients were not
-        scaled or already unscaled. It raises TypeError if `inner` changes the dtype or shape of its state. It never
-        raises because of non-finite gradients.
+        path, if gradients and parameters do not match, if a transformation of optax in front of it, or a wrapper of
+        it, keeps gradients, or if the traced program shows that the gradients were not scaled or already unscaled. It
+        raises TypeError if `inner` changes the dtype or shape of its state. It never raises because of non-finite
+        gradients.
 
     Raises:
         TypeError: `inner` is not an optax transformation, `loss_scale` is not a `LossScale`, or `clip_global_norm` is
@@ -222,7 +226,8 @@ def dynamic_loss_scale(
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
         cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
         check_type("state", state, DynamicLossScaleState, cure)
-        _check_callers()
+        _check_wrappers()
+        _check_in_front("dynamic_loss_scale", "move it inside, `dynamic_loss_scale(optax.chain(...))`")
         if params is not None:
             _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
@@ -280,29 +285,36 @@ HARMFUL_WRAPPERS = {
 }
 
 
-def _check_callers() -> None:
+def _check_wrappers() -> None:
     """Raises ValueError if `update` is called by a wrapper that keeps overflows, or keeps them from the loss scale.
 
     The caller is the only evidence where the loss is scaled by the state that the wrapper holds, as with
-    `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`, and of the order of the transformations in a chain.
+    `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`.
     """
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        function = frame.f_code.co_qualname
-        if not frame.f_globals.get("__name__", "").startswith("optax."):
-            continue
+    for function, _ in _callers_in_optax():
         for name, harm in HARMFUL_WRAPPERS.values():
             if function.startswith(f"{name.rpartition('.')[2]}."):
                 raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, so {harm}")
+
+
+def _check_in_front(name: str, cure: str) -> None:
+    """Raises ValueError if a transformation of optax has run before this one in a chain, and keeps gradients."""
+    for function, frame in _callers_in_optax():
         if function.startswith(("chain.", "named_chain.")):
-            in_front = frame.f_locals.get("new_state")  # of the transformations that have run
-            nodes = jax.tree.leaves_with_path(in_front, is_leaf=lambda x: is_observer(x) or _keeps_gradients(x))
+            states = frame.f_locals.get("new_state")  # of the transformations that have run
+            nodes = jax.tree.leaves_with_path(states, is_leaf=lambda x: is_observer(x) or _keeps_gradients(x))
             for path, x in nodes:
                 if _keeps_gradients(x):
                     raise ValueError(
-                        f"a transformation in front of `dynamic_loss_scale` in a chain, at {keystr(path)}, keeps "
-                        f"scaled gradients in a `{type(x).__name__}`, so an overflow would remain there; move it "
-                        "inside, `dynamic_loss_scale(optax.chain(...))`"
+                        f"a transformation in front of `{name}` in a chain, at {keystr(path)}, keeps scaled gradients "
+                        f"in a `{type(x).__name__}`, so an overflow would remain there; {cure}"
                     )
+
+
+def _callers_in_optax() -> Iterator[tuple[str, FrameType]]:
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_globals.get("__name__", "").startswith("optax."):
+            yield frame.f_code.co_qualname, frame
 
 
 def is_observer(state: Any) -> bool:
