@@ -118,6 +118,19 @@ def test_any_transformation_that_reads_grad_gets_it_unscaled_and_clipped_as_the_
         np.testing.assert_allclose(updates, [[0, 1], [0, 2], [0, 32]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("grad", [None, (), {"w": None}, lambda params: params], ids=repr)
+def test_a_grad_that_is_no_gradient_is_passed_on(grad):
+    def update(updates, state, params=None, *, grad):
+        passed.append(grad)
+        return updates, state
+
+    passed, inner = [], optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = amp.dynamic_loss_scale(inner)
+    for jit in (jax.jit, lambda fun: fun):
+        jit(lambda g, s: tx.update(g, s, grad=grad)[0])(PARAMS, tx.init(PARAMS))
+    assert passed == [grad] * len(passed)
+
+
 # Outside of the wrapper
 
 

@@ -16,7 +16,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale, warn_if_constant
-from jmp_amp._trees import is_inexact, select_tree
+from jmp_amp._trees import is_inexact, is_value, select_tree
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -246,7 +246,8 @@ def dynamic_loss_scale(
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Outside `jit`, `jax.debug_nans` raises on a NaN that `inner` computes, even if the result is discarded.
-            scaled = updates, {name: x for name, x in extra_args.items() if name == "grad"}
+            is_grad = "grad" in extra_args and all(map(is_value, jax.tree.leaves(extra_args["grad"])))
+            scaled = updates, {"grad": extra_args["grad"]} if is_grad else {}
             scaled = scaled if isinstance(is_finite, jax.core.Tracer) else _zeros_unless(is_finite, scaled)
             unscaled_grads, extras = _gradients.unscale(scaled, factor)
             new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extra_args | extras)
