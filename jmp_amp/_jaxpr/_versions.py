@@ -89,10 +89,11 @@ def is_differentiated() -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether `jax.jit` traces here what it keeps compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
+    """Whether `jax.jit` traces here what will be compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
-    names = [frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") == "jax._src.pjit"]
-    return "cache_miss" in names or "jit_lower" in names
+    names = {f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames}
+    for_shapes = not names.isdisjoint({"jax._src.api.make_jaxpr_f", "jax._src.api.eval_shape"})
+    return "jax._src.pjit.cache_miss" in names or ("jax._src.pjit.jit_trace" in names and not for_shapes)
 
 
 def is_checkified() -> bool:
