@@ -291,17 +291,9 @@ def is_scale(value: Any) -> Any:
     return (value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)
 
 
-def check_scale(name: str, value: Any) -> None:
-    """Raises ValueError if a concrete number, or one of an array, is not `is_scale`; traced numbers are data."""
-    is_concrete = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    if is_concrete and not np.all(is_scale(np.asarray(value, np.float64))):
-        raise _scale_error(name, value)
-
-
-def _scale_error(name: str, value: Any) -> ValueError:
-    return ValueError(
-        f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {quote(value)}"
-    )
+def is_concrete(value: Any) -> bool:
+    """Whether the host can read a number or an array; a traced one is data, so it is not checked."""
+    return not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
 
 
 def warn_if_constant(source: Any, traced: Any) -> None:
@@ -326,7 +318,7 @@ def warn_if_constant(source: Any, traced: Any) -> None:
 
 
 def to_number(name: str, value: Any) -> float:
-    """Returns a user's number as a float that passes `check_scale`."""
+    """Returns a user's number as a float, and raises ValueError unless `is_scale` holds."""
     try:
         if isinstance(value, bool | np.bool_ | str | bytes):
             raise TypeError
@@ -336,7 +328,9 @@ def to_number(name: str, value: Any) -> float:
     except TypeError:
         raise TypeError(f"`{name}` must be a number, got {quote(value)} of type {type(value).__name__}") from None
     if not is_scale(number):
-        raise _scale_error(name, value)
+        raise ValueError(
+            f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {quote(value)}"
+        )
     return number
 
 
@@ -350,14 +344,13 @@ def to_count(name: str, value: Any, minimum: int) -> int:
 
 
 def to_scale(value: Any) -> jax.Array:
-    """Returns a user's loss scale as float32[]; the value of a traced scale is not checked, because it is data."""
-    if type(value) in (int, float):
-        value = to_number("loss_scale", value)
-    elif getattr(value, "shape", None) != ():
+    """Returns a user's loss scale as float32[]."""
+    if type(value) not in (int, float) and getattr(value, "shape", None) != ():
         raise TypeError(
             f"`loss_scale` must be a scalar, got {type(value).__name__}; read it with `amp.get_loss_scale(opt_state)`"
         )
-    check_scale("loss_scale", value)
+    if is_concrete(value):
+        to_number("loss_scale", value)
     return jnp.asarray(value, jnp.float32)
 
 

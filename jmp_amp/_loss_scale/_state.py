@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jmp_amp._calls import check_concrete
-from jmp_amp._loss_scale._rule import LossScaleState, check_scale, is_scale, to_number
+from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
 from jmp_amp._loss_scale._transformations import (
     HARMFUL_WRAPPERS,
     DynamicLossScaleState,
@@ -77,7 +77,8 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
     old = find_state(opt_state)
     if isinstance(value, LossScaleState):
         new = find_state(value)
-        check_scale("value.loss_scale", new.loss_scale)
+        for scale in np.ravel(new.loss_scale) if is_concrete(new.loss_scale) else ():
+            to_number("value.loss_scale", scale)
     else:
         scale = value if isinstance(value, jax.core.Tracer) else to_number("value", value)
         new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
