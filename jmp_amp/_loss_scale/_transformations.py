@@ -96,9 +96,9 @@ def unscale_and_check(
                     "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
                     "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
                 )
-        _check_in_front("unscale_and_check", "put it behind `unscale_and_check`")
         warn_if_constant(loss_scale, updates)
         _gradients.check_scaled(updates)
+        _check_in_front("unscale_and_check", "put it behind `unscale_and_check`")
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
@@ -227,7 +227,6 @@ def dynamic_loss_scale(
         cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
         check_type("state", state, DynamicLossScaleState, cure)
         _check_wrappers()
-        _check_in_front("dynamic_loss_scale", "move it inside, `dynamic_loss_scale(optax.chain(...))`")
         if params is not None:
             _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
@@ -235,6 +234,7 @@ def dynamic_loss_scale(
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
         _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
+        _check_in_front("dynamic_loss_scale", "move it inside, `dynamic_loss_scale(optax.chain(...))`")
         factor = 1 / scale
         is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
