@@ -1,8 +1,11 @@
-"""Errors that say what to write: for calls such as `explain(fun, params, x)`, tracers, and missing packages."""
+"""Errors and warnings that say what to write: for misplaced arguments, tracers and missing packages."""
 
 import functools
 import importlib
 import inspect
+import sys
+import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -45,7 +48,35 @@ def describe(value: Any) -> str:
         return f"the function `{value.__name__}`"
     if type(value) in (tuple, list):
         return f"a {type(value).__name__} of {len(value)}"
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return quote(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+# Packages that call the functions of the user, and are not where a warning is of use.
+_LIBRARIES = {"jmp_amp", "pallas_kernels", "jax", "optax", "flax", "equinox", "haiku", "keras", "jaxtyping"}
+_LIBRARIES |= sys.stdlib_module_names
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the user's code that is executed, also where JAX traces or compiles it for another one."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _LIBRARIES:
+            break
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def quote(value: Any) -> str:
+    """Returns the repr of a user's value for a message."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a {type(value).__name__} of too many digits"
+
+
+def shorten(text: str) -> str:
+    """Returns a user's text for a message; of a long one, the start and the end."""
+    return text if len(text) <= 80 else f"{text[:50]} ... {text[-20:]}"
 
 
 def _is_array(x: Any) -> bool:

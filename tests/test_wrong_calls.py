@@ -191,6 +191,82 @@ def test_the_message_has_the_value_what_is_allowed_and_the_call_to_write(name):
         call()
 
 
+LONG = "x" * 10**6
+SCALES = amp.LossScale().init()
+HOSTILE = {
+    "policy": lambda s: amp.get_policy(s),
+    "policy with a key": lambda s: amp.get_policy(f"{s}=f16"),
+    "policy with a dtype": lambda s: amp.get_policy(f"c={s}"),
+    "policy twice": lambda s: amp.get_policy(f"c=f16,c={s}"),
+    "policy without equals": lambda s: amp.get_policy(f"c=f16,{s}"),
+    "Policy": lambda s: amp.Policy(s, "float16", "float32"),
+    "Policy of a format": lambda s: amp.Policy("float32", s, "float32"),
+    "jmp policy": lambda s: amp.compat.jmp.get_policy(s),
+    "dtype": lambda s: amp.autocast(loss_fn, s),
+    "dtype and policy": lambda s: amp.autocast(loss_fn, s, policy=s),
+    "policy as dtype": lambda s: amp.autocast(loss_fn, f"{s}="),
+    "function": lambda s: amp.autocast(s),
+    "region": lambda s: amp.full_precision(s),
+    "precision": lambda s: amp.precision(s),
+    "cast_inputs": lambda s: amp.cast_inputs(s),
+    "rule": lambda s: amp.autocast(loss_fn, rules={s: s}),
+    "class": lambda s: amp.autocast(loss_fn, rules={lax.tanh_p: s}),
+    "key of a rule": lambda s: amp.autocast(loss_fn, rules={(s,): "full"}),
+    "save": lambda s: amp.autocast(loss_fn, save=s),
+    "residual_stream": lambda s: amp.autocast(loss_fn, residual_stream=s),
+    "weight_grad_dtype": lambda s: amp.autocast(loss_fn, weight_grad_dtype=s),
+    "init_scale": lambda s: amp.LossScale(init_scale=s),
+    "bytes": lambda s: amp.LossScale(init_scale=s.encode()),
+    "growth_interval": lambda s: amp.LossScale(growth_interval=s),
+    "an integer": lambda s: amp.LossScale(growth_interval=10**10**4),
+    "a scale": lambda s: amp.LossScale(init_scale=10**10**4),
+    "clamp_growth": lambda s: amp.LossScale(clamp_growth=s),
+    "preset": lambda s: amp.LossScale.torch(scale=s),
+    "name of a preset": lambda s: amp.LossScale.torch(**{s: 1}),
+    "set_loss_scale": lambda s: amp.set_loss_scale(SCALES, s),
+    "finite": lambda s: amp.LossScale().update(SCALES, s),
+    "loss_scale": lambda s: amp.grad(loss_fn, loss_scale=s),
+    "argnums": lambda s: amp.grad(loss_fn, argnums=s),
+    "batch_argnums": lambda s: amp.grad(loss_fn, accumulate_steps=2, batch_argnums=s),
+    "has_aux": lambda s: amp.grad(loss_fn, has_aux=s),
+    "accumulate_steps": lambda s: amp.grad(loss_fn, accumulate_steps=s),
+    "reduction": lambda s: amp.grad(loss_fn, reduction=s),
+    "a pair": lambda s: amp.grad(lambda p: s, has_aux=True)(P),
+    "after the function": lambda s: amp.grad(loss_fn, 0, False, s),
+    "inner": lambda s: amp.dynamic_loss_scale(s),
+    "rule in place": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), s),
+    "skip": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), skip=s),
+    "axis_name": lambda s: update(amp.dynamic_loss_scale(optax.sgd(0.1), axis_name=s)),
+    "a list of axes": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), axis_name=[s]),
+    "clip": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), clip_global_norm=s),
+    "rounding": lambda s: amp.low_precision_params(optax.sgd(0.1), rounding=s),
+    "cast_params": lambda s: amp.cast_params(P, s),
+    "opt_level": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), s),
+    "apex policy": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), policy=s),
+    "apex dtype": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), dtype=s),
+    "config": lambda s: amp.interop.deepspeed.from_config(s),
+    "section": lambda s: amp.interop.deepspeed.from_config({"fp16": s}),
+    "key of a config": lambda s: amp.interop.deepspeed.from_config({"fp16": {s: 1}}),
+    "value of a config": lambda s: amp.interop.deepspeed.from_config({"fp16": {"enabled": s}}),
+    "state dict": lambda s: amp.interop.torch.load_state_dict({s: 1}),
+    "history": lambda s: amp.watch.plot_history([{"loss": s}]),
+    "columns": lambda s: amp.watch.plot_history([{s: 1}]),
+    "reference": lambda s: amp.debug.compare(loss_fn, reference=s)(P, X),
+    "device": lambda s: amp.explain(loss_fn)(P, X).roofline(s),
+    "implementation": lambda s: update(amp.dynamic_loss_scale(optax.sgd(0.1), implementation=s)),
+    "page": lambda s: amp.explain(loss_fn)(P, X).save(s),
+    "select": lambda s: amp.compat.jmp.select_tree(True, s, s + "y"),
+    "pred": lambda s: amp.compat.jmp.select_tree(s, P, P),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_text_of_a_megabyte_is_not_quoted_in_full(name):
+    with pytest.raises((TypeError, ValueError, AssertionError)) as info:
+        HOSTILE[name](LONG)
+    assert len(str(info.value)) < 1500
+
+
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun, lambda fun: jax.vmap(fun, axis_name="batch", axis_size=2)])
 @pytest.mark.parametrize("axis_name", ["data", ("batch", "data")])
 def test_an_axis_that_is_not_mapped_is_named(jit, axis_name):
