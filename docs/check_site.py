@@ -22,9 +22,10 @@ FOUND = """() => {
   const all = query => [...document.querySelectorAll(query)];
   return {
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    code: all(".md-content pre > code").filter(x => x.checkVisibility() && x.scrollWidth > x.clientWidth).map(x => x.innerText.slice(0, 60)),
+    code: all(".md-content pre > code").filter(x => x.checkVisibility()).filter(x => x.scrollWidth > x.clientWidth)
+      .map(x => x.innerText.slice(0, 60)),
     missing: all("img").filter(x => !x.naturalWidth).map(x => x.src),
-    blurred: all("img").filter(x => !x.src.endsWith("svg") && x.width > x.naturalWidth).map(x => x.src),
+    blurred: all("img").filter(x => !x.src.endsWith("svg")).filter(x => x.width > x.naturalWidth).map(x => x.src),
     links: all("a[href]").map(x => x.href),
     ids: all("[id]").map(x => x.id),
   };

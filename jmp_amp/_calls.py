@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import re
 import sys
 import traceback
 import warnings
@@ -15,6 +16,41 @@ import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+_OWNERS: dict[str, list[str]] = {}  # the functions and classes that have an option, by its name
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def takes_options(call: Callable[P, R], name: str | None = None) -> Callable[P, R]:
+    """Decorates a public function, so that an option that belongs to another one raises TypeError with its name."""
+    name = name or call.__name__
+    if not call.__module__.startswith("jmp_amp.debug"):  # its tools have the options of `autocast`
+        for option in list(inspect.signature(call).parameters)[1:]:
+            _OWNERS.setdefault(option, []).append(name)
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except TypeError as error:
+            unknown = _UNKNOWN.search(str(error))
+            option = unknown[1] if unknown else ""
+            owners = [owner for owner in _OWNERS.get(option, []) if owner != name]
+            if option not in kwargs or not owners:
+                raise
+            has_it = ", ".join(f"`amp.{owner}`" for owner in owners)
+            raise TypeError(
+                f"`{name}` has no option `{option}`, which is one of {has_it}: write `amp.{owners[0]}({option}=...)`"
+            ) from None
+
+    return checked
+
+
+def with_options(cls: C) -> C:
+    """Decorates a public dataclass as `takes_options` does a function."""
+    cls.__init__ = takes_options(cls.__init__, cls.__name__)  # type: ignore[misc]
+    return cls
 
 
 def transformation(transform: Callable[P, R]) -> Callable[P, R]:
@@ -37,7 +73,7 @@ def transformation(transform: Callable[P, R]) -> Callable[P, R]:
             )
         return transform(*args, **kwargs)
 
-    return checked
+    return takes_options(checked)
 
 
 def describe(value: Any) -> str:

@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from jmp_amp._calls import quote
+from jmp_amp._calls import quote, takes_options
 from jmp_amp._loss_scale import check_inner, is_hole
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._trees import cast_floating, is_inexact, wide_dtype
@@ -44,6 +44,7 @@ def is_norm(path: tuple[Any, ...], leaf: Any) -> bool:
     return any(map(_NORM.fullmatch, words))
 
 
+@takes_options
 def cast_params(params: T, policy: Policy | str, *, keep: Callable[[tuple[Any, ...], Any], bool] = is_norm) -> T:
     """Casts parameters to the `param_dtype` of a policy, except those of normalization layers.
 
@@ -111,6 +112,7 @@ class LowPrecisionParamsState(NamedTuple):
         return params, self._replace(masters=lower)
 
 
+@takes_options
 def low_precision_params(
     inner: optax.GradientTransformation,
     *,

@@ -1,5 +1,7 @@
 """Calls that cannot mean what they say raise, and the message has the value, what is allowed and the call to write."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -304,3 +306,52 @@ def test_functions_that_hold_arrays_are_policies():
 def test_a_policy_of_suggest_rules_names_the_dtype():
     _, report = amp.debug.suggest_rules(loss_fn, policy="mixed_bfloat16")(P, X, tol=1.0)
     assert report.dtype == "bfloat16"
+
+
+OPTIONS = {  # calls with an option of a neighbour, and the call that has it
+    "LossScale(growth_interval": [
+        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), growth_interval=10),
+        lambda: amp.value_and_grad(jnp.sum, growth_interval=10),
+        lambda: amp.unscale_and_check(growth_interval=10),
+    ],
+    "autocast(dtype": [
+        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), dtype="float16"),
+        lambda: amp.value_and_grad(jnp.sum, dtype="float16"),
+        lambda: amp.low_precision_params(optax.adam(1e-3), dtype="float16"),
+        lambda: amp.cast_params({}, "O2", dtype="float16"),
+        lambda: amp.LossScale(dtype="float16"),
+    ],
+    "value_and_grad(accumulate_steps": [
+        lambda: amp.autocast(jnp.sum, accumulate_steps=2),
+        lambda: amp.explain(jnp.sum, accumulate_steps=2),
+        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), accumulate_steps=2),
+    ],
+    "dynamic_loss_scale(clip_global_norm": [
+        lambda: amp.value_and_grad(jnp.sum, clip_global_norm=1.0),
+        lambda: amp.LossScale(clip_global_norm=1.0),
+    ],
+    "low_precision_params(masters": [lambda: amp.dynamic_loss_scale(optax.adam(1e-3), masters=False)],
+    "Policy(compute_dtype": [lambda: amp.autocast(jnp.sum, compute_dtype="float16")],
+}
+
+
+@pytest.mark.parametrize(("owner", "call"), [(owner, call) for owner, calls in OPTIONS.items() for call in calls])
+def test_an_option_of_a_neighbour_names_it(owner, call):
+    with pytest.raises(TypeError, match=r"has no option .*" + re.escape(f"write `amp.{owner}=...)`")):
+        call()
+
+
+def test_an_option_that_nothing_has_is_pythons_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_option'"):
+        amp.dynamic_loss_scale(optax.adam(1e-3), no_such_option=1)
+
+
+@pytest.mark.usefixtures("users_code")
+def test_parameters_in_16_bits_name_low_precision_params():
+    params = {"w": jnp.ones(3, jnp.float16)}
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+    with pytest.raises(TypeError, match=r"state\[0\].mu\['w'\] from float16\[3\] .*amp.low_precision_params\(inner\)"):
+        tx.update(params, tx.init(params), params)
+    tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3)))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float16

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, quote, shorten, warn
+from jmp_amp._calls import check_type, quote, shorten, warn, with_options
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
@@ -48,6 +48,7 @@ class LossScaleState(NamedTuple):
     total_notfinite: jax.Array
 
 
+@with_options
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """The rule by which a loss scale adapts.

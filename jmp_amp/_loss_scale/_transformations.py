@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, describe, quote
+from jmp_amp._calls import check_type, describe, quote, takes_options
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale, warn_if_constant
 from jmp_amp._trees import is_inexact, is_value, select_tree
@@ -38,6 +38,7 @@ class UnscaleAndCheckState(NamedTuple):
     last_finite: jax.Array | None
 
 
+@takes_options
 def unscale_and_check(
     axis_name: _gradients.AxisName | None = None, *, implementation: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -132,6 +133,7 @@ class DynamicLossScaleState(NamedTuple):
     nonfinite_leaves: Any = None
 
 
+@takes_options
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale = LossScale(),  # noqa: B008 (frozen)
@@ -370,9 +372,15 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
         )
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
+            cure = "initialize it with the dtype and shape that `inner.update` returns"
+            if jx.is_floating(x) and jnp.finfo(jnp.result_type(x)).bits < 32 and jnp.result_type(y) == jnp.float32:
+                cure = (
+                    "if parameters are in 16 bits, write `amp.dynamic_loss_scale(amp.low_precision_params(inner))`, "
+                    "which computes in float32; with float32 parameters, initialize the state in float32"
+                )
             raise TypeError(
                 f"`inner` changes its state{keystr(path)} from {describe(x)} to {describe(y)}, so a step "
-                "cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
+                f"cannot be skipped; {cure}"
             )
         if checks_axes and (axes := sorted(jx.versions.varying_axes(y) - jx.versions.varying_axes(x), key=str)):
             raise ValueError(
