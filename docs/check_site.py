@@ -3,8 +3,8 @@
     pip install -e ".[docs]" playwright
     mkdocs build --strict -d site && python docs/check_site.py site --browser /usr/bin/chromium [--pictures FOLDER]
 
-Wrong are: a page that scrolls sideways; a line of code that does, at desktop width; an image that is missing, or shown larger than
-it is; a link to a page or an anchor that does not exist. `--pictures` saves a picture of each page, to look at.
+Wrong are: a page that scrolls sideways; a line of code that does, at desktop width; an image that is missing, or larger
+than its file; a link to a page or an anchor that does not exist. `--pictures` saves a picture of each page.
 """
 
 import argparse

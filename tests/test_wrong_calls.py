@@ -354,4 +354,4 @@ def test_parameters_in_16_bits_name_low_precision_params():
         tx.update(params, tx.init(params), params)
     tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3)))
     updates, _ = tx.update(params, tx.init(params), params)
-    assert updates["w"].dtype == jnp.float16
+    assert optax.apply_updates(params, updates)["w"].dtype == jnp.float16
