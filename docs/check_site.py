@@ -3,8 +3,8 @@
     pip install -e ".[docs]" playwright
     mkdocs build --strict -d site && python docs/check_site.py site --browser /usr/bin/chromium [--pictures FOLDER]
 
-Wrong are: a page that scrolls sideways; a line of code that does, at desktop width; an image that is missing, or shown larger than
-it is; a link to a page or an anchor that does not exist. `--pictures` saves a picture of each page, to look at.
+Wrong are: a page that scrolls sideways; a line of code that does, at desktop width; an image that is missing, or larger
+than its file; a link to a page or an anchor that does not exist. `--pictures` saves a picture of each page.
 """
 
 import argparse
@@ -22,9 +22,10 @@ FOUND = """() => {
   const all = query => [...document.querySelectorAll(query)];
   return {
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    code: all(".md-content pre > code").filter(x => x.checkVisibility() && x.scrollWidth > x.clientWidth).map(x => x.innerText.slice(0, 60)),
+    code: all(".md-content pre > code").filter(x => x.checkVisibility()).filter(x => x.scrollWidth > x.clientWidth)
+      .map(x => x.innerText.slice(0, 60)),
     missing: all("img").filter(x => !x.naturalWidth).map(x => x.src),
-    blurred: all("img").filter(x => !x.src.endsWith("svg") && x.width > x.naturalWidth).map(x => x.src),
+    blurred: all("img").filter(x => !x.src.endsWith("svg")).filter(x => x.width > x.naturalWidth).map(x => x.src),
     links: all("a[href]").map(x => x.href),
     ids: all("[id]").map(x => x.id),
   };

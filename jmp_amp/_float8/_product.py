@@ -7,7 +7,6 @@ The rules of the primitive are those of a product: it is linear in each operand,
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._calls import warn
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
 from jmp_amp._float8._quantize import (
     BLOCK,
@@ -128,10 +128,9 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
     if lacking and not params["emulated"]:
         units = "units for blocks of float8" if blocks else "float8 units"
-        warnings.warn(
+        warn(
             f"{lacking[0]} has no {units}, so products run in {params['base']} instead of float8; "
-            f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does",
-            stacklevel=2,
+            f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does"
         )
         return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, *args)
     (lhs, rhs, *rest), exponents = _split_exponents(list(zip(ctx.avals_in, args, strict=True)), params["scaled"])

@@ -4,6 +4,7 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 """
 
 import contextlib
+import inspect
 import os
 import re
 import traceback
@@ -87,9 +88,17 @@ def is_differentiated() -> bool:
     return isinstance(trace_ctx.trace, ad.JVPTrace | LinearizeTrace)
 
 
+def is_compiled() -> bool:
+    """Whether `jax.jit` traces here what will be compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    names = {f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames}
+    for_shapes = not names.isdisjoint({"jax._src.api.make_jaxpr_f", "jax._src.api.eval_shape"})
+    return "jax._src.pjit.cache_miss" in names or ("jax._src.pjit.jit_trace" in names and not for_shapes)
+
+
 def is_checkified() -> bool:
     """Whether `checkify` traces here. It cannot rewrite a `jax.checkpoint` whose checks need constants."""
-    frames = traceback.walk_stack(None)
+    frames = traceback.walk_stack(inspect.currentframe())
     return any(frame.f_globals.get("__name__") == "jax._src.checkify" for frame, _ in frames)
 
 

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import check_concrete, new_figure, transformation
+from jmp_amp._calls import check_concrete, new_figure, quote, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
@@ -112,7 +112,7 @@ def compare(
     """
     check_without_autocast(fun, "compare", ", and the precisions as `policies`")
     if reference not in ("float32", "float64"):
-        raise ValueError(f'`reference` must be "float32" or "float64", got {reference!r}')
+        raise ValueError(f'`reference` must be "float32" or "float64", got {quote(reference)}')
     if isinstance(policies, str | Policy):
         policies = [policies]
     if not isinstance(policies, Mapping):
@@ -224,7 +224,7 @@ class Comparison:
         """
         policy = next(iter(self.gradient)) if policy is None else policy
         if policy not in self.gradient:
-            raise ValueError(f"`policy` must be one of {', '.join(map(repr, self.gradient))}, got {policy!r}")
+            raise ValueError(f"`policy` must be one of {', '.join(map(repr, self.gradient))}, got {quote(policy)}")
         errors = {row.name: row.errors[policy] for row in self._of("activation")}
         largest = max((e for e in errors.values() if math.isfinite(e)), default=0) / 10 or 1.0
         worst, worst_factor = "", 0.0

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches, parse_settings
-from jmp_amp._calls import transformation
+from jmp_amp._calls import quote, transformation
 from jmp_amp.debug._report import check_callable, format_table, without_numbers
 from jmp_amp.debug._roofline import Peaks, Roofline, roofline_of
 
@@ -236,7 +236,7 @@ class PrecisionReport:
             True
         """
         if not str(path).endswith(".html"):
-            raise ValueError(f"`save` writes an HTML page, so `path` must end in `.html`, got {str(path)!r}")
+            raise ValueError(f"`save` writes an HTML page, so `path` must end in `.html`, got {quote(str(path))}")
         content = json.loads(self.to_json()) | {"kept": self.kept, "reasons": REASONS, "sources": _sources(self.rows)}
         template = pathlib.Path(__file__).with_name("explain.html").read_text(encoding="utf-8")
         content_json = json.dumps(content).replace("<", r"\u003c")  # so that no `</script>` ends the script

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jmp_amp._autocast import OpSite
+from jmp_amp._calls import quote
 from jmp_amp._formats import FORMATS, Float8
 from jmp_amp.debug._report import format_table, without_numbers
 
@@ -157,7 +158,7 @@ def roofline_of(sites: Sequence[OpSite], dtype: str, device: str | Peaks) -> Roo
     name, peaks = ("own peaks", device) if isinstance(device, Peaks) else (device, DEVICES.get(device))
     if peaks is None:
         raise ValueError(
-            f"`device` must be one of {', '.join(DEVICES)}, got {device!r}; pass the rates of another device as "
+            f"`device` must be one of {', '.join(DEVICES)}, got {quote(device)}; pass the rates of another device as "
             "`amp.debug.Peaks(memory=3.35, float32=494.5, float16=989.5, bfloat16=989.5, float8=1979)`"
         )
     form, products = FORMATS[dtype], [site for site in sites if site.flops]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, transformation
+from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
@@ -84,7 +84,7 @@ def suggest_rules(
     @functools.wraps(fun, updated=())
     def suggest(*args: Any, tol: float = 1e-2, **kwargs: Any) -> Suggestion:
         if not tol > 0:
-            raise ValueError(f"`tol` must be positive, got {tol!r}; 1e-2 allows an error of 1 percent")
+            raise ValueError(f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent")
         check_concrete((args, kwargs), "suggest_rules")
         exact = measure_reference(fun, args, kwargs, "float32", **grad_options).all_grads
 
