@@ -116,27 +116,27 @@ traced" counts the casts between floating dtypes in the jaxpr of loss and gradie
 "Casts compiled" counts them in the optimized module, where most are fused into other kernels.
 
 "By hand" is the usual way: products, activations and the residual stream in float16; norms, softmax and the loss in
-float32. "By an expert" adds what takes care: weights are cast once, also where a loop or micro-batches read them, and the
-label's logit is chosen by a comparison, since the gradient of `take_along_axis` is a float32 scatter of all logits. A
-weight that a loop reads is then summed up in float16 in the backward pass; micro-batches are summed in float32.
-"jmp, mpx" casts all arguments to float16 in front of the model. Both packages give the same program. Its
-norms, softmax and loss are float16, those of autocast float32, so the results differ as well as the costs. Arrays that
-the model creates, such as the initial zeros of an LSTM, stay float32, and so do the products that read them. The
-models are in `benchmarks/models.py`, each written once for all variants.
+float32. "By an expert" adds what takes care: weights are cast once, also where a loop or micro-batches read them, and
+the label's logit is chosen by a comparison, since the gradient of `take_along_axis` is a float32 scatter of all logits.
+A weight that a loop reads is then summed up in float16 in the backward pass; micro-batches are summed in float32. "jmp,
+mpx" casts all arguments to float16 in front of the model. Both packages give the same program. Its norms, softmax and
+loss are float16, those of autocast float32, so the results differ as well as the costs. Arrays that the model creates,
+such as the initial zeros of an LSTM, stay float32, and so do the products that read them. The models are in
+`benchmarks/models.py`, each written once for all variants.
 
-"Remat" is `jax.checkpoint` around the body of the scan, with the policy `dots_saveable` where none is named; that of the
-Llama and of the LoRA has no policy. The LoRA trains adapters of the queries and values alone. The graph network sums a
-message for each of 8 edges a node. The experts get their tokens from a router. The Mamba scans 256 steps. The chunked
-cross-entropy has a vocabulary of 128256, and computes the logits of each chunk again for its gradient. The micro-batches
-are one sequence each. Decoding computes the logits of one more token, from a cache; its weights are stored in float16.
+"Remat" is `jax.checkpoint` around the body of the scan, with the policy `dots_saveable` where none is named; that of
+the Llama and of the LoRA has no policy. The LoRA trains adapters of the queries and values alone. The graph network
+sums a message for each of 8 edges a node. The experts get their tokens from a router. The Mamba scans 256 steps. The
+chunked cross-entropy has a vocabulary of 128256, and computes the logits of each chunk again for its gradient. The
+micro-batches are one sequence each. Decoding computes the logits of one more token, from a cache; its weights are
+stored in float16.
 
 This table is the reason for the default `save="matmuls"`. For a scan without remat, it needs 0.33 to 0.43 times the
 memory of `save="all"`, and moves fewer bytes. For a scan with remat it is the same, since the user's checkpoint decides
 what is kept. Without a scan, it changes nothing.
 
 `residual_stream="low"` saves 4 to 8% of the bytes of the first transformers and 2 to 5% of their memory, beside the
-default.
-[Accelerators](accelerators.md) has other GPUs, and TPUs.
+default. [Accelerators](accelerators.md) has other GPUs, and TPUs.
 
 `weight_grad_dtype="float32"` writes each weight gradient in float32. That costs little or nothing if the gradient is
 cast to float32 anyway. It saves bytes in an LSTM, whose loop adds to the gradient in every iteration. It costs bytes in
@@ -151,16 +151,17 @@ Beside an expert, too, if a ratio is above 1.02:
   In the backward pass the gradient of the stream is stored in float32, and every layer reads it. Nothing else differs
   for these: with `residual_stream="low"`, which rounds the stream to float16 at each addition as by hand, they move
   0.98 to 1.00 times the bytes of the hand or of the expert.
-- The graph network: 11%. Half of it is the gradient of `x[senders]`, a sum over edges, and the features themselves, both
-  float32; by hand they are float16. Half is a bias: messages are summed in float32, so the bias is added in float32, and
-  XLA computes its gradient in another kernel, which reads the messages again. Without biases autocast moves 5% more than
-  the hand. The cast of the features is no part of it: XLA fuses it with the gather, and to cast the nodes before the
-  gather saves 0.1%.
+- The graph network: 11%. Half of it is the gradient of `x[senders]`, a sum over edges, and the features themselves,
+  both float32; by hand they are float16. Half is a bias: messages are summed in float32, so the bias is added in
+  float32, and XLA computes its gradient in another kernel, which reads the messages again. Without biases autocast
+  moves 5% more than the hand. The cast of the features is no part of it: XLA fuses it with the gather, and to cast the
+  nodes before the gather saves 0.1%.
 - Ragged experts: 3%. The gradients of the gathers that sort tokens by expert are summed in float32.
 - Chunked cross-entropy: 27% more bytes and 66% more memory than an expert. The gradient of the output weights is summed
   over the chunks in float32, and so in an array of twice the size. By hand, where the cast is in the loop, it is
   float32, too; that has 1.5 times the bytes of autocast, for the scattered logits.
-- An LSTM: 4% more than an expert, whose weight gradient is summed over 512 steps in float16.
+- An LSTM: 4% more than an expert, whose weight gradient is summed over 512 steps in float16. With
+  `weight_grad_dtype="float32"` it is 13% less.
 - An LSTM with `save="all"`: 5% more bytes than by hand, 78% more memory. Its cell accumulates, so autocast keeps it in
   float32; by hand it is float16. In return, the errors of the gradients are 0.17 to 0.29 times those by hand. With the
   default, `save="matmuls"`, the LSTM needs 0.77 times the memory by hand.
