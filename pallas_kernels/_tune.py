@@ -122,7 +122,7 @@ def in_bfloat16(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> tuple[jax.A
     return x @ w, cotangent @ w.T, jnp.matmul(x.T, cotangent, preferred_element_type=jnp.float32)
 
 
-def in_mxfp8(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+def in_mxfp8(x: Any, w: Any, cotangent: Any) -> tuple[jax.Array, ...]:
     """Computes them in blocks of float8, cast by the implementation that was fastest."""
 
     def product(a: jax.Array, a_scales: jax.Array, b: jax.Array, b_scales: jax.Array, dtype: Any) -> jax.Array:
