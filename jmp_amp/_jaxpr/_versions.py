@@ -288,9 +288,12 @@ def lowered_once(ctx: Any, key: Any, lower: Callable[[], Any]) -> Any:
 def stored_order(ctx: Any, aval: Any, value: Any) -> tuple[int, ...] | None:
     """Returns the axes of a value that is lowered as those of the array that it transposes, the outermost first.
 
-    None where a program may not fix an order: JAX exports no constraint on a layout.
+    None where a program should not fix an order: JAX exports no constraint on a layout. Before JAX 0.12, a sharded
+    weight with a constraint would be gathered twice.
     """
-    if ctx.module_context.lowering_parameters.for_export:
+    module = ctx.module_context
+    is_partitioned = jax.__version_info__ < (0, 12) and getattr(module.axis_context, "num_devices", 1) != 1
+    if module.lowering_parameters.for_export or is_partitioned:
         return None
     axes = list(range(aval.ndim))
     while getattr(value.owner, "name", "") in ("stablehlo.transpose", "stablehlo.convert"):
