@@ -16,6 +16,7 @@ from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, Reads
 from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import quote, shorten, transformation, warn
+from jmp_amp._cast_inputs import note_refusal
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._modules import with_modules
 from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
@@ -333,7 +334,12 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
-        closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, cast=as_float32)
+        try:
+            closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, cast=as_float32)
+        except Exception as error:
+            if form.is_low:
+                note_refusal(error, form.dtype, lambda cast: jx.trace_call(fun, args, kwargs, cast=cast))
+            raise
         jaxpr, _ = jx.open_jaxpr(closed)
         reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
         use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)

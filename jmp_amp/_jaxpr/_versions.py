@@ -306,6 +306,25 @@ def lowered_once(ctx: Any, key: Any, lower: Callable[[], Any]) -> Any:
     return cache[key][1]
 
 
+def stored_order(ctx: Any, aval: Any, value: Any) -> tuple[int, ...] | None:
+    """Returns the axes of a value that is lowered as those of the array that it transposes, the outermost first.
+
+    None where a program should not fix an order: JAX exports no constraint on a layout. Before JAX 0.12, a sharded
+    weight with a constraint would be gathered twice.
+    """
+    module = ctx.module_context
+    is_partitioned = jax.__version_info__ < (0, 12) and getattr(module.axis_context, "num_devices", 1) != 1
+    if module.lowering_parameters.for_export or is_partitioned:
+        return None
+    axes = list(range(aval.ndim))
+    while getattr(value.owner, "name", "") in ("stablehlo.transpose", "stablehlo.convert"):
+        op = value.owner
+        if op.name == "stablehlo.transpose":
+            axes = [op.attributes["permutation"][axis] for axis in axes]
+        (value,) = op.operands
+    return tuple(sorted(axes, key=axes.__getitem__))
+
+
 def lowered_for_devices(primitive: Primitive) -> Primitive:
     """Returns a primitive whose lowering rule gets the devices of the program, as `jax.nn.scaled_matmul` needs them."""
     with contextlib.suppress(ImportError, AttributeError):
