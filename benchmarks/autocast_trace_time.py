@@ -50,9 +50,9 @@ VARIANTS = {
 }
 SCANS = {  # a scanned GPT-2 small, with and without recomputing
     "plain": lambda: gpt_case(None, scan=True),
-    "plain, `jax.checkpoint`": lambda: gpt_case(None, scan=True, remat=True),
+    "plain, `jax.checkpoint`": lambda: gpt_case(None, scan=True, remat="dots_saveable"),
     "by hand": lambda: gpt_case(jnp.float16, scan=True),
-    "by hand, `jax.checkpoint`": lambda: gpt_case(jnp.float16, scan=True, remat=True),
+    "by hand, `jax.checkpoint`": lambda: gpt_case(jnp.float16, scan=True, remat="dots_saveable"),
     "autocast": lambda: scan_under_autocast(),
     'autocast, `save="all"`': lambda: scan_under_autocast(save="all"),
     'autocast, `residual_stream="low"`': lambda: scan_under_autocast(residual_stream="low"),

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from unittest import mock
 
+import cpu  # first: it sets a flag of XLA
 import jax
 import jax.numpy as jnp
 from report import arguments, head, report
@@ -206,7 +207,8 @@ def main():
     if options.only == "demo":
         print(*demo(options.steps, options.seeds), sep="\n")
         return
-    by = f"By `benchmarks/convergence.py`, on a CPU; Python {platform.python_version()}, JAX {jax.__version__}."
+    versions = f"Python {platform.python_version()}, JAX {jax.__version__}"
+    by = f"By `benchmarks/convergence.py`, on {cpu.features()}; {versions}."
     if not options.only:
         report("Convergence", f"{WHY}\n\n{by}", table(options.steps or 120, options.seeds), NOTES, options.out)
     add_float8(by, options.steps, options.seeds, options.out)

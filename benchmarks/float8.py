@@ -30,7 +30,7 @@ GPT = functools.partial(gpt_case, None, layers=4, dim=2048, heads=16, vocab=3200
 MODELS = {
     "Llama, 1 block of width 4096": lambda: llama_case(None),
     "GPT, 4 layers of width 2048, scanned": GPT,
-    "GPT, scanned, remat": lambda: GPT(remat=True),
+    "GPT, scanned, remat": lambda: GPT(remat="dots_saveable"),
     "GPT, scanned, 4 micro-batches": GPT,
     "8 experts of width 2048": lambda: experts_case(None),
 }

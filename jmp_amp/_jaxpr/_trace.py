@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -28,6 +29,12 @@ def dtype_of(x: Any) -> Any:
 def shape_of(atom: Any) -> tuple[int, ...] | None:
     """Returns the shape of a variable or literal; None for tokens and the like."""
     return getattr(atom.aval, "shape", None)
+
+
+def nbytes_of(x: Any) -> int:
+    """Returns the bytes of a variable, a literal, a type or an array, as if symbolic axes had the size 1."""
+    sizes = [n for n in getattr(getattr(x, "aval", x), "shape", ()) if isinstance(n, int)]
+    return math.prod(sizes) * getattr(dtype_of(x), "itemsize", 0)
 
 
 def is_reference(atom: Any) -> bool:
@@ -238,14 +245,14 @@ def evaluate(
     def read(atom: Any) -> Any:
         return literal(atom) if isinstance(atom, Literal) else env[atom]
 
-    for eqn, dead in _with_last_reads(opened):
+    for eqn, dead in with_last_reads(opened):
         env.update(zip(eqn.outvars, apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         for var in dead:
             del env[var]
     return [read(atom) for atom in opened.outvars]
 
 
-def _with_last_reads(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, list[Var]]]:
+def with_last_reads(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, list[Var]]]:
     """Pairs each equation with the variables that no later one reads, so that they can be freed outside `jit`."""
     read_later = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     pairs = []

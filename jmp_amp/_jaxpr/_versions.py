@@ -156,7 +156,7 @@ _HI_KINDS = {
 }
 
 
-def is_checkpoint(primitive: Primitive, **params: Any) -> bool:
+def is_checkpoint(primitive: Primitive, *args: Any, **params: Any) -> bool:
     """Whether an equation of this primitive and these parameters is a `jax.checkpoint`."""
     return primitive.name == "remat2" or ("_prim" in params and hi_kind(params["_prim"]) == "remat")
 
@@ -222,6 +222,13 @@ def operands_of(eqn: Any) -> list[Any]:
 def zero_cotangent(aval: Any) -> Any:
     """Returns a cotangent for the pullback of `jax.vjp` that is known to be zero."""
     return ad.Zero(aval.to_tangent_aval())
+
+
+def has_effects(jaxpr: Jaxpr) -> bool:
+    """Whether an open jaxpr has an effect, such as a print or a write to a reference. To name a mesh axis is none."""
+    from jax._src.core import NamedAxisEffect
+
+    return any(not isinstance(effect, NamedAxisEffect) for effect in jaxpr.effects)
 
 
 def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool]) -> tuple[Jaxpr, Jaxpr]:

@@ -257,10 +257,12 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
 
         first = jax.tree.map(lambda x: x[0], batches)
         closed, _, rebuild = jx.trace_call(evaluate, (state, first), {})
-        # The scales of float8 weights are the same for all micro-batches. A module returns its weights as it got them.
+        # Casts of weights, and their scales in float8, are the same for all micro-batches. A module returns its weights
+        # as it got them.
         leaves, opened = jax.tree.leaves(state), jx.open_jaxpr(closed)[0]
         pairs = zip(leaves, opened.invars, opened.outvars[len(opened.outvars) - len(leaves) :], strict=False)
-        hoisted = jx.hoist(closed, [x if var is out else None for x, var, out in pairs], is_scale)
+        known = [x if var is out else None for x, var, out in pairs]
+        hoisted = jx.hoist(closed, known, _is_cast_or_scale, is_scale, growth=_GROWTH)
 
         def evaluate_hoisted(*args: Any) -> Any:
             return rebuild(hoisted(*jax.tree.leaves(args)))
@@ -283,6 +285,17 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         return (loss, aux), grads
 
     return accumulated
+
+
+_GROWTH = 1.1  # casts stay in the loop if a micro-batch would need more than this many times its memory
+
+
+def _is_cast_or_scale(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Whether an op casts an array to a smaller floating dtype, or computes the scale of a float8 weight."""
+    if primitive is not lax.convert_element_type_p:
+        return is_scale(primitive)
+    dtype = params["new_dtype"]
+    return jx.is_floating(avals[0]) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < avals[0].dtype.itemsize
 
 
 def _arguments_to_split(args: Sequence[Any], differentiated: Set[int], batch_argnums: Any) -> list[int]:
