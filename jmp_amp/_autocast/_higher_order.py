@@ -217,7 +217,7 @@ def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
     """
     if region.is_checkpointed or jx.holds(body, jx.versions.is_checkpoint):
         return "jax.checkpoint"
-    is_fixed = plan.frame.effects or jx.versions.is_checkified()
+    is_fixed = jx.versions.has_effects(plan.frame) or jx.versions.is_checkified()
     return "autocast" if planner.options.saves_products and not is_fixed else "JAX"
 
 
