@@ -332,7 +332,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
-        closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, cast=as_float32)
+        closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, jax.Ref, cast=as_float32)
         jaxpr, _ = jx.open_jaxpr(closed)
         reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
         use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)

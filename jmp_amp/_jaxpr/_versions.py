@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src.xla_metadata_lib import current_xla_metadata  # no public function says what is set
@@ -229,25 +229,43 @@ def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool])
     return before, after
 
 
-def custom_rule(eqn: JaxprEqn) -> tuple[bool, int]:
-    """Describes the derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
+class CustomRule(NamedTuple):
+    """The derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
 
-    Returns:
-        Whether the rule gets symbolic zeros, and how many of the first operands are values that the function closes
-        over.
+    Attributes:
+        name: the name of the function that has it.
+        symbolic_zeros: whether it gets symbolic zeros.
+        n_closed_over: how many of the first operands are values that the function closes over.
+        optimize_remat: whether `jax.checkpoint` runs the function itself where no derivative is read.
     """
+
+    name: str
+    symbolic_zeros: bool
+    n_closed_over: int
+    optimize_remat: bool = False
+
+
+def custom_rule(eqn: JaxprEqn) -> CustomRule:
+    """Describes the derivative rule of an equation, for a call of a function with this rule in its place."""
     primitive = hi_primitive(eqn)
     if primitive is None:
-        return eqn.params["symbolic_zeros"], eqn.params["num_consts"]
+        name = open_jaxpr(eqn.params["call_jaxpr"])[0].debug_info.func_name
+        return CustomRule(name, eqn.params["symbolic_zeros"], eqn.params["num_consts"])
     while hasattr(primitive, "prim"):  # `VmapOf`, up to JAX 0.11
         primitive = primitive.prim
+    params = primitive.params
+    if "traced" not in params:  # of a primitive of the user, which learns which operands are differentiated if it can
+        # `shard_map` takes no symbolic zeros outside `jit`, nor up to JAX 0.11 does `jax.checkpoint` with this flag.
+        refuses = jax.sharding.get_abstract_mesh().manual_axes or getattr(jax.config, "jax_custom_vjp3", False)
+        return CustomRule(type(primitive).__name__, not refuses, 0)
     # Of `jax.custom_jvp` and `jax.custom_vjp`, what the function closes over is the first argument since JAX 0.11.
     # Since 0.12, a second argument is for rules that JAX makes.
-    is_first = {"with_logs", "jvp_rule"} & primitive.params.keys()
+    is_first = {"with_logs", "jvp_rule"} & params.keys()
     n = 2 if hasattr(primitive, "drop_fwd_consts") else 1 if is_first else 0
-    # A primitive of the user always learns which operands are differentiated.
-    symbolic_zeros = primitive.params.get("symbolic_zeros", "traced" not in primitive.params)
-    return symbolic_zeros, len(jax.tree.leaves(primitive.in_avals[:n]))
+    n_closed_over = len(jax.tree.leaves(primitive.in_avals[:n]))
+    return CustomRule(
+        params["traced"].fun_name, params["symbolic_zeros"], n_closed_over, params.get("opt_remat", False)
+    )
 
 
 def closed_over_error() -> type[Exception]:
@@ -257,12 +275,12 @@ def closed_over_error() -> type[Exception]:
     return CustomVJPException
 
 
-def define_vjp(function: Any, forward: Callable, backward: Callable, symbolic_zeros: bool) -> None:
+def define_vjp(function: Any, forward: Callable, backward: Callable, **options: bool) -> None:
     """Gives a `jax.custom_vjp` its rules; `backward` returns cotangents, and logs, which JAX 0.10 does not have."""
     if hasattr(function, "defvjp_with_logs"):
-        function.defvjp_with_logs(forward, backward, symbolic_zeros=symbolic_zeros)
+        function.defvjp_with_logs(forward, backward, **options)
     else:
-        function.defvjp(forward, lambda *args: backward(*args)[0], symbolic_zeros=symbolic_zeros)
+        function.defvjp(forward, lambda *args: backward(*args)[0], **options)
 
 
 def pull_with_logs(pullback: Any, cotangents: Any) -> tuple[Sequence[Any], Any]:
