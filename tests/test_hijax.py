@@ -132,6 +132,42 @@ def test_a_primitive_of_the_user_may_run_in_a_shard_map_outside_jit():
     np.testing.assert_allclose(got, want, rtol=3e-2, atol=1e-2)
 
 
+POLICIES = {
+    "products": jax.checkpoint_policies.dots_saveable,
+    "products of matrices": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("product"),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_saves_what_it_saves_without_autocast(name):
+    def fun(x):
+        return jnp.sum(named(named(x)))
+
+    def products(fun):
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=POLICIES[name])))(X)).count("dot_general")
+
+    def products_outside(fun):
+        return str(jax.make_jaxpr(jax.grad(amp.autocast(jax.checkpoint(fun, policy=POLICIES[name]))))(X)).count(
+            "dot_general"
+        )
+
+    assert products(amp.autocast(fun)) == products_outside(fun) == products(fun)
+
+
+@pytest.mark.usefixtures("_flags")
+def test_a_name_keeps_under_vmap():
+    batched = jax.vmap(lambda x: jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ x, "product")))
+    try:
+        want = batched(X[None])
+    except NotImplementedError:
+        pytest.skip("JAX 0.10 cannot batch a name with this flag")
+    np.testing.assert_allclose(amp.autocast(batched)(X[None]), want, rtol=1e-2)
+    assert "product" in str(jax.make_jaxpr(amp.autocast(batched))(X[None]))
+
+
 @pytest.mark.usefixtures("_flags")
 def test_jax_checkpoint_runs_the_function_itself_where_its_rule_says_so():
     @jax.custom_vjp

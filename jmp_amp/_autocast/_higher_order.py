@@ -119,8 +119,9 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     """
     eqn, values, uses = op.eqn, op.values, op.uses
     entry = jx.HIGHER_ORDER[eqn.primitive.name]
-    if jx.versions.params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
-        eqn = jx.versions.with_params(eqn, policy=as_products(jx.versions.params_of(eqn)["policy"]))
+    policy = jx.versions.params_of(eqn).get("policy")  # of `jax.checkpoint`
+    if policy is not None and not jx.versions.is_known_by_class(eqn, policy):
+        eqn = jx.versions.with_params(eqn, policy=as_products(policy))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     has_references = call.rule is not None and any(map(jx.is_reference, eqn.invars))
     if entry.enter_low is not None and op.format.is_low:

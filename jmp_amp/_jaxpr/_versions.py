@@ -104,6 +104,13 @@ def hi_primitive(eqn: JaxprEqn) -> Any:
     return eqn.params["_prim"] if eqn.primitive.name == "call_hi_primitive" else None
 
 
+def of_one(primitive: Any) -> Any:
+    """Returns the `HiPrim` that a `VmapOf` applies to many, up to JAX 0.11; any other one as it is."""
+    while hasattr(primitive, "prim"):
+        primitive = primitive.prim
+    return primitive
+
+
 def is_hi_type(aval: Any) -> bool:
     """Whether a user registered this type, whose values consist of arrays."""
     from jax.experimental.hijax import HiType
@@ -122,8 +129,8 @@ def hi_kind(primitive: Any) -> str | None:
     kinds = [kind for name, kind in _HI_KINDS.items() if name in classes]
     if kinds:
         return kinds[0]
-    if "VmapOf" in classes:
-        return hi_kind(primitive.prim)
+    if hasattr(primitive, "prim"):
+        return hi_kind(of_one(primitive))
     base = classes.get("HiPrim") or classes["VJPHiPrimitive"]
 
     def has(rule: str) -> bool:
@@ -132,7 +139,7 @@ def hi_kind(primitive: Any) -> str | None:
     if has("transpose"):  # it is linear, which a function in its place would not be
         return None
     is_derived = type(primitive).vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
-    if has("jvp"):
+    if has("jvp") or (is_derived and not has("lin")):  # without any rule, the error of JAX names the primitive
         return "custom_jvp_call" if is_derived else None
     return None if has("lin") else "custom_vjp_call"
 
@@ -161,6 +168,11 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[Any] | None:
     if type(primitive).__name__ not in _HI_KINDS:
         return None
     return list(filter(None, [primitive.params.get("jaxpr"), getattr(primitive.params.get("traced"), "jaxpr", None)]))
+
+
+def is_known_by_class(eqn: JaxprEqn, policy: Any) -> bool:
+    """Whether a `jax.checkpoint` reads the class of its policy, as `jax_remat3` does up to JAX 0.11."""
+    return hi_primitive(eqn) is not None and type(policy).__module__ == "jax._src.ad_checkpoint"
 
 
 def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
@@ -251,8 +263,7 @@ def custom_rule(eqn: JaxprEqn) -> CustomRule:
     if primitive is None:
         name = open_jaxpr(eqn.params["call_jaxpr"])[0].debug_info.func_name
         return CustomRule(name, eqn.params["symbolic_zeros"], eqn.params["num_consts"])
-    while hasattr(primitive, "prim"):  # `VmapOf`, up to JAX 0.11
-        primitive = primitive.prim
+    primitive = of_one(primitive)
     params = primitive.params
     if "traced" not in params:  # of a primitive of the user, which learns which operands are differentiated if it can
         # `shard_map` takes no symbolic zeros outside `jit`, nor up to JAX 0.11 does `jax.checkpoint` with this flag.
