@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from agreement import assert_close, check, rows
+from checkpoints import keeps_the_users_plan
 from jaxprs import dtypes
 
 import jmp_amp as amp
@@ -217,3 +218,14 @@ def test_composes_with_filtered_transformations_either_way_round():
         products = dtypes(lambda p, x, f=fun: f(eqx.combine(p, static), x), params, x, primitive="dot_general")
         assert len(products) == 11
         assert set(products) == {LOW}
+
+
+def test_filter_checkpoint_decides_what_is_kept():
+    layers = eqx.filter_vmap(lambda key: eqx.nn.MLP(8, 8, 16, 1, activation=jax.nn.gelu, key=key))(KEYS[:3])
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    @eqx.filter_checkpoint
+    def body(x, arrays):
+        return x + jax.vmap(eqx.combine(arrays, static))(x), None
+
+    assert keeps_the_users_plan(lambda arrays: jnp.mean(jnp.square(jax.lax.scan(body, X[0], arrays)[0])), arrays)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from agreement import assert_close, check, rows
+from checkpoints import keeps_the_users_plan
 from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
@@ -196,3 +197,17 @@ def test_training_with_a_dynamic_loss_scale_follows_float32(model, x, y):
     assert losses[-1] < 0.8 * losses[0]
     assert skipped == 0
     assert_close(losses, train(loss_fn)[0])
+
+
+class Deep(nn.Module):
+    """Four blocks under `nn.remat_scan`, two groups of two."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.remat_scan(Block, lengths=(2, 2))()(nn.Embed(16, 8)(tokens))
+
+
+@pytest.mark.parametrize("model", [Transformer(), Deep()], ids=["nn.scan of nn.remat", "nn.remat_scan"])
+def test_remat_decides_what_is_kept(model):
+    params = model.init(KEY, TOKENS)
+    assert keeps_the_users_plan(lambda params: jnp.mean(jnp.square(model.apply(params, TOKENS))), params)

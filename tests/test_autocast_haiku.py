@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from agreement import check, rows
+from checkpoints import keeps_the_users_plan
 from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
@@ -92,3 +93,13 @@ def test_patterns_match_modules(pattern):
     norm = [r for scope, name, r in program if "layer_norm" in scope and name != "convert_element_type"]
     assert norm
     assert not any("16" in r for r in norm)
+
+
+def test_remat_decides_what_is_kept():
+    def model(x):
+        return hk.layer_stack(2)(hk.remat(lambda x: x + hk.Linear(8)(jax.nn.gelu(hk.Linear(16)(x)))))(x)
+
+    model = hk.without_apply_rng(hk.transform(model))
+    x = jnp.ones((4, 8))
+    params = model.init(KEY, x)
+    assert keeps_the_users_plan(lambda params: jnp.mean(jnp.square(model.apply(params, x))), params)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreement import assert_close, check, rows
+from checkpoints import keeps_the_users_plan
 from jaxprs import dtypes
 
 import jmp_amp as amp
@@ -152,3 +153,21 @@ def test_explaining_a_module_leaves_it_as_it_was(call):
     report = call(model, IMAGES[:, 0, 0])
     assert {row.compute for row in report.select(primitive="dot_general").rows} == {"float16"}
     assert all(x is y for x, y in zip(state_of(model), before, strict=True))
+
+
+def test_remat_decides_what_is_kept():
+    @nnx.vmap(in_axes=0)
+    def layers(rngs):
+        return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.gelu, nnx.Linear(16, 8, rngs=rngs))
+
+    graph, params, rest = nnx.split(layers(nnx.Rngs(0).split(3)), nnx.Param, ...)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    @nnx.remat
+    def run(x, layer):
+        return x + layer(x)
+
+    def loss(params):
+        return jnp.mean(jnp.square(run(jnp.ones((4, 8)), nnx.merge(graph, params, rest))))
+
+    assert keeps_the_users_plan(loss, params)

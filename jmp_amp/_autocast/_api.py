@@ -140,9 +140,10 @@ def autocast(
             `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. `*` matches any characters, `?` one, and `[12]` one of
             those in brackets, or itself. A pattern may start at any scope and holds for everything in it. The last
             pattern that matches counts; a region in the code takes precedence.
-        save: the residuals that the bodies of scans keep. `"matmuls"` keeps the results of products, convolutions,
-            linear algebra and custom kernels, and computes other ops again. These are cheap but not free, and a scanned
-            transformer takes a third of the memory. `"all"` keeps the residuals that JAX keeps.
+        save: what the backward pass of a `scan` keeps where the program does not say it. A `jax.checkpoint` in the body
+            of the scan or around the scan says it, and then `save` has no effect. `"matmuls"` keeps the results of
+            products, convolutions, linear algebra and custom kernels, and computes other ops again. These are cheap but
+            not free, and a scanned transformer takes a third of the memory. `"all"` keeps what JAX keeps.
         weight_grad_dtype: `"float32"` computes the gradients of weights (inputs of `fun` that are operands of
             products) with float32 results, so that they cannot overflow in float16. Such a product has no forward-mode
             derivative (`jax.jvp`). None computes them in the compute dtype.

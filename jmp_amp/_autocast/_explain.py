@@ -228,7 +228,7 @@ def _nbytes(var: Any, dtype: Any) -> int:
 
 def explain_call(
     fun: Callable, settings: Settings, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[OpSite], int, dict[str, int] | None]:
+) -> tuple[list[OpSite], int, dict[str, int] | None, dict[str, list[str]]]:
     """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
 
     Args:
@@ -238,8 +238,9 @@ def explain_call(
         kwargs: likewise.
 
     Returns:
-        All op sites; how often a floating value is cast to another floating dtype; and the bytes of the residuals,
-        which the backward pass reads, by dtype and without arguments, or None if the program has no derivative.
+        All op sites; how often a floating value is cast to another floating dtype; the bytes of the residuals, which
+        the backward pass reads, by dtype and without arguments, or None if the program has no derivative; and the lines
+        of the scans, by who decides what their backward pass keeps.
     """
     fun, args = unbound(fun, args)
     plans: list[Plan] = []
@@ -267,7 +268,20 @@ def explain_call(
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = list(_with_numbers([*forward, *filter(None, backward)]))
-    return sites, casts, _kept(program) if is_differentiable else None
+    scans = defaultdict[str, list[str]](list)
+    for keeper, line in dict.fromkeys(_keepers(plans[-1], jx.Provenance())):
+        scans[keeper].append(line)
+    return sites, casts, _kept(program) if is_differentiable else None, dict(scans)
+
+
+def _keepers(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[str, str]]:
+    """Yields who decides what the backward pass of each `scan` keeps, and its line."""
+    for step in plan.steps:
+        provenance = outer.of(step.eqn)
+        if step.keeper is not None:
+            yield step.keeper, provenance.source
+        for inner, _ in step.inner:
+            yield from _keepers(inner, provenance)
 
 
 def _with_numbers(sites: Sequence[OpSite]) -> Iterator[OpSite]:

@@ -131,13 +131,16 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     ((jaxpr, known, reads),) = op.inside
     values = _known_as(values, known)
     uses = tuple(use._replace(reads=each) for use, each in zip(uses, reads, strict=True))
-    plan = planner.plan(jaxpr, values, uses, op.region)
+    region = op.region
+    if jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
+        region = region._replace(is_checkpointed=True)
+    plan = planner.plan(jaxpr, values, uses, region)
     reads_float32 = (False,) * len(values) if entry.keeps_inputs else plan.reads_float32
     cast = tuple(
         value.as_float32() if in_float32 and jx.dtype_of(atom) == FLOAT32 else value
         for value, in_float32, atom in zip(values, reads_float32, eqn.invars, strict=True)
     )
-    plan = planner.plan(jaxpr, cast, uses, op.region)
+    plan = planner.plan(jaxpr, cast, uses, region)
     step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])._replace(reads_float32=reads_float32)
     if call.rule is None or not plan.changed:
         return step
@@ -156,7 +159,7 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> S
         for value, dtype in zip(op.values, dtypes, strict=True)
     )
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(eqn.outvars)
-    plan = planner.plan(call.jaxpr, inputs, uses, Region(AS_TRACED, op.region.path))
+    plan = planner.plan(call.jaxpr, inputs, uses, op.region._replace(format=AS_TRACED))
     outs = tuple(Value(jx.dtype_of(atom)) for atom in opened.outvars)
     step = _step(eqn, op.values, cast, outs, [], [(plan, 1)])
     return step._replace(reads_float32=(True,) * len(cast), run=functools.partial(jx.bind, eqn))
@@ -199,10 +202,22 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     slices = zip(results[loop.n_carry :], plan.outs[loop.n_carry :], strict=True)
     stacked = [stored.get(var, out) if isinstance(var, Var) else out for var, out in slices]
     outs = carry + tuple(Value(out.dtype) for out in stacked)
-    recomputes = planner.options.saves_products and not plan.frame.effects and not jx.versions.is_checkified()
-    policy = planner.is_saved if recomputes else None
+    keeper = _keeper(planner, plan, body, op.region)
+    policy = planner.is_saved if keeper == "autocast" else None
     cast = (*consts, *carry, *values[loop.xs])
-    return _step(eqn, values, cast, outs, [plan.body(outs, policy)], [(plan, loop.length)])
+    step = _step(eqn, values, cast, outs, [plan.body(outs, policy)], [(plan, loop.length)])
+    return step._replace(keeper=keeper)
+
+
+def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
+    """Returns who decides what the backward pass of a `scan` keeps.
+
+    Of nested policies of `jax.checkpoint`, JAX follows the outermost. One around the body would override the user's.
+    """
+    if region.is_checkpointed or jx.holds(body, jx.versions.is_checkpoint):
+        return "jax.checkpoint"
+    is_fixed = plan.frame.effects or jx.versions.is_checkified()
+    return "autocast" if planner.options.saves_products and not is_fixed else "JAX"
 
 
 def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:

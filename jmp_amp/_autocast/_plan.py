@@ -105,6 +105,7 @@ class Step(NamedTuple):
         why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
         inner: the plans of its jaxprs, and how often each runs; 1 if that is not known.
         as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
+        keeper: who decides what the backward pass of a `scan` keeps, as `explain` names it.
     """
 
     eqn: JaxprEqn
@@ -116,6 +117,7 @@ class Step(NamedTuple):
     why: str = ""
     inner: "tuple[tuple[Plan, Any], ...]" = ()
     as_traced: str | None = None
+    keeper: str | None = None
 
 
 class Region(NamedTuple):
@@ -124,10 +126,12 @@ class Region(NamedTuple):
     Attributes:
         format: the format that it computes in.
         path: the named scopes around its jaxpr; empty if no rule has a pattern, so that equal jaxprs share a plan.
+        is_checkpointed: whether it is inside a `jax.checkpoint`, which decides what the backward pass keeps.
     """
 
     format: Format
     path: str = ""
+    is_checkpointed: bool = False
 
 
 # A jaxpr of an equation, what is known of its inputs, and how its results are read.

@@ -111,7 +111,7 @@ class Planner:
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""
-        form, path = region
+        form, path, _ = region
         name_stack, overrides = eqn.source_info.name_stack, self.options.overrides
         if form is AS_TRACED or not (name_stack.stack or overrides.scopes):
             return region
@@ -119,7 +119,7 @@ class Planner:
             path = jx.scope_path(path, name_stack)
             for pattern in overrides.matching(path):
                 form = overrides.scopes[pattern]
-        return Region(format_in(name_stack) or form, path)
+        return region._replace(format=format_in(name_stack) or form, path=path)
 
     def decide(self, op: Context) -> Step:
         """Decides an equation."""

@@ -154,6 +154,11 @@ _HI_KINDS = {
 }
 
 
+def is_checkpoint(primitive: Primitive, **params: Any) -> bool:
+    """Whether an equation of this primitive and these parameters is a `jax.checkpoint`."""
+    return primitive.name == "remat2" or ("_prim" in params and hi_kind(params["_prim"]) == "remat")
+
+
 def params_of(eqn: JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an equation; a `HiPrim` holds its own."""
     primitive = hi_primitive(eqn)

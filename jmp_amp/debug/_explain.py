@@ -81,8 +81,8 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
         def explain_again(**options: Any) -> PrecisionReport:
             return explain(fun, **options)(*args, **kwargs)
 
-        sites, casts, kept = explain_call(fun, settings, args, kwargs)
-        return PrecisionReport(tuple(sites), settings.format.name, casts, kept, explain_again)
+        sites, casts, kept, scans = explain_call(fun, settings, args, kwargs)
+        return PrecisionReport(tuple(sites), settings.format.name, casts, kept, scans, explain_again)
 
     return explained
 
@@ -102,6 +102,8 @@ class PrecisionReport:
         casts: the number of casts between floating dtypes that the program runs, including the backward pass.
         kept: by dtype, the bytes of the residuals: values that the backward pass reads from the forward pass, except
             arguments. None if JAX cannot differentiate the program, such as a `while_loop`.
+        scans: the lines of the scans, by who decides what their backward pass keeps: `"jax.checkpoint"` in the program,
+            `"autocast"` (`save="matmuls"`), or `"JAX"`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -117,6 +119,7 @@ class PrecisionReport:
     dtype: str
     casts: int
     kept: dict[str, int] | None
+    scans: dict[str, list[str]]
     _explain_again: Callable[..., "PrecisionReport"] = dataclasses.field(repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
@@ -126,8 +129,8 @@ class PrecisionReport:
             A dict with `dtype`; `matmul_flops`, the shares of the FLOPs of products and convolutions by compute dtype,
             including the backward pass, where `"float8"` counts all float8 dtypes; `activation_bytes`, the share of
             dtypes of less than 32 bits in the bytes of the residuals, before XLA rematerializes any (None without a
-            backward pass); `casts`; `kernels`, the names of the primitives of kernels, which autocast cannot read; and
-            `unknown`, the names of the other primitives without a rule.
+            backward pass); `scans`; `casts`; `kernels`, the names of the primitives of kernels, which autocast cannot
+            read; and `unknown`, the names of the other primitives without a rule.
         """
         flops: Counter[str] = Counter()
         for row in self.rows:
@@ -140,6 +143,7 @@ class PrecisionReport:
             "dtype": self.dtype,
             "matmul_flops": {dtype: n / flops.total() for dtype, n in flops.most_common() if n},
             "activation_bytes": low_share,
+            "scans": self.scans,
             "casts": self.casts,
             "kernels": sorted(_KERNELS & {row.primitive for row in self.rows}),
             "unknown": sorted({row.primitive for row in self.rows if row.why in ("unknown", "opaque")}),
@@ -319,7 +323,9 @@ def _by_position(report: PrecisionReport) -> defaultdict[Any, list[OpSite]]:
 
 def _format(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{share:.1%} {dtype}" for dtype, share in value.items())
+        return ", ".join(f"{_format(each)} {name}" for name, each in value.items())
+    if isinstance(value, list):
+        return " ".join(value) or "none"
     return f"{value:.1%}" if isinstance(value, float) else str(value)
 
 
@@ -330,9 +336,11 @@ def _headline(summary: dict[str, Any]) -> str:
     saved = "JAX cannot differentiate it"
     if share is not None:
         saved = f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
+    keepers = ", ".join(f"{keeper} ({len(lines)})" for keeper, lines in summary["scans"].items())
+    scans = f" What scans keep is decided by {keepers}." if keepers else ""
     kernels = f" Kernels: {', '.join(summary['kernels'])}." if summary["kernels"] else ""
     return (
-        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}. "
+        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}.{scans} "
         f"{summary['casts']} casts.{kernels} Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
     )
 
