@@ -158,6 +158,18 @@ def test_a_policy_saves_what_it_saves_without_autocast(name):
 
 
 @pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_around_autocast_decides_for_the_scans_in_it(name):
+    def fun(x):
+        return jnp.sum(lax.scan(lambda x, _: (named(x), None), x, None, length=2)[0])
+
+    def products(fun):
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=POLICIES[name])))(X)).count("dot_general")
+
+    assert products(amp.autocast(fun)) == products(fun)
+
+
+@pytest.mark.usefixtures("_flags")
 def test_a_name_keeps_under_vmap():
     batched = jax.vmap(lambda x: jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ x, "product")))
     try:

@@ -338,7 +338,8 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
         reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
         use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
-        plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), Region(form))
+        region = Region(form, is_checkpointed=jx.versions.is_checkpointed())
+        plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
         planned(plan)
         _warn(plan, options)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)

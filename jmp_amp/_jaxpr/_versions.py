@@ -4,6 +4,7 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 """
 
 import contextlib
+import inspect
 import os
 import re
 import traceback
@@ -91,6 +92,12 @@ def is_checkified() -> bool:
     """Whether `checkify` traces here. It cannot rewrite a `jax.checkpoint` whose checks need constants."""
     frames = traceback.walk_stack(None)
     return any(frame.f_globals.get("__name__") == "jax._src.checkify" for frame, _ in frames)
+
+
+def is_checkpointed() -> bool:
+    """Whether `jax.checkpoint` traces here."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    return any(frame.f_globals.get("__name__") == "jax._src.ad_checkpoint" for frame, _ in frames)
 
 
 def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
