@@ -3,6 +3,7 @@
 import concurrent.futures
 import gc
 import tracemalloc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,21 @@ def test_memory_is_flat_over_calls():
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (after - before) / 10 < 4096  # bytes a call, of caches of JAX that are bounded
+
+
+def test_what_a_function_closes_over_is_freed_with_it():
+    def call():
+        array = X + 1
+        inner = jax.jit(lambda x: jnp.tanh(x @ array))
+        outer = jax.jit(amp.autocast(lambda x: lax.cond(x[0, 0] > 0, amp.autocast(inner), lambda x: x @ array, x)))
+        outer(X).block_until_ready()
+        outer.clear_cache()
+        return weakref.ref(array)
+
+    for _ in range(3):
+        array = call()
+        gc.collect()
+        assert array() is None
 
 
 class Scaled:

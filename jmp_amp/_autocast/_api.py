@@ -335,16 +335,17 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
         try:
-            closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, cast=as_float32)
+            closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, jax.Ref, cast=as_float32)
         except Exception as error:
             if form.is_low:
-                note_refusal(error, form.dtype, lambda cast: jx.trace_call(fun, args, kwargs, cast=cast))
+                note_refusal(error, form.dtype, lambda cast: jx.trace_call(fun, args, kwargs, jax.Ref, cast=cast))
             raise
         jaxpr, _ = jx.open_jaxpr(closed)
         reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
         use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
-        plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), Region(form))
+        region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
+        plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
         planned(plan)
         _warn(plan, options)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)

@@ -13,6 +13,7 @@ from jmp_amp._jaxpr._versions import (
     hi_kind,
     hi_primitive,
     is_hi_type,
+    of_one,
     open_jaxpr,
     params_of,
     scan_sizes,
@@ -212,6 +213,7 @@ def _run_hi_primitive(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]
     primitive = hi_primitive(eqn)
     kind = hi_kind(primitive)
     if kind == "name":
+        primitive = of_one(primitive)
         return [type(primitive)(primitive.name, jax.typeof(args[0]))(args[0])]
     return (_run_remat if kind == "remat" else _run_inline)(eqn, bodies, args)
 

@@ -62,18 +62,27 @@ class Cache:
 
     The objects are held weakly and compared by identity. For each, the newest values are kept, 64 unless told. Several
     threads may use it.
+
+    Args:
+        limit: how many values are kept for an object.
+        drop: called with each value of an object that is gone, to break a cycle of references that the value is in.
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, limit: int = 64, drop: Callable[[Any], Any] = lambda value: None) -> None:
         self._values: dict[int, tuple[Any, dict[Hashable, Any]]] = {}
-        self._limit, self._lock = limit, threading.RLock()
+        self._limit, self._drop, self._lock = limit, drop, threading.RLock()
+
+    def _forget(self, number: int) -> None:
+        _, values = self._values.pop(number, (None, {}))
+        for value in values.values():
+            self._drop(value)
 
     def __call__(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the value that is kept for `owner` and `key`, or makes it. It must not hold `owner`."""
         with self._lock:
             number = id(owner)
             if number not in self._values:
-                self._values[number] = weakref.ref(owner, lambda _: self._values.pop(number, None)), {}
+                self._values[number] = weakref.ref(owner, lambda _: self._forget(number)), {}
             _, values = self._values[number]
             if key not in values:
                 value = make()
@@ -115,7 +124,7 @@ def _is_array(x: Any, also: tuple[type, ...]) -> bool:
     """Whether JAX can trace it; numpy also has arrays of strings and of objects."""
     if isinstance(x, np.ndarray):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_
-    # A tracer may also be of a token or of a type of the user. A reference is closed over.
+    # A tracer may also be of a token or of a type of the user. A reference is no array.
     return isinstance(x, (jax.Array, *also)) or (isinstance(x, jax.core.Tracer) and not is_reference(x))
 
 
@@ -125,7 +134,8 @@ def trace_call(
     """Traces a call. JAX's errors name the function and its arguments, as those of `jax.jit` do.
 
     Args:
-        fun: a function of pytrees. Arrays among the arguments are traced, other leaves are passed on.
+        fun: a function of pytrees. Arrays among the arguments are traced, other leaves are passed on, so that a
+            reference is closed over.
         args: its arguments.
         kwargs: likewise.
         also: more types of leaves that count as arrays.
@@ -148,10 +158,13 @@ def trace_call(
         results, rebuild = split_arrays(fun(*args, **kwargs), jax.core.Tracer)
         return results
 
+    def traced(x: Any) -> Any:
+        return cast(x) if _is_array(x, ()) else x if _is_array(x, also) else None
+
     with contextlib.suppress(TypeError, ValueError):  # a builtin has none
         call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
     # Only arrays are leaves of these; JAX names them as in the call.
-    args, kwargs = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else None, (args, kwargs))
+    args, kwargs = jax.tree.map(traced, (args, kwargs))
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
 
 
