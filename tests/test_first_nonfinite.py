@@ -677,3 +677,14 @@ def test_equinox_modules():
         found = first_nonfinite(fun)(model, X)
         assert (found.primitive, line(found)) == ("exp", planted("equinox"))
         assert found.library.startswith("equinox/nn/_mlp.py")
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.key(0, impl="rbg"), jax.random.PRNGKey(0)], ids=str)
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit, jax.grad, amp.autocast])
+def test_a_random_key_among_the_arguments_is_no_number(key, transform):
+    def loss(x, key):
+        return jnp.mean(jnp.log(x) * jax.random.bernoulli(key, 0.5, x.shape))
+
+    found = first_nonfinite(transform(loss))(jnp.zeros((2, 4)), key)
+    assert found is not None
+    assert found.primitive in ("log", "div")
