@@ -16,26 +16,26 @@ pytestmark = pytest.mark.usefixtures("users_code")
 
 LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 RNG = np.random.default_rng(0)
-X, W = (jnp.asarray(RNG.normal(size=shape) / 2, jnp.float32) for shape in ((4, 2), (2, 2)))
-WIDE = jnp.asarray(RNG.normal(size=(2, 2000)), jnp.float32)
-LARGE = np.random.default_rng(1).uniform(1e5, 1e6, size=(4, 2)).astype(np.float32)
+X, W = (jnp.asarray(RNG.normal(size=shape) / 2, jnp.float32) for shape in ((4, 8), (8, 8)))
+WIDE = jnp.asarray(RNG.normal(size=(8, 2000)), jnp.float32)
+LARGE = np.random.default_rng(1).uniform(1e5, 1e6, size=(4, 8)).astype(np.float32)
 
 PROGRAMS = {
-    "a product with a vector": lambda w: (X @ w) @ np.float32([1e6, 1]),
-    "a product with a matrix": lambda w: (X @ w) @ np.float32([[1e6, 1], [2, 3]]),
-    "a product from the left": lambda w: np.float32([[1e6, 1, 0, 0]]) @ (X @ w),
+    "a product with a vector": lambda w: (X @ w) @ np.float32([1e6, *[1] * 7]),
+    "a product with a matrix": lambda w: (X @ w) @ np.float32([[1e6, 1], *[[2, 3]] * 7]),
+    "a product from the left": lambda w: np.float32([[1e6, 1, 0, 0]] * 5) @ (X @ w),
     "a scale of 2000 features": lambda w: (X @ w @ WIDE) * np.full(2000, 1e6, np.float32),
     "a scale of two dimensions": lambda w: (X @ w) * LARGE,
     "an offset of two dimensions": lambda w: (X @ w) + LARGE,
     "an offset of 2000 features": lambda w: (X @ w @ WIDE) - np.linspace(0, 1e6, 2000, dtype=np.float32),
     "a mask of 2000 features": lambda w: jnp.where(np.arange(2000) > 9, X @ w @ WIDE, np.full(2000, -1e9, np.float32)),
-    "a mask of two dimensions": lambda w: jnp.maximum(X @ w, np.float32([[-1e9, 0], [0, 0], [0, 0], [0, 0]])),
+    "a mask of two dimensions": lambda w: jnp.maximum(X @ w, np.float32([[-1e9, *[0] * 7], *[[0] * 8] * 3])),
     "a constant that jnp makes": lambda w: (X @ w @ WIDE) * jnp.full(2000, 1e6),
     "a constant of a table": lambda w: (X @ w) * jnp.asarray(LARGE)[jnp.array([3, 2, 1, 0])],
-    "a constant that is moved": lambda w: (X @ w) * jnp.asarray(LARGE).T.reshape(4, 2)[::-1],
+    "a constant that is moved": lambda w: (X @ w) * jnp.asarray(LARGE).T.reshape(4, 8)[::-1],
     "a constant within a jit": lambda w: jax.jit(lambda h: h * LARGE)(X @ w),
     "a constant within a scan": lambda w: jax.lax.scan(lambda c, x: (c, (x @ w) * LARGE[0]), 0, X)[1],
-    "a constant joined to others": lambda w: (X @ w) * jnp.concatenate([jnp.ones((2, 2)), jnp.asarray(LARGE[:2])]),
+    "a constant joined to others": lambda w: (X @ w) * jnp.concatenate([jnp.ones((2, 8)), jnp.asarray(LARGE[:2])]),
 }
 
 
@@ -82,23 +82,23 @@ def test_an_op_is_float32_wherever_its_constant_has_an_element_that_is_too_large
             def fun(w, c=constant):
                 return jnp.reshape(OPS[op](X @ w, c), (4, -1))[:, :1] @ jnp.ones((1, 2))
 
-            found = [e for e in equations(amp.autocast(fun, low), jnp.zeros((2, width))) if e.primitive.name == op]
+            found = [e for e in equations(amp.autocast(fun, low), jnp.zeros((8, width))) if e.primitive.name == op]
             eqn = found[1 if op == "dot_general" else 0]
             assert eqn.outvars[0].aval.dtype == jnp.float32, (shape, value)
 
 
 def test_a_constant_that_the_low_dtype_holds_leaves_its_product_low():
-    for constant in (np.float32([6e4, 1]), np.full((2, 2), 1e3, np.float32), np.float32([np.inf, 1])):
+    for constant in (np.float32([6e4] * 8), np.full((8, 2), 1e3, np.float32), np.float32([np.inf, *[1] * 7])):
         fun = amp.autocast(lambda w, c=constant: (X @ w) @ c)
         assert set(dtypes(fun, W, primitive="dot_general")) <= {LOW}
-    fun = amp.autocast(lambda w: (X @ w) @ np.float32([1e6, 1]), "bfloat16")
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([1e6, *[1] * 7]), "bfloat16")
     assert set(dtypes(fun, W, primitive="dot_general")) == {"bfloat16 bfloat16 -> bfloat16"}
-    fun = amp.autocast(lambda w: (X @ w) @ np.float32([3.4e38, 1]), "bfloat16")
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([3.4e38, *[1] * 7]), "bfloat16")
     assert dtypes(fun, W, primitive="dot_general")[1] == FULL
 
 
 def test_a_product_of_a_large_operand_is_float32_though_its_result_is_small():
-    fun = amp.autocast(lambda w: ((X @ w) + LARGE) @ np.full((2, 2), 1e-3, np.float32))
+    fun = amp.autocast(lambda w: ((X @ w) + LARGE) @ np.full((8, 2), 1e-3, np.float32))
     assert dtypes(fun, W, primitive="dot_general") == [LOW, FULL]
 
 
@@ -137,5 +137,5 @@ def test_a_number_is_known_however_it_was_computed(name):
 
 
 def test_a_product_with_constants_that_are_0_in_float16_is_float32():
-    small = jnp.full((2, 2), 1e-9)
+    small = jnp.full((8, 2), 1e-9)
     assert dtypes(amp.autocast(lambda w: (X @ w) @ small), W, primitive="dot_general") == [LOW, FULL]
