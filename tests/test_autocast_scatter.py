@@ -12,7 +12,7 @@ import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-ROWS, WIDTH, GROUPS = 20_000, 4, 8
+ROWS, WIDTH, GROUPS = 20_000, 5, 8
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)) + 0.7, jnp.float32)
 W = jnp.asarray(np.eye(WIDTH) + 0.1 * RNG.normal(size=(WIDTH, WIDTH)), jnp.float32)
