@@ -91,7 +91,8 @@ X, LOW = jnp.ones((8, 8)), jnp.ones((8, 8), jnp.bfloat16)
 USUAL = {  # of a primitive whose class depends on its parameters or shapes: a usual call, and what other calls are
     "dot_general": (
         lambda: X @ X,
-        'of two vectors, or of rows of vectors: full; if it sums nothing, or a matrix is at most 4 x 4: promote; `precision="highest"`: original',
+        "of two vectors, or of rows of vectors: full; if it sums nothing, or a matrix is at most 4 x 4: promote; "
+        '`precision="highest"`: original',
     ),
     "conv_general_dilated": (
         lambda: lax.conv(jnp.ones((1, 2, 4, 4)), jnp.ones((2, 2, 3, 3)), (1, 1), "SAME"),
@@ -106,8 +107,8 @@ USUAL = {  # of a primitive whose class depends on its parameters or shapes: a u
     "gather": (lambda: X[jnp.array([0, 1])], "with a fill value that float16 cannot hold: full"),
     "convert_element_type": (
         lambda: LOW.astype(jnp.float32),
-        "a cast to any other dtype than float32: original, so it is done as written; to an integer of more than 8 bits: "
-        "float32 products in front",
+        "a cast to any other dtype than float32: original, so it is done as written; to an integer of more than 8 "
+        "bits: float32 products in front",
     ),
 }
 READ = {

@@ -11,6 +11,7 @@ from jaxprs import dtypes, equations, read_low
 from rounding import EPSILON, error
 
 import jmp_amp as amp
+from jmp_amp._autocast import _values
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -139,3 +140,77 @@ def test_a_number_is_known_however_it_was_computed(name):
 def test_a_product_with_constants_that_are_0_in_float16_is_float32():
     small = jnp.full((8, 2), 1e-9)
     assert dtypes(amp.autocast(lambda w: (X @ w) @ small), W, primitive="dot_general") == [LOW, FULL]
+
+
+WEIGHTS = [RNG.normal(size=(128, 128)).astype(np.float32) / 12 for _ in range(3)]
+WEIGHTS[1][5, 7] = 7e4
+TABLE = RNG.normal(size=(1024, 128)).astype(np.float32)
+TABLE[3, 4] = 7e4
+AROUND = {
+    "plain": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda fun: lambda x: lax.scan(lambda x, _: (fun(x), None), x, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_one_large_element_leaves_a_model_low(kind, around):
+    weights, table = list(map(kind, WEIGHTS)), kind(TABLE)
+
+    def model(x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x + x @ jnp.take(table, jnp.arange(128), axis=0)
+
+    products = dtypes(amp.autocast(AROUND[around](model)), jnp.ones((8, 128)), primitive="dot_general")
+    assert set(products) == {LOW}
+
+
+def test_large_weights_are_not_read(monkeypatch):
+    weights, read = [*map(jnp.asarray, WEIGHTS), jnp.zeros(128), jnp.float32(2)], []
+    elements = _values._elements
+    monkeypatch.setattr(_values, "_elements", lambda x: read.append(elements(x)) or read[-1])
+    fun = amp.autocast(
+        lambda x: jax.jit(lambda x: weights[4] * (x @ weights[0] @ weights[1] @ weights[2] + weights[3]))(x)
+    )
+    for _ in range(3):
+        jax.make_jaxpr(fun)(jnp.ones((8, 128)))
+    assert sorted(x.size for x in read if x is not None and x.ndim) == [128], "once"
+
+
+T = 256
+MASKS = {
+    "added": (lambda s, m: s + m, np.triu(np.full((T, T), -1e9, np.float32), 1)),
+    "added to a batch": (lambda s, m: (s[None, None] + m)[0, 0], np.triu(np.full((1, 1, T, T), -1e9, np.float32), 1)),
+    "chosen": (lambda s, m: jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, m), np.full((T, T), -1e9, np.float32)),
+    "a minimum": (jnp.minimum, np.where(np.tri(T) > 0, np.float32(1e9), np.float32(-1e9))),
+    "of itself": (lambda s, m: s - m, 1e9 * np.eye(T, dtype=np.float32)),
+    "of a vocabulary": (
+        lambda s, m: (s.reshape(-1) + m).reshape(T, T),
+        np.where(np.arange(T * T) == 9, np.float32(-1e9), 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_large_mask_is_finite_and_its_op_float32(name, kind, around):
+    fun, mask = MASKS[name][0], kind(MASKS[name][1].astype(np.float32))
+
+    def scores(x):
+        return fun(x @ x.T, mask)[:, :16]
+
+    reads = {"add", "sub", "min", "select_n"}
+    found = [*equations(amp.autocast(AROUND[around](scores)), jnp.ones((T, 16)))]
+    found = [
+        eqn.outvars[0].aval.dtype for eqn in found if eqn.primitive.name in reads and eqn.outvars[0].aval.size == T * T
+    ]
+    assert {dtype.name for dtype in found if jnp.issubdtype(dtype, jnp.floating)} == {"float32"}
+
+
+def test_a_product_with_a_large_mask_of_ones_counts():
+    fun = amp.autocast(lambda x: np.tri(T, dtype=np.float32) @ (x > 0.5).astype(jnp.float32), "bfloat16")
+    np.testing.assert_array_equal(fun(jnp.ones((T, 2)))[:, 0], np.arange(1, T + 1))
