@@ -102,6 +102,7 @@ USUAL = {  # of a primitive whose class depends on its parameters or shapes: a u
         lambda: lax.ragged_dot(X, jnp.ones((2, 8, 8)), jnp.array([4, 4])),
         'if it sums nothing, or a matrix is at most 4 x 4: promote; `precision="highest"`: original',
     ),
+    "scatter": (lambda: X.at[0].set(X[1]), "of a function, as in `x.at[i].apply(f)`: original"),
     "integer_pow": (lambda: X**3, "a negative exponent: full"),
     "mul": (lambda: X * X, "with `out_dtype`: original"),
     "gather": (lambda: X[jnp.array([0, 1])], "with a fill value that float16 cannot hold: full"),

@@ -262,6 +262,7 @@ _SQUARE = Rule(OpClass.FOLLOW, Makes.POWER, fuses=True, power=2, fold=lambda _, 
 _MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
 _CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda _, x: x)
+_SCATTER = _PROMOTE._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _KERNEL = _COSTLY._replace(is_kernel=True)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
@@ -274,7 +275,11 @@ def operand_dtypes(precision: Any) -> set[np.dtype] | None:
 
 
 def _product(
-    params: Mapping[str, Any], terms: Shape, left: Shape, right: Shape, rows: tuple[Axes | None, Axes | None]
+    params: Mapping[str, Any],
+    terms: Sequence[Any],
+    left: Sequence[Any],
+    right: Sequence[Any],
+    rows: tuple[Axes | None, Axes | None],
 ) -> Rule:
     """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered.
 
@@ -296,7 +301,7 @@ def _product(
     return _LOWER._replace(rows=rows)
 
 
-def _is_geometry(terms: Shape, *others: Shape) -> bool:
+def _is_geometry(terms: Sequence[Any], *others: Sequence[Any]) -> bool:
     """Whether an operand is a matrix of at most 4 x 4: a rotation, a camera. No matrix unit computes it faster.
 
     The axes before its rows hold other matrices, as under `vmap`. A row or a column counts only beside another such
@@ -341,7 +346,7 @@ def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
 def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     numbers = params["ragged_dot_dimension_numbers"]
     contracting, batch = numbers.dot_dimension_numbers
-    groups = [], numbers.rhs_group_dimensions
+    groups = (), numbers.rhs_group_dimensions
     left, right = (
         [n for i, n in enumerate(aval.shape) if i not in (*c, *b, *g)]
         for aval, c, b, g in zip(avals, contracting, batch, groups, strict=False)
@@ -377,6 +382,11 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     shape = (*indices.shape[:-1], *params["slice_sizes"])
     is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
     return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=no_axes)
+
+
+def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
+    """A scatter that applies a function of the user holds it, traced in the dtype of the array."""
+    return _SCATTER if params["update_jaxpr"] is None else ORIGINAL
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -430,7 +440,8 @@ RULES: Rules = _table(
         "eq ne lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
         "rem nextafter": _PROMOTE._replace(keeps_unit=True),
         "atan2": _PROMOTE,
-        "scatter scatter-min scatter-max": _PROMOTE._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",)),
+        "scatter": _scatter,
+        "scatter-min scatter-max": _SCATTER,
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(makes=Makes.CHOSEN),
         "concatenate pad": _PROMOTE._replace(makes=Makes.MOVED, move_axes=no_axes),
         "stack": _PROMOTE._replace(makes=Makes.MOVED),
