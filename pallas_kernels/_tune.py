@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._measured import Measured, Measurements
+from pallas_kernels._measured import KERNELS, Measured, Measurements
 from pallas_kernels.finite_check.api import check_finite, unscale_check
 from pallas_kernels.quantize.api import quantize
 
@@ -72,7 +72,6 @@ OPS = {
     "quantize": Op(quantize, _matrices),
     "quantize_blocks": Op(partial(quantize, block=32), _matrices),
 }
-KERNELS = ("mosaic_gpu", "triton")
 
 
 def tune(

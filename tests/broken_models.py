@@ -1324,7 +1324,7 @@ def deep(params, x):
 
 def kernel_args(scale=5e3):
     scales = 0.5, scale, 0.5
-    return {f"dense{i}": {"kernel": normal(4, 4, seed=i, scale=s)} for i, s in enumerate(scales)}, normal(8, 4, seed=9)
+    return {f"dense{i}": {"kernel": normal(5, 5, seed=i, scale=s)} for i, s in enumerate(scales)}, normal(8, 5, seed=9)
 
 
 model(
@@ -1529,7 +1529,7 @@ def squared_relu_in_full_precision(w, x):
 
 model(
     squared_relu,
-    args=lambda: (200 * np.eye(4, dtype=np.float32), abs(normal(8, 4))),
+    args=lambda: (200 * np.eye(5, dtype=np.float32), abs(normal(8, 5))),
     fixed=squared_relu_in_full_precision,
     dtype="float16",
     loss_scale=4.0,

@@ -13,7 +13,7 @@ import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-X, W = jnp.eye(2) / 2 + 0.1, jnp.eye(2) / 4 + 0.1
+X, W = jnp.eye(8) / 2 + 0.1, jnp.eye(8) / 4 + 0.1
 
 
 @jax.custom_vjp

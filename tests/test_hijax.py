@@ -18,7 +18,7 @@ from jmp_amp._autocast._api import parse_settings, planner_of
 pytestmark = pytest.mark.usefixtures("users_code")
 
 HiPrim = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive  # the name up to JAX 0.11
-X = jnp.eye(4) * 0.6 + 0.15
+X = jnp.eye(8) * 0.6 + 0.15
 FLAGS = [flag for flag in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3") if hasattr(jax.config, flag)]
 LOW = {"float16 float16 -> float16"}
 

@@ -171,9 +171,9 @@ def autocast(
         >>> @amp.autocast
         ... def layer(w, b, x):
         ...     return jax.nn.relu(x @ w + b)
-        >>> layer(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).dtype
+        >>> layer(jnp.ones((8, 3)), jnp.zeros(3), jnp.ones((4, 8))).dtype
         dtype('float32')
-        >>> jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).eqns[2].outvars[0].aval
+        >>> jax.make_jaxpr(layer)(jnp.ones((8, 3)), jnp.zeros(3), jnp.ones((4, 8))).eqns[2].outvars[0].aval
         ShapedArray(float16[4,3])
 
     References:
@@ -229,7 +229,7 @@ def precision(dtype: Any) -> Mark:
         ... def product(x):
         ...     with amp.precision("bfloat16"):
         ...         return x @ x.T
-        >>> print(product(jnp.full((1, 2), 1e3)))  # float16 ends at 65504
+        >>> print(product(jnp.full((1, 8), 500.0)))  # float16 ends at 65504
         [[1.998848e+06]]
     """
     return jx.marked(parse_format(dtype).name)
@@ -256,7 +256,7 @@ def full_precision(fun: F | None = None) -> F | Mark:
         ... def gram(x):
         ...     with amp.full_precision():
         ...         return x @ x.T
-        >>> print(gram(jnp.full((1, 2), 300.0)))
+        >>> print(gram(jnp.full((1, 8), 150.0)))
         [[180000.]]
     """
     region = precision("float32")

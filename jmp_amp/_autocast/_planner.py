@@ -74,7 +74,7 @@ class Planner:
         return facts
 
     def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int | None:
-        if eqn.primitive.name not in self._rules:  # it may hold jaxprs, which these numbers would keep alive
+        if eqn.primitive.name not in self._rules or jx.holds_jaxprs(eqn):  # which these numbers would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
@@ -228,7 +228,7 @@ class _Draft:
         op = Context(facts, region, self._planner.options, ())
         outs = [self._variables[var].reads for var in eqn.outvars]
         reads = joined(outs)
-        if facts.structure is not None or rule.op_class is OpClass.LOWER or reads & Reads.ENDS_LOOP:
+        if facts.structure is not None or rule.can_run_as_traced or reads & Reads.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
             is_marked = format_in(eqn.source_info.name_stack) is not None
             if facts.enters is not None:

@@ -176,10 +176,13 @@ class Body:
     def __call__(self, *args: Any) -> Sequence[Any]:
         return self._fun(*args)
 
-    @functools.cached_property
+    @property
     def jaxpr(self) -> Any:
         """The function as a closed jaxpr."""
-        return trace(self._fun, self._avals)
+        return _traced(self, (), lambda: trace(self._fun, self._avals))
+
+
+_traced = Cache()
 
 
 Run = Callable[[JaxprEqn, Sequence[Body], Sequence[Any]], Sequence[Any]]

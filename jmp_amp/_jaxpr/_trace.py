@@ -61,7 +61,8 @@ class Cache:
     """Values by object and key. JAX keeps the jaxprs of inner functions, so what is found out about them is kept too.
 
     The objects are held weakly and compared by identity. For each, the newest values are kept, 64 unless told. Several
-    threads may use it.
+    threads may use it. To make a value may call functions of the user, which wait for other threads, so no lock is held
+    meanwhile: of several threads that make one value, all get that of the first.
 
     Args:
         limit: how many values are kept for an object.
@@ -79,17 +80,18 @@ class Cache:
 
     def __call__(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the value that is kept for `owner` and `key`, or makes it. It must not hold `owner`."""
+        number = id(owner)
         with self._lock:
-            number = id(owner)
             if number not in self._values:
                 self._values[number] = weakref.ref(owner, lambda _: self._forget(number)), {}
             _, values = self._values[number]
-            if key not in values:
-                value = make()
-                while len(values) >= self._limit:
-                    del values[next(iter(values))]
-                values[key] = value
-            return values[key]
+            if key in values:
+                return values[key]
+        value = make()
+        with self._lock:
+            while key not in values and len(values) >= self._limit:
+                del values[next(iter(values))]
+            return values.setdefault(key, value)
 
 
 def trace(fun: Callable, args: Sequence[Any]) -> Any:

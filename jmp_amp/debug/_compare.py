@@ -103,7 +103,7 @@ def compare(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
+        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
         >>> report = amp.debug.compare(loss_fn, ["float16"])(w, jnp.linspace(0, 1, 24).reshape(8, 3))
         >>> report.worst()
         'rest'
@@ -167,7 +167,7 @@ class ErrorRow(NamedTuple):
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((8, 2)) / 8}, jnp.ones((4, 8)))
         >>> row = next(row for row in report.rows if row.kind == "gradient")
         >>> row.name, row.errors["float16"] < 1e-3
         ('w', True)
@@ -197,7 +197,7 @@ class Comparison:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((8, 2)) / 8}, jnp.ones((4, 8)))
         >>> report.reference, sorted({row.kind for row in report.rows})
         ('float32', ['activation', 'gradient', 'loss'])
     """

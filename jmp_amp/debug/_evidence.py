@@ -99,8 +99,8 @@ def _of_op(t: Trials) -> Diagnosis | None:
 def _of_counts(t: Trials) -> Diagnosis | None:
     """Adds 1 to scalars that are 0."""
     for i, x in _read_arguments(t).items():
-        is_zero = not np.shape(x) and np.asarray(x) == 0
-        if is_zero and (seen := _with_arrays(t, "with 1", {i: x + np.ones((), x.dtype)})):
+        is_number = not np.shape(x) and jnp.issubdtype(x.dtype, np.number)  # a random key is none
+        if is_number and x == 0 and (seen := _with_arrays(t, "with 1", {i: x + np.ones((), x.dtype)})):
             text = f"`{t.name(i)}` is 0, and the op divides by 0 or takes the logarithm of 0 there"
             return Diagnosis("argument is 0", f"{text}. If it counts steps, start with 1", seen)
     return None

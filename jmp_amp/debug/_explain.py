@@ -54,7 +54,7 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
         >>> import jmp_amp as amp
         >>> def loss_fn(w, b, x):
         ...     return jnp.mean(jnp.exp(x @ w + b))
-        >>> report = amp.explain(loss_fn)(jnp.ones((3, 2)), jnp.zeros(2), jnp.ones((4, 3)))
+        >>> report = amp.explain(loss_fn)(jnp.ones((8, 2)), jnp.zeros(2), jnp.ones((4, 8)))
         >>> for row in report.select(direction="forward").rows[:4]:
         ...     print(row.primitive, row.op_class, row.why, row.inputs, row.compute, row.output)
         dot_general lower rule ('float32', 'float32') float16 float16
@@ -108,7 +108,7 @@ class PrecisionReport:
     Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
-        >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((8, 2)), jnp.ones((4, 8)))
         >>> [(row.primitive, row.compute) for row in report.select(direction="forward").rows]
         [('dot_general', 'float16'), ('exp', 'float32')]
         >>> report.summary()["matmul_flops"]
@@ -155,7 +155,7 @@ class PrecisionReport:
         Examples:
             >>> import jax.numpy as jnp
             >>> import jmp_amp as amp
-            >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+            >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w))(jnp.ones((8, 8)), jnp.ones((8, 8)))
             >>> [row.compute for row in report.select(primitive="dot_general").rows]
             ['float16', 'float16', 'float16']
         """
@@ -229,7 +229,7 @@ class PrecisionReport:
             >>> import pathlib, tempfile
             >>> import jax.numpy as jnp
             >>> import jmp_amp as amp
-            >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+            >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((8, 2)), jnp.ones((4, 8)))
             >>> path = pathlib.Path(tempfile.mkdtemp()) / "explain.html"
             >>> report.save(path)
             >>> path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
@@ -285,7 +285,7 @@ class PrecisionDiff:
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
-        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w) @ w.T)(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w) @ w.T)(jnp.ones((8, 8)), jnp.ones((4, 8)))
         >>> diff = report.diff(rules={jax.lax.tanh_p: "full"})
         >>> [(before.compute, after.compute) for before, after in diff.changes]
         [('float16', 'float32')]

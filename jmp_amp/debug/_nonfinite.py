@@ -69,12 +69,12 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
         ... def loss_fn(w, x):
         ...     scores = x @ w
         ...     return jnp.mean(scores)
-        >>> report = amp.debug.first_nonfinite(loss_fn)(jnp.full((4, 2), 300.0), jnp.full((3, 4), 300.0))
+        >>> report = amp.debug.first_nonfinite(loss_fn)(jnp.full((8, 2), 300.0), jnp.full((3, 8), 300.0))
         >>> print(report.primitive, *report.operands, report.result, sep="; ")
-        dot_general; float16[3,4] = 300; float16[4,2] = 300; float16[3,2], 6 of 6 inf
+        dot_general; float16[3,8] = 300; float16[8,2] = 300; float16[3,2], 6 of 6 inf
         >>> print(report.cure)
-        the result is 5.5 times too large for float16, whose largest finite value is 65504. To run this op in ...
-        >>> print(amp.debug.first_nonfinite(loss_fn)(jnp.ones((4, 2)), jnp.ones((3, 4))))
+        the result is 11 times too large for float16, whose largest finite value is 65504. To run this op in ...
+        >>> print(amp.debug.first_nonfinite(loss_fn)(jnp.ones((8, 2)), jnp.ones((3, 8))))
         None
     """
     check_callable(fun, "first_nonfinite")

@@ -66,7 +66,7 @@ def suggest_rules(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
+        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
         >>> rules, report = amp.debug.suggest_rules(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3), tol=1e-2)
         >>> rules, report.met
         ({'rest': 'full'}, True)
