@@ -1,6 +1,5 @@
 """How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
