@@ -6,11 +6,14 @@ The programs are those of `tests/broken_models.py` and `tests/broken_kinds.py`; 
 four minutes.
 """
 
+import itertools
+import multiprocessing
 import os
 import pathlib
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
@@ -42,8 +45,10 @@ of others may be worse.
 """
 
 
-def judged(model):
+def judged(name):
     """Returns the report of a program, and the cells of its row: line, cause, cure and time."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    model = MODELS[name]
     fun, args = model.make()
     start = time.process_time()
     found = first_nonfinite(fun)(*args)
@@ -71,13 +76,13 @@ def said(found):
     return (hidden + text + (f". Cure: {written}" if written else "")).replace("|", "\\|")
 
 
-def table(names):
+def table(names, jobs):
     rows, times = [], []
-    for name in names:
-        found, cells = judged(MODELS[name])
-        rows.append(cells)
-        times.append(float(cells[-1]))
-        yield row(f"`{name}`", said(found), *cells)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for name, (found, cells) in zip(names, pool.map(judged, names), strict=True):
+            rows.append(cells)
+            times.append(float(cells[-1]))
+            yield row(f"`{name}`", said(found), *cells)
     n_alarms = sum(first_nonfinite(fun)(*args) is not None for fun, args in broken_kinds.CORRECT.values())
     count = lambda i, cell: sum(x[i] == cell for x in rows)  # noqa: E731
     yield ""
@@ -88,8 +93,9 @@ def table(names):
 
 
 if __name__ == "__main__":
-    args = arguments(__doc__, only="names of programs, separated by commas").parse_args()
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    parser = arguments(__doc__, only="names of programs, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes judge")
+    args = parser.parse_args()
     names = args.only.split(",") if args.only else [*MODELS]
-    lines = [*head("program", "what it said", "line", "cause", "cure", "s")]
-    report("Broken programs", WHY, (x for part in (lines, table(names)) for x in part), NOTES, args.out)
+    lines = head("program", "what it said", "line", "cause", "cure", "s")
+    report("Broken programs", WHY, itertools.chain(lines, table(names, args.jobs)), NOTES, args.out)

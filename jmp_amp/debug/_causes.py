@@ -78,7 +78,7 @@ def cause_of(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     changes = {"holds": ids, "until": node.place.id, "trip_counts": evaluation.trip_counts}
     again = dataclasses.replace(evaluation.evaluator, **changes).run()
     merge_equal(again.nodes)
-    node = next(x for x in reversed(again.nodes) if x.id == node.id)
+    node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
     name = node.primitive
     if jx.holds_jaxprs(node.eqn):
         return Cause("kernel", f"`{name}` counts as one op, and what is inside of it was not evaluated")
@@ -90,7 +90,7 @@ def cause_of(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     array = np.asarray(node.held, np.complex128) if node.held is not None else np.zeros(0)
     is_of_infinities = any(x.values.infs for x in node.operands)
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
-    if not len(bad):  # too many values to hold, or others than before, as of a callback
+    if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("range", f"the elements are not known; in all, the result is {node.values}")
     return _cause(_element(node, tuple(bad[0].tolist())), evaluation, "" if is_primal else "in the derivative, ")
 

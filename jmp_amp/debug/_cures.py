@@ -305,7 +305,7 @@ class _Draws:
     """Samples of the inputs of a part, and what it computes, once it is needed; None if an op has no float64."""
 
     def __init__(self, part: Part) -> None:
-        self._part, self._samples = part, itertools.chain(_samples(part), _edges(part))
+        self._part, self._samples = part, _samples(part)
         self._known: list[tuple[Sequence[np.ndarray], np.ndarray | None]] = []
 
     def __iter__(self) -> Iterator[tuple[Sequence[np.ndarray], np.ndarray | None]]:
@@ -326,23 +326,19 @@ class _Draws:
 
 
 def _samples(part: Part) -> Iterator[list[np.ndarray]]:
-    """Yields random inputs of a part, in their range and outside of it."""
+    """Yields inputs of a part: random ones in their range and outside of it, and some at 0 and at its constants."""
     rng = np.random.default_rng(0)
     for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
-        yield [_unit_samples(x, rng, scale, by) for x in part.inputs]
-
-
-def _edges(part: Part) -> Iterator[list[np.ndarray]]:
-    """Yields inputs of a part at 0, at its constants, and on both sides of them."""
+        yield [scale * _in_range(x, rng) + by * rng.normal(size=x.values.shape) for x in part.inputs]
     edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([c / 2, c, 2 * c] for c in part.constants)]
     for edge, first in itertools.product(edges, range(3)):
         yield [np.resize(np.roll(edge, first + i), x.values.shape) for i, x in enumerate(part.inputs)]
 
 
-def _unit_samples(x: Node, rng: np.random.Generator, scale: float, by: float) -> np.ndarray:
-    """Returns random values of the range of a value, divided by its size, plus some others."""
+def _in_range(x: Node, rng: np.random.Generator) -> np.ndarray:
+    """Returns random values of the range of a value, divided by its size."""
     low, high = x.values.min or 0.0, x.values.max or 0.0
-    return scale * rng.uniform(low, high, x.values.shape) / max(1.0, -low, high) + by * rng.normal(size=x.values.shape)
+    return rng.uniform(low, high, x.values.shape) / max(1.0, -low, high)
 
 
 def _is_equal(cure: Cure, order: Sequence[int], numbers: Mapping[str, Any], draw: tuple[Any, Any]) -> bool:

@@ -105,7 +105,8 @@ def numbers_in(node: Node) -> Iterator[tuple[str, float]]:
 
 
 def _numbers(tree: ast.AST) -> list[float]:
-    return [x.value for x in ast.walk(tree) if isinstance(x, ast.Constant) and type(x.value) in (int, float)]
+    constants = (x.value for x in ast.walk(tree) if isinstance(x, ast.Constant))
+    return [x for x in constants if isinstance(x, int | float) and not isinstance(x, bool)]
 
 
 def _bindings(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:

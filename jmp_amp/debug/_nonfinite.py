@@ -53,8 +53,8 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
             `autocast`.
-        max_seconds: after so many seconds, no more loops are entered and no more cures are tried; the report names what
-            was left out. Progress is shown on stderr after 5 seconds.
+        max_seconds: after so many seconds, no more loops are entered, no hidden overflows looked for and no more cures
+            tried; the report names what was left out. Progress is shown on stderr after 5 seconds.
 
     Returns:
         A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
@@ -293,6 +293,8 @@ def _hidden(evaluation: Evaluation) -> NonFinite | None:
         hider = _hider(node)
         if hider is None or not node.values.infs or not all(x.values.is_finite for x in node.operands):
             continue
+        if evaluation.evaluator.clock.is_late:
+            return None
         holds = {node.id, hider.id}
         try:
             exact = dataclasses.replace(evaluation.evaluator, wide=FLOAT64, holds=holds).run()

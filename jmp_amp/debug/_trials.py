@@ -72,12 +72,12 @@ class Trials:
         """Returns the equal functions with which the program is finite; the first is for the op at hand."""
         faults = dict.fromkeys([self.node, *(self._merged[x] for x in self.evaluation.nonfinite.values())])
         clock, n_trials = self.evaluation.evaluator.clock, 0
-        texts, rewrites, seen = list[str](), list[Rewrite](), ""
+        texts, rewrites, seen, left_out = list[str](), list[Rewrite](), "", ""
         for fault in faults:
             for match in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
-                    late = "the time was over" if clock.is_late else f"{_MOST_TRIALS} were tried"
-                    return Cured("; then ".join(texts), seen, f"other formulas: {late}")
+                    left_out = f"other formulas: {'the time was over' if clock.is_late else f'{n_trials} were tried'}"
+                    break
                 written, roots = self._written(match), {x.root for x in rewrites}
                 same = [x for x in self._everywhere(match) if x.part.root.key not in roots]
                 if not (written and same):
@@ -93,9 +93,9 @@ class Trials:
                         f"`{match.cure.formula}` {match.cure.why}: use `{written[1]}` in place of `{written[0]}`"
                     )
                     break
-            if seen or not rewrites:
+            if seen or left_out or not rewrites:
                 break
-        return Cured("; then ".join(texts), seen or ("this op is finite, another is not" if texts else ""))
+        return Cured("; then ".join(texts), seen or ("this op is finite, another is not" if texts else ""), left_out)
 
     def _matches(self, fault: Node) -> Iterator[Match]:
         """Yields the parts of the program with a non-finite op, and then those near it, that are equal to formulas."""
