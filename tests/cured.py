@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 import sys
+import textwrap
 
 import jax
 import numpy as np
@@ -135,7 +136,10 @@ CASTS = {
     "sum_in_float16": (r"F16", "jnp.float32"),
     "variance_that_overflows": (r"x \* x", "x.astype(jnp.float32) ** 2"),
     "clipped_by_norm": (r"g\*\*2", "g.astype(jnp.float32)**2"),
-    "scanned_norms": (r"x \* x", "x.astype(jnp.float32) ** 2"),
+    "scanned_norms": (
+        r"x / (jnp.sqrt.*) \* 400",
+        r"(x / jnp.sqrt(jnp.sum(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True) + 1e-3) * 400).astype(F16)",
+    ),
     "exploding_rnn": (r"F16", "jnp.float32"),
 }
 
@@ -158,7 +162,7 @@ def with_cure(model, cure, cause=""):
             code = "".join(lines)
     if smaller := re.search(r"a loss scale that is 2\^(\d+) times smaller", cause):
         changes["loss_scale"] = model.loss_scale / 2 ** int(smaller[1])
-    exec(compile(code, "cured.py", "exec"), scope)
+    exec(compile(textwrap.dedent(code), "cured.py", "exec"), scope)
     return dataclasses.replace(model, broken=scope[model.broken.__name__], **changes)
 
 
