@@ -14,6 +14,7 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.debug import NonFinite, first_nonfinite
+from jmp_amp.debug._causes import SECTIONS
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -161,12 +162,12 @@ def nested_jit(w, x):
     return jnp.mean(jax.jit(lambda x: inner_jit(x, w))(x / 100) + inner_jit(x, w))
 
 
-# The arguments, the op, its iteration, and a part of the cure.
+# The arguments, the op, its iteration, and a part of the cause or the cure.
 CASES = {
     mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
     attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), 'rules={"attention": "full"}'),
     softmax_by_hand: ((EYE[:4, :4], X[:, :4]), "exp", (), "`jax.nn.softmax(scores, 1)` in place of"),
-    eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "full_precision"),
+    eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "1e-08 is 0 in float16, whose smallest positive value is 6e-8"),
     log_of_probability: ((EYE, X * [1, 0.8, *[1] * 6]), "log", (), "full_precision"),
     scan_over_layers: ((LAYERS, X), "dot_general", (2,), "`layers[2, 0, 0]` is 1e+04"),
     reverse_scan: ((LAYERS, X), "dot_general", (2,), "`layers[2, 0, 0]` is 1e+04"),
@@ -201,7 +202,7 @@ def test_the_planted_line_is_named(model, direction):
     assert (found.primitive, found.iteration, found.backward) == (primitive, iteration, False)
     assert found.result.infs
     assert not any(x.infs or x.nans for x in found.operands)
-    assert cure in found.cure
+    assert cure in found.cause + found.cure
 
 
 @pytest.mark.parametrize("model", [mlp, scan_over_layers, custom_vjp], ids=lambda model: model.__name__)
@@ -225,10 +226,10 @@ def test_the_rule_that_is_proposed_cures():
 
 def test_the_line_that_made_the_zeros_is_named_too():
     found = first_nonfinite(amp.autocast(log_of_probability))(*CASES[log_of_probability][0])
-    assert (
-        f"0 because `convert_element_type` at tests/test_first_nonfinite.py:{planted('underflow')} (log_of_probability)"
-        in found.cure
-    )
+    where = f"at tests/test_first_nonfinite.py:{planted('underflow')} (log_of_probability)"
+    assert where in found.cause
+    assert "which is 0 in float16" in found.cause
+    assert where.removeprefix("at ") in found.cure
 
 
 # The backward pass
@@ -246,7 +247,7 @@ def test_an_overflow_of_scaled_gradients_asks_for_a_smaller_scale():
     assert line(found) == planted("large_gradient")
     assert (found.backward, found.scope) == (True, "head")
     assert "in the backward pass of" in str(found)
-    (k,) = re.findall(r"a scale that is 2\^(\d+) times smaller fits", found.cure)
+    (k,) = re.findall(r"With a loss scale that is 2\^(\d+) times smaller, all results are finite", found.cause)
     for scale, fits in ((2.0 ** (24 - int(k)), True), (2.0 ** (25 - int(k)), False)):
         scaled = amp.value_and_grad(amp.autocast(large_gradient), loss_scale=scale)
         assert np.isfinite(scaled(*args)[1]).all() == fits
@@ -286,38 +287,39 @@ def test_the_gradient_of_a_square_root_of_zero():
     found = first_nonfinite(jax.grad(distance))(np.zeros(2, np.float32))
     assert line(found) == planted("distance")
     assert (found.primitive, found.backward) == ("div", False)
+    assert "in the derivative, `div` of 0.5 and 0 is inf; `x[0]` is 0" in found.cause
     assert "`sqrt(sum(x**2, axis))` has an infinite derivative at 0" in found.cure
 
 
 def test_values_beyond_float32_are_no_matter_of_precision():
     found = first_nonfinite(lambda x: x * x)(np.float32([1e30]))
-    assert "The cause is not known" in found.cure
+    assert "`mul` of 1e+30 and 1e+30 at [0] is 1e+60, beyond float32" in found.cause
     assert "precision is not the cause" in found.in_float32
 
 
 def test_an_operand_outside_of_the_domain():
-    assert "outside of the domain" in first_nonfinite(jnp.log)(np.float32([-1])).cure
-    assert "is NaN below 0" in first_nonfinite(jnp.sqrt)(np.float32([-1])).cure
+    for fun in (jnp.log, jnp.sqrt):
+        found = first_nonfinite(fun)(np.float32([2, -1]))
+        assert f"`{fun.__name__}` of -1 at [1] is nan; `x[1]` is -1" in found.cause
+        assert found.guide == "docs/my-loss-is-nan.md#outside-of-the-domain"
 
 
 def test_a_singular_matrix():
-    assert "the matrix is singular" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cure
-    assert "not positive definite" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cure
+    assert "is from 0 to 1" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cause
+    assert "eigenvalues of the matrix are from -1 to -1" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cause
 
 
 def test_no_eps_is_advised_where_the_result_depends_on_it():
     low = lambda x: jnp.log(x.astype(jnp.float8_e5m2).astype(jnp.float32))  # noqa: E731
     for fun, x in ((jnp.log, np.complex64([0, 1])), (jnp.log, 0 * X), (low, 0 * X)):
         found = first_nonfinite(fun)(x)
-        assert (found.cause, found.tried) == ("unknown", "")
-        assert "the operand is outside of the domain of `log`" in found.cure
-    found = first_nonfinite(lambda x: x * jnp.log(x))(0 * X)
-    assert "use `(x * jnp.log(jnp.maximum(x, 1e-12)))`" in found.cure
+        assert (found.cure, found.tried) == ("", "")
+        assert "`log` of 0" in found.cause
 
 
 def test_float8_is_as_low_as_float16():
     found = first_nonfinite(lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32))(1e4 * X)
-    assert "times too large for float8_e5m2, whose largest finite value is 57344" in found.cure
+    assert "of 1e+06 at [0, 0] is inf, beyond float8_e5m2, whose largest finite value is 57344" in found.cause
 
 
 def test_an_op_inside_a_linear_solve_is_named():
@@ -372,7 +374,8 @@ def test_a_row_that_is_masked_whole_is_blamed_on_its_softmax(fun):
     assert line(found) == planted(fun.__name__)
     assert found.primitive == "sub"
     assert (found.operands[0].infs, found.result.nans) == (29, 8)
-    assert "fully masked row" in found.cure
+    assert "`sub` of -inf and -inf" in found.cause
+    assert found.guide == "docs/my-loss-is-nan.md#an-infinity-meets-another"
 
 
 @pytest.mark.parametrize("mask", [masked_softmax, additive_mask], ids=lambda fun: fun.__name__)
@@ -430,7 +433,7 @@ def test_a_mask_constant_beyond_float16_is_blamed():
 
     found = first_nonfinite(model)(EYE.astype(F16))
     assert line(found) == planted("mask constant")
-    assert "the constant -1e+09 exceeds 65504, the largest finite float16" in found.cure
+    assert "of -1e+09 is -inf, beyond float16, whose largest finite value is 65504" in found.cause
     assert first_nonfinite(amp.autocast(model))(EYE) is None
 
 
@@ -441,7 +444,7 @@ def test_a_mask_constant_that_is_multiplied_is_blamed():
 
     found = first_nonfinite(model)(EYE.astype(F16))
     assert line(found) == planted("mask product")
-    assert "-1e9 is -inf in float16" in found.cure
+    assert "-1e+09 is -inf in float16, whose largest finite value is 65504" in found.cause
 
 
 # Arguments
@@ -555,7 +558,7 @@ def test_layers_that_share_a_line_are_told_apart():
     params = {"layers": [{"w": EYE}, {"w": EYE}, {"w": 1e5 * EYE}, {"w": EYE}]}
     found = first_nonfinite(amp.autocast(model))(params, 10 * jnp.abs(X))
     assert found.leaf == "params['layers'][2]['w']"
-    assert "  after    `params['layers'][2]['w']` was read" in str(found).splitlines()
+    assert "  leaf     `params['layers'][2]['w']`" in str(found).splitlines()
 
 
 def test_nnx_layers_that_share_a_line_are_told_apart():
@@ -611,17 +614,87 @@ def test_a_callback_keeps_its_dtype():
     assert (found.primitive, found.finite_in_float32) == ("exp", True)
 
 
+def test_each_kind_of_cause_has_a_section_in_the_guide():
+    guide = pathlib.Path(__file__).parents[1] / "docs/my-loss-is-nan.md"
+    headings = re.findall(r"^## (.*)$", guide.read_text(), re.MULTILINE)
+    assert {re.sub(r"[^a-z0-9]+", "-", x.lower()) for x in headings} >= set(SECTIONS.values())
+
+
 def test_it_is_a_frozen_record_that_prints_as_a_paragraph():
     found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
     assert isinstance(found, NonFinite)
     assert hash(found) == hash(dataclasses.replace(found))
-    head, *operands, result, in_float32, cure, tried = str(found).splitlines()
+    text = re.sub(r"\n {11}", " ", str(found))  # of lines that are broken
+    head, *operands, result, cause, in_float32, cure, tried, guide = text.splitlines()
     assert head == (f"`dot_general` produced inf at {found.source}, scope layer, iteration 2")
     assert operands == ["  operand  float16[2,8] = 100", "  operand  float16[8,8] from 0 to 1e+04"]
     assert result == "  result   float16[2,8], 16 of 16 inf"
     assert in_float32 == "  float32  in float32 all results are finite: precision is the cause"
-    assert cure == "  cure     `layers[2, 0, 0]` is 1e+04, and its neighbours are about 1: check the data"
-    assert tried == "  tried    all results are finite without that"
+    assert cause == (
+        "  cause    `dot_general` of 100 and 1e+04 at [0, 0] is 1e+06, beyond float16, whose largest finite value is "
+        "65504; `layers[2, 0, 0]` is 1e+04"
+    )
+    assert cure.startswith("  cure     compute tests/test_first_nonfinite.py:")
+    assert tried == "  tried    all results are finite, within 1e-07 of float32"
+    assert guide == "  guide    docs/my-loss-is-nan.md#an-overflow-in-float16"
+
+
+# Silent overflows
+
+
+def test_an_overflow_that_a_division_hides_is_named_with_its_hider():
+    def model(x):
+        squares = jnp.sum(x * x)  # planted: overflow
+        return x / jnp.sqrt(squares)  # planted: hider
+
+    found = first_nonfinite(model)(np.float16([300, 400]))
+    assert line(found) == planted("overflow")
+    assert f"test_first_nonfinite.py:{planted('hider')} " in found.hidden_by
+    assert f"hidden by `div` at tests/test_first_nonfinite.py:{planted('hider')}" in str(found).splitlines()[0]
+    assert found.guide == "docs/my-loss-is-nan.md#an-overflow-that-a-later-op-hides"
+    assert first_nonfinite(model)(np.float16([3, 4])) is None
+
+
+# Time
+
+
+def test_after_its_time_it_says_what_it_left_out(capsys):
+    found = first_nonfinite(amp.autocast(scan_over_layers), max_seconds=1e-9)(*CASES[scan_over_layers][0])
+    assert (found.primitive, found.cure, found.finite_in_float32) == ("scan", "", None)
+    assert "the time was over" in found.left_out
+    assert "left out" in str(found)
+    with pytest.raises(ValueError, match="`max_seconds` must be positive, got 0"):
+        first_nonfinite(jnp.log, max_seconds=0)
+
+
+def test_progress_is_shown_after_a_while(capsys, monkeypatch):
+    find = first_nonfinite(jnp.log)
+    assert find(EYE).result.infs
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("jmp_amp.debug._clock._PATIENCE", -1.0)
+    find(EYE)
+    assert "first_nonfinite: 1 ops evaluated, 0 s" in capsys.readouterr().err
+
+
+def test_a_long_loop_is_entered_where_it_fails():
+    def step(x, w):
+        return x * w, None  # planted: long loop
+
+    ws = np.ones(12_000, np.float32)
+    ws[[11_000, 11_001]] = 1e30
+    found = first_nonfinite(lambda x, ws: lax.scan(step, x, ws)[0])(jnp.float32(1), ws)
+    assert (line(found), found.primitive, found.iteration) == (planted("long loop"), "mul", (11_001,))
+
+
+# Arguments of other types
+
+
+def test_a_key_may_be_an_argument():
+    def model(key, x):
+        return jnp.log(x - x) + jax.random.normal(key, x.shape)  # planted: key
+
+    for key in (jax.random.key(0), jax.random.split(jax.random.key(0))[0]):
+        assert line(first_nonfinite(jax.grad(lambda x, key: jnp.sum(model(key, x))))(EYE, key)) == planted("key")
 
 
 # Libraries

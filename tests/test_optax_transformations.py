@@ -123,7 +123,7 @@ def test_any_transformation_that_reads_grad_gets_it_unscaled_and_clipped_as_the_
         np.testing.assert_allclose(updates, [[0, 1], [0, 2], [0, 32]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("grad", [None, (), {"w": None}, lambda params: params], ids=["none", "tuple", "tree", "function"])
+@pytest.mark.parametrize("grad", [None, (), {"w": None}, lambda x: x], ids=["none", "tuple", "tree", "function"])
 def test_a_grad_that_is_no_gradient_is_passed_on(grad):
     def update(updates, state, params=None, *, grad):
         passed.append(grad)
