@@ -253,7 +253,9 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
         for jaxpr, indices in inside:
             opened, _ = jx.open_jaxpr(jaxpr)
             known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
-            yield from _has_constant_factors(opened.eqns, known, is_inner)
+            # In a `jax.checkpoint` of a backward pass, the ops that it computes again are not marked as such.
+            is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
+            yield from _has_constant_factors(opened.eqns, known, is_inner and not is_checkpoint)
 
 
 def _is_unscale(eqn: Any) -> bool:
