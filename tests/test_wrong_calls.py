@@ -254,9 +254,7 @@ HOSTILE = {
     "history": lambda s: amp.watch.plot_history([{"loss": s}]),
     "columns": lambda s: amp.watch.plot_history([{s: 1}]),
     "reference": lambda s: amp.debug.compare(loss_fn, reference=s)(P, X),
-    "device": lambda s: amp.explain(loss_fn)(P, X).roofline(s),
     "implementation": lambda s: update(amp.dynamic_loss_scale(optax.sgd(0.1), implementation=s)),
-    "page": lambda s: amp.explain(loss_fn)(P, X).save(s),
     "select": lambda s: amp.compat.jmp.select_tree(True, s, s + "y"),
     "pred": lambda s: amp.compat.jmp.select_tree(s, P, P),
 }
