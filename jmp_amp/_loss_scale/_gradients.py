@@ -219,9 +219,11 @@ def _arguments(tracers: Iterable[Any]) -> set[int]:
 
 
 def _can_be_scale(x: Any) -> bool:
-    """Whether a tracer is a floating-point scalar that is an argument, or was computed outside of any derivative."""
+    """Whether a tracer is a floating-point scalar that is an argument, or was computed from one outside derivatives."""
+    if jx.shape_of(x) != () or not jx.is_floating(x):
+        return False
     eqn = jx.versions.parent_of(x)
-    return jx.shape_of(x) == () and jx.is_floating(x) and (eqn is None or not _differentiates(eqn))
+    return eqn is None or (not _differentiates(eqn) and bool(_arguments(jx.tracers_behind(x))))
 
 
 def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_inside: bool = False) -> Iterator[bool]:
@@ -253,9 +255,7 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
         for jaxpr, indices in inside:
             opened, _ = jx.open_jaxpr(jaxpr)
             known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
-            # In a `jax.checkpoint` of a backward pass, the ops that it computes again are not marked as such.
-            is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
-            yield from _has_constant_factors(opened.eqns, known, is_inner and not is_checkpoint)
+            yield from _has_constant_factors(opened.eqns, known, is_inner)
 
 
 def _is_unscale(eqn: Any) -> bool:
