@@ -375,11 +375,17 @@ OF_MICRO_BATCHES = functools.partial(amp.value_and_grad, accumulate_steps=2)
         (lambda fun: jax.grad(lambda *args: fun(*args).sum()), repeated, SQUARE, 1),
         (jax.grad, stacked_layers, jnp.stack([SQUARE] * 3), 3),
         (OF_MICRO_BATCHES, two_layers, PARAMS, 2),
-        (OF_MICRO_BATCHES, stacked_layers, jnp.stack([SQUARE] * 3), 3),
     ],
 )
 def test_the_scale_of_a_weight_is_computed_once(transform, fun, weights, times):
     assert scales_computed(jax.make_jaxpr(transform(float8(fun)))(weights, X)) == times
+
+
+def test_the_scales_of_stacked_weights_are_computed_once_for_all_micro_batches():
+    program = jax.make_jaxpr(OF_MICRO_BATCHES(float8(stacked_layers)))(jnp.stack([SQUARE] * 3), X)
+    assert scales_computed(program) == 0  # of single weights
+    (maximum,) = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_max"]
+    assert maximum.invars[0].aval.shape == (3, *SQUARE.shape)
 
 
 @pytest.mark.parametrize("fun", [repeated, repeated_while])
