@@ -67,7 +67,7 @@ SEEN = {
     "masked_sqrt": ("`sqrt` of -0.07983",),
     "contrastive": ("`exp` of 4544", "beyond float32"),
     "scanned": ("beyond float16", "iteration 2"),
-    "squared_relu": ("beyond float16", "`w[2, 2]` is 200"),
+    "squared_relu": ("beyond float16", "`w[1, 1]` is 200"),
     "log_of_ratio": ("1e+30 and 1e-30", "beyond float32"),
     "clipped_weight": ("`div` of 0 and 0", "`x[0]` is 0"),
     "clipped_softplus": ("`exp` of 100", "`x[0]` is 100"),
