@@ -799,8 +799,8 @@ if importlib.util.find_spec("keras"):
 
     model(
         keras_entropy,
-        args=lambda: (normal(3, 4, scale=100.0), normal(5, 3)),
-        near=lambda: (normal(3, 4), normal(5, 3)),
+        args=lambda: (normal(3, 16, scale=40.0), normal(5, 3)),
+        near=lambda: (normal(3, 16), normal(5, 3)),
         fixed=lambda kernel, x: entropy_of_log_softmax(x @ kernel) / len(x),
         cause="A probability rounds to 0.",
     )

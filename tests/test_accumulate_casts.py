@@ -1,11 +1,9 @@
 """Micro-batches read weights that are cast once a step, and compute what they compute with casts of their own."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxprs import inner_equations
@@ -82,6 +80,7 @@ def test_the_loop_casts_no_weight_and_its_gradients_are_those_of_a_loop_that_doe
 
 
 def equinox_model():
+    eqx = pytest.importorskip("equinox", reason="needs Equinox")
     model = eqx.nn.MLP(DIM, DIM, DIM, LAYERS, use_bias=False, use_final_bias=False, key=KEYS[3])
     params, static = eqx.partition(model, eqx.is_array)
     loss_fn = lambda model, x: jnp.mean(jax.vmap(model)(jnp.sin(x)) ** 2)  # noqa: E731
@@ -89,6 +88,7 @@ def equinox_model():
 
 
 def nnx_model():
+    nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(
         nnx.Linear(DIM, DIM, rngs=rngs), nnx.BatchNorm(DIM, rngs=rngs), nnx.Linear(DIM, DIM, rngs=rngs)

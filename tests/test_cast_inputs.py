@@ -186,7 +186,8 @@ def writes_bfloat16(x):
 
 
 def mosaic_gpu_attention(x):
-    gpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    pytest.importorskip("jax_cuda13_plugin", reason="needs JAX's CUDA plugin")
+    gpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention_mgpu", reason="needs JAX's attention")
     config = gpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2)
     return gpu.attention(x, x, x, config)
 
