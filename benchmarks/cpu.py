@@ -6,8 +6,10 @@ See "Products on a CPU with bfloat16 instructions" in `docs/sharp-bits.md`.
 import os
 import pathlib
 import platform
+import sys
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_experimental_ynn_fusion_type=".strip()
+if "jax" not in sys.modules:  # later, it would reach other processes only
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_experimental_ynn_fusion_type=".strip()
 
 
 def features():
