@@ -41,6 +41,7 @@ SECTIONS = {
     "argument": "an-argument-that-is-not-finite",
     "loss scale": "too-large-a-loss-scale",
     "hidden": "an-overflow-that-a-later-op-hides",
+    "unknown": "how-to-read-the-report",
 }
 
 
@@ -93,7 +94,7 @@ def cause_of(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     is_of_infinities = any(x.values.infs for x in node.operands)
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
-        return Cause("range", f"the elements are not known; in all, the result is {node.values}")
+        return Cause("unknown", f"the elements are not known; in all, the result is {node.values}")
     return _cause(_element(node, tuple(bad[0].tolist())), evaluation, "" if is_primal else "in the derivative, ")
 
 
