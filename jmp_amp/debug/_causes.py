@@ -142,8 +142,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], evalu
         for x in same:
             if x.node.is_constant and (written := _written(e.node, x)):
                 return Cause("constant", written)
-        wrapped = _wrapped_around(e)
-        if wrapped:
+        if wrapped := _wrapped_around(e):
             return Cause("integer", wrapped)
         followed = [x for x in same if not x.node.is_constant]
         is_flag = getattr(e.node.held, "dtype", None) == np.bool_  # of other values
@@ -209,7 +208,7 @@ def _reads(e: Element) -> list[Element]:
     if arrays is None:
         return []
     rule, shape = rule_of(node.eqn), np.shape(node.held)
-    is_moved = (rule.moves and not rule.fold) or rule.takes or node.primitive == "select_n"
+    is_moved = (rule.moves and not rule.fold) or rule.takes or node.primitive in ("select_n", *_MATRICES)
     is_broadcast = all(x.ndim in (0, len(shape)) and {1, *shape}.issuperset(x.shape) for x in arrays)
     if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
         return _terms(e, arrays)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Rewrite, evaluate_in, precise, widened
 from jmp_amp.debug._expressions import in_users_names, is_inner
 from jmp_amp.debug._nodes import Node
@@ -125,11 +126,13 @@ class Part:
     Attributes:
         root: the value.
         inputs: the values that it is computed from.
+        taken: the elements that the program takes before it computes the root, as in `log(p[i])`; the root is then what
+            it would compute of all elements. None if it takes none.
         nodes: the values on the way from the inputs to the root, the root first.
     """
 
-    def __init__(self, root: Node, inputs: tuple[Node, ...]) -> None:
-        self.root, self.inputs, self.nodes = root, inputs, [root]
+    def __init__(self, root: Node, inputs: tuple[Node, ...], taken: Node | None = None) -> None:
+        self.root, self.inputs, self.taken, self.nodes = root, inputs, taken, [root]
         for node in self.nodes:
             self.nodes += [x for x in _reads(node) if x.eqn and x not in (*self.nodes, *inputs)]
         self._samples, self._drawn = _samples(self), list[Any]()
@@ -180,11 +183,18 @@ def _reads(node: Node) -> list[Node]:
 
 def parts(root: Node) -> Iterator[Part]:
     """Yields the parts of a program that compute a value from one or two others, those of fewer ops first."""
+    yield from _parts(root)
+    taken = root.operands[0]
+    if taken.eqn and rule_of(taken.eqn).takes and root.primitive == "log":
+        yield from _parts(Node(root.values, root.place, root.index, taken.operands[:1], number=root.number), taken)
+
+
+def _parts(root: Node, taken: Node | None = None) -> Iterator[Part]:
     cuts = [_inputs(root.operands)]
     for cut in cuts:
         nodes = sorted(cut, key=lambda x: x.number)
         if 0 < len(nodes) <= 2 and sum(np.prod(x.values.shape) for x in nodes) < _MOST_ELEMENTS:
-            yield from (Part(root, inputs) for inputs in itertools.permutations(nodes))
+            yield from (Part(root, inputs, taken) for inputs in itertools.permutations(nodes))
         for node in nodes if len(nodes) <= 2 else nodes[-1:]:
             new = _inputs([*(cut - {node}), *node.operands]) if node.eqn else cut
             if len(new) <= _MOST_INPUTS and new not in cuts and len(cuts) < _MOST_CUTS:
@@ -214,20 +224,28 @@ class Match(NamedTuple):
         """The replacement of `x` and `y`, as it is written in the program."""
         shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in self.part.inputs]
         text = self.cure.written(self.axis, len(shapes[0].shape), False)
-        keeps = jax.eval_shape(_function(text), *shapes).shape != self.part.root.values.shape
+        root = self.part.taken.operands[0] if self.part.taken else self.part.root
+        keeps = jax.eval_shape(_function(text), *shapes).shape != root.values.shape
         return self.cure.written(self.axis, len(shapes[0].shape), True) if keeps else text
 
     def rewrite(self) -> Rewrite:
         """Returns the program with the replacement in place of the part."""
-        return Rewrite(self.part.root.key, [x.key for x in self.part.inputs], _function(self.text))
+        function, taken = _function(self.text), self.part.taken
+
+        def run(*values: Any) -> Any:
+            x = function(*values)
+            outs = taken and evaluate_in(x.dtype, taken.place, [x, *(i.held for i in taken.operands[1:])])
+            return outs[0] if outs else x
+
+        return Rewrite(self.part.root.key, [x.key for x in self.part.inputs], run)
 
     def written(self, primal: Collection[Node]) -> tuple[str, str] | None:
         """Returns an expression of the user, and what to write in its place; None if their names are not known."""
-        root = self.part.root
+        root, inputs = self.part.root, dict(zip("xy", self.part.inputs, strict=False))
         is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
         if is_inner(root, primal) or (is_batched and self.cure.has_axis):
             return None
-        return in_users_names(self.text, root, self.part.nodes, dict(zip("xy", self.part.inputs, strict=False)))
+        return in_users_names(self.text, root, self.part.nodes, inputs, self.part.taken)
 
 
 def _function(text: str) -> Callable[..., Any]:
@@ -240,7 +258,7 @@ def matches(found: Sequence[Part]) -> Iterator[Match]:
         if len(part.inputs) == cure.arity:
             for axis in part.axes if cure.has_axis else (None,):
                 is_equal = all(_is_equal(cure, axis, *draw) for draw in part.draws())
-                if is_equal and any(np.isfinite(out).any() for _, out in part.draws()):
+                if is_equal and any(np.any(np.isfinite(x)) for _, x in part.draws() if x is not None):
                     yield Match(cure, part, axis)
 
 

@@ -15,7 +15,9 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Span = tuple[str, int, int, int, int]  # a file, a line and column, and those of the end
 
 
-def in_users_names(text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node]) -> tuple[str, str] | None:
+def in_users_names(
+    text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node], taken: Node | None
+) -> tuple[str, str] | None:
     """Returns an expression of the user's code, and its replacement; None if the names of its inputs are not known.
 
     Args:
@@ -23,6 +25,7 @@ def in_users_names(text: str, root: Node, nodes: Sequence[Node], inputs: Mapping
         root: the value of the expression.
         nodes: the values on the way from the inputs to it.
         inputs: the values that it is computed from.
+        taken: the elements of the replacement that the expression takes; None if it takes all.
     """
     at = span_of(root)
     old = at and _source(at[0])[1].get(at)
@@ -37,6 +40,12 @@ def in_users_names(text: str, root: Node, nodes: Sequence[Node], inputs: Mapping
             return names.get(node.id, node)
 
     new = Writer().visit(ast.parse(text, mode="eval")).body
+    if taken:
+        span = span_of(taken)
+        subscript = span and _source(span[0])[1].get(span)
+        if span is None or not isinstance(subscript, ast.Subscript) or not _is_same(subscript, span, at):
+            return None
+        new = ast.Subscript(new, subscript.slice, ast.Load())
     source = ast.get_source_segment(_source(at[0])[0], old) or ""
     written = ast.unparse(new)
     is_closed = isinstance(new, ast.Call | ast.Name | ast.Attribute | ast.Subscript)

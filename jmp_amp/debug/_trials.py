@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +85,7 @@ class Trials:
                 n_trials += 1
                 roots = {x.root for x in rewrites}
                 new = [*rewrites, *(x for x in everywhere if x.root not in roots)]
-                is_cured, seen = self._is_cured(fault, new)
+                is_cured, seen = self._is_cured(new)
                 if seen or (is_cured and self._contains(match.part, fault)):
                     rewrites = new
                     formula = f"`{match.cure.formula}` {match.cure.why}"
@@ -171,8 +171,8 @@ class Trials:
         """Returns the targets and their gradients in float64."""
         return functools.cache(self._compiled(FLOAT64))
 
-    def _is_cured(self, fault: Node, rewrites: Sequence[Rewrite]) -> tuple[bool, str]:
-        """Returns whether rewrites are equal to the program, and mend a fault; and what is seen if they mend all.
+    def _is_cured(self, rewrites: Sequence[Rewrite]) -> tuple[bool, str]:
+        """Returns whether rewrites are equal to the program, and finite; and what is seen if all results are.
 
         In float64, values and gradients are those of the program wherever these are finite: for its arguments, and for
         arguments that are moved.
@@ -191,14 +191,9 @@ class Trials:
                 return bool(seen), seen and f"{what} finite, {seen}"
             variant = dataclasses.replace(self.evaluation.evaluator, rewrites=rewrites).run()
             roots = {x.root for x in rewrites}
-            is_finite = all(x.values.is_finite for x in variant.nodes if x.key in roots)
-            return is_finite and (fault in self.primal or _count_bad(found) < self._n_bad), ""
+            return all(x.values.is_finite for x in variant.nodes if x.key in roots), ""
         except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
             return False, ""
-
-    @functools.cached_property
-    def _n_bad(self) -> int:
-        return _count_bad(self._compiled(None)())
 
     def results(self, **changes: Any) -> list[np.ndarray]:
         """Returns the floating results of another evaluation, as one program: this compiles faster than its ops do.
@@ -212,8 +207,7 @@ class Trials:
             run = dataclasses.replace(evaluator, arrays=arrays, **changes).run()
             if run.is_stopped:
                 raise TimeoutError
-            found = run.results
-            return [x.value for x in itertools.compress(found, is_floating)]
+            return [x.value for x in itertools.compress(run.results, is_floating)]
 
         with precise(changes.get("wide")):
             arrays = [*map(jnp.asarray, evaluator.arrays)]
@@ -230,7 +224,7 @@ class Trials:
         exact = self.results(wide=FLOAT32)
         for location in dict.fromkeys(location_of(x.eqns) for x in places):
             scope, (lines, in_lines) = location.scope, self._lines_in_float32([location.source], exact)
-            in_scope = scope and self._seen_in_float32(_in_float32(lambda x, scope=scope: scope in x.scope), exact)
+            in_scope = scope and self._seen_in_float32(_in_float32(functools.partial(_is_in, scope)), exact)
             if in_lines or in_scope:
                 ways = ["`with amp.full_precision():`"] * bool(in_lines)
                 ways += [f'`rules={{"{scope}": "full"}}`'] * bool(in_scope)
@@ -255,6 +249,10 @@ class Trials:
         return seen and f"all results are finite, {seen.replace('64', '32')}"
 
 
+def _is_in(scope: str, location: Any) -> bool:
+    return scope in location.scope
+
+
 def _in_float32(region: Callable[[Any], bool]) -> dict[str, Any]:
     return {"wide": FLOAT32, "region": functools.cache(lambda eqns: region(location_of(eqns)))}
 
@@ -269,16 +267,14 @@ def _known(exact: np.ndarray, moved: np.ndarray, found: np.ndarray) -> np.ndarra
     return np.where(np.abs(exact - moved) <= 0.01 * np.abs(exact), exact, found)
 
 
-def _count_bad(arrays: Sequence[np.ndarray]) -> int:
-    return sum(int((~np.isfinite(x)).sum()) for x in arrays)
-
-
 def _compared(found: Sequence[Sequence[np.ndarray]], exact: Sequence[Sequence[np.ndarray]]) -> str:
     """Returns how near groups of finite arrays are to exact ones; empty if they are not."""
-    norm = lambda arrays: math.hypot(*(float(np.linalg.norm(x)) for x in arrays))  # noqa: E731
-    errors = [norm(map(np.subtract, x, y)) / (max(norm(y), _TINY)) for x, y in zip(found, exact, strict=True)]
-    error = max(errors)
+    error = max(_norm(map(np.subtract, x, y)) / max(_norm(y), _TINY) for x, y in zip(found, exact, strict=True))
     return f"within {max(error, 1e-7):.0e} of float64" if error < 0.1 else ""
+
+
+def _norm(arrays: Iterable[np.ndarray]) -> float:
+    return math.hypot(*(float(np.linalg.norm(x)) for x in arrays))
 
 
 def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray]) -> bool:
