@@ -66,6 +66,7 @@ def test_each_program_says_what_is_to_be_seen():
     assert {x.broken.__name__ for x in MODELS.values() if x.broken.__module__ == "broken_kinds"} == kinds
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, as it traces a constant
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in (*QUICK, *SEEN_AGAIN) else pytest.mark.slow) for x in MODELS]
 )

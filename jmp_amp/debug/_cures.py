@@ -164,12 +164,12 @@ class Part:
         return list({x.min: None for x in numbers if x.min is not None and x.min == x.max})
 
     @property
-    def axes(self) -> set[int | None]:
+    def axes(self) -> list[int | None]:
         """The axes that these values are reduced along; None if it is all of them."""
         params = [x.eqn.params for x in self.nodes]
         reduced = [x["axes"] for x in params if "axes" in x] + [(x["axis"],) for x in params if "axis" in x]
         n = len(self.inputs[0].values.shape)
-        return {None if len(x) == n else x[0] for x in reduced if len(x) in (1, n)} or {None}
+        return [*dict.fromkeys(None if len(x) == n else x[0] for x in reduced if len(x) in (1, n))] or [None]
 
     @property
     def ops(self) -> list[tuple[str, int]]:
