@@ -229,7 +229,8 @@ def _terms(e: Element, arrays: list[np.ndarray]) -> list[Element]:
     found = []
     for x, array, slope in zip(e.node.operands, large, map(np.asarray, slopes), strict=True):
         if slope.dtype.kind in "fc" and slope.any():
-            terms = np.abs(slope * array)
+            with np.errstate(all="ignore"):
+                terms = np.nan_to_num(np.abs(slope * array))
             largest = np.argmax(terms if terms.any() else slope != 0)
             found.append(_element(x, tuple(map(int, np.unravel_index(largest, slope.shape)))))
     return found
