@@ -65,7 +65,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     Raises:
         TypeError: `fun` is not callable; or the returned function is called inside `jit` or another transformation.
         ValueError: `max_seconds` is not positive.
-        TimeoutError: all values were finite until the time was over.
+        TimeoutError: the time was over before an op made a value non-finite.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -201,7 +201,8 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         if node is None:
             n, seconds = len(evaluation.nodes), evaluator.clock.max_seconds
             raise TimeoutError(
-                f"within {seconds:g} s, {n:,} values were computed, all finite; pass a larger `max_seconds`"
+                f"within {seconds:g} s, {n:,} values were read or computed, and no op made one non-finite; pass a larger "
+                "`max_seconds`"
             )
         return _report(evaluation, node)
     if evaluation.is_finite:
