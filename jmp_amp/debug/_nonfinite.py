@@ -201,7 +201,7 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         if node is None:
             n, seconds = len(evaluation.nodes), evaluator.clock.max_seconds
             raise TimeoutError(
-                f"within {seconds:g} s, {n:,} values were read or computed, and no op made one non-finite; pass a larger "
+                f"within {seconds:g} s, {n:,} values were computed, and no op made one non-finite; pass a larger "
                 "`max_seconds`"
             )
         return _report(evaluation, node)
