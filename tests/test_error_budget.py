@@ -66,7 +66,7 @@ def with_while(params, x):
 
 
 def emulation(loss_fn, dtype, *args):
-    return Emulation(loss_fn, args, {}, {"dtype": dtype}, {"transform": floating_value_and_grad})
+    return Emulation(loss_fn, args, {}, {"dtype": dtype}, {"has_aux": False, "transform": floating_value_and_grad})
 
 
 def flat(tree):
@@ -117,7 +117,7 @@ def test_a_checkpoint_changes_nothing():
 def test_a_loop_sums_the_roundings_of_its_iterations():
     unrolled = amp.debug.error_budget(layers, "bfloat16", probes=16)(W, X)
     loop = amp.debug.error_budget(scanned, "bfloat16", probes=16)(W, X)
-    assert {row.runs for row in loop.rows} == {1, 3}
+    assert {row.runs for row in loop.rows} == {3}
     assert loop.total == pytest.approx(unrolled.total, rel=0.1)
     for name in ("dot_general", "tanh"):
         one, many = (next(x.error for x in b.by_primitive() if x.name == name) for b in (loop, unrolled))
@@ -126,7 +126,7 @@ def test_a_loop_sums_the_roundings_of_its_iterations():
 
 def test_a_while_loop_counts_its_iterations():
     budget = amp.debug.error_budget(with_while, "bfloat16")(W, X)
-    assert {row.runs for row in budget.rows if "settled" in row.source and row.direction == "forward"} == {1, 5}
+    assert {row.primitive for row in budget.rows if row.runs == 5} == {"convert_element_type", "dot_general"}
     assert budget.opaque == ()
 
 
@@ -153,27 +153,26 @@ def test_a_planted_module_has_the_largest_share():
     assert "b" in str(budget) and line in str(budget)
 
 
-def test_equal_elements_are_rounded_alike():
-    """A probe sees that their errors add up: one number that is broadcast, and an array of it, have one error."""
-
+def test_errors_of_equal_elements_add_up():
     def loss_fn(params, x):
-        return jnp.mean(jnp.square(x @ params["w"] * params["scale"]))
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) @ params["v"]))
 
-    for shape in ((), (64,)):
-        params = {"w": jnp.eye(64) + 1e-3, "scale": jnp.full(shape, 0.3)}
-        program = emulation(loss_fn, "bfloat16", params, X @ jnp.ones((8, 64)))
-        budget = amp.debug.error_budget(loss_fn, "bfloat16", probes=8)(params, X @ jnp.ones((8, 64)))
-        exact = program(0 * program.default, 1.0)
-        index = next(i for i, site in enumerate(program.sites) if site.size == max(np.prod(shape), 1))
-        alone = distance(program(np.eye(len(program.sites))[index], 1.0).grads, exact.grads)
-        assert 0.5 < budget.rows[index].error / alone < 2
+    params, x = {"w": jnp.full((8, 32), 0.3), "v": jnp.full((32, 4), 0.13)}, 0.1 * jnp.abs(X)
+    program = emulation(loss_fn, "bfloat16", params, x)
+    runs = [program(0 * program.default, 1.0, seed) for seed in range(32)]
+    index = next(i for i, site in enumerate(program.sites) if site.size == 256)
+    alone = distance(program(np.eye(len(program.sites))[index], 1.0).grads, runs[0].grads)
+    budget = amp.debug.error_budget(loss_fn, "bfloat16", probes=32)(params, x)
+    uncorrelated = np.sqrt(np.mean([run.squares[index] for run in runs])) / np.linalg.norm(runs[0].grads)
+    assert uncorrelated < alone / 4
+    assert 0.5 < budget.rows[index].error / alone < 2
 
 
 def test_an_overflow_is_reported_and_not_averaged():
     def loss_fn(w, x):
-        return jnp.mean(jnp.cbrt((300 * x) @ (300 * w)))
+        return jnp.mean(jnp.cbrt(x @ w) @ jnp.ones((8, 2)))
 
-    budget = amp.debug.error_budget(loss_fn)(W["a"], 1 + jnp.abs(X))
+    budget = amp.debug.error_budget(loss_fn)(300 * jnp.ones((8, 8)), 300 + X)
     assert budget.total == np.inf
     over = [row for row in budget.rows if row.overflows]
     assert {row.primitive for row in over} == {"dot_general"}
@@ -194,10 +193,12 @@ def test_what_overflows_behind_a_mask_is_no_overflow():
         y = x @ w
         return jnp.mean(jnp.where(y < 1e4, y, 0.0))
 
-    x = jnp.ones((4, 8)).at[0].set(1e6)
-    budget = amp.debug.error_budget(loss_fn)(jnp.ones((8, 8)), x)
-    native = jax.grad(amp.autocast(loss_fn))(jnp.ones((8, 8)), x)
-    assert np.isfinite(budget.total) == np.isfinite(flat(native)).all()
+    for large, is_finite in ((2e4, True), (1e6, False)):  # the product overflows; `x`, which the gradient reads, too
+        x = jnp.ones((4, 8)).at[0].set(large)
+        budget = amp.debug.error_budget(loss_fn)(jnp.ones((8, 8)), x)
+        native = jax.grad(amp.autocast(loss_fn))(jnp.ones((8, 8)), x)
+        assert np.isfinite(budget.total) == np.isfinite(flat(native)).all() == is_finite
+        assert any(row.overflows for row in budget.rows) != is_finite
 
 
 def test_could_be_lower_names_what_float32_could_give_up():
@@ -250,14 +251,14 @@ def test_modules_of_libraries_are_differentiated_by_their_transform():
 
 def test_arguments_that_are_no_floating_arrays_and_aux_pass_through():
     def loss_fn(params, act, x, n):
-        return jnp.mean(act(x @ params["a"]) ** n), {"n": n}
+        return jnp.mean(act(x @ params["a"]) ** 2), {"n": n}
 
     budget = amp.debug.error_budget(loss_fn, has_aux=True, argnums=(0,))(W, jnp.tanh, X, jnp.int32(2))
     assert 0 < budget.total < 1e-2
 
 
 def of_integers(n):
-    return jnp.sum(n * 1.0)
+    return jnp.sum(n.astype(jnp.float32))
 
 
 @pytest.mark.parametrize(

@@ -98,48 +98,54 @@ def error_budget(
                 f"nothing in `fun` is rounded to {form.name}, so the gradient is that of float32; "
                 "`print(amp.explain(fun, dtype)(*args))` says why each op is in float32"
             )
-        low, scale = run_scaled(emulation, emulation.default, loss_scale)
+        low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
         exact = [emulation(0 * emulation.default, scale, seed) for seed in range(probes)]
         check_reference(exact[0])
         norm = float(np.linalg.norm(exact[0].grads))
         errors = np.sqrt(estimate(exact)) / (norm or 1.0)
-        overflows = low.overflows | ~np.isfinite(errors)
+        overflows |= ~np.isfinite(errors)
         errors[overflows] = np.nan
         squares = np.nansum(errors**2) or 1.0
         rows = [
             Rounding(*site[:6], *map(float, (e**2 / squares, e)), bool(over))
             for site, e, over in zip(emulation.sites, errors, overflows, strict=True)
         ]
-        total = math.inf if low.overflows.any() else error_of(low, exact[0])
         explored = functools.partial(_could_be_lower, functools.partial(emulate, rounds_float32=True), scale)
-        return ErrorBudget(tuple(rows), form.name, total, scale, tuple(emulation.opaque), explored)
+        return ErrorBudget(tuple(rows), form.name, error_of(low, exact[0]), scale, tuple(emulation.opaque), explored)
 
     return budget
 
 
-def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Run, float]:
-    """Runs an emulation with the largest loss scale at which the backward pass does not overflow; returns both."""
+def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Run, float, np.ndarray]:
+    """Runs an emulation with the largest loss scale at which the backward pass does not overflow.
+
+    Returns:
+        The run, the scale, and for each rounding whether it overflows; none does if the gradient is finite.
+    """
     backward = np.array([site.direction == "backward" for site in emulation.sites])
     scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
     for scale in map(float, scales):
-        run = emulation(on, scale)
-        if not (run.overflows & backward).any():
+        run, overflows = emulation(on, scale), np.zeros(len(on), bool)
+        if run.is_finite:
             break
-    return run, scale
+        overflows = ~np.isfinite(emulation(2 * on, scale).squares) & (on > 0)
+        if not (overflows & backward).any():
+            break
+    return run, scale, overflows
 
 
 def check_reference(run: Run) -> None:
     """Raises ValueError if the gradient in float32 is not finite."""
-    if not np.isfinite(run.grads).all():
+    if not run.is_finite:
         raise ValueError(
-            "the gradient is not finite in float32 either, so precision is not the cause; find the cause with "
+            "the loss or its gradients are not finite in float32 either, so precision is not the cause; find the cause with "
             "`amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
         )
 
 
 def error_of(run: Run, exact: Run) -> float:
-    """Returns the norm of the difference of two gradients over the norm of the second; infinite if one overflows."""
-    if run.overflows.any():
+    """Returns the norm of the difference of two gradients over the norm of the second; infinite if it overflows."""
+    if not run.is_finite:
         return math.inf
     difference, norm = (float(np.linalg.norm(x)) for x in (run.grads - exact.grads, exact.grads))
     return difference / norm if norm else (math.inf if difference else 0.0)

@@ -65,22 +65,23 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded(low: Callable[..., jax.Array], x: jax.Array, on: jax.Array, squares: jax.Array, *args: Any) -> jax.Array:
-    """Returns `low(x, *args)`, the rounded value of `x`, where it is finite and the switch is on."""
+    """Returns `low(x, *args)`, the rounded value of `x`, if the switch is on; at 2, it keeps what would overflow."""
     y = low(x, *args)
-    return lax.select(jnp.isfinite(y) & (on != 0), y, x)
+    return lax.select((on == 0) | ((on == 2) & ~jnp.isfinite(y)), x, y)
 
 
 def _rounded_forward(low: Callable[..., jax.Array], x: jax.Array, on: Any, squares: Any, *args: Any) -> tuple[Any, Any]:
-    return _rounded(low, x, on, squares, *args), (x, args)
+    return _rounded(low, x, on, squares, *args), (x, on, args)
 
 
 def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Array) -> tuple[Any, ...]:
     # Not derivatives in the switches: the sum of what the elements add, and the sum of its squares. They are not finite
-    # if an element overflows that the gradient depends on. Without the barrier, XLA would compute the adjoint once more
-    # for each sum.
-    x, args = kept
+    # if an element overflows; unless the switch is 2, one that the gradient depends on. Without the barrier, XLA would
+    # compute the adjoint once more for each sum.
+    x, on, args = kept
     adjoint = lax.optimization_barrier(adjoint)
-    parts = lax.select(adjoint == 0, lax.full_like(x, 0), adjoint * (low(x, *args) - x))
+    is_zero = ~jnp.isfinite(x) | ((adjoint == 0) & (on != 2))
+    parts = lax.select(is_zero, lax.full_like(x, 0), adjoint * (low(x, *args) - x))
     axes = range(parts.ndim)
     return adjoint, lax.reduce_sum(parts, axes), lax.reduce_sum(parts * parts, axes), *(None for _ in args)
 
@@ -128,12 +129,13 @@ class Emulation:
 
         def gradient(arrays: Sequence[Any], scale: jax.Array) -> list[Any]:
             args, kwargs = rebuild(arrays)
-            _, grads = value_and_grad(low, loss_scale=scale, **grad_options)(*args, **kwargs)
-            return [g for g in jax.tree.leaves(grads) if jx.is_floating(g)]
+            value, grads = value_and_grad(low, loss_scale=scale, **grad_options)(*args, **kwargs)
+            loss = value[0] if grad_options["has_aux"] else value
+            return [loss, *(g for g in jax.tree.leaves(grads) if jx.is_floating(g))]
 
         with emulated():
             program = jax.make_jaxpr(gradient)(self._arrays, jnp.float32(1))
-        self._shapes = [var.shape for var in program.out_avals]
+        self._shapes = [var.shape for var in program.out_avals[1:]]
         if not self._shapes:
             raise TypeError(
                 "there are no floating arrays to differentiate with respect to; "
@@ -144,17 +146,18 @@ class Emulation:
     def _compile(self, program: Any) -> None:
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn, _ in jx.equations_in(program, jx.Provenance()))
 
-        def gradient(on: Sequence[jax.Array], arrays: Sequence[Any], scale: jax.Array) -> list[Any]:
+        def gradient(on: Sequence[jax.Array], arrays: Sequence[Any], scale: jax.Array) -> tuple[Any, list[Any]]:
             self._switches = [lax.split(each, (1,) * self._most) for each in on]
-            grads = self._evaluate(program, [_up(x) for x in (*arrays, scale)], jx.Provenance(), (), {})
-            return [g / scale for g in grads]
+            inputs = [_up(x) for x in (*arrays, scale)]
+            loss, *grads = self._evaluate(program, inputs, jx.Provenance(), (), {})
+            return loss, [g / scale for g in grads]
 
         def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, signs: Sequence[Any]) -> Any:
-            grads, pull = jax.vjp(lambda *on: gradient(on, arrays, scale), on, on)
+            (loss, grads), pull = jax.vjp(lambda *on: gradient(on, arrays, scale), on, on)
             # So that no square overflows or underflows:
             largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(g), initial=0) for g in grads])
             size = lax.select(largest > 0, largest, jnp.ones_like(largest))
-            return grads, size, pull([x / size for x in signs])
+            return loss, grads, size, pull((jnp.zeros_like(loss), [x / size for x in signs]))
 
         if jx.holds(program, lambda primitive, **_: primitive.name == "while"):
             count = jax.jit(lambda on: gradient(on, self._arrays, jnp.float32(1)), compiler_options=_QUICK)
@@ -170,15 +173,16 @@ class Emulation:
         self.default = np.float32([not site.is_float32 for site in self.sites])
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0) -> "Run":
-        """Runs the program with some switches on."""
+        """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow."""
         rng = np.random.default_rng(seed)
         signs = [rng.integers(0, 2, shape).astype(np.float32) * 2 - 1 for shape in self._shapes]
         switches = np.zeros(self._most, np.float32)
         switches[: len(on)] = on
-        grads, size, stats = jax.device_get(self._run(switches, self._arrays, jnp.float32(scale), signs))
+        loss, grads, size, stats = jax.device_get(self._run(switches, self._arrays, jnp.float32(scale), signs))
         flat = np.concatenate([np.empty(0), *(np.ravel(g).astype(np.float64) for g in grads)])
         signed, squares = (np.asarray(x, np.float64)[: len(self.sites)] for x in stats)
-        return Run(flat, signed * size, squares * float(size) ** 2, ~np.isfinite(squares) & (on > 0))
+        with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
+            return Run(float(loss), flat, signed * size, squares * float(size) ** 2)
 
     def _read_literals(self, plan: Any) -> None:
         """Notes the numbers in the program by what they are rounded to; autocast rounds them as it traces."""
@@ -363,17 +367,21 @@ class Run(NamedTuple):
     """A run of an `Emulation`.
 
     Attributes:
+        loss: the loss.
         grads: float64[size], all gradients.
         signed: float64[n], what each rounding adds to the product of the gradient and random signs.
-        squares: float64[n], the same as the sum of the squares of what its elements add; not finite if one of them
-            overflows that the gradient depends on.
-        overflows: bool[n], the same where the switch is on. Elements that overflow are not rounded.
+        squares: float64[n], the same as the sum of the squares of what its elements add; not finite if one overflows.
     """
 
+    loss: float
     grads: np.ndarray
     signed: np.ndarray
     squares: np.ndarray
-    overflows: np.ndarray
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and the gradient are finite."""
+        return bool(np.isfinite(self.loss) and np.isfinite(self.grads).all())
 
 
 def without_checkpoints(fun: Callable) -> Callable:
