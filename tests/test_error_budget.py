@@ -108,7 +108,9 @@ def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_es
 
 
 def test_a_checkpoint_changes_nothing():
-    plain, checkpointed = (amp.debug.error_budget(partial(layers, wrap=wrap))(W, X) for wrap in (lambda f: f, jax.checkpoint))
+    plain, checkpointed = (
+        amp.debug.error_budget(partial(layers, wrap=wrap))(W, X) for wrap in (lambda f: f, jax.checkpoint)
+    )
     pairs = [[(row.primitive, row.direction, row.error) for row in x.rows] for x in (plain, checkpointed)]
     assert plain.total == pytest.approx(checkpointed.total, rel=1e-3)
     assert len(pairs[0]) == len(pairs[1])
@@ -185,7 +187,9 @@ def test_an_overflow_is_reported_and_not_averaged():
 def test_the_loss_scale_is_the_largest_without_overflow():
     budget = amp.debug.error_budget(lambda w: jnp.sum(jnp.tanh(X @ w) @ W["b"]))(W["a"])
     assert 1 < budget.loss_scale <= 2**16 and np.isfinite(budget.total)
-    assert amp.debug.error_budget(lambda w: 100 * jnp.sum(jnp.tanh(X @ w) @ W["b"]))(W["a"]).loss_scale < budget.loss_scale
+    assert (
+        amp.debug.error_budget(lambda w: 100 * jnp.sum(jnp.tanh(X @ w) @ W["b"]))(W["a"]).loss_scale < budget.loss_scale
+    )
 
 
 def test_what_overflows_behind_a_mask_is_no_overflow():
@@ -266,13 +270,29 @@ def of_integers(n):
     [
         (lambda: amp.debug.error_budget("loss"), TypeError, "takes a function, got str"),
         (lambda: amp.debug.error_budget(amp.autocast(layers)), TypeError, "already under `autocast`"),
-        (lambda: amp.debug.error_budget(layers, probes=0), ValueError, "`probes` must be an integer of at least 1, got 0"),
+        (
+            lambda: amp.debug.error_budget(layers, probes=0),
+            ValueError,
+            "`probes` must be an integer of at least 1, got 0",
+        ),
         (lambda: amp.debug.error_budget(layers, W, X), TypeError, "after the function"),
-        (lambda: amp.debug.error_budget(lambda w: X @ w)(W["a"]), TypeError, "the loss must be a scalar, got shape (16, 8)"),
+        (
+            lambda: amp.debug.error_budget(lambda w: X @ w)(W["a"]),
+            TypeError,
+            "the loss must be a scalar, got shape (16, 8)",
+        ),
         (lambda: amp.debug.error_budget(of_integers)(jnp.arange(3)), TypeError, "there are no floating arrays"),
-        (lambda: amp.debug.error_budget(lambda w: jnp.sum(w**2))(jnp.ones(3)), ValueError, "nothing in `fun` is rounded"),
+        (
+            lambda: amp.debug.error_budget(lambda w: jnp.sum(w**2))(jnp.ones(3)),
+            ValueError,
+            "nothing in `fun` is rounded",
+        ),
         (lambda: jax.jit(amp.debug.error_budget(layers))(W, X), TypeError, "inside `jit`"),
-        (lambda: amp.debug.error_budget(layers)(W, X.at[0, 0].set(jnp.inf)), ValueError, "not finite in float32 either"),
+        (
+            lambda: amp.debug.error_budget(layers)(W, X.at[0, 0].set(jnp.inf)),
+            ValueError,
+            "not finite in float32 either",
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, message):

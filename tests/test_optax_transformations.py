@@ -18,7 +18,11 @@ def test_a_transformation_trains_as_without_a_loss_scale(name, skip):
 
 
 def test_the_page_lists_what_was_tried_and_nothing_failed():
-    rows = [line.split(" | ") for line in (DOCS / "benchmarks/optax_transformations.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split(" | ")
+        for line in (DOCS / "benchmarks/optax_transformations.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     listed = {row[0].strip("|` "): row[1:3] for row in rows}
     assert {tuple(verdicts) for verdicts in listed.values()} == {("ok", "ok")}
     assert f"All {len(listed)} transformations of optax" in (DOCS / "optax.md").read_text()

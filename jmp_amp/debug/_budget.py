@@ -325,17 +325,24 @@ class ErrorBudget:
             lines.append(
                 f"The roundings alone sum to {self.explained:.2f} of the error: they are correlated or amplify each other."
             )
-        over = dict.fromkeys(f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows)
+        over = dict.fromkeys(
+            f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows
+        )
         lines += [f"Overflow, in no share: {x}. `amp.debug.first_nonfinite` finds the cause." for x in over]
         return lines + [f"Not seen: roundings in {x}." for x in self.opaque]
 
     def _table(self) -> list[tuple[str, ...]]:
         found = self._by(lambda row: (row.primitive, row.direction, row.module or "-", row.source or "-"))
-        rows = [(format_percent(x.share), f"{x.error:.1e}", *x.name[:3], f"{x.roundings}", x.name[3]) for x in found[:_SHOWN]]
+        rows = [
+            (format_percent(x.share), f"{x.error:.1e}", *x.name[:3], f"{x.roundings}", x.name[3])
+            for x in found[:_SHOWN]
+        ]
         rest = found[_SHOWN:]
         if rest:
             error = math.sqrt(sum(x.error**2 for x in rest))
-            rows.append((format_percent(sum(x.share for x in rest)), f"{error:.1e}", f"{len(rest)} more", "", "", "", ""))
+            rows.append(
+                (format_percent(sum(x.share for x in rest)), f"{error:.1e}", f"{len(rest)} more", "", "", "", "")
+            )
         return [("share", "error", "op", "pass", "module", "roundings", "source"), *rows]
 
     def __str__(self) -> str:
@@ -383,7 +390,7 @@ class ErrorBudget:
 
 
 def _shortened(name: str, most: int = 44) -> str:
-    return name if len(name) <= most else f"...{name[3 - most:]}"
+    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def _finite(x: Any) -> Any:

@@ -93,9 +93,7 @@ class Emulation:
     """The gradient of `fun` under autocast in float32, with its roundings as switches.
 
     Attributes:
-        sites: the roundings, in program order.
         opaque: the ops that run as they were traced, so that the roundings in them are not seen.
-        default: float32[n], the switches of autocast: 1 for each value that it rounds.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class Emulation:
         grad_options: Mapping[str, Any],
         rounds_float32: bool = False,
     ) -> None:
-        """Traces and compiles the program.
+        """Traces the program; it is compiled when it is first run.
 
         Args:
             fun: the loss function without autocast.
@@ -134,43 +132,60 @@ class Emulation:
             return [loss, *(g for g in jax.tree.leaves(grads) if jx.is_floating(g))]
 
         with emulated():
-            program = jax.make_jaxpr(gradient)(self._arrays, jnp.float32(1))
-        self._shapes = [var.shape for var in program.out_avals[1:]]
+            self._program = jax.make_jaxpr(gradient)(self._arrays, jnp.float32(1))
+        self._shapes = [var.shape for var in self._program.out_avals[1:]]
         if not self._shapes:
             raise TypeError(
                 "there are no floating arrays to differentiate with respect to; "
                 "set `argnums` to the arguments that hold the parameters"
             )
-        self._compile(program)
+        equations = jx.equations_in(self._program, jx.Provenance())
+        self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn, _ in equations)
+        self._example = jax.ShapeDtypeStruct((self._most,), FLOAT32), self._arrays, jnp.float32(1)
 
-    def _compile(self, program: Any) -> None:
-        self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn, _ in jx.equations_in(program, jx.Provenance()))
+    def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array) -> tuple[Any, list[Any]]:
+        """Returns the loss and its gradients, given both kinds of switches."""
+        self._switches = [lax.split(each, (1,) * self._most) for each in on]
+        inputs = [_up(x) for x in (*arrays, scale)]
+        loss, *grads = self._evaluate(self._program, inputs, jx.Provenance(), (), {})
+        del self._switches
+        return loss, [g / scale for g in grads]
 
-        def gradient(on: Sequence[jax.Array], arrays: Sequence[Any], scale: jax.Array) -> tuple[Any, list[Any]]:
-            self._switches = [lax.split(each, (1,) * self._most) for each in on]
-            inputs = [_up(x) for x in (*arrays, scale)]
-            loss, *grads = self._evaluate(program, inputs, jx.Provenance(), (), {})
-            return loss, [g / scale for g in grads]
+    @functools.cached_property
+    def _run(self) -> Callable[..., Any]:
+        """The compiled program."""
 
         def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, signs: Sequence[Any]) -> Any:
-            (loss, grads), pull = jax.vjp(lambda *on: gradient(on, arrays, scale), on, on)
+            (loss, grads), pull = jax.vjp(lambda *on: self._gradient(on, arrays, scale), on, on)
             # So that no square overflows or underflows:
             largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(g), initial=0) for g in grads])
             size = lax.select(largest > 0, largest, jnp.ones_like(largest))
             return loss, grads, size, pull((jnp.zeros_like(loss), [x / size for x in signs]))
 
-        if jx.holds(program, lambda primitive, **_: primitive.name == "while"):
-            count = jax.jit(lambda on: gradient(on, self._arrays, jnp.float32(1)), compiler_options=_QUICK)
-            jax.block_until_ready([count([jnp.full(self._most, on)] * 2) for on in (0.0, 1.0)])
+        if jx.holds(self._program, lambda primitive, **_: primitive.name == "while"):
+            count = jax.jit(lambda on: self._gradient((on, on), *self._example[1:]), compiler_options=_QUICK)
+            jax.block_until_ready([count(jnp.full(self._most, on)) for on in (0.0, 1.0)])
             jax.effects_barrier()
-            self._found.clear()
         self._counts = False
-        example = jax.ShapeDtypeStruct((self._most,), FLOAT32), self._arrays, jnp.float32(1)
+        self._found.clear()
         signs = [jax.ShapeDtypeStruct(shape, FLOAT32) for shape in self._shapes]
-        self._run = jax.jit(run).lower(*example, signs).compile(_QUICK)
-        del self._switches
-        self.sites = [site for _, site in self._found.values()]
-        self.default = np.float32([not site.is_float32 for site in self.sites])
+        return jax.jit(run).lower(*self._example, signs).compile(_QUICK)
+
+    def trace(self) -> list[Site]:
+        """Returns the roundings without compiling; a `while` counts as one iteration."""
+        jax.eval_shape(lambda on, *args: self._gradient((on, on), *args), *self._example)
+        return [site for _, site in self._found.values()]
+
+    @functools.cached_property
+    def sites(self) -> list[Site]:
+        """The roundings, in program order."""
+        assert self._run
+        return [site for _, site in self._found.values()]
+
+    @functools.cached_property
+    def default(self) -> np.ndarray:
+        """float32[n], the switches of autocast: 1 for each value that it rounds."""
+        return np.float32([not site.is_float32 for site in self.sites])
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0) -> "Run":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow."""
@@ -195,7 +210,16 @@ class Emulation:
             for inner, _ in step.inner:
                 self._read_literals(inner)
 
-    def _round(self, x: Any, to: Any, place: "_Place", primitive: str, low: Any = None, args: Sequence[Any] = (), is_float32: bool = False) -> Any:
+    def _round(
+        self,
+        x: Any,
+        to: Any,
+        place: "_Place",
+        primitive: str,
+        low: Any = None,
+        args: Sequence[Any] = (),
+        is_float32: bool = False,
+    ) -> Any:
         """Returns `x`, rounded to a dtype if the switch of this place is on; `low(x, *args)` if no cast rounds it."""
         at, key = place
         direction = "backward" if jx.is_backward(at.stack) else "forward"
@@ -243,11 +267,18 @@ class Emulation:
             low = lambda _, *args: _up(jx.bind(eqn, _as_traced(eqn, args))[0])  # noqa: E731
             exact = in_base(*operands, **eqn.params | {"base": FLOAT32, "preferred_element_type": FLOAT32})
             return [self._round(exact, eqn.params["operands"][0], place, name, low, operands)]
-        if eqn.effects or rule.is_kernel or name == "bitcast_convert_type" or (jx.holds_jaxprs(eqn) and not rule.jaxpr_params):
+        if (
+            eqn.effects
+            or rule.is_kernel
+            or name == "bitcast_convert_type"
+            or (jx.holds_jaxprs(eqn) and not rule.jaxpr_params)
+        ):
             return self._opaque(eqn, _as_traced(eqn, operands), at)
         outs = _in_float32(eqn, operands)
         # A sum by scatter is `CHOSEN` and in float32.
-        if name in _EXACT or (rule.makes in (Makes.MOVED, Makes.CHOSEN, Makes.SELECTED) and rule.op_class is not OpClass.FULL):
+        if name in _EXACT or (
+            rule.makes in (Makes.MOVED, Makes.CHOSEN, Makes.SELECTED) and rule.op_class is not OpClass.FULL
+        ):
             return outs
         for i, var in enumerate(eqn.outvars):
             if _is_low(var):
@@ -286,7 +317,9 @@ class Emulation:
             outs = jx.bind(eqn, [lax.stop_gradient(x) if jx.is_floating(v) else x for x, v in stopped])
         return [_up(x) for x in outs]
 
-    def _scan(self, eqn: JaxprEqn, loop: jx.Loop, operands: Sequence[Any], at: jx.Provenance, key: Any, shared: Casts) -> list[Any]:
+    def _scan(
+        self, eqn: JaxprEqn, loop: jx.Loop, operands: Sequence[Any], at: jx.Provenance, key: Any, shared: Casts
+    ) -> list[Any]:
         """Runs a scan. Its switches are constants of the loop, so the contributions of its iterations are added."""
         body, consts, at = jx.open_jaxpr(loop.body)[0], operands[loop.consts], at._replace(times=at.times * loop.length)
         for cast in filter(_is_cast, body.eqns):  # what the loop casts in each iteration is one rounding
@@ -303,7 +336,9 @@ class Emulation:
         carry, ys = lax.scan(step, list(operands[loop.carry]), list(operands[loop.xs]), loop.length, **options)
         return [*carry, *ys]
 
-    def _while(self, eqn: JaxprEqn, loop: jx.Loop, operands: Sequence[Any], at: jx.Provenance, key: Any, shared: Casts) -> list[Any]:
+    def _while(
+        self, eqn: JaxprEqn, loop: jx.Loop, operands: Sequence[Any], at: jx.Provenance, key: Any, shared: Casts
+    ) -> list[Any]:
         """Runs a `while` as a scan, which has a derivative: an iteration after its end passes the carry on.
 
         The first evaluation counts the iterations.
@@ -318,7 +353,7 @@ class Emulation:
         def count(n: Any) -> None:
             self._trips[key] = max(int(n), self._trips.get(key, 0))
 
-        carry, inside = list(operands[loop.carry]), at._replace(times=at.times * self._trips.get(key, 0))
+        carry, inside = list(operands[loop.carry]), at._replace(times=at.times * self._trips.get(key, 1))
         if self._counts:
             n, carry = lax.while_loop(lambda x: goes_on(x[1]), lambda x: (x[0] + 1, step(x[1])), (jnp.int32(0), carry))
             jax.debug.callback(count, n)
@@ -339,7 +374,11 @@ def _is_low(x: Any) -> bool:
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and jx.is_floating(eqn.invars[0]) and jx.is_floating(eqn.outvars[0])
+    return (
+        eqn.primitive.name == "convert_element_type"
+        and jx.is_floating(eqn.invars[0])
+        and jx.is_floating(eqn.outvars[0])
+    )
 
 
 def _as_traced(eqn: JaxprEqn, operands: Iterable[Any]) -> list[Any]:

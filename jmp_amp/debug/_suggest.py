@@ -3,14 +3,19 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import Primitive, primitives
 
-from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, transformation
-from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
+from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
+from jmp_amp._calls import check_concrete, new_figure, transformation
+from jmp_amp.debug._budget import check_reference, error_of, estimate, run_scaled
+from jmp_amp.debug._compare import floating_value_and_grad
+from jmp_amp.debug._emulation import Emulation, Site
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
@@ -29,12 +34,14 @@ def suggest_rules(
     transform: Callable = floating_value_and_grad,
     **options: Any,
 ) -> "Callable[..., Suggestion]":
-    """Returns a function that finds a minimal set of rules with which the gradient of `fun` is accurate.
+    """Returns a function that finds a small set of rules with which the gradient of `fun` is accurate.
 
     The rules are `"full"`. For float8, rules that name the base dtype are tried first. Each rule selects a named scope
-    (a Flax or Haiku module) or a primitive. The search starts with a rule for every scope and primitive and removes as
-    many rules as it can, the most expensive first and in halves. It finds one sensitive part among n in about 2 log2(n)
-    trials, and also finds parts that only matter together. Each trial compiles the gradient once.
+    (a Flax or Haiku module) or a primitive. The gradient is compiled once, with its roundings as switches, as by
+    `error_budget`. The rules with the largest shares of the error for the least work are added until a run without
+    their roundings is accurate, and those that are not needed are dropped. The program with these rules is compiled to
+    check them, since the ops after a rule may be rounded otherwise; if its error is larger than `tol`, more rules are
+    added in the same way.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -44,14 +51,14 @@ def suggest_rules(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
-        **options: other options of `autocast`: `policy`, instead of `dtype`, `save`, `weight_grad_dtype`,
-            `residual_stream`.
+        **options: other options of `autocast`: `policy`, instead of `dtype`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`.
         `tol` is the largest gradient error: the norm of the difference over the norm, for all parameters together; it
-        defaults to 1e-2. Every returned rule is necessary. If no rules meet `tol`, the error with the returned rules is
-        at most 1.1 times the error with all rules, and `report.met` is False.
+        defaults to 1e-2. With None, no rules are returned, and `print(report)` and `report.plot()` show the error
+        against the share of products in low precision. If no rules meet `tol`, those are returned whose error is at
+        most 1.1 times the error with all rules, and `report.met` is False.
 
     Raises:
         TypeError: `fun` is not callable or is already under `autocast`; `rules` is among the options; there are no
@@ -78,38 +85,59 @@ def suggest_rules(
             "`suggest_rules` takes no `rules`, which it returns; to keep other code in float32, use "
             "`amp.full_precision` in `fun`"
         )
-    settings = parse_settings(dtype, **options)
+    options = {"dtype": dtype, **options}
+    form = parse_settings(**options).format
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
-    def suggest(*args: Any, tol: float = 1e-2, **kwargs: Any) -> Suggestion:
-        if not tol > 0:
-            raise ValueError(f"`tol` must be positive, got {tol!r}; 1e-2 allows an error of 1 percent")
+    def suggest(*args: Any, tol: float | None = 1e-2, **kwargs: Any) -> Suggestion:
+        if tol is not None and not tol > 0:
+            raise ValueError(
+                f"`tol` must be positive, got {tol!r}; 1e-2 allows an error of 1 percent, None shows the trade"
+            )
         check_concrete((args, kwargs), "suggest_rules")
-        exact = measure_reference(fun, args, kwargs, "float32", **grad_options).all_grads
 
-        @functools.cache
-        def error(keys: frozenset[Any], value: str) -> float:
-            low = autocast(fun, dtype, rules=dict.fromkeys(keys, value), **options)
-            measured = measure(low, args, kwargs, loss_scale, **grad_options)
-            return relative_error(measured.all_grads, exact) if measured.is_finite else math.inf
+        def emulate(rules: Mapping[Any, str]) -> Emulation:
+            return Emulation(fun, args, kwargs, {**options, "rules": dict(rules)}, grad_options)
 
-        form, value = settings.format, "full"
-        error_before, error_floor = error(frozenset(), value), math.nan
-        keys, sites = list[Any](), list[OpSite]()
-        if error_before > tol:
-            forward = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
-            sites = [site for site in forward if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
-            of_float8 = [site for site in sites if site.compute.startswith("float8") and site.module]
-            # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
-            if of_float8 and error(frozenset(site.module for site in of_float8), form.dtype.name) <= tol:
-                sites, value = [site._replace(primitive="") for site in of_float8], form.dtype.name
-            keys, error_floor = _search(sites, lambda keys: error(keys, value), tol)
-        flops = max(sum(site.flops for site in sites), 1)
-        rules = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / flops) for k in keys]
-        errors = error_before, error(frozenset(keys), value), error_floor
-        report = SuggestionReport(tuple(rules), form.name, tol, *errors, error.cache_info().misses, value)
-        return Suggestion(dict.fromkeys(keys, value), report)
+        first = _Search(emulate, {}, loss_scale)
+        before, floor, keys, trade, value, ops = (
+            first.error([]),
+            math.nan,
+            list[Any](),
+            list[Step](),
+            "full",
+            list[OpSite](),
+        )
+        error, compilations = before, 1
+        if tol is None or before > tol:
+            forward = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
+            ops = [op for op in forward if op.compute != "float32" and op.why not in _INDEPENDENT_OF_RULES]
+            of_float8 = [op._replace(primitive="") for op in ops if op.compute.startswith("float8") and op.module]
+            if of_float8 and tol is not None:
+                # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
+                first.consider(of_float8, form.dtype.name)
+                if first.error(first.keys) <= tol:
+                    ops, value = of_float8, form.dtype.name
+            if value == "full":
+                first.consider(ops, value)
+            floor = first.error(first.keys)
+            keys, trade = first.grow([], 0.0 if tol is None else max(tol, 1.1 * floor))
+        if keys and tol is not None:
+            keys = first.merged(keys, max(tol, 1.1 * floor))
+            second = _Search(emulate, dict.fromkeys(keys, value), loss_scale)
+            error, compilations = second.error([]), 2
+            if error > max(tol, 1.1 * floor):
+                second.consider(ops, value)
+                more, _ = second.grow([], max(tol, 1.1 * floor))
+                keys, error = [*keys, *more], second.error(more)
+        work = _Work(ops)
+        rows = [
+            SuggestedRule(k, first.error([x for x in keys if x != k]), work.flops([k])) for k in keys if tol is not None
+        ]
+        rules = dict.fromkeys(keys, value) if tol is not None else {}
+        report = SuggestionReport(tuple(rows), form.name, tol, before, error, floor, compilations, value, tuple(trade))
+        return Suggestion(rules, report)
 
     return suggest
 
@@ -128,12 +156,27 @@ class SuggestedRule(NamedTuple):
     flops: float
 
 
+class Step(NamedTuple):
+    """A step of the trade between accuracy and low precision: a rule, added to those before.
+
+    Attributes:
+        key: a pattern of named scopes, or a primitive; None for no rule.
+        low: the share of the FLOPs of products in the forward pass that stay in low precision.
+        error: the gradient error with all rules so far.
+    """
+
+    key: Any
+    low: float
+    error: float
+
+
 @dataclasses.dataclass(frozen=True)
 class SuggestionReport:
     """The errors behind the rules of `suggest_rules`. `print` shows a table.
 
     A gradient error is the norm of the difference to the float32 gradients, for all parameters together, over the norm
-    of the float32 gradients; it is infinite if the loss or the gradients are not finite.
+    of the float32 gradients; it is infinite if the loss or the gradients are not finite. The errors are those of the
+    gradient as `error_budget` emulates it.
 
     Attributes:
         rows: a `SuggestedRule` for each rule.
@@ -142,28 +185,33 @@ class SuggestionReport:
         error_before: the gradient error without rules.
         error: the gradient error with the suggested rules.
         error_floor: the gradient error with a rule for every module and primitive; NaN if `error_before` meets `tol`.
-        trials: the number of sets of rules that were tried; each compiles once.
+        compilations: how often the gradient was compiled: at most twice.
         value: the value of all suggested rules: `"full"`, or the base dtype of a float8 format.
+        trade: the rules in the order in which they were added, with the error of each.
     """
 
     rows: tuple[SuggestedRule, ...]
     dtype: str
-    tol: float
+    tol: float | None
     error_before: float
     error: float
     error_floor: float
-    trials: int
+    compilations: int
     value: str = "full"
+    trade: tuple[Step, ...] = ()
 
     @property
     def met(self) -> bool:
         """Whether `error` is at most `tol`."""
-        return self.error <= self.tol
+        return self.tol is not None and self.error <= self.tol
 
     def __str__(self) -> str:
         lines = [f"gradient error in {self.dtype}: {self.error_before:.1e} without rules"]
+        if self.tol is None:
+            cells = [(_name(step.key), format_percent(step.low), f"{step.error:.1e}") for step in self.trade]
+            return "\n".join([*lines, format_table([("rules, added", "low FLOPs", "error"), *cells])])
         if self.rows:
-            lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.trials} trials)"
+            lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
             cells = [(f"{row.key}", f"{row.error_without:.1e}", format_percent(row.flops)) for row in self.rows]
             lines.append(format_table([(self.value, "without it", "FLOPs"), *cells]))
         if not self.met:
@@ -172,6 +220,34 @@ class SuggestionReport:
                 "and `precision` regions, and the gradients for overflow at every loss scale."
             )
         return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike | None = None) -> Any:
+        """Plots the error against the share of products in low precision, as rules are added.
+
+        Args:
+            path: the file to save the plot to, in the format of its extension; None saves nothing.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure = new_figure("`plot`", 7, 4)
+        axes = figure.subplots()
+        finite = [step for step in self.trade if 0 < step.error < math.inf]
+        axes.plot([100 * step.low for step in finite], [step.error for step in finite], "o-")
+        for step in finite:
+            axes.annotate(_name(step.key), (100 * step.low, step.error), (4, 4), textcoords="offset points", fontsize=7)
+        axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def _name(key: Any) -> str:
+    return "no rule" if key is None else f"+ {key}"
 
 
 class Suggestion(NamedTuple):
@@ -186,51 +262,116 @@ class Suggestion(NamedTuple):
     report: SuggestionReport
 
 
-def _search(sites: Sequence[OpSite], error: Callable[[frozenset[Any]], float], tol: float) -> tuple[list[Any], float]:
-    """Returns a minimal list of keys with a small enough error, and the error with all candidates."""
-    candidates = sorted(_candidates(sites), key=lambda key: _cost(key, sites), reverse=True)
-    error_floor = error(frozenset(candidates))
-    limit = max(tol, 1.1 * error_floor)
+class _Work:
+    """What the ops cost that rules select."""
 
-    def suffices(keys: Collection[Any]) -> bool:
-        return error(frozenset(keys)) <= limit
+    def __init__(self, ops: Sequence[OpSite]) -> None:
+        self._ops = ops
+        self._all = max(sum(op.flops for op in ops), 1), max(sum(op.bytes for op in ops), 1)
 
-    return _merge_numbered(_minimal_subset(candidates, suffices), suffices), error_floor
+    def __call__(self, key: Any) -> tuple[float, float]:
+        """Returns the shares of FLOPs and of bytes."""
+        return self.flops([key]), sum(op.bytes for op in self._selected([key])) / self._all[1]
 
+    def flops(self, keys: Iterable[Any]) -> float:
+        """Returns the share of the FLOPs."""
+        return sum(op.flops for op in self._selected(keys)) / self._all[0]
 
-def _candidates(sites: Iterable[OpSite]) -> list[Any]:
-    """Returns the modules of the sites, as patterns, and their primitives, except those that only move values."""
-    modules = dict.fromkeys(site.module for site in sites if site.module)
-    names = dict.fromkeys(site.primitive for site in sites if site.primitive in _PRIMITIVES)
-    return [*modules, *(_PRIMITIVES[x] for x in names if not (isinstance(rule := RULES[x], Rule) and rule.moves))]
-
-
-def _cost(key: Any, sites: Sequence[OpSite]) -> tuple[int, int]:
-    """Returns the FLOPs of the op sites that a rule selects, and the bytes of their results."""
-    overrides = parse_rules({key: "full"})
-    selected = [s for s in sites if s.primitive in overrides.primitives or overrides.matching(s.module)]
-    return sum(site.flops for site in selected), sum(site.bytes for site in selected)
+    def _selected(self, keys: Iterable[Any]) -> list[OpSite]:
+        overrides = parse_rules(dict.fromkeys(keys, "full"))
+        return [op for op in self._ops if op.primitive in overrides.primitives or overrides.matching(op.module)]
 
 
-def _minimal_subset(keys: list[Any], suffices: Callable[[Collection[Any]], bool]) -> list[Any]:
-    """Returns keys that suffice, each of which is necessary; `keys` must suffice, and its first keys go first."""
+class _Search:
+    """A program with some rules, compiled once, and the rules that can be added."""
 
-    def remove(group: list[Any], remaining: list[Any]) -> list[Any]:
-        rest = [key for key in remaining if key not in group]
-        if suffices(rest):
-            return rest
-        if len(group) == 1:
-            return remaining
-        half = len(group) // 2
-        return remove(group[half:], remove(group[:half], remaining))
+    def __init__(
+        self, emulate: Callable[[Mapping[Any, str]], Emulation], rules: Mapping[Any, str], loss_scale: Any
+    ) -> None:
+        self._emulate, self._rules, self._loss_scale = emulate, rules, loss_scale
+        self._program = emulate(rules)
+        self._exact = self._program(0 * self._program.default, 1.0)
+        check_reference(self._exact)
+        squares = estimate([self._exact])
+        self._squares = np.where(np.isfinite(squares), squares, np.inf)
+        self._off: dict[Any, np.ndarray] = {}
+        self._errors: dict[bytes, float] = {}
 
-    fewer = remove(keys, keys)
-    # A key may be unnecessary once later keys are removed.
-    return keys if fewer == keys else _minimal_subset(fewer, suffices)
+    @property
+    def keys(self) -> list[Any]:
+        """The rules that can be added."""
+        return list(self._off)
+
+    def consider(self, ops: Sequence[OpSite], value: str) -> None:
+        """Takes the modules of ops, and their primitives, except those that only move values, as rules to add."""
+        self._work, sites = _Work(ops), self._program.sites
+        places = {(op.module, op.source) for op in ops}
+        modules = dict.fromkeys(op.module for op in ops if op.module and op.module not in self._rules)
+        self._off = {}
+        for key in modules:
+            overrides = parse_rules({key: "full"})
+            self._off[key] = np.array([
+                bool(overrides.matching(site.module)) and (site.module, site.source) in places
+                and (value == "full" or site.dtype.startswith("float8"))
+                for site in sites
+            ])  # fmt: skip
+        names = dict.fromkeys(op.primitive for op in ops if op.primitive in _PRIMITIVES)
+        for name in names:
+            key = _PRIMITIVES[name]
+            if key not in self._rules and not (isinstance(rule := RULES[name], Rule) and rule.moves):
+                # What else is float32 with this rule, such as what only these ops read, tracing says.
+                self._off[key] = _missing(sites, self._emulate({**self._rules, key: value}).trace())
+
+    def _on(self, keys: Iterable[Any]) -> np.ndarray:
+        off = [self._off[key] for key in keys if key in self._off]
+        return self._program.default * ~np.any(off, 0) if off else self._program.default
+
+    def error(self, keys: Sequence[Any]) -> float:
+        """Returns the error of the gradient without the roundings that these rules remove."""
+        if not self._program.sites:
+            return 0.0
+        on = self._on(keys)
+        if on.tobytes() not in self._errors:
+            self._errors[on.tobytes()] = error_of(run_scaled(self._program, on, self._loss_scale)[0], self._exact)
+        return self._errors[on.tobytes()]
+
+    def grow(self, keys: list[Any], limit: float) -> tuple[list[Any], list[Step]]:
+        """Adds rules until the error is small enough, and drops those that are not needed; returns all steps, too."""
+        steps = [Step(None, 1 - self._work.flops(keys), self.error(keys))]
+        while self.error(keys) > limit:
+            on = self._on(keys)
+            squares = np.where(on > 0, self._squares, 0)
+            shares = {key: squares[off].sum() for key, off in self._off.items() if key not in keys}
+            shares = {key: share for key, share in shares.items() if share > 0}
+            if not shares:
+                break
+            keys = [*keys, max(shares, key=lambda key: shares[key] / max(sum(self._work(key)), 1e-9))]
+            steps.append(Step(keys[-1], 1 - self._work.flops(keys), self.error(keys)))
+        for key in sorted(keys, key=self._work, reverse=True):
+            rest = [x for x in keys if x != key]
+            if self.error(rest) <= max(limit, self.error(keys)):
+                keys = rest
+        return keys, steps
+
+    def merged(self, keys: list[Any], limit: float) -> list[Any]:
+        """Replaces modules that differ in numbers only with one pattern, `layer_*/norm`, if the result suffices."""
+        patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
+        counts, merged = Counter(patterns), list[Any]()
+        for key, pattern in zip(keys, patterns, strict=True):
+            if counts[pattern] > 1 and pattern not in self._off:
+                overrides = parse_rules({pattern: "full"})
+                same = [off for x, off in self._off.items() if isinstance(x, str) and overrides.matching(x)]
+                self._off[pattern] = np.any(same, 0)
+            merged.append(pattern if counts[pattern] > 1 else key)
+        merged = list(dict.fromkeys(merged))
+        return merged if len(merged) < len(keys) and self.error(merged) <= limit else keys
 
 
-def _merge_numbered(keys: list[Any], suffices: Callable[[Collection[Any]], bool]) -> list[Any]:
-    """Replaces modules that differ in numbers only with one pattern, `layer_*/norm`, if the result suffices."""
-    patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
-    merged = dict.fromkeys(p if patterns.count(p) > 1 else key for key, p in zip(keys, patterns, strict=True))
-    return list(merged) if len(merged) < len(keys) and suffices(merged) else keys
+def _missing(sites: Sequence[Site], others: Sequence[Site]) -> np.ndarray:
+    """Returns which of the roundings are not among others."""
+    left = Counter(site[:5] for site in others)
+    found = []
+    for site in sites:
+        found.append(left[site[:5]] == 0)
+        left[site[:5]] -= left[site[:5]] > 0
+    return np.array(found)
