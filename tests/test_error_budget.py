@@ -43,7 +43,7 @@ def settled(w, x):
     def step(y):
         return jnp.tanh(0.3 * y @ w + x)
 
-    n, y = lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, step(c[1])), (0, jnp.zeros_like(x)))
+    _, y = lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, step(c[1])), (0, jnp.zeros_like(x)))
     return y
 
 
@@ -95,7 +95,7 @@ def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_es
     low, exact = program(program.default, scale), program(0 * program.default, scale)
     native = flat(jax.jit(amp.grad(amp.autocast(loss_fn, dtype), loss_scale=scale))(W, X)) / scale
     assert distance(exact.grads, flat(jax.jit(jax.grad(loss_fn))(W, X))) < 1e-6
-    assert 0.8 < distance(low.grads, exact.grads) / distance(native, exact.grads) < 1.25
+    assert distance(low.grads, exact.grads) == pytest.approx(distance(native, exact.grads), rel=0.25)
 
     budget = amp.debug.error_budget(loss_fn, dtype, probes=16, loss_scale=scale)(W, X)
     assert budget.total == pytest.approx(distance(low.grads, exact.grads))
@@ -104,7 +104,7 @@ def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_es
     alone = [distance(program(one, scale).grads, exact.grads) for one in np.eye(len(budget.rows), dtype=np.float32)]
     large = np.array(alone) > 0.1 * max(alone)
     ratios = np.array([row.error for row in budget.rows])[large] / np.array(alone)[large]
-    assert (0.5 < ratios).all() and (ratios < 2).all()
+    assert ((0.5 < ratios) & (ratios < 2)).all()
 
 
 def test_a_checkpoint_changes_nothing():
@@ -149,10 +149,11 @@ def test_a_planted_module_has_the_largest_share():
 
     budget = amp.debug.error_budget(loss_fn)(W, X)
     first = budget.by_module()[0]
-    assert first.name == "b" and first.share > 0.9
+    assert first.name == "b"
+    assert first.share > 0.9
     line = budget.by_line()[0].name
     assert re.fullmatch(r".*test_error_budget.py:\d+ \(.*loss_fn\)", line)
-    assert "b" in str(budget) and line in str(budget)
+    assert line in str(budget)
 
 
 def test_errors_of_equal_elements_add_up():
@@ -186,7 +187,8 @@ def test_an_overflow_is_reported_and_not_averaged():
 
 def test_the_loss_scale_is_the_largest_without_overflow():
     budget = amp.debug.error_budget(lambda w: jnp.sum(jnp.tanh(X @ w) @ W["b"]))(W["a"])
-    assert 1 < budget.loss_scale <= 2**16 and np.isfinite(budget.total)
+    assert 1 < budget.loss_scale <= 2**16
+    assert np.isfinite(budget.total)
     assert (
         amp.debug.error_budget(lambda w: 100 * jnp.sum(jnp.tanh(X @ w) @ W["b"]))(W["a"]).loss_scale < budget.loss_scale
     )
@@ -218,7 +220,8 @@ def test_could_be_lower_names_what_float32_could_give_up():
 
     budget = amp.debug.error_budget(loss_fn, "bfloat16")(W, X)
     rows = budget.could_be_lower(3 * budget.total)
-    assert rows and all(row.total <= 3 * budget.total for row in rows)
+    assert rows
+    assert all(row.total <= 3 * budget.total for row in rows)
     assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
     assert len(budget.could_be_lower(1.02 * budget.total)) < len(rows)
     with pytest.raises(ValueError, match="already, more than `tol`, 1e-09"):
@@ -232,7 +235,8 @@ def test_the_shares_of_all_groupings_add_up_and_the_report_has_every_form(tmp_pa
         assert sum(x.roundings for x in shares) == len(budget.rows)
     assert {x.name for x in budget.by_module()} >= {"a", "b", "c"}
     content = json.loads(budget.to_json())
-    assert content["total"] == budget.total and len(content["rows"]) == len(budget.rows)
+    assert content["total"] == budget.total
+    assert len(content["rows"]) == len(budget.rows)
     assert "<table>" in budget._repr_html_()
     pytest.importorskip("matplotlib")
     budget.plot(tmp_path / "budget.png")

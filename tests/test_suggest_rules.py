@@ -183,11 +183,13 @@ def test_what_is_no_floating_array_is_passed_through(args):
 
 def test_without_a_tolerance_the_trade_is_shown(args, tmp_path):
     rules, report = amp.debug.suggest_rules(network("layer_1"))(*args, tol=None)
-    assert rules == {} and report.compilations == 1
+    assert rules == {}
+    assert report.compilations == 1
     first, second, *_, last = report.trade
     assert (first.key, first.low, first.error) == (None, 1.0, report.error_before)
     assert second.error < first.error / 5 or report.trade[2].error < first.error / 5
-    assert last.low == 0 and last.error == report.error_floor < 1e-6
+    assert last.low == 0
+    assert last.error == report.error_floor < 1e-6
     assert [step.low for step in report.trade] == sorted((step.low for step in report.trade), reverse=True)
     assert "+ layer_1" in str(report)
     pytest.importorskip("matplotlib")

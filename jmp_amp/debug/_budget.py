@@ -52,8 +52,7 @@ def error_budget(
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
         dtype: the compute dtype, as for `autocast`.
         probes: how often the estimate is made, with other random signs. Each takes a run.
-        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the backward pass overflows, down
-            to 1.
+        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the backward pass overflows.
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
@@ -107,7 +106,7 @@ def error_budget(
         errors[overflows] = np.nan
         squares = np.nansum(errors**2) or 1.0
         rows = [
-            Rounding(*site[:6], *map(float, (e**2 / squares, e)), bool(over))
+            Rounding(*site[:6], float(e**2 / squares), float(e), bool(over))
             for site, e, over in zip(emulation.sites, errors, overflows, strict=True)
         ]
         explored = functools.partial(_could_be_lower, functools.partial(emulate, rounds_float32=True), scale)
@@ -144,7 +143,7 @@ def check_reference(run: Run) -> None:
 
 
 def error_of(run: Run, exact: Run) -> float:
-    """Returns the norm of the difference of two gradients over the norm of the second; infinite if it overflows."""
+    """Returns the norm of the difference of two gradients over that of the second; infinite if it overflows."""
     if not run.is_finite:
         return math.inf
     difference, norm = (float(np.linalg.norm(x)) for x in (run.grads - exact.grads, exact.grads))
@@ -323,7 +322,7 @@ class ErrorBudget:
         lines = [f"{len(self.rows)} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
             lines.append(
-                f"The roundings alone sum to {self.explained:.2f} of the error: they are correlated or amplify each other."
+                f"The rows sum to {self.explained:.2f} of the error: the roundings are correlated or amplify each other."
             )
         over = dict.fromkeys(
             f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows
@@ -415,7 +414,7 @@ def _could_be_lower(emulate: Callable[[], Emulation], scale: float, tol: float) 
         if error <= tol:
             on, total = more, error
             primitives = tuple(dict.fromkeys(emulation.sites[i].primitive for i in group))
-            found.append(Lowering(*key, primitives, sizes[key], error))
+            found.append(Lowering(key[0], key[1], primitives, sizes[key], error))
     return found
 
 

@@ -1,10 +1,11 @@
-"""A gradient under autocast, emulated in float32: each rounding is an op of its own, with a switch that is set at run time.
+"""A gradient under autocast, emulated in float32: each rounding is an op, with a switch that is set at run time.
 
 One compiled program computes the gradient of float32 (all switches off), that of low precision (all on), and what each
 rounding adds to it, from one reverse pass through the emulation.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jmp_amp._modules import with_modules
 
 LOW = {form.dtype for form in FORMATS.values() if form.is_low}
 # It runs a few times, so it is compiled quickly.
-_QUICK = {"xla_backend_optimization_level": 0, **jx.versions.WITHOUT_FUSION_EMITTERS}
+_QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "1", **jx.versions.WITHOUT_FUSION_EMITTERS}
 Casts = dict[tuple[int, Any], tuple[Any, Any]]
 _EXACT = {"name", "copy", "optimization_barrier", "stop_gradient"}  # besides the ops that `RULES` says to move values
 
@@ -82,8 +83,10 @@ def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Arr
     adjoint = lax.optimization_barrier(adjoint)
     is_zero = ~jnp.isfinite(x) | ((adjoint == 0) & (on != 2))
     parts = lax.select(is_zero, lax.full_like(x, 0), adjoint * (low(x, *args) - x))
-    axes = range(parts.ndim)
-    return adjoint, lax.reduce_sum(parts, axes), lax.reduce_sum(parts * parts, axes), *(None for _ in args)
+    zero = jnp.float32(0)
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])  # noqa: E731
+    sums = lax.reduce((parts, parts * parts), (zero, zero), add, range(parts.ndim))  # in one loop
+    return adjoint, *sums, *(None for _ in args)
 
 
 _rounded.defvjp(_rounded_forward, _rounded_backward)
@@ -179,13 +182,13 @@ class Emulation:
     @functools.cached_property
     def sites(self) -> list[Site]:
         """The roundings, in program order."""
-        assert self._run
+        _ = self._run
         return [site for _, site in self._found.values()]
 
     @functools.cached_property
     def default(self) -> np.ndarray:
         """float32[n], the switches of autocast: 1 for each value that it rounds."""
-        return np.float32([not site.is_float32 for site in self.sites])
+        return np.array([not site.is_float32 for site in self.sites], np.float32)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0) -> "Run":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow."""
@@ -223,7 +226,7 @@ class Emulation:
         """Returns `x`, rounded to a dtype if the switch of this place is on; `low(x, *args)` if no cast rounds it."""
         at, key = place
         direction = "backward" if jx.is_backward(at.stack) else "forward"
-        size = at.times * int(np.prod(jnp.shape(x)))
+        size = at.times * math.prod(jnp.shape(x))
         site = Site(at.source, at.module, primitive, direction, jnp.dtype(to).name, at.times, size, is_float32)
         number, _ = self._found.setdefault(key, (len(self._found), site))
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
@@ -242,13 +245,16 @@ class Emulation:
 
         def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
             place = at, key = outer.of(eqn), (*path, id(eqn))
-            inside = lambda *args: lambda: self._evaluate(*args, dict(shared))  # noqa: E731
             match jx.structure_of(eqn):
                 case jx.Call(inner, inputs, is_inline=True):
                     return self._evaluate(inner, [operands[i] for i in inputs], at, key, shared)
                 case jx.Branches(bodies, inputs):
                     read = [operands[i] for i in inputs]
-                    return lax.switch(operands[0], [inside(body, read, at, (*key, i)) for i, body in enumerate(bodies)])
+                    branches = [
+                        functools.partial(self._evaluate, body, read, at, (*key, i), dict(shared))
+                        for i, body in enumerate(bodies)
+                    ]
+                    return lax.switch(operands[0], branches)
                 case jx.Loop() as loop:
                     run = self._scan if loop.cond is None else self._while
                     return run(eqn, loop, operands, *place, shared)
@@ -283,7 +289,12 @@ class Emulation:
         for i, var in enumerate(eqn.outvars):
             if _is_low(var):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), (at, (*key, i)), name)
-            elif self._lowered and jx.dtype_of(var) == FLOAT32 and var.aval.size > 1 and not jx.is_backward(at.stack):
+            elif (
+                self._lowered
+                and jx.dtype_of(var) == FLOAT32
+                and math.prod(jx.shape_of(var) or ()) > 1
+                and not jx.is_backward(at.stack)
+            ):
                 outs[i] = self._round(outs[i], self._lowered, (at, (*key, i)), name, is_float32=True)
         return outs
 
@@ -447,8 +458,8 @@ def _without_checkpoints(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         with jx.versions.context_of(eqn):
             if structure is None or entry is None or entry.run is None or getattr(structure, "rule", None):
                 return jx.bind(eqn, operands)
-            if jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
-                return _without_checkpoints(structure.jaxprs[0], operands)
+            if isinstance(structure, jx.Call) and jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
+                return _without_checkpoints(structure.jaxpr, operands)
             inner = [jaxpr for jaxpr, _ in jx.inner_jaxprs(eqn)]
             bodies = [jx.Body(functools.partial(_call, x), jx.open_jaxpr(x)[0].in_avals) for x in inner]
             return entry.run(eqn, bodies, operands)

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,44 +100,39 @@ def suggest_rules(
         def emulate(rules: Mapping[Any, str]) -> Emulation:
             return Emulation(fun, args, kwargs, {**options, "rules": dict(rules)}, grad_options)
 
-        first = _Search(emulate, {}, loss_scale)
-        before, floor, keys, trade, value, ops = (
-            first.error([]),
-            math.nan,
-            list[Any](),
-            list[Step](),
-            "full",
-            list[OpSite](),
-        )
-        error, compilations = before, 1
+        first = search = _Search(emulate, {}, loss_scale)
+        before = error = first.error([])
+        keys, trade, ops, value, floor = list[Any](), list[Step](), list[OpSite](), "full", math.nan
         if tol is None or before > tol:
-            forward = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
-            ops = [op for op in forward if op.compute != "float32" and op.why not in _INDEPENDENT_OF_RULES]
+            rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
+            low = [op for op in rows if op.compute != "float32"]
+            fixed = {(op.module, op.source) for op in low if op.why in _INDEPENDENT_OF_RULES}
+            ops = [op for op in low if op.why not in _INDEPENDENT_OF_RULES]
             of_float8 = [op._replace(primitive="") for op in ops if op.compute.startswith("float8") and op.module]
+            # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
             if of_float8 and tol is not None:
-                # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
-                first.consider(of_float8, form.dtype.name)
-                if first.error(first.keys) <= tol:
+                first.consider(of_float8, form.dtype.name, fixed)
+                if first.error([*first.off]) <= tol:
                     ops, value = of_float8, form.dtype.name
-            if value == "full":
-                first.consider(ops, value)
-            floor = first.error(first.keys)
-            keys, trade = first.grow([], 0.0 if tol is None else max(tol, 1.1 * floor))
-        if keys and tol is not None:
-            keys = first.merged(keys, max(tol, 1.1 * floor))
-            second = _Search(emulate, dict.fromkeys(keys, value), loss_scale)
-            error, compilations = second.error([]), 2
-            if error > max(tol, 1.1 * floor):
-                second.consider(ops, value)
-                more, _ = second.grow([], max(tol, 1.1 * floor))
-                keys, error = [*keys, *more], second.error(more)
+            first.consider(ops, value, fixed)
+            floor = first.error([*first.off])
+            limit = 0.0 if tol is None else max(tol, 1.1 * floor)
+            keys, trade = first.grow(limit)
+            if tol is None:
+                keys = []
+            elif keys:  # the ops after a rule may be rounded otherwise
+                keys = first.merged(keys, limit)
+                search = _Search(emulate, dict.fromkeys(keys, value), loss_scale)
+                error = search.error([])
+                if error > limit:
+                    search.consider(ops, value, fixed)
+                    more, _ = search.grow(limit)
+                    keys, error = [*keys, *more], search.error(more)
         work = _Work(ops)
-        rows = [
-            SuggestedRule(k, first.error([x for x in keys if x != k]), work.flops([k])) for k in keys if tol is not None
-        ]
-        rules = dict.fromkeys(keys, value) if tol is not None else {}
-        report = SuggestionReport(tuple(rows), form.name, tol, before, error, floor, compilations, value, tuple(trade))
-        return Suggestion(rules, report)
+        found = [SuggestedRule(k, first.error([x for x in keys if x != k]), work([k])[0]) for k in keys]
+        errors = before, error, floor, 1 + (search is not first)
+        report = SuggestionReport(tuple(found), form.name, tol, *errors, value, tuple(trade))
+        return Suggestion(dict.fromkeys(keys, value), report)
 
     return suggest
 
@@ -269,21 +264,15 @@ class _Work:
         self._ops = ops
         self._all = max(sum(op.flops for op in ops), 1), max(sum(op.bytes for op in ops), 1)
 
-    def __call__(self, key: Any) -> tuple[float, float]:
+    def __call__(self, keys: Iterable[Any]) -> tuple[float, float]:
         """Returns the shares of FLOPs and of bytes."""
-        return self.flops([key]), sum(op.bytes for op in self._selected([key])) / self._all[1]
-
-    def flops(self, keys: Iterable[Any]) -> float:
-        """Returns the share of the FLOPs."""
-        return sum(op.flops for op in self._selected(keys)) / self._all[0]
-
-    def _selected(self, keys: Iterable[Any]) -> list[OpSite]:
         overrides = parse_rules(dict.fromkeys(keys, "full"))
-        return [op for op in self._ops if op.primitive in overrides.primitives or overrides.matching(op.module)]
+        selected = [op for op in self._ops if op.primitive in overrides.primitives or overrides.matching(op.module)]
+        return sum(op.flops for op in selected) / self._all[0], sum(op.bytes for op in selected) / self._all[1]
 
 
 class _Search:
-    """A program with some rules, compiled once, and the rules that can be added."""
+    """A program with some rules, compiled once, and what rounding each rule removes that can be added."""
 
     def __init__(
         self, emulate: Callable[[Mapping[Any, str]], Emulation], rules: Mapping[Any, str], loss_scale: Any
@@ -292,38 +281,28 @@ class _Search:
         self._program = emulate(rules)
         self._exact = self._program(0 * self._program.default, 1.0)
         check_reference(self._exact)
-        squares = estimate([self._exact])
-        self._squares = np.where(np.isfinite(squares), squares, np.inf)
-        self._off: dict[Any, np.ndarray] = {}
+        self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
+        self.off: dict[Any, np.ndarray] = {}
         self._errors: dict[bytes, float] = {}
 
-    @property
-    def keys(self) -> list[Any]:
-        """The rules that can be added."""
-        return list(self._off)
-
-    def consider(self, ops: Sequence[OpSite], value: str) -> None:
+    def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> None:
         """Takes the modules of ops, and their primitives, except those that only move values, as rules to add."""
-        self._work, sites = _Work(ops), self._program.sites
-        places = {(op.module, op.source) for op in ops}
-        modules = dict.fromkeys(op.module for op in ops if op.module and op.module not in self._rules)
-        self._off = {}
-        for key in modules:
-            overrides = parse_rules({key: "full"})
-            self._off[key] = np.array([
-                bool(overrides.matching(site.module)) and (site.module, site.source) in places
-                and (value == "full" or site.dtype.startswith("float8"))
-                for site in sites
-            ])  # fmt: skip
-        names = dict.fromkeys(op.primitive for op in ops if op.primitive in _PRIMITIVES)
-        for name in names:
-            key = _PRIMITIVES[name]
-            if key not in self._rules and not (isinstance(rule := RULES[name], Rule) and rule.moves):
+        self._work, self.off, sites = _Work(ops), {}, self._program.sites
+        can_change = np.array([
+            (site.module, site.source) not in fixed and (value == "full" or site.dtype.startswith("float8"))
+            for site in sites
+        ])  # fmt: skip
+        for key in {op.module: None for op in ops if op.module and op.module not in self._rules}:
+            matching = parse_rules({key: "full"}).matching
+            self.off[key] = can_change & [bool(matching(site.module)) for site in sites]
+        for name in {op.primitive: None for op in ops if op.primitive in _PRIMITIVES}:
+            primitive, rule = _PRIMITIVES[name], RULES[name]
+            if primitive not in self._rules and not (isinstance(rule, Rule) and rule.moves):
                 # What else is float32 with this rule, such as what only these ops read, tracing says.
-                self._off[key] = _missing(sites, self._emulate({**self._rules, key: value}).trace())
+                self.off[primitive] = _missing(sites, self._emulate({**self._rules, primitive: value}).trace())
 
     def _on(self, keys: Iterable[Any]) -> np.ndarray:
-        off = [self._off[key] for key in keys if key in self._off]
+        off = [self.off[key] for key in keys if key in self.off]
         return self._program.default * ~np.any(off, 0) if off else self._program.default
 
     def error(self, keys: Sequence[Any]) -> float:
@@ -335,19 +314,18 @@ class _Search:
             self._errors[on.tobytes()] = error_of(run_scaled(self._program, on, self._loss_scale)[0], self._exact)
         return self._errors[on.tobytes()]
 
-    def grow(self, keys: list[Any], limit: float) -> tuple[list[Any], list[Step]]:
+    def grow(self, limit: float) -> tuple[list[Any], list[Step]]:
         """Adds rules until the error is small enough, and drops those that are not needed; returns all steps, too."""
-        steps = [Step(None, 1 - self._work.flops(keys), self.error(keys))]
+        keys, steps = list[Any](), [Step(None, 1.0, self.error([]))]
         while self.error(keys) > limit:
-            on = self._on(keys)
-            squares = np.where(on > 0, self._squares, 0)
-            shares = {key: squares[off].sum() for key, off in self._off.items() if key not in keys}
-            shares = {key: share for key, share in shares.items() if share > 0}
-            if not shares:
+            squares = np.where(self._on(keys) > 0, self._squares, 0)
+            gains = {key: squares[off].sum() / max(sum(self._work([key])), 1e-9) for key, off in self.off.items()}
+            best = max(gains, key=lambda key: gains[key], default=None)
+            if best is None or not gains[best] > 0:
                 break
-            keys = [*keys, max(shares, key=lambda key: shares[key] / max(sum(self._work(key)), 1e-9))]
-            steps.append(Step(keys[-1], 1 - self._work.flops(keys), self.error(keys)))
-        for key in sorted(keys, key=self._work, reverse=True):
+            keys.append(best)
+            steps.append(Step(best, 1 - self._work(keys)[0], self.error(keys)))
+        for key in sorted(keys, key=lambda key: self._work([key]), reverse=True):
             rest = [x for x in keys if x != key]
             if self.error(rest) <= max(limit, self.error(keys)):
                 keys = rest
@@ -358,10 +336,10 @@ class _Search:
         patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
         counts, merged = Counter(patterns), list[Any]()
         for key, pattern in zip(keys, patterns, strict=True):
-            if counts[pattern] > 1 and pattern not in self._off:
+            if counts[pattern] > 1 and pattern not in self.off:
                 overrides = parse_rules({pattern: "full"})
-                same = [off for x, off in self._off.items() if isinstance(x, str) and overrides.matching(x)]
-                self._off[pattern] = np.any(same, 0)
+                same = [off for x, off in self.off.items() if isinstance(x, str) and overrides.matching(x)]
+                self.off[pattern] = np.any(same, 0)
             merged.append(pattern if counts[pattern] > 1 else key)
         merged = list(dict.fromkeys(merged))
         return merged if len(merged) < len(keys) and self.error(merged) <= limit else keys
