@@ -26,7 +26,7 @@ def error_budget(
     fun: Callable,
     dtype: Any = None,
     *,
-    probes: int = 1,
+    probes: int = 4,
     loss_scale: float | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -43,8 +43,8 @@ def error_budget(
     of `a * d`. The roundings in a loop, a branch or a custom derivative are included; those of one op in all iterations
     count as one.
 
-    The estimate is random: a single number, such as the scale of a loss, is off by a factor of 2 in one of two cases,
-    and a large array by a few percent. More `probes` average it. It cannot see roundings inside of kernels, callbacks
+    The estimate is random: by one probe, that of a single number, such as the scale of a loss, is off by a factor of 2
+    in 4 of 10 cases, and that of a large array by a few percent. The estimate is the mean of `probes`. It cannot see roundings inside of kernels, callbacks
     and `shard_map`, which `ErrorBudget.opaque` lists; how roundings amplify each other; and what would be rounded
     otherwise if one were not: to choose rules, use `suggest_rules`, which runs the program with them.
 
@@ -137,8 +137,8 @@ def check_reference(run: Run) -> None:
     """Raises ValueError if the gradient in float32 is not finite."""
     if not run.is_finite:
         raise ValueError(
-            "the loss or its gradients are not finite in float32 either, so precision is not the cause; find the cause with "
-            "`amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
+            "the loss or its gradients are not finite in float32 either, so precision is not the cause; find the cause "
+            "with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
         )
 
 
@@ -322,7 +322,7 @@ class ErrorBudget:
         lines = [f"{len(self.rows)} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
             lines.append(
-                f"The rows sum to {self.explained:.2f} of the error: the roundings are correlated or amplify each other."
+                f"The rows sum to {self.explained:.2f} of the error: they are correlated or amplify each other."
             )
         over = dict.fromkeys(
             f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows

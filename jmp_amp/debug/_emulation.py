@@ -339,6 +339,7 @@ class Emulation:
                     once = at.of(cast)._replace(times=at.times // max(loop.length, 1))
                     self._cast(cast, x, (once, (*key, id(cast))), shared)
 
+        @functools.partial(jax.checkpoint, prevent_cse=False)  # so that only carries are stacked
         def step(carry: Any, xs: Any) -> Any:
             outs = self._evaluate(loop.body, [*consts, *carry, *xs], at, key, dict(shared))
             return outs[: loop.n_carry], outs[loop.n_carry :]
