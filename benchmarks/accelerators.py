@@ -51,6 +51,7 @@ FILLED = "T4", "TPU v5e"
 
 
 HEAD = """Bytes, memory and the largest batch on GPUs from T4 to B200 and on TPUs: float32, casts by hand, autocast.
+For you: on a small GPU or TPU, the batch can be two to four times as large as in float32.
 
 Bytes moved and temporary memory of autocast, x by hand: the figure of autocast divided by that of the same model with
 casts by hand. Less is better."""

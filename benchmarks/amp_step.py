@@ -103,7 +103,8 @@ CPU_TREES = {
 }
 
 COMPILED = 1_000  # leaves, at most
-WHY = "What loss scaling adds to an optimizer step: kernel launches, bytes, compile time and collectives."
+WHY = """What loss scaling adds to an optimizer step: kernel launches, bytes, compile time and collectives.
+For you: 14% more bytes in the optimizer step, nothing in the model, and no wait for the device."""
 NOTES = """
 A step updates donated float32 parameters and the moments of AdamW from float32 gradients, which are its argument.
 Launches and bytes are counted by one rule for all programs (`gpu_aot.cost`); for a `cond`, those of the more expensive

@@ -5,6 +5,7 @@
 Everything runs on the CPU, in minutes.
 """
 
+import cpu  # first: it sets a flag of XLA
 import jax
 import numpy as np
 from accuracy_models import CASES
@@ -109,7 +110,7 @@ def main():
     parser.add_argument("--sets", type=int, default=10, help="how many sets of 20 seeds")
     options = parser.parse_args()
     seeds = options.sets * SEEDS
-    by = f"{seeds} seeds with JAX {jax.__version__} on the CPU, by `benchmarks/autocast_accuracy.py`."
+    by = f"{seeds} seeds with JAX {jax.__version__} on {cpu.features()}, by `benchmarks/autocast_accuracy.py`."
     report(
         "Accuracy",
         f"{WHY}\n\n{by}",

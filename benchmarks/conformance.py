@@ -486,7 +486,7 @@ def versions(found):
 
 WHY = """How many of {n} small programs run as they should under a library for mixed precision. A program passes if it
 runs, with its gradient, has its products in 16 bits and its sums in float32, stays finite, keeps its shapes and dtypes,
-and comes within 2% of float32."""
+and comes within 2% of float32. For you: what you write in JAX is likely to work here as it stands."""
 
 KEY = """<span class="green">✓: passes</span>, <span class="yellow">products float32: nothing gained</span>,
 <span class="orange">sensitive ops low: may overflow</span>, <span class="red">a wrong result or none</span>"""

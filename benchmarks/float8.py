@@ -30,7 +30,7 @@ GPT = functools.partial(gpt_case, None, layers=4, dim=2048, heads=16, vocab=3200
 MODELS = {
     "Llama, 1 block of width 4096": lambda: llama_case(None),
     "GPT, 4 layers of width 2048, scanned": GPT,
-    "GPT, scanned, remat": lambda: GPT(remat=True),
+    "GPT, scanned, remat": lambda: GPT(remat="dots_saveable"),
     "GPT, scanned, 4 micro-batches": GPT,
     "8 experts of width 2048": lambda: experts_case(None),
 }
@@ -59,11 +59,11 @@ by 4096 x 4096: the input, the result and their gradients are bfloat16, the weig
 
 ## MXFP8
 
-Cast by XLA, `autocast(fun, "mxfp8")` needs 4 kernels and 6% of the bytes less than `jax.nn.scaled_dot_general`, whose
-products are the same three of cuDNN. Both move almost twice the bytes of bfloat16: each array is read three times and
-written twice, in blocks along its rows and along its columns. Float8 with one scale a tensor moves 28% less than mxfp8.
-qwix also has mxfp8, but chooses the product by the device of the process, so it cannot be compiled for a B200 that is
-absent.
+Cast by XLA, as by default, mxfp8 moves almost twice the bytes of bfloat16, so expect it not to pay: each array is read
+three times and written twice, in blocks along its rows and along its columns. `autocast(fun, "mxfp8")` needs 4 kernels
+and 6% of the bytes less than `jax.nn.scaled_dot_general`, whose products are the same three of cuDNN. Float8 with one
+scale a tensor moves 28% less than mxfp8. qwix also has mxfp8, but chooses the product by the device of the process, so
+it cannot be compiled for a B200 that is absent.
 
 With a kernel (`pallas_kernels.quantize`), which reads an array once and writes both casts, `autocast` needs 12 kernels
 and 0.64 times those bytes. At least 749 MB must move: the input and the cotangent are read in bfloat16 and the weight
@@ -73,8 +73,9 @@ kernel where `python -m pallas_kernels tune` measured that it is faster.
 
 ## Where the memory of a scanned GPT goes
 
-It needs as much memory as in bfloat16, because a scan keeps no operand of a float8 product. It keeps the results of
-products, as `save="matmuls"` says, and computes norms and GELUs again. Kept for 4 layers are 1,274 MB of the 2,165 MB:
+It needs as much memory as in bfloat16, in 4 micro-batches too, because a scan keeps no operand of a float8 product. It
+keeps the results of products, as `save="matmuls"` says, and computes norms and GELUs again. In one batch, kept for 4
+layers are 1,274 MB of the 2,115 MB:
 
 | kept by the scan | MB |
 |---|---|
@@ -94,9 +95,9 @@ No time was measured yet: these are programs, not runs. `autocast` multiplies fl
 MLP are in float8 under both settings of the compiler, and in every model float8 has the share that `amp.explain`
 predicts. Flax's `Fp8DotGeneralOp` and Keras cast to float8 and back, and rely on XLA to recognize a float8 product. By
 default XLA recognizes none: all 6 run in bfloat16, and the casts cost extra. Float8 needs a scale for each operand,
-so `autocast` moves 1.13 and 1.01 times the bytes of bfloat16, which is 0.84 and 0.86 of those of qwix. Flax's
+so `autocast` moves 1.13 and 0.99 times the bytes of bfloat16, which is 0.84 of those of qwix. Flax's
 `Fp8DirectDotGeneralOp` takes its scales from earlier steps: by default that is 2% less than `autocast`, without
-Triton 6% more, and it keeps a state.
+Triton 9% more, and it keeps a state.
 
 XLA has no kernel for ragged products on a GPU. It multiplies all tokens by all 8 experts, in any dtype, with zeros for
 the tokens of other experts: 8 times the FLOPs that `explain` counts. These masked arrays are most of the bytes, and in
@@ -106,9 +107,11 @@ float8 half as large, so experts move 0.68 and 0.61 times the bytes of bfloat16 
 
 - It needs about twice the kernels in the models, three times in the MLP. Most of the new ones compute a single
   number, for a scale: 18 of 25 in the MLP by default.
-- A scanned GPT of width 2048 moves 14% to 18% more bytes than in bfloat16, with 4 micro-batches 6% to 8%; the Llama
-  block 4% to 5%.
-- With 4 micro-batches the GPT needs 1.6 times the memory of bfloat16; with JAX 0.10.2, 1.1 times.
+- A scanned GPT of width 2048 moves 10% to 14% more bytes than in bfloat16, with 4 micro-batches 4% to 6%; the Llama
+  block 4%.
+- The gradient of a weight leaves its product in float32, twice the bytes of bfloat16. In micro-batches of 512 tokens,
+  where weights and their gradients are most of the memory, GPTs of width 2048 with 2 and 4 layers need 1.18 and 1.10
+  times the memory of bfloat16 (JAX 0.12; 0.98 and 1.04 with JAX 0.10.2).
 - With FSDP it sends 1.25 times the bytes of bfloat16. Weights are gathered in float8, which is half the bytes, but
   their gradients are summed in float32, which is twice the bytes; bfloat16 with `weight_grad_dtype="float32"` sends
   1.6 times as much as float8. Scales add 6 scalars to the all-reduces, 1 for each weight, activation and cotangent.

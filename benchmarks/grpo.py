@@ -31,7 +31,8 @@ WARMUP = 50
 PROMPTS = 256  # of the second table
 EXCESS = {"allowed": "true", "not allowed": "false"}  # `--xla_allow_excess_precision`
 
-WHY = """Whether GRPO learns as much in 16 bits as in float32, and how far its sampler and its learner are apart. For
+WHY = """Whether GRPO learns as much in 16 bits as in float32, and how far its sampler and its learner are apart.
+For you: if you sample and train with this library, float16 keeps the two seven times closer than bfloat16. For
 large models, [Defeating the Training-Inference Mismatch via FP16](https://arxiv.org/abs/2510.26788) finds that float16
 removes the mismatch that unsettles training in bfloat16."""
 

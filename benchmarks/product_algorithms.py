@@ -15,7 +15,8 @@ SIZES = (64, 512, 4096)  # terms of a sum
 WHY = """\
 `with amp.precision("bfloat16_x3"):`, or the same as a rule of a scope, lets float32 products run on matrix units: an
 operand is split into a sum of bfloat16 numbers, and the products of these are added in float32 ([Henry, Tang and
-Heinecke, 2019](https://arxiv.org/abs/1904.06376))."""
+Heinecke, 2019](https://arxiv.org/abs/1904.06376)). For you: where a product must be float32, `"bfloat16_x6"` is as
+accurate, and `"bfloat16_x3"` is accurate to 4e-6 at half the work."""
 NOTES = """
 The error of a product of normally distributed matrices is the L2 norm of its difference to float64, over the norm of
 the product. The squared distances are |x|² + |y|² - 2 x·y of points in 64 dimensions that are a hundredth of their

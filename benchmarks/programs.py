@@ -52,7 +52,7 @@ def weights():
 
 
 def inputs():
-    return normal(4, 8, scale=1.0)
+    return normal(6, 8, scale=1.0)
 
 
 def dense(p, x):

@@ -18,6 +18,8 @@ def executed(source: pathlib.Path) -> nbformat.NotebookNode:
     ).execute()
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
+        if "outputs" in cell:  # progress is on stderr
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.get("outputs", ()):
             if {"image/png", "text/html"} & set(output.get("data", ())):
                 del output.data["text/plain"]  # the `repr` of what is shown

@@ -87,26 +87,29 @@ USED_BY = {  # what people look for
     "ffi_call": "kernels of other libraries",
     "dot_product_attention_fwd_wrapper": '`implementation="cudnn"` of `jax.nn.dot_product_attention`',
 }
-X, LOW = jnp.ones((4, 4)), jnp.ones((4, 4), jnp.bfloat16)
+X, LOW = jnp.ones((8, 8)), jnp.ones((8, 8), jnp.bfloat16)
 USUAL = {  # of a primitive whose class depends on its parameters or shapes: a usual call, and what other calls are
     "dot_general": (
         lambda: X @ X,
-        'of two vectors, or of rows of vectors: full; if it sums nothing: promote; `precision="highest"`: original',
+        "of two vectors, or of rows of vectors: full; if it sums nothing, or a matrix is at most 4 x 4: promote; "
+        '`precision="highest"`: original',
     ),
     "conv_general_dilated": (
         lambda: lax.conv(jnp.ones((1, 2, 4, 4)), jnp.ones((2, 2, 3, 3)), (1, 1), "SAME"),
-        'if it sums nothing: promote; `precision="highest"`: original',
+        'if it sums nothing, or a matrix is at most 4 x 4: promote; `precision="highest"`: original',
     ),
     "ragged_dot_general": (
-        lambda: lax.ragged_dot(X, jnp.ones((2, 4, 4)), jnp.array([2, 2])),
-        'if it sums nothing: promote; `precision="highest"`: original',
+        lambda: lax.ragged_dot(X, jnp.ones((2, 8, 8)), jnp.array([4, 4])),
+        'if it sums nothing, or a matrix is at most 4 x 4: promote; `precision="highest"`: original',
     ),
+    "scatter": (lambda: X.at[0].set(X[1]), "of a function, as in `x.at[i].apply(f)`: original"),
     "integer_pow": (lambda: X**3, "a negative exponent: full"),
     "mul": (lambda: X * X, "with `out_dtype`: original"),
     "gather": (lambda: X[jnp.array([0, 1])], "with a fill value that float16 cannot hold: full"),
     "convert_element_type": (
         lambda: LOW.astype(jnp.float32),
-        "a cast to any other dtype than float32: original, so it is done as written",
+        "a cast to any other dtype than float32: original, so it is done as written; to an integer of more than 8 "
+        "bits: float32 products in front",
     ),
 }
 READ = {

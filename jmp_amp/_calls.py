@@ -1,8 +1,12 @@
-"""Errors that say what to write: for calls such as `explain(fun, params, x)`, tracers, and missing packages."""
+"""Errors and warnings that say what to write: for misplaced arguments, tracers and missing packages."""
 
 import functools
 import importlib
 import inspect
+import re
+import sys
+import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,6 +16,41 @@ import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+_OWNERS: dict[str, list[str]] = {}  # the functions and classes that have an option, by its name
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def takes_options(call: Callable[P, R], name: str | None = None) -> Callable[P, R]:
+    """Decorates a public function, so that an option that belongs to another one raises TypeError with its name."""
+    name = name or call.__name__
+    if not call.__module__.startswith("jmp_amp.debug"):  # its tools have the options of `autocast`
+        for option in list(inspect.signature(call).parameters)[1:]:
+            _OWNERS.setdefault(option, []).append(name)
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except TypeError as error:
+            unknown = _UNKNOWN.search(str(error))
+            option = unknown[1] if unknown else ""
+            owners = [owner for owner in _OWNERS.get(option, []) if owner != name]
+            if option not in kwargs or not owners:
+                raise
+            has_it = ", ".join(f"`amp.{owner}`" for owner in owners)
+            raise TypeError(
+                f"`{name}` has no option `{option}`, which is one of {has_it}: write `amp.{owners[0]}({option}=...)`"
+            ) from None
+
+    return checked
+
+
+def with_options(cls: C) -> C:
+    """Decorates a public dataclass as `takes_options` does a function."""
+    cls.__init__ = takes_options(cls.__init__, cls.__name__)  # type: ignore[misc]
+    return cls
 
 
 def transformation(transform: Callable[P, R]) -> Callable[P, R]:
@@ -34,7 +73,7 @@ def transformation(transform: Callable[P, R]) -> Callable[P, R]:
             )
         return transform(*args, **kwargs)
 
-    return checked
+    return takes_options(checked)
 
 
 def describe(value: Any) -> str:
@@ -45,7 +84,35 @@ def describe(value: Any) -> str:
         return f"the function `{value.__name__}`"
     if type(value) in (tuple, list):
         return f"a {type(value).__name__} of {len(value)}"
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return quote(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+# Packages that call the functions of the user, and are not where a warning is of use.
+_LIBRARIES = {"jmp_amp", "pallas_kernels", "jax", "optax", "flax", "equinox", "haiku", "keras", "jaxtyping"}
+_LIBRARIES |= sys.stdlib_module_names
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the user's code that is executed, also where JAX traces or compiles it for another one."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _LIBRARIES:
+            break
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def quote(value: Any) -> str:
+    """Returns the repr of a user's value for a message."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a {type(value).__name__} of too many digits"
+
+
+def shorten(text: str) -> str:
+    """Returns a user's text for a message; of a long one, the start and the end."""
+    return text if len(text) <= 80 else f"{text[:50]} ... {text[-20:]}"
 
 
 def _is_array(x: Any) -> bool:

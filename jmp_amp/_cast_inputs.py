@@ -6,6 +6,7 @@ the function again. Without autocast the primitive is the function.
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._formats import parse_dtype
+from jmp_amp._formats import FLOAT32, parse_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,3 +138,51 @@ jx.HIGHER_ORDER[_cast_inputs_p.name] = jx.HigherOrder(
     enter=lambda eqn: _call_as_traced([atom.aval for atom in eqn.invars], **eqn.params),
     enter_low=lambda eqn: _call(_cast([atom.aval for atom in eqn.invars], eqn.params["dtype"]), eqn.params["fun"]),
 )
+
+
+_LOW = r"\b(?:fp16|b?f(?:loat)?16)\b"
+_WANTS_LOW = re.compile(rf"{_LOW}[^.\n]*\bgot\b[^.\n]*\b(?:fp32|f(?:loat)?32)\b")
+_OF_DTYPES = re.compile("dtype|float|half|f16|fp16")
+_OF_SEVERAL = re.compile(r"\b(?:same|equal|identical|match|mismatch|differ|promotion)")  # a program that mixes dtypes
+
+
+def note_refusal(error: Exception, dtype: Any, trace: Callable[[Callable[[Any], Any]], Any]) -> None:
+    """Adds a note that names `cast_inputs` to the error of a function that takes no float32, and to no other.
+
+    It takes none if the message says so, or if it raises an error with float32 arguments and none with 16-bit ones.
+
+    Args:
+        error: what tracing the function under autocast raised.
+        dtype: the dtype that autocast computes in.
+        trace: traces the function again, with the types that a function returns for its arrays.
+    """
+
+    def raises(low: Any) -> bool:
+        try:
+            trace(lambda x: _cast([jax.typeof(x)], low)[0])
+        except Exception:
+            return True
+        return False
+
+    wanted = _WANTS_LOW.search(str(error))
+    is_noted = "cast_inputs" in " ".join(getattr(error, "__notes__", ()))  # by an autocast inside
+    if is_noted or not (wanted or (_OF_DTYPES.search(_words(error)) and not _OF_SEVERAL.search(str(error)))):
+        return
+    names = re.findall(_LOW, wanted[0]) if wanted else ("bfloat16", "float16")
+    lows = sorted(map(parse_dtype, names), key=lambda low: bool(low != dtype))
+    low = next((low for low in lows if not raises(low)), lows[0] if wanted else None)
+    if low is not None and (wanted or raises(FLOAT32)):
+        error.add_note(
+            "Inside `autocast` a function is traced in its own dtypes, float32 here; its ops are cast afterwards. For "
+            f'a kernel that takes 16 bits only, write `amp.cast_inputs("{low}")(kernel)(q, k, v)` in place of '
+            f'`kernel(q, k, v)`, or `@amp.cast_inputs("{low}")` over the function that calls it.'
+        )
+
+
+def _words(error: Exception) -> str:
+    """Returns the message of an error, and the names and constants in the function that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = None if trace is None else trace.tb_frame.f_code
+    return " ".join([str(error), *(map(str, (*code.co_names, *code.co_consts)) if code else ())])

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_amp._calls import quote, shorten
+
 FLOAT32 = np.dtype(np.float32)
 
 # All floating dtypes of the installed JAX, including float8 and narrower ones.
@@ -61,7 +63,7 @@ def parse_dtype(value: DTypeLike, field: str = "dtype") -> np.dtype:
         return half_dtype()
     name = _ALIASES.get(value, value) if isinstance(value, str) else _numpy_name(value, field)
     if name not in _FLOATING_DTYPES:
-        raise ValueError(f"`{field}` must be a floating dtype, got `{name}`; allowed: {ALLOWED_DTYPES}")
+        raise ValueError(f"`{field}` must be a floating dtype, got `{shorten(name)}`; allowed: {ALLOWED_DTYPES}")
     return _FLOATING_DTYPES[name]
 
 
@@ -72,7 +74,7 @@ def _numpy_name(value: DTypeLike, field: str) -> str:
     except (TypeError, ValueError):
         pass
     raise TypeError(
-        f"`{field}` must be a floating dtype, got `{value!r}` of type `{type(value).__name__}`; "
+        f"`{field}` must be a floating dtype, got `{quote(value)}` of type `{type(value).__name__}`; "
         f"allowed: a dtype such as `jnp.float16`, or a string: {ALLOWED_DTYPES}"
     )
 
@@ -187,10 +189,14 @@ def parse_format(value: Any) -> Format:
     except ValueError:
         dtype = None
     if dtype is None or dtype.name not in FORMATS:
-        cure = f'; give the policy as `policy="{value}"`' if dtype is None and _POLICY.fullmatch(str(value)) else ""
+        cure = (
+            f'; give the policy as `policy="{shorten(str(value))}"`'
+            if dtype is None and _POLICY.fullmatch(str(value))
+            else ""
+        )
         if dtype is not None and dtype.name.startswith("float8"):
             cure = '; "float8" chooses among the float8 dtypes'
-        raise ValueError(f"autocast computes in {', '.join(FORMATS)}, got {dtype or value}{cure}")
+        raise ValueError(f"autocast computes in {', '.join(FORMATS)}, got {shorten(str(dtype or value))}{cure}")
     return FORMATS[dtype.name]
 
 

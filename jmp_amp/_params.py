@@ -10,6 +10,7 @@ import optax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
+from jmp_amp._calls import quote, takes_options
 from jmp_amp._loss_scale import check_inner, is_hole
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._trees import cast_floating, is_inexact, wide_dtype
@@ -43,6 +44,7 @@ def is_norm(path: tuple[Any, ...], leaf: Any) -> bool:
     return any(map(_NORM.fullmatch, words))
 
 
+@takes_options
 def cast_params(params: T, policy: Policy | str, *, keep: Callable[[tuple[Any, ...], Any], bool] = is_norm) -> T:
     """Casts parameters to the `param_dtype` of a policy, except those of normalization layers.
 
@@ -110,6 +112,7 @@ class LowPrecisionParamsState(NamedTuple):
         return params, self._replace(masters=lower)
 
 
+@takes_options
 def low_precision_params(
     inner: optax.GradientTransformation,
     *,
@@ -197,7 +200,7 @@ def low_precision_params(
     """
     check_inner(inner, "low_precision_params")
     if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f'`rounding` must be "nearest" or "stochastic", got {rounding!r}')
+        raise ValueError(f'`rounding` must be "nearest" or "stochastic", got {quote(rounding)}')
     if masters and rounding == "stochastic":
         raise ValueError(
             'masters hold each update in full, so parameters are rounded to nearest, got `rounding="stochastic"`; '
@@ -276,7 +279,7 @@ def _master(param: jax.Array, stored: jax.Array) -> jax.Array:
         return stored
     upper, lower = (jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (param, stored))
     went_up = (lower >= 0x8000) & (upper & 0x7FFF > 0)  # a parameter that the user has set to 0 did not
-    return jax.lax.bitcast_convert_type((upper - went_up << 16) + lower, jnp.float32)
+    return jax.lax.bitcast_convert_type((upper - went_up.astype(jnp.uint32) << 16) + lower, jnp.float32)
 
 
 def _split(params: Any, masters: Any) -> tuple[Any, Any]:
@@ -291,7 +294,8 @@ def _reached(param: jax.Array, update: jax.Array, upper: jax.Array, lower: jax.A
     """Returns the lower half of a master; 0 if the update, in float32, does not lead to the parameter beside it."""
     if lower.dtype != jnp.uint16:
         return lower
-    new, wanted = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (optax.apply_updates(param, update), upper))
+    reached = (_upcast(param) + update).astype(param.dtype)  # as `optax.apply_updates` adds
+    new, wanted = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (reached, upper))
     return jnp.where(new == wanted, lower, jnp.uint16(0))
 
 

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_amp._calls import quote, shorten, with_options
 from jmp_amp._formats import ALLOWED_DTYPES, FLOAT32, FORMATS, parse_compute_dtype, parse_dtype
 from jmp_amp._trees import cast_floating
 
 T = TypeVar("T")
 
 
+@with_options
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """The dtypes of parameters, computation and outputs.
@@ -187,7 +189,7 @@ def get_policy(name: str | Policy) -> Policy:
         return name
     if not isinstance(name, str):
         raise TypeError(
-            f"a policy must be a string or a `Policy`, got `{name!r}` of type `{type(name).__name__}`; to build a "
+            f"a policy must be a string or a `Policy`, got `{quote(name)}` of type `{type(name).__name__}`; to build a "
             "policy from dtypes, call `Policy(...)`"
         )
     text = name.strip()
@@ -200,7 +202,7 @@ def get_policy(name: str | Policy) -> Policy:
     for part in map(str.strip, text.split(",")):
         key, equals, value = map(str.strip, part.partition("="))
         if not equals or key not in _FIELDS:
-            raise _policy_error(part, name, f"unknown key `{key}`" if equals else "no `=`")
+            raise _policy_error(part, name, f"unknown key `{shorten(key)}`" if equals else "no `=`")
         if _FIELDS[key] in given:
             raise _policy_error(part, name, f"`{_FIELDS[key]}` given twice")
         is_format = _FIELDS[key] == "compute" and value in FORMATS
@@ -214,14 +216,14 @@ def _parse_value(value: str, part: str, name: str) -> np.dtype:
     try:
         return parse_dtype(value)
     except ValueError:
-        raise _policy_error(part, name, f"unknown dtype `{value}`") from None
+        raise _policy_error(part, name, f"unknown dtype `{shorten(value)}`") from None
 
 
 def _policy_error(part: str, name: str, fact: str) -> ValueError:
     return ValueError(
-        f"{fact} in `{part}` of the policy `{name}`; allowed: `params=..,compute=..,output=..` (or `p`, `c`, `o`; each "
-        f"at most once), a single dtype for all three, or a name. Dtypes: {ALLOWED_DTYPES}. For `compute` also "
-        f"{_quoted(FORMATS)}. Names: {_quoted(NAMED_POLICIES)}"
+        f"{fact} in `{shorten(part)}` of the policy `{shorten(name)}`; allowed: `params=..,compute=..,output=..` (or "
+        f"`p`, `c`, `o`; each at most once), a single dtype for all three, or a name. Dtypes: {ALLOWED_DTYPES}. For "
+        f"`compute` also {_quoted(FORMATS)}. Names: {_quoted(NAMED_POLICIES)}"
     )
 
 

@@ -128,8 +128,8 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
         if not is_value(x) and not is_value(y) and x == y:
             return x
         raise TypeError(
-            f"cannot select between `a{leaf}`, which is `{x!r}`, and `b{leaf}`, which is `{y!r}`; leaves that are "
-            "neither arrays nor numbers must be equal: remove them from the trees, or make them equal"
+            f"cannot select between `a{leaf}`, which is `{x!r:.160}`, and `b{leaf}`, which is `{y!r:.160}`; leaves "
+            "that are neither arrays nor numbers must be equal: remove them from the trees, or make them equal"
         )
 
     return jax.tree.map_with_path(select, a, b)

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import extra, new_figure
+from jmp_amp._calls import extra, new_figure, quote, shorten
 
 __all__ = ["LiveView", "live", "plot_history"]
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": "loss {:.4g}".format,
-    "loss_scale": lambda value: f"scale 2^{math.log2(value):g}",
+    "loss_scale": lambda value: f"scale 2^{math.log2(value):g}" if 0 < value < math.inf else f"scale {value:g}",
     "total_notfinite": "skips {}".format,
     "grad_norm": "norm {:.3g}".format,
 }
@@ -182,7 +182,7 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
     panels = [(title, *panel) for title, panel in _PANELS.items() if columns.intersection(panel[0])]
     if not panels:
         raise ValueError(
-            f"`rows` must have at least one of the columns {', '.join(_PLOTTED)}, got {', '.join(rows[0])}"
+            f"`rows` must have at least one of the columns {', '.join(_PLOTTED)}, got {shorten(', '.join(rows[0]))}"
         )
     figure = new_figure("`plot_history`", 8, 0.6 + 1.9 * len(panels))
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
@@ -247,4 +247,4 @@ def _to_float(name: str, value: Any) -> float:
     try:
         return float(_CSV_VALUES.get(str(value), value))
     except (TypeError, ValueError):
-        raise ValueError(f"the column `{name}` must contain scalar numbers, got {value!r}") from None
+        raise ValueError(f"the column `{name}` must contain scalar numbers, got {quote(value)}") from None

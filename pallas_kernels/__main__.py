@@ -6,7 +6,7 @@ import sys
 import jax
 
 from pallas_kernels import _measured
-from pallas_kernels._tune import tune
+from pallas_kernels._tune import mxfp8_pays, tune
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
     for op, entries in fastest.items():
         for bits, (kernel, least) in entries.items():
             print(f"- {op}, {bits} bits, from size {least}: {kernel}")
+    print(f"\n{mxfp8_pays()}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Code that depends on the JAX version, or on deprecated or private parts of JAX."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +35,8 @@ def mosaic_gpu_load(ref: Any, layout: Any) -> jax.Array:
     """Loads from shared memory in a layout, with whatever bank conflicts it has."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    indices = () if hasattr(plgpu, "store") else ((),)  # until JAX 0.11
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    indices = ((),) if index and index.default is inspect.Parameter.empty else ()  # until JAX 0.10
     return plgpu.load(ref, *indices, layout=layout, optimized=False)
 
 

@@ -77,7 +77,7 @@ class Kernels(NamedTuple):
         """Raises a `ValueError` if there is no such implementation, or if it cannot be interpreted."""
         if implementation not in (None, "xla", *self.oldest):
             allowed = ", ".join(map(repr, (None, "xla", *self.oldest)))
-            raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r}")
+            raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r:.80}")
         if interpret and implementation not in self.oldest:
             cure = "pass implementation=" + " or ".join(map(repr, self.oldest))
             raise ValueError(f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; {cure}")

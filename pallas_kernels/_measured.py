@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 SWITCH = "JMP_AMP_KERNELS"
+KERNELS = ("mosaic_gpu", "triton")
 
 
 def target_device() -> Any:
@@ -102,18 +103,24 @@ def measurements(kind: str | None) -> Measurements:
         problem = f"was written with {content['versions']}, and these are {versions()}"
         if content["versions"] == versions():
             return {
-                op: {int(bits): Measured(str(name), int(least)) for bits, (name, least) in entries.items()}
+                op: {int(bits): _entry(*values) for bits, values in entries.items()}
                 for op, entries in content["fastest"].items()
             }
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever a damaged file holds: a train step runs without it
         problem = f"cannot be read ({type(error).__name__}: {error})"
     warnings.warn(
         f"{file} {problem}; plain JAX runs in place of kernels until `python -m pallas_kernels tune` writes it again",
         stacklevel=2,
     )
     return {}
+
+
+def _entry(name: str, least_size: int) -> Measured:
+    if name not in KERNELS:
+        raise ValueError(f"{name!r:.40} is no kernel")
+    return Measured(name, int(least_size))
 
 
 def write(kind: str, fastest: Measurements) -> str:

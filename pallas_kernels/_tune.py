@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._measured import Measured, Measurements
+from pallas_kernels._measured import KERNELS, Measured, Measurements
 from pallas_kernels.finite_check.api import check_finite, unscale_check
 from pallas_kernels.quantize.api import quantize
 
@@ -72,7 +72,6 @@ OPS = {
     "quantize": Op(quantize, _matrices),
     "quantize_blocks": Op(partial(quantize, block=32), _matrices),
 }
-KERNELS = ("mosaic_gpu", "triton")
 
 
 def tune(
@@ -113,6 +112,47 @@ def choose(sizes: Sequence[int], gains: Sequence[Mapping[str, float]]) -> Measur
     return Measured(kernel, min(sizes[k] for k in won))
 
 
+LAYER = 8192, 4096, 4096  # tokens, and the features that a layer reads and returns
+
+
+def in_bfloat16(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    """Computes a layer and both of its gradients."""
+    w = w.astype(x.dtype)
+    return x @ w, cotangent @ w.T, jnp.matmul(x.T, cotangent, preferred_element_type=jnp.float32)
+
+
+def in_mxfp8(x: Any, w: Any, cotangent: Any) -> tuple[jax.Array, ...]:
+    """Computes them in blocks of float8, cast by the implementation that was fastest."""
+
+    def product(a: jax.Array, a_scales: jax.Array, b: jax.Array, b_scales: jax.Array, dtype: Any) -> jax.Array:
+        return jax.nn.scaled_matmul(a[None], b[None], a_scales[None], b_scales[None], preferred_element_type=dtype)[0]
+
+    dtype, (x, w, cotangent) = x.dtype, (quantize(a, block=32) for a in (x, w, cotangent))
+    return (
+        product(x.rows, x.row_scales, w.columns, w.column_scales, dtype),
+        product(cotangent.rows, cotangent.row_scales, w.rows, w.row_scales, dtype),
+        product(x.columns, x.column_scales, cotangent.columns, cotangent.column_scales, jnp.float32),
+    )
+
+
+def mxfp8_pays(timer: Callable[[], float] = time.perf_counter, ways: Sequence[Any] = (in_bfloat16, in_mxfp8)) -> str:
+    """Times a layer in bfloat16 and in mxfp8, and returns a sentence that says which dtype to use on this GPU."""
+    (tokens, features, results), low = LAYER, jnp.bfloat16
+    shapes = ((tokens, features), low), ((features, results), jnp.float32), ((tokens, results), low)
+    inputs = [[jax.device_put(_random(jax.ShapeDtypeStruct(*each))) for each in shapes] for _ in range(2)]
+    try:
+        seconds = [median_seconds(jax.jit(way), inputs, timer) for way in ways]
+    except Exception as error:  # as in `_gains`
+        return f"mxfp8 does not run on this GPU ({_line(error)}): use bfloat16 or float8."
+    gain = seconds[0] / seconds[1]
+    verdict = "it pays." if gain > 1 else "it does not pay: use bfloat16 or float8."
+    return f"A layer of {tokens} x {features} x {results} in mxfp8 is {gain:.2f} x as fast as in bfloat16; {verdict}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 def _gains(call: Callable[..., Any], case: Case, timer: Callable[[], float], report: Any, op: str) -> dict[str, float]:
     """Times the implementations of an op in one case. Returns the gains of the kernels that win."""
     programs = _compile(call, case.args)
@@ -128,7 +168,7 @@ def _gains(call: Callable[..., Any], case: Case, timer: Callable[[], float], rep
                 raise ValueError("another result than XLA's")
             seconds[by] = median_seconds(program, inputs, timer)
         except Exception as error:  # whatever a compiler or a device says: this kernel is not used
-            figures = " ".join(f"{type(error).__name__}: {error}".split())[:200] + " |"
+            figures = f"{_line(error)} |"
         else:
             figures = f"{seconds[by] * 1e6:.1f} | {seconds['xla'] / seconds[by]:.2f}"
         report(f"{op} | {case.label} | {by} | {figures} |")

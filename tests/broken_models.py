@@ -53,8 +53,8 @@ class BrokenModel:
 
     @property
     def lines(self):
-        """The acceptable line numbers of this file."""
-        return lines_at_fault()[self.broken.__name__]
+        """The acceptable line numbers of its file."""
+        return lines_at_fault(self.broken.__code__.co_filename)[self.broken.__name__]
 
     def make(self):
         """Returns the broken function and its arguments."""
@@ -74,11 +74,12 @@ def step(program, dtype, loss_scale):
 
 
 @functools.cache
-def lines_at_fault():
+def lines_at_fault(file):
     lines = {}
-    for number, line in enumerate(pathlib.Path(__file__).read_text().splitlines(), 1):
-        if found := re.search(r"  # at fault: (\w+)$", line):
-            lines.setdefault(found[1], set()).add(number)
+    for number, line in enumerate(pathlib.Path(file).read_text().splitlines(), 1):
+        if found := re.search(r"  # at fault: ([\w, ]+)$", line):
+            for name in found[1].split(", "):
+                lines.setdefault(name, set()).add(number)
     return lines
 
 
@@ -725,7 +726,8 @@ mish.defvjp(mish_fwd, mish_bwd)
 
 
 def memory_efficient_mish(params, x, y):
-    return jnp.mean((mish(x @ params["hidden"]) @ params["out"] - y) ** 2)
+    # JAX knows the ops of a custom rule by the line that calls it.
+    return jnp.mean((mish(x @ params["hidden"]) @ params["out"] - y) ** 2)  # at fault: memory_efficient_mish
 
 
 def mish_by_autodiff(params, x, y):
@@ -1324,7 +1326,7 @@ def deep(params, x):
 
 def kernel_args(scale=5e3):
     scales = 0.5, scale, 0.5
-    return {f"dense{i}": {"kernel": normal(4, 4, seed=i, scale=s)} for i, s in enumerate(scales)}, normal(8, 4, seed=9)
+    return {f"dense{i}": {"kernel": normal(5, 5, seed=i, scale=s)} for i, s in enumerate(scales)}, normal(8, 5, seed=9)
 
 
 model(
@@ -1529,7 +1531,7 @@ def squared_relu_in_full_precision(w, x):
 
 model(
     squared_relu,
-    args=lambda: (200 * np.eye(4, dtype=np.float32), abs(normal(8, 4))),
+    args=lambda: (200 * np.eye(5, dtype=np.float32), abs(normal(8, 5))),
     fixed=squared_relu_in_full_precision,
     dtype="float16",
     loss_scale=4.0,

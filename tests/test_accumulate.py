@@ -72,6 +72,92 @@ def test_arguments_to_cut_can_be_named():
         amp.value_and_grad(loss_fn, accumulate_steps=5)(PARAMS, BATCH)
 
 
+def four_arguments(x, params, y, offset):
+    return loss_fn(params, {"x": x, "y": y}) + jnp.mean(offset**2)
+
+
+FOUR = BATCH["x"], PARAMS, BATCH["y"], np.full(3, 0.5, np.float32)
+ARGNUMS = [1, -3, (1,), (-3,), [1], [1, 3], (1, -1), (-1, -3), (3, 1), range(1, 4, 2), np.int64(1), np.int32(-3)]
+ARGNUMS += [np.array([1, -1]), (np.int8(-1), np.int64(1)), jnp.array(1)]
+BATCH_ARGNUMS = [(0, 2), (2, 0), (0, -2), (-4, -2), [2, -4], (0, 2, 0), (0, -4, -2), np.array([0, 2]), {0, 2}]
+BATCH_ARGNUMS += [range(0, 3, 2), (np.int64(0), np.uint8(2))]
+
+
+@pytest.mark.parametrize("argnums", ARGNUMS, ids=repr)
+def test_arguments_are_counted_as_by_jax(argnums):
+    expected = jax.value_and_grad(four_arguments, argnums=argnums)(*FOUR)
+    for steps in (1, 2):
+        allclose(
+            amp.value_and_grad(four_arguments, argnums=argnums, accumulate_steps=steps, batch_argnums=(0, 2))(*FOUR),
+            expected,
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("argnums", [0, -1, (0, 1), (-1, 0), np.int64(-2)], ids=repr)
+def test_what_is_not_differentiated_is_split_however_it_is_counted(argnums):
+    def fun(*args):  # the batch is the third argument from the end
+        return loss_fn(args[0], args[-3]) * jnp.mean(args[1] * args[-1])
+
+    factors = np.full((), 0.5, np.float32), np.full((), 1.5, np.float32)
+    order = (PARAMS, factors[0], BATCH, np.ones(32, np.float32), factors[1])
+    selected = {i % 5 for i in np.atleast_1d(argnums)} | {0, 1, 4}
+    got = amp.value_and_grad(fun, argnums=argnums, accumulate_steps=4, batch_argnums=sorted({*range(5)} - selected))
+    allclose(got(*order), jax.value_and_grad(fun, argnums=argnums)(*order), rtol=1e-5, atol=1e-6)
+    by_default = amp.value_and_grad(lambda batch, params: loss_fn(params, batch), argnums=-1, accumulate_steps=4)
+    allclose(by_default(BATCH, PARAMS), jax.value_and_grad(loss_fn)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_argnums", BATCH_ARGNUMS, ids=repr)
+def test_the_batch_is_found_however_it_is_counted(batch_argnums):
+    expected = jax.value_and_grad(four_arguments, argnums=(1, 3))(*FOUR)
+    grad = amp.value_and_grad(four_arguments, argnums=(1, 3), accumulate_steps=2, batch_argnums=batch_argnums)
+    allclose(grad(*FOUR), expected, rtol=1e-5, atol=1e-6)
+    closed, whole = [], FOUR[0].shape[0]
+
+    def seen(x, params, y, offset):
+        closed.append((x.shape[0], y.shape[0], offset.shape[0]))
+        return four_arguments(x, params, y, offset)
+
+    amp.grad(seen, argnums=1, accumulate_steps=2, batch_argnums=batch_argnums)(*FOUR)
+    assert {*closed} == {(whole // 2, whole // 2, 3)}
+
+
+@pytest.mark.parametrize("options", [{"argnums": i} for i in (4, -5, (1, 4), (-5, 1), np.int64(9), (1, 1))], ids=repr)
+def test_argnums_that_jax_refuses_raise_as_there(options):
+    with pytest.raises(Exception) as expected:
+        jax.value_and_grad(four_arguments, **options)(*FOUR)
+    for steps in (1, 2):
+        with pytest.raises(expected.type) as info:
+            amp.value_and_grad(four_arguments, **options, accumulate_steps=steps, batch_argnums=(0, 2))(*FOUR)
+        assert str(info.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(("batch_argnums", "wrong"), [(4, 4), (-5, -5), ((0, 4), 4), ((2, -7), -7), (np.int64(8), 8)])
+def test_a_batch_beyond_the_arguments_is_named(batch_argnums, wrong):
+    with pytest.raises(
+        ValueError, match=rf"`batch_argnums` must be from -4 to 3, .* 4 positional arguments, got {wrong}"
+    ):
+        amp.grad(four_arguments, 1, accumulate_steps=2, batch_argnums=batch_argnums)(*FOUR)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "batch_argnums", "wrong"), [(1, (0, 1), 1), (-4, (0, 2), 0), ((1, 0), (-4, 2), -4)]
+)
+def test_what_is_differentiated_is_not_split(argnums, batch_argnums, wrong):
+    with pytest.raises(
+        ValueError, match=rf"`batch_argnums` must select .* not differentiated, got {wrong}, which `argn"
+    ):
+        amp.grad(four_arguments, argnums, accumulate_steps=2, batch_argnums=batch_argnums)(*FOUR)
+
+
+@pytest.mark.parametrize("batch_argnums", ["x", 1.0, ("x",), [None], jnp.ones(2), {"x": 1}], ids=repr)
+def test_a_batch_that_is_no_position_is_named(batch_argnums):
+    with pytest.raises(TypeError, match=r"`batch_argnums` must be an integer, a sequence of integers or .*, got"):
+        amp.value_and_grad(loss_fn, accumulate_steps=2, batch_argnums=batch_argnums)
+
+
 @pytest.mark.parametrize("options", [{"accumulate_steps": 0}, {"accumulate_steps": True}, {"accumulate_steps": 2.0}])
 def test_steps_are_counted(options):
     with pytest.raises(ValueError, match="`accumulate_steps` must be an integer of at least 1, got"):

@@ -308,7 +308,7 @@ class TestSignature:
         with pytest.raises(TypeError) as error:
             amp.autocast(given)
         message = str(error.value)
-        assert f"`autocast` takes a function, got {given!r}" in message
+        assert f"`autocast` takes a function, got {repr(given)[:50]}" in message  # a long one is shortened
         assert f"`amp.autocast(fun, {cure})`, or `@amp.autocast({cure})`" in message
 
     @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])

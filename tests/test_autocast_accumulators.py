@@ -24,7 +24,7 @@ def test_is_as_accurate_as_products_rounded_by_hand(name, low):
     assert not further_than_by_hand(PROGRAMS[name], args, low, has_gradient="while" not in name)
 
 
-X, W, EYE = jnp.ones((4, 4)) / 4, jnp.eye(4) / 2, jnp.eye(4)
+X, W, EYE = jnp.ones((8, 8)) / 4, jnp.eye(8) / 2, jnp.eye(8)
 STEPS = 4
 
 
@@ -84,10 +84,10 @@ PATHS = {
 }
 MOVES = {
     "nothing": lambda c: c,
-    "reshape": lambda c: c.reshape(2, 8).reshape(4, 4),
+    "reshape": lambda c: c.reshape(2, 32).reshape(8, 8),
     "transpose": jnp.transpose,
     "roll": lambda c: jnp.roll(c, 1, 0),
-    "dynamic_slice": lambda c: jnp.concatenate([lax.dynamic_slice(c, (2, 0), (2, 4)), c[:2]]),
+    "dynamic_slice": lambda c: jnp.concatenate([lax.dynamic_slice(c, (2, 0), (6, 8)), c[:2]]),
     "reverse": lambda c: c[::-1],
     "jit": jax.jit(jnp.transpose),
     "checkpoint": jax.checkpoint(jnp.transpose),
@@ -122,14 +122,14 @@ def examples(*families, count):
 
 def of_loop(loop, body):
     """All equations of a loop from zeros, whose result a product reads."""
-    fun = amp.autocast(lambda xs: LOOPS[loop](body, jnp.zeros((4, 4)), xs) @ W)
+    fun = amp.autocast(lambda xs: LOOPS[loop](body, jnp.zeros((8, 8)), xs) @ W)
     return [*equations(fun, jnp.stack([X] * STEPS))]
 
 
 def carried(found):
     """The dtypes of the arrays in the carry of the outermost loop."""
     loop = next(eqn for eqn in found if eqn.primitive.name in ("scan", "while"))
-    return {v.aval.dtype.name for v in loop.outvars if v.aval.shape == (4, 4)}
+    return {v.aval.dtype.name for v in loop.outvars if v.aval.shape == (8, 8)}
 
 
 def rows(found, *primitives):
@@ -171,7 +171,7 @@ def test_an_lstm_keeps_its_cell_in_float32_and_its_output_low():
         h = jax.nn.sigmoid(o) * jnp.tanh(c)
         return (h, c), h
 
-    zeros = jnp.zeros((4, 4))
+    zeros = jnp.zeros((8, 8))
     found = [*equations(amp.autocast(lambda xs: lax.scan(step, (zeros, zeros), xs)), jnp.stack([X] * STEPS))]
     (loop,) = (eqn for eqn in found if eqn.primitive.name == "scan")
     assert [v.aval.dtype.name for v in loop.outvars] == ["float16", "float32", "float16"]
@@ -183,7 +183,7 @@ def test_a_gru_keeps_its_state_in_float32():
         z, n = jax.nn.sigmoid(x @ W + h @ W), jnp.tanh(x @ W + h @ W)
         return (1 - z) * n + z * h, None
 
-    found = [*equations(amp.autocast(lambda xs: lax.scan(step, jnp.zeros((4, 4)), xs)[0]), jnp.stack([X] * STEPS))]
+    found = [*equations(amp.autocast(lambda xs: lax.scan(step, jnp.zeros((8, 8)), xs)[0]), jnp.stack([X] * STEPS))]
     assert carried(found) == {"float32"}
     assert set(rows(found, "dot_general")) == {LOW}
 
@@ -193,7 +193,7 @@ def test_carries_that_are_added_to_through_each_other_are_float32():
         position, velocity = carry
         return (position + 0.1 * velocity, velocity + x @ W), None
 
-    zeros = jnp.zeros((4, 4))
+    zeros = jnp.zeros((8, 8))
     found = [*equations(amp.autocast(lambda xs: lax.scan(step, (zeros, zeros), xs)[0]), jnp.stack([X] * STEPS))]
     assert carried(found) == {"float32"}
 

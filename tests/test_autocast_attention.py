@@ -1,5 +1,8 @@
 """Softmax and attention, by hand and of the libraries, under every way to write a mask."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -197,3 +200,63 @@ def test_scores_times_a_power_of_two_stay_bfloat16_which_is_exact(name):
 
 def test_scores_times_a_power_of_two_are_float32_in_place_of_float16():  # which may overflow or underflow
     assert row(scaling(amp.autocast(of_scores(lambda s: s / 8), "float16"))) == WIDE
+
+
+# The kernels that the docs show
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs/custom-rules.md"
+KERNELS = {
+    "cudnn_attention": ["dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"],
+    "gpu_attention": ["pallas_call"],
+    "flash_attention": ["pallas_call"],
+    "splash_attention": ["pallas_call"],
+}
+QKV = {name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in "qkv"}
+ARGS = QKV, jax.ShapeDtypeStruct((2, 256, 512), jnp.float32)
+
+
+def gradients_through(name):
+    """The gradients of a float32 model under autocast, with a kernel of the page."""
+    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.M | re.S) if name in b)
+    shown = {"jax": jax, "jnp": jnp, "amp": amp}
+    exec(block, shown)
+
+    def loss_fn(params, x):
+        out = shown[name](*((x @ params[each]).reshape(2, 256, 4, 128) for each in "qkv"))
+        return jnp.mean(out.astype(jnp.float32) ** 2)
+
+    return jax.grad(amp.autocast(loss_fn, "bfloat16"), (0, 1))
+
+
+# The newest JAX names other libraries for Pallas kernels by Triton.
+shown = pytest.mark.filterwarnings(
+    "ignore:.*(ops.gpu.attention|Pallas Triton backend) is deprecated:DeprecationWarning"
+)
+
+
+@shown
+@pytest.mark.parametrize("name", KERNELS)
+def test_both_passes_of_a_kernel_that_the_docs_show_read_bfloat16(name, cudnn):
+    gradients = gradients_through(name)
+    kernels = [eqn for eqn in equations(gradients, *ARGS) if eqn.primitive.name in KERNELS[name]]
+    assert len(kernels) >= 2  # of the forward and of the backward pass
+    read = [[atom.aval.dtype.name for atom in eqn.invars].count("bfloat16") for eqn in kernels]
+    assert min(read) >= 2  # one sums the result and its cotangent over rows; sums are float32
+    assert max(read) >= 4  # query, key, value and the cotangent
+    assert {x.dtype.name for x in jax.tree.leaves(jax.eval_shape(gradients, *ARGS))} == {"float32"}
+
+
+@shown
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["cudnn_attention", "gpu_attention"])
+def test_a_kernel_that_the_docs_show_compiles_for_an_h200(name, cudnn):
+    import gpu_aot
+
+    program = gpu_aot.compile_for(gradients_through(name), *gpu_aot.struct(gpu_aot.h200_mesh(), ARGS)).as_text()
+    assert program.count("__cudnn$fmha" if name == "cudnn_attention" else "__gpu$xla.gpu.triton") >= 2
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "splash_attention"])
+def test_a_kernel_that_the_docs_show_lowers_for_a_tpu(name):
+    program = jax.jit(gradients_through(name)).trace(*ARGS).lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") >= 3

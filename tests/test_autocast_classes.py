@@ -16,8 +16,8 @@ from jmp_amp._jaxpr import HIGHER_ORDER
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-X = jnp.linspace(0.1, 0.9, 16).reshape(4, 4)
-W = jnp.eye(4) + 0.1
+X = jnp.linspace(0.1, 0.9, 64).reshape(8, 8)
+W = jnp.eye(8) + 0.1
 ROWS = PartitionSpec("rows")
 CLASSES = [op_class.value for op_class in OpClass]
 # Linear algebra, kernels and the like: these run as they were traced, and a class that could lower them is refused.
@@ -98,7 +98,7 @@ PROGRAMS = {
     "dot_general": lambda x: (x @ W, x[0] @ x[0], jnp.einsum("i,j", x[0], x[1]), jnp.dot(x, W, precision="highest")),
     "dynamic_slice": lambda x: lax.dynamic_slice(x @ W, (1, 1), (2, 2)),
     "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x @ W, x[:2], (1, 0)),
-    "gather": lambda x: (jnp.take(x @ W, jnp.array([1, 2]), 0), jnp.take_along_axis(x, jnp.array([[1]] * 4), 1)),
+    "gather": lambda x: (jnp.take(x @ W, jnp.array([1, 2]), 0), jnp.take_along_axis(x, jnp.array([[1]] * 8), 1)),
     "integer_pow": lambda x: ((x @ W) ** 3, lax.integer_pow(x, -2)),
     "name": lambda x: checkpoint_name(x @ W, "product"),
     "pad": lambda x: lax.pad(x @ W, 0.0, ((1, 1, 0), (0, 0, 0))),
@@ -130,7 +130,7 @@ PROGRAMS = {
     "select_n": lambda x: lax.select(x > 0.5, x @ W, x),
     "sharding_constraint": constrained,
     "slice": lambda x: lax.slice(x @ W, (0, 0), (2, 2)),
-    "split": lambda x: lax.split(x @ W, (1, 3)),
+    "split": lambda x: lax.split(x @ W, (1, 7)),
     "squeeze": lambda x: lax.squeeze((x @ W)[None], (0,)),
     "stack": lambda x: lax.stack([x @ W, x]),
     "tile": lambda x: lax.tile(x @ W, (2, 1)),

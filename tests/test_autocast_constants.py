@@ -11,31 +11,32 @@ from jaxprs import dtypes, equations, read_low
 from rounding import EPSILON, error
 
 import jmp_amp as amp
+from jmp_amp._autocast import _values
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
 LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 RNG = np.random.default_rng(0)
-X, W = (jnp.asarray(RNG.normal(size=shape) / 2, jnp.float32) for shape in ((4, 2), (2, 2)))
-WIDE = jnp.asarray(RNG.normal(size=(2, 2000)), jnp.float32)
-LARGE = np.random.default_rng(1).uniform(1e5, 1e6, size=(4, 2)).astype(np.float32)
+X, W = (jnp.asarray(RNG.normal(size=shape) / 2, jnp.float32) for shape in ((4, 8), (8, 8)))
+WIDE = jnp.asarray(RNG.normal(size=(8, 2000)), jnp.float32)
+LARGE = np.random.default_rng(1).uniform(1e5, 1e6, size=(4, 8)).astype(np.float32)
 
 PROGRAMS = {
-    "a product with a vector": lambda w: (X @ w) @ np.float32([1e6, 1]),
-    "a product with a matrix": lambda w: (X @ w) @ np.float32([[1e6, 1], [2, 3]]),
-    "a product from the left": lambda w: np.float32([[1e6, 1, 0, 0]]) @ (X @ w),
+    "a product with a vector": lambda w: (X @ w) @ np.float32([1e6, *[1] * 7]),
+    "a product with a matrix": lambda w: (X @ w) @ np.float32([[1e6, 1], *[[2, 3]] * 7]),
+    "a product from the left": lambda w: np.float32([[1e6, 1, 0, 0]] * 5) @ (X @ w),
     "a scale of 2000 features": lambda w: (X @ w @ WIDE) * np.full(2000, 1e6, np.float32),
     "a scale of two dimensions": lambda w: (X @ w) * LARGE,
     "an offset of two dimensions": lambda w: (X @ w) + LARGE,
     "an offset of 2000 features": lambda w: (X @ w @ WIDE) - np.linspace(0, 1e6, 2000, dtype=np.float32),
     "a mask of 2000 features": lambda w: jnp.where(np.arange(2000) > 9, X @ w @ WIDE, np.full(2000, -1e9, np.float32)),
-    "a mask of two dimensions": lambda w: jnp.maximum(X @ w, np.float32([[-1e9, 0], [0, 0], [0, 0], [0, 0]])),
+    "a mask of two dimensions": lambda w: jnp.maximum(X @ w, np.float32([[-1e9, *[0] * 7], *[[0] * 8] * 3])),
     "a constant that jnp makes": lambda w: (X @ w @ WIDE) * jnp.full(2000, 1e6),
     "a constant of a table": lambda w: (X @ w) * jnp.asarray(LARGE)[jnp.array([3, 2, 1, 0])],
-    "a constant that is moved": lambda w: (X @ w) * jnp.asarray(LARGE).T.reshape(4, 2)[::-1],
+    "a constant that is moved": lambda w: (X @ w) * jnp.asarray(LARGE).T.reshape(4, 8)[::-1],
     "a constant within a jit": lambda w: jax.jit(lambda h: h * LARGE)(X @ w),
     "a constant within a scan": lambda w: jax.lax.scan(lambda c, x: (c, (x @ w) * LARGE[0]), 0, X)[1],
-    "a constant joined to others": lambda w: (X @ w) * jnp.concatenate([jnp.ones((2, 2)), jnp.asarray(LARGE[:2])]),
+    "a constant joined to others": lambda w: (X @ w) * jnp.concatenate([jnp.ones((2, 8)), jnp.asarray(LARGE[:2])]),
 }
 
 
@@ -82,23 +83,23 @@ def test_an_op_is_float32_wherever_its_constant_has_an_element_that_is_too_large
             def fun(w, c=constant):
                 return jnp.reshape(OPS[op](X @ w, c), (4, -1))[:, :1] @ jnp.ones((1, 2))
 
-            found = [e for e in equations(amp.autocast(fun, low), jnp.zeros((2, width))) if e.primitive.name == op]
+            found = [e for e in equations(amp.autocast(fun, low), jnp.zeros((8, width))) if e.primitive.name == op]
             eqn = found[1 if op == "dot_general" else 0]
             assert eqn.outvars[0].aval.dtype == jnp.float32, (shape, value)
 
 
 def test_a_constant_that_the_low_dtype_holds_leaves_its_product_low():
-    for constant in (np.float32([6e4, 1]), np.full((2, 2), 1e3, np.float32), np.float32([np.inf, 1])):
+    for constant in (np.float32([6e4] * 8), np.full((8, 2), 1e3, np.float32), np.float32([np.inf, *[1] * 7])):
         fun = amp.autocast(lambda w, c=constant: (X @ w) @ c)
         assert set(dtypes(fun, W, primitive="dot_general")) <= {LOW}
-    fun = amp.autocast(lambda w: (X @ w) @ np.float32([1e6, 1]), "bfloat16")
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([1e6, *[1] * 7]), "bfloat16")
     assert set(dtypes(fun, W, primitive="dot_general")) == {"bfloat16 bfloat16 -> bfloat16"}
-    fun = amp.autocast(lambda w: (X @ w) @ np.float32([3.4e38, 1]), "bfloat16")
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([3.4e38, *[1] * 7]), "bfloat16")
     assert dtypes(fun, W, primitive="dot_general")[1] == FULL
 
 
 def test_a_product_of_a_large_operand_is_float32_though_its_result_is_small():
-    fun = amp.autocast(lambda w: ((X @ w) + LARGE) @ np.full((2, 2), 1e-3, np.float32))
+    fun = amp.autocast(lambda w: ((X @ w) + LARGE) @ np.full((8, 2), 1e-3, np.float32))
     assert dtypes(fun, W, primitive="dot_general") == [LOW, FULL]
 
 
@@ -137,5 +138,80 @@ def test_a_number_is_known_however_it_was_computed(name):
 
 
 def test_a_product_with_constants_that_are_0_in_float16_is_float32():
-    small = jnp.full((2, 2), 1e-9)
+    small = jnp.full((8, 2), 1e-9)
     assert dtypes(amp.autocast(lambda w: (X @ w) @ small), W, primitive="dot_general") == [LOW, FULL]
+
+
+WEIGHTS = [RNG.normal(size=(128, 128)).astype(np.float32) / 12 for _ in range(3)]
+WEIGHTS[1][5, 7] = 7e4
+TABLE = RNG.normal(size=(1024, 128)).astype(np.float32)
+TABLE[3, 4] = 7e4
+AROUND = {
+    "plain": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda fun: lambda x: lax.scan(lambda x, _: (fun(x), None), x, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of NumPy, as JAX traces the constant
+def test_one_large_element_leaves_a_model_low(kind, around):
+    weights, table = list(map(kind, WEIGHTS)), kind(TABLE)
+
+    def model(x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x + x @ jnp.take(table, jnp.arange(128), axis=0)
+
+    products = dtypes(amp.autocast(AROUND[around](model)), jnp.ones((8, 128)), primitive="dot_general")
+    assert set(products) == {LOW}
+
+
+def test_large_weights_are_not_read(monkeypatch):
+    weights, read = [*map(jnp.asarray, WEIGHTS), jnp.zeros(128), jnp.float32(2)], []
+    elements = _values._elements
+    monkeypatch.setattr(_values, "_elements", lambda x: read.append(elements(x)) or read[-1])
+    fun = amp.autocast(
+        lambda x: jax.jit(lambda x: weights[4] * (x @ weights[0] @ weights[1] @ weights[2] + weights[3]))(x)
+    )
+    for _ in range(3):
+        jax.make_jaxpr(fun)(jnp.ones((8, 128)))
+    assert sorted(x.size for x in read if x is not None and x.ndim) == [128], "once"
+
+
+T = 256
+MASKS = {
+    "added": (lambda s, m: s + m, np.triu(np.full((T, T), -1e9, np.float32), 1)),
+    "added to a batch": (lambda s, m: (s[None, None] + m)[0, 0], np.triu(np.full((1, 1, T, T), -1e9, np.float32), 1)),
+    "chosen": (lambda s, m: jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, m), np.full((T, T), -1e9, np.float32)),
+    "a minimum": (jnp.minimum, np.where(np.tri(T) > 0, np.float32(1e9), np.float32(-1e9))),
+    "of itself": (lambda s, m: s - m, 1e9 * np.eye(T, dtype=np.float32)),
+    "of a vocabulary": (
+        lambda s, m: (s.reshape(-1) + m).reshape(T, T),
+        np.where(np.arange(T * T) == 9, np.float32(-1e9), 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_large_mask_is_finite_and_its_op_float32(name, kind, around):
+    fun, mask = MASKS[name][0], kind(MASKS[name][1].astype(np.float32))
+
+    def scores(x):
+        return fun(x @ x.T, mask)[:, :16]
+
+    reads = {"add", "sub", "min", "select_n"}
+    found = [*equations(amp.autocast(AROUND[around](scores)), jnp.ones((T, 16)))]
+    found = [
+        eqn.outvars[0].aval.dtype for eqn in found if eqn.primitive.name in reads and eqn.outvars[0].aval.size == T * T
+    ]
+    assert {dtype.name for dtype in found if jnp.issubdtype(dtype, jnp.floating)} == {"float32"}
+
+
+def test_a_product_with_a_large_mask_of_ones_counts():
+    fun = amp.autocast(lambda x: np.tri(T, dtype=np.float32) @ (x > 0.5).astype(jnp.float32), "bfloat16")
+    np.testing.assert_array_equal(fun(jnp.ones((T, 2)))[:, 0], np.arange(1, T + 1))

@@ -312,3 +312,13 @@ def test_the_result_of_branches_has_the_widest_of_their_dtypes(wide):
     (eqn,) = [eqn for eqn in equations(amp.autocast(fun), 0, x) if eqn.primitive.name == "cond"]
     assert eqn.outvars[0].aval.dtype == "float32"
     np.testing.assert_allclose(amp.autocast(fun)(wide, x), np.exp(12.0), rtol=2e-3)
+
+
+@pytest.mark.parametrize("way", [lambda fun: fun, jax.grad, lambda fun: lambda x: jax.vmap(fun)(x[None])])
+def test_ops_in_the_body_of_a_scan_keep_their_scopes_in_a_profile(way):
+    def fun(x):
+        return jnp.sum(lax.scan(jax.named_scope("block")(lambda x, w: (layer(x, w), None)), x, jnp.stack([W] * 3))[0])
+
+    text = jax.jit(way(amp.autocast(fun))).lower(X).as_text(debug_info=True)
+    assert "block/dot_general" in text
+    assert "block/tanh" in text

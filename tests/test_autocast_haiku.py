@@ -34,7 +34,7 @@ def convolutions(x):
     x = jax.nn.relu(hk.Conv2D(4, 3)(x))
     x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Conv2D(4, 3)(x), is_training=True))
     x = hk.max_pool(hk.Conv2DTranspose(4, 3, 2)(x), (2, 2, 1), (2, 2, 1), "VALID")
-    return hk.Linear(5)(jnp.mean(hk.Conv2D(4, 3)(x), (1, 2)))
+    return hk.Linear(5)(jnp.mean(hk.Conv2D(8, 3)(x), (1, 2)))
 
 
 def recurrent(x):

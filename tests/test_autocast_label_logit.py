@@ -70,6 +70,17 @@ def test_only_the_gather_of_one_element_a_row_has_a_gradient_that_is_not_scatter
     assert ("scatter-add" not in names) == (name in PICKS or name == "integers")
 
 
+@pytest.mark.parametrize("rows", [(1,), (1, 4), (4, 1), (1, 1), (2, 1, 2), ()], ids=str)
+@pytest.mark.usefixtures("users_code")
+def test_axes_of_size_one_are_rows_too(rows):
+    n = np.prod(rows, dtype=int)
+    x, labels = X[:n].reshape(*rows, 300), LABELS[:n].reshape(*rows, 1)
+    fun = loss(lambda logits: jnp.take_along_axis(logits, labels, -1))
+    grads = jax.grad(amp.autocast(fun))
+    assert "scatter-add" not in {eqn.primitive.name for eqn in equations(grads, x)}
+    np.testing.assert_allclose(grads(x), jax.grad(fun)(x), rtol=2e-2, atol=1e-3)
+
+
 def test_every_parameter_is_compared():
     """Another value of any parameter but those that do not change the result is another gather."""
     params = {"dimension_numbers": PICK, "slice_sizes": (1, 1), "mode": FILL, "fill_value": None}

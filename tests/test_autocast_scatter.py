@@ -12,7 +12,7 @@ import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-ROWS, WIDTH, GROUPS = 20_000, 4, 8
+ROWS, WIDTH, GROUPS = 20_000, 5, 8
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)) + 0.7, jnp.float32)
 W = jnp.asarray(np.eye(WIDTH) + 0.1 * RNG.normal(size=(WIDTH, WIDTH)), jnp.float32)
@@ -173,3 +173,11 @@ def test_the_gradient_of_what_is_gathered_from_a_product_is_added_up_in_float32(
     found = equations(jax.grad(amp.autocast(lambda w: gathered_from_a_product(jnp.dot, w), low)), W)
     (scatter,) = (eqn for eqn in found if eqn.primitive.name == "scatter-add")
     assert {var.aval.dtype.name for var in (scatter.invars[0], scatter.invars[2])} == {"float32"}
+
+
+def test_a_function_that_is_applied_to_elements_runs_as_it_was_traced():
+    def fun(x):
+        return (x @ W).at[0].apply(lambda row: 2.5 * jnp.sin(row)) @ W
+
+    np.testing.assert_allclose(amp.autocast(fun)(X[:8]), fun(X[:8]), rtol=2e-2, atol=2e-2)
+    assert dtypes(amp.autocast(fun), X[:8], primitive="scatter")[0].endswith("float32 -> float32")

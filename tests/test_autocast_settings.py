@@ -16,7 +16,7 @@ import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-X = jnp.eye(4) / 4 + 0.1
+X = jnp.eye(8) / 4 + 0.1
 
 
 def checked_by_user(x):

@@ -113,6 +113,11 @@ DIFFERENCES = {
             Dtypes(F16, F16, F16),
         ),
         (
+            "grid_sample grid_sampler",
+            "Coordinates become indices, and a product that is converted to integers is computed as it was traced.",
+            Dtypes(F32, F32, F32),
+        ),
+        (
             "dot vdot linalg_vecdot",
             "A product of two vectors, or of rows, is a sum over many terms that no matrix unit computes: float32, as "
             "`sum` is. In float16 a squared norm would be inf from 256 on.",
@@ -134,25 +139,25 @@ DIFFERENCES = {
     for name in names.split()
 }
 
-X, Y = np.ones((3, 3), np.float32) * 2, np.ones((3, 3), np.float32) / 2
-B = np.ones(3, np.float32)
-STACK = np.ones((2, 3, 3), np.float32)
-LABELS = np.array([0, 1, 2])
+X, Y = np.ones((6, 6), np.float32) * 2, np.ones((6, 6), np.float32) / 2
+B = np.ones(6, np.float32)
+STACK = np.ones((2, 6, 6), np.float32)
+LABELS = np.array([0, 1, 2] * 2)
 INDEX = np.array([0, 2])
-SIGN = np.array([1, -1, 1])
+SIGN = np.array([1, -1, 1] * 2)
 
 
 def convolution(dims, transpose=False):
     """A convolution of `dims` dimensions with a bias, and its operands."""
 
     def conv(x, w, b):
-        b = b.reshape(1, 3, *[1] * dims)
+        b = b.reshape(1, 6, *[1] * dims)
         if transpose:
             spec = ("NC" + "DHW"[-dims:], "OI" + "DHW"[-dims:], "NC" + "DHW"[-dims:])
             return lax.conv_transpose(x, w, (2,) * dims, "SAME", dimension_numbers=spec) + b
         return lax.conv_general_dilated(x, w, (1,) * dims, "SAME") + b
 
-    return conv, np.ones((1, 3) + (4,) * dims, np.float32), np.ones((3, 3) + (2,) * dims, np.float32), B
+    return conv, np.ones((1, 6) + (4,) * dims, np.float32), np.ones((6, 6) + (2,) * dims, np.float32), B
 
 
 def conv_tbc(x, w, b):
@@ -188,7 +193,7 @@ def layer_norm(x, scale, bias):
 
 
 def group_norm(x, scale, bias):
-    return jax.nn.standardize(x.reshape(3, 1, 3), axis=-1).reshape(x.shape) * scale + bias
+    return jax.nn.standardize(x.reshape(6, 1, 6), axis=-1).reshape(x.shape) * scale + bias
 
 
 def rms_norm(x, scale):
@@ -217,12 +222,12 @@ def multilabel_margin(x):
 
 
 def nll(log_probs):
-    return -jnp.mean(log_probs[np.arange(3), LABELS])
+    return -jnp.mean(log_probs[np.arange(6), LABELS])
 
 
 def resized(method, dims, antialias=False):
-    shape = (1, 1) + (3,) * dims
-    x = np.ones((1, 1) + (2,) * dims, np.float32)
+    shape = (1, 1) + (6,) * dims
+    x = np.ones((1, 1) + (5,) * dims, np.float32)
     return lambda x: jax.image.resize(x, shape, method, antialias=antialias), x
 
 
@@ -343,8 +348,8 @@ COUNTERPARTS = counterparts(
         "addcdiv": (lambda a, x, y: a + 0.5 * x / y, X, X, Y),
         "addcmul": (lambda a, x, y: a + 0.5 * x * y, X, X, Y),
         "atan2": (jnp.arctan2, X, Y),
-        "bilinear": (bilinear, X, np.ones((2, 3, 3), np.float32), Y),
-        "cross": (jnp.cross, X, Y),
+        "bilinear": (bilinear, X, np.ones((2, 6, 6), np.float32), Y),
+        "cross": (jnp.cross, X[:, :3], Y[:, :3]),
         "dot vdot": (jnp.vdot, X, Y),
         "tensordot": (lambda x, y: jnp.tensordot(x, y, 1), X, Y),
         "grid_sample grid_sampler": (grid_sample, X, Y),

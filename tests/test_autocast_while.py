@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("users_code")
 
 LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 HERE = pathlib.Path(__file__).parent
-X, W = jnp.ones((4, 4)) / 4, jnp.eye(4) / 2
+X, W = jnp.ones((8, 8)) / 4, jnp.eye(8) / 2
 
 
 @pytest.mark.parametrize("low", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -122,9 +122,9 @@ def test_what_does_not_decide_is_low():
 
     found = [e for e in equations(amp.autocast(fun), X) if e.primitive.name == "dot_general"]
     assert {(e.invars[1].aval.shape, e.invars[0].aval.dtype.name) for e in found} == {
-        ((4, 4), "float32"),
-        ((4, 3), "float16"),
-        ((3, 4), "float16"),
+        ((8, 8), "float32"),
+        ((8, 3), "float16"),
+        ((3, 8), "float16"),
     }
 
 
@@ -154,7 +154,7 @@ def test_a_settling_loop_in_a_scan_leaves_the_scan_low():
     inner = by_a_float(lambda x: jnp.tanh(x @ W), MEASURES["norm"])
 
     def fun(xs):
-        return lax.scan(lambda h, x: (jnp.tanh(inner(x @ W[:, :4]) @ W + h @ W), None), jnp.zeros((4, 4)), xs)[0]
+        return lax.scan(lambda h, x: (jnp.tanh(inner(x @ W) @ W + h @ W), None), jnp.zeros((8, 8)), xs)[0]
 
     rows = dtypes(amp.autocast(fun), jnp.stack([X] * 3), primitive="dot_general")
     assert sorted(rows) == [LOW] * 3 + [FULL]
@@ -170,7 +170,7 @@ DECODERS = {
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_decoding_until_a_token_is_low(decoder):
-    table = jnp.ones((16, 4))
+    table = jnp.ones((16, 8))
 
     def fun(w, table):
         def body(carry):
@@ -179,7 +179,7 @@ def test_decoding_until_a_token_is_low(decoder):
             token = DECODERS[decoder](h @ table.T, jax.random.fold_in(jax.random.key(0), i))
             return i + 1, h, token, done | (token == 3)
 
-        init = 0, jnp.zeros((2, 4)), jnp.zeros(2, int), jnp.zeros(2, bool)
+        init = 0, jnp.zeros((2, 8)), jnp.zeros(2, int), jnp.zeros(2, bool)
         return lax.while_loop(lambda c: (c[0] < 5) & ~jnp.all(c[3]), body, init)[2]
 
     assert products(fun, W, table) == {LOW}

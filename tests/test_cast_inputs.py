@@ -156,3 +156,121 @@ def test_cudnn_attention_reads_its_bias_in_the_dtype_of_the_query(low, cudnn):
     kernels = [f"dot_product_attention_{direction}_wrapper" for direction in ("bwd", "fwd")]
     assert report.summary()["kernels"] == kernels
     assert report.select(direction="forward", primitive=kernels[1]).rows[0].compute == low
+
+
+# The note on the error of a function that takes no float32
+
+
+def takes_bfloat16(x):
+    assert x.dtype == jnp.bfloat16
+    return x
+
+
+def takes_16_bits(x):
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        raise ValueError("not supported")
+    return x
+
+
+def takes_a_name(x):
+    if str(x.dtype) == "float32":
+        raise RuntimeError(f"no kernel for {x.dtype}")
+    return x
+
+
+def writes_bfloat16(x):
+    def write(x_ref, y_ref):
+        y_ref[...] = x_ref[...]
+
+    return pl.pallas_call(write, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), interpret=True)(x)
+
+
+def mosaic_gpu_attention(x):
+    pytest.importorskip("jax_cuda13_plugin", reason="needs JAX's CUDA plugin")
+    gpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention_mgpu", reason="needs JAX's attention")
+    config = gpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2)
+    return gpu.attention(x, x, x, config)
+
+
+def cudnn_attention(x):
+    return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+
+
+Q = np.ones((1, 128, 4, 64), np.float32)
+REFUSALS = {  # and the dtypes that the note may name
+    takes_bfloat16: {"bfloat16"},
+    takes_16_bits: {"float16", "bfloat16"},
+    takes_a_name: {"float16", "bfloat16"},
+    writes_bfloat16: {"bfloat16"},
+    mosaic_gpu_attention: {"float16"},  # its message says that bfloat16 will do, but its buffers are float16
+    cudnn_attention: {"float16", "bfloat16"},
+}
+
+
+def notes(fun, *args, dtype):
+    with pytest.raises(Exception) as raised:
+        amp.autocast(fun, dtype)(*args)
+    return [note for note in getattr(raised.value, "__notes__", ()) if "cast_inputs" in note]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("takes", REFUSALS)
+def test_the_error_of_a_function_that_takes_no_float32_shows_what_to_write(takes, dtype, cudnn, users_code):
+    def fun(x):
+        return jnp.sum(takes(2 * x).astype(jnp.float32))
+
+    low = dtype if dtype in REFUSALS[takes] else min(REFUSALS[takes])
+    (note,) = notes(amp.autocast(jax.jit(fun), dtype), Q, dtype=dtype)  # once, also under two autocasts
+    assert f'`amp.cast_inputs("{low}")(kernel)(q, k, v)` in place of `kernel(q, k, v)`' in note
+    takes_low = amp.cast_inputs(low)(takes)
+    jax.eval_shape(amp.autocast(lambda x: jnp.sum(takes_low(2 * x).astype(jnp.float32)), dtype), Q)
+
+
+def test_the_note_is_there_if_float32_constants_keep_the_query_wide(cudnn):
+    assert notes(lambda x: cudnn_attention(x + Q), Q, dtype="bfloat16")
+
+
+def raises(error):
+    def fun(x):
+        raise error
+
+    return fun
+
+
+def takes_float32(x):
+    assert x.dtype == jnp.float32
+    assert x.ndim == 2, "wrong rank"
+    return x
+
+
+def fails_once():
+    calls = []
+
+    def fun(x):
+        calls.append(x.dtype)
+        if len(calls) == 1:
+            raise OSError(f"no file float{len(calls)}")
+        return x
+
+    return fun
+
+
+UNRELATED = {
+    "shapes": lambda x: x @ jnp.ones((3, 5)),
+    "rank": takes_float32,
+    "a bool": lambda x: 1.0 if x[0, 0, 0, 0] > 0 else x,
+    "a name": raises(KeyError("bfloat16_weights")),
+    "a file": raises(FileNotFoundError("weights.bf16, got none")),
+    "wants float32": raises(TypeError("expected float32, got float16")),
+    "refuses a cast by hand": lambda x: takes_float32(x.astype(jnp.bfloat16)),
+    "a carry": lambda x: lax.scan(lambda c, _: ((2 * c).astype(jnp.bfloat16), None), x, length=2),
+    "operands": lambda x: lax.add(x, x.astype(jnp.bfloat16)),
+    "fails once": fails_once(),
+    "closed over": lambda x: amp.cast_inputs("bfloat16")(lambda: 2 * x)(),
+    "a Pallas kernel": lambda x: pl.pallas_call(lambda x_ref: None, jax.ShapeDtypeStruct((2,), x.dtype))(x),
+}
+
+
+@pytest.mark.parametrize("name", UNRELATED)
+def test_other_errors_get_no_note(name):
+    assert notes(UNRELATED[name], Q, dtype="bfloat16") == []

@@ -17,7 +17,7 @@ def mlp(planted=None):
             with jax.named_scope(name):
                 x = jnp.tanh(x @ w)
                 if name == planted:
-                    x = x @ (64 + jnp.eye(4)) - x @ jnp.full((4, 4), 64.0)
+                    x = x @ (256 + jnp.eye(8)) - x @ jnp.full((8, 8), 256.0)
         return jnp.mean(jnp.square(x))
 
     return loss_fn
@@ -26,8 +26,8 @@ def mlp(planted=None):
 @pytest.fixture
 def args():
     keys = jax.random.split(jax.random.key(0), 5)
-    params = {f"layer_{i}": jax.random.normal(key, (4, 4)) for i, key in enumerate(keys[:4])}
-    return params, jax.random.normal(keys[4], (8, 4))
+    params = {f"layer_{i}": jax.random.normal(key, (8, 8)) for i, key in enumerate(keys[:4])}
+    return params, jax.random.normal(keys[4], (8, 8))
 
 
 def rows_of(report, kind):
@@ -207,7 +207,7 @@ def test_what_is_no_floating_array_is_passed_through_and_has_no_gradient(args):
         assert model["name"] == "layer"
         return jnp.mean(jnp.square(model["act"](x @ model["w"]["w"][model["order"]] * model["scale"])))
 
-    model = {"w": {"w": params["layer_0"]}, "act": jnp.tanh, "order": jnp.arange(4), "name": "layer", "scale": 2.0}
+    model = {"w": {"w": params["layer_0"]}, "act": jnp.tanh, "order": jnp.arange(8), "name": "layer", "scale": 2.0}
     report = compare(loss_fn, ["float16"], reference="float64")(model, x)
     assert list(rows_of(report, "gradient")) == ["w"]
     grads = jax.grad(lambda w: loss_fn(model | {"w": {"w": w}}, x))(params["layer_0"])
@@ -235,9 +235,9 @@ def test_flax_modules_are_rows():
 def test_a_gradient_that_is_zero_but_for_rounding_is_told_apart():
     def loss_fn(params, x):
         x = x @ params["w"] + params["b"]
-        return jnp.mean(jnp.square(jnp.tanh(jax.nn.standardize(x, axis=0)) - jnp.linspace(0, 1, 32).reshape(8, 4)))
+        return jnp.mean(jnp.square(jnp.tanh(jax.nn.standardize(x, axis=0)) - jnp.linspace(0, 1, 64).reshape(8, 8)))
 
-    params = {"b": jnp.full((1, 4), 0.3), "w": jnp.linspace(-1, 1, 12).reshape(3, 4)}
+    params = {"b": jnp.full((1, 8), 0.3), "w": jnp.linspace(-1, 1, 24).reshape(3, 8)}
     report = compare(loss_fn, ["float16"])(params, jax.random.normal(jax.random.key(0), (8, 3)))
     bias, weight = rows_of(report, "gradient").values()
     assert bias.norm < 1e-5 * weight.norm

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from broken_models import normal, uniform
+from cured import norm
 from test_broken_models import in_float64, is_finite
-from test_cures import norm
 
 from jmp_amp.debug import first_nonfinite
 
@@ -34,13 +34,9 @@ FORMULAS = {
     "jnp.log(1 - 1 / (1 + jnp.exp(-x)))": (LARGE, Y),
     "(jnp.minimum(x, 5.0) / x)": (ONE_ZERO, Y),
     "(jnp.sin(x) / x)": (ONE_ZERO, Y),
-    "(x * jnp.log(x))": (ONE_ZERO, Y),
     "jnp.sqrt(jnp.sum(x ** 2, -1))": (ZEROS, Y),
     "jnp.linalg.norm(x, axis=-1)": (ZEROS, Y),
     "jnp.sqrt(1 + x ** 2)": (X * 1e18 + 3e19, Y),
-    "jnp.std(x, -1)": (np.float32([[3.1] * 4, *X[1:]]), Y),
-    "jnp.where(x >= 0, jnp.sqrt(x), 0.0)": (-abs(X) - 1, Y),
-    "jnp.where(x < 85, jnp.exp(x), 0.0)": (LARGE, Y),
 }
 QUICK = ("jnp.log(x / y)", "(jnp.minimum(x, 5.0) / x)")
 # None of these is near 0, or where two of them are equal.
@@ -65,7 +61,7 @@ def test_a_printed_cure_is_right_in_each_context(formula, tmp_path):
         found = first_nonfinite(jax.value_and_grad(broken))(*args)
         use = found and re.search(r"use `([^`]*)` in place of `([^`]*)`", found.cure)
         if not use:
-            assert found is None or not found.tried or "in place of" not in found.cure
+            assert found is None or not found.cure
             continue
         n_cured += 1
         new, old = use.groups()

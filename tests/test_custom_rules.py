@@ -1,5 +1,7 @@
 """Rules of custom derivatives that close over values, hold references, log, or return another dtype."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import jmp_amp as amp
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-X, W = jnp.eye(2) / 2 + 0.1, jnp.eye(2) / 4 + 0.1
+X, W = jnp.eye(8) / 2 + 0.1, jnp.eye(8) / 4 + 0.1
 
 
 @jax.custom_vjp
@@ -110,3 +112,51 @@ def test_a_rule_may_return_float32_for_a_bfloat16_operand():
     got, want = (jax.vjp(lambda x, way=way: way(x, X), low)[1](1.0)[0] for way in (amp.autocast(fun, "float16"), fun))
     assert got.dtype == want.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-3)  # bfloat16 would be off by 2e-3
+
+
+Zero = jax.custom_derivatives.SymbolicZero
+scan_twice = functools.partial(jax.lax.scan, xs=None, length=2)
+TAKING_ZEROS = {
+    "one after another": lambda fun, x: fun(x, fun(x, 1.0)[1])[0],
+    "under vmap": lambda fun, x: jnp.sum(jax.vmap(lambda x: fun(x, fun(x, 1.0)[1])[0])(x)),
+    "in a scan": lambda fun, x: scan_twice(lambda x, _: (fun(x, fun(x, 1.0)[1])[0], None), x)[0],
+}
+
+
+@pytest.mark.parametrize("name", TAKING_ZEROS)
+def test_a_result_whose_tangent_is_zero_passes_symbolic_zeros_on(name):
+    def fun(x, y):
+        return x @ W, y, jnp.int32(3)
+
+    def rule(primals, tangents):
+        assert isinstance(tangents[1], Zero)
+        return fun(*primals), (tangents[0] @ W, tangents[1], np.zeros((), jax.dtypes.float0))
+
+    with_rule = jax.custom_jvp(fun)
+    with_rule.defjvp(rule, symbolic_zeros=True)
+
+    def loss(x, way):
+        return jnp.sum(TAKING_ZEROS[name](way, x))
+
+    want = jax.grad(loss)(X, with_rule)
+    for way in (amp.autocast(with_rule), amp.autocast(jax.jit(with_rule))):
+        np.testing.assert_allclose(jax.grad(loss)(X, way), want, rtol=1e-2)
+    np.testing.assert_allclose(jax.grad(amp.autocast(loss))(X, with_rule), want, rtol=1e-2)
+
+
+@jax.custom_vjp
+def of_two(ref, other):
+    return jnp.sum(ref[...] @ other[...])
+
+
+of_two.defvjp(lambda ref, other: (of_two(ref, other), None), lambda _, cotangent: (None, None))
+
+
+def test_errors_of_references_name_the_arguments():
+    ref = jax.new_ref(X)
+    for way in (of_two, amp.autocast(of_two)):
+        with pytest.raises(ValueError, match="ref and other"):
+            jax.vjp(way, ref, ref)
+    for way in (jax.jit, lambda fun: jax.jit(amp.autocast(fun)), amp.autocast):
+        with pytest.raises(ValueError, match="passed in as the argument ref"):
+            way(lambda x, ref: (x @ x, ref))(X, ref)

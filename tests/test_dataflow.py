@@ -170,13 +170,15 @@ def test_calls_in_calls_are_planned_a_bounded_number_of_times():
 
 
 def test_loops_that_share_a_body_have_conditions_of_their_own():
+    w = jnp.eye(8) / 2
+
     def body(carry):
         a, b = carry
-        return jnp.tanh(a @ W), jnp.tanh(b @ W)
+        return jnp.tanh(a @ w), jnp.tanh(b @ w)
 
     def fun(x):
         first = lax.while_loop(lambda c: jnp.sum(c[0]) > 1, body, (x, x))
         return lax.while_loop(lambda c: jnp.sum(c[1]) > 1, body, first)
 
-    rows = dtypes(amp.autocast(fun), X, primitive="dot_general")
+    rows = dtypes(amp.autocast(fun), w, primitive="dot_general")
     assert [row.split()[0] for row in rows] == ["float32", "float16", "float16", "float32"]

@@ -1,15 +1,8 @@
 """What `explain` says of programs whose decisions are known."""
 
-import html
-import io
 import json
-import re
-import runpy
-import shutil
-import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -315,172 +308,6 @@ def test_a_report_is_selected_and_saved():
     assert [row["primitive"] for row in saved["rows"]] == [row.primitive for row in report.rows]
 
 
-VOID = {"meta", "input", "br"}  # elements without an end tag
-
-
-class Page(HTMLParser):
-    """A saved page: fails if a tag is not closed; collects what it links to, and the texts of its elements."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.open, self.links, self.texts = [], [], {}
-        self.feed(path.read_text(encoding="utf-8"))
-        self.close()
-        assert self.open == []
-        self.report = json.loads(self.texts["script report"])
-
-    def handle_starttag(self, tag, attributes):
-        self.links += [value for name, value in attributes if name in ("src", "href", "action", "srcset")]
-        if tag not in VOID:
-            self.open.append(f"{tag} {dict(attributes).get('id', '')}".strip())
-
-    def handle_endtag(self, tag):
-        assert self.open.pop().split()[0] == tag
-
-    def handle_data(self, text):
-        if self.open:
-            self.texts[self.open[-1]] = self.texts.get(self.open[-1], "") + text
-
-
-def saved(report, tmp_path):
-    report.save(tmp_path / "explain.html")
-    return Page(tmp_path / "explain.html")
-
-
-def in_two_functions(x):
-    """Has a docstring."""
-
-    def inner(x):
-        return jnp.where(x > 0, x @ W, -1e9)  # the mask </script> <!--
-
-    with jax.named_scope("encoder"):
-        x = inner(x)  # the call of `inner`
-    with jax.named_scope("decoder/layer_0"):
-        x = jnp.tanh(x @ W)  # the layer
-    with jax.named_scope("decoder/layer_1"):
-        return jnp.exp(x @ W)  # the exponential
-
-
-def test_a_page_is_one_file_with_all_op_sites_and_the_lines_of_their_functions(tmp_path):
-    report = amp.explain(in_two_functions)(X)
-    page = saved(report, tmp_path)
-    assert page.links == []
-    code = page.texts["script"] + page.texts["style"]
-    assert re.findall(r"https?:|url\(|@import|fetch\(|import\(", code) == []
-    assert page.report["rows"] == json.loads(json.dumps([row._asdict() for row in report.rows]))
-    assert page.report["summary"] == report.summary()
-    assert page.report["kept"] == report.kept
-    assert page.report["reasons"].keys() >= {row.why for row in report.rows}
-    ((file, lines),) = page.report["sources"].items()
-    text = Path(__file__).read_text().splitlines()
-    first = text.index("def in_two_functions(x):") + 1
-    assert file == HERE
-    assert lines == {str(n): text[n - 1] for n in range(first, line_of("the exponential") + 1)}
-
-
-def test_a_page_shows_the_innermost_function_only(tmp_path):
-    def inner(x):
-        return x @ W
-
-    (lines,) = saved(amp.explain(inner)(X), tmp_path).report["sources"].values()
-    assert [line.strip() for line in lines.values()] == ["def inner(x):", "return x @ W"]
-
-
-def test_a_page_shows_the_cells_of_a_notebook(monkeypatch, tmp_path):
-    source = "def fun(x):\n    return x @ W"
-    monkeypatch.setattr(sys.modules["__main__"], "In", ["", "%load_ext", source], raising=False)
-    scope = {"W": W}
-    exec(compile(source, "In[2]", "exec"), scope)
-    page = saved(amp.explain(scope["fun"])(X), tmp_path)
-    assert page.report["sources"] == {"In[2]": {"1": "def fun(x):", "2": "    return x @ W"}}
-
-
-@pytest.mark.parametrize("text", [None, "def fun(x:\n"])
-def test_a_page_of_a_file_that_is_gone_or_broken_has_at_most_the_line(monkeypatch, tmp_path, text):
-    monkeypatch.chdir(tmp_path)
-    scope = {"W": W}
-    exec(compile("fun = lambda x: x @ W", "model.py", "exec"), scope)
-    if text:
-        Path("model.py").write_text(text)
-    page = saved(amp.explain(scope["fun"])(X), tmp_path)
-    assert page.report["sources"] == {"model.py": {"1": text.strip() if text else ""}}
-
-
-def test_a_page_ends_in_html(tmp_path):
-    with pytest.raises(ValueError, match=r"must end in `.html`, got '.*report.json'"):
-        amp.explain(lambda x: x @ W)(X).save(tmp_path / "report.json")
-
-
-BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chromium-headless-shell", "chrome"
-PROBE = """
-const found = {}, $$ = query => [...document.querySelectorAll(query)], press = name =>
-  document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
-found.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-found.stacked = $$("section")[1].getBoundingClientRect().left === 0;
-found.marks = Object.fromEntries($$("button.mark").map(mark =>
-  [mark.lastChild.textContent, [...mark.children].map(chip => chip.textContent).join(" ")]));
-found.modules = $$("#ops summary .name").map(name => name.textContent);
-found.rules = $$(".cure code").map(code => code.textContent);
-$$("#ops details").forEach(details => { details.open = true; });
-$$(".cure button").at(-1).click();
-found.selection = String(getSelection());
-const item = $$("#ops li").find(item => item.textContent.includes("select_n"));
-item.focus();
-found.tip = document.getElementById("tip").hidden ? "" : document.getElementById("tip").textContent;
-found.described = item.getAttribute("aria-describedby");
-found.lit = $$(".lit").map(line => line.textContent);
-press("Escape");
-found.hidden = document.getElementById("tip").hidden;
-$$("button.mark").at(-1).click();
-found.selected = $$("#ops li .name").map(name => name.textContent);
-$$("input[value=backward]")[0].click();
-found.backward = $$("#ops li .name").map(name => name.textContent);
-document.documentElement.dataset.found = JSON.stringify(found);
-"""
-
-
-@pytest.mark.parametrize("width", [1400, 500])
-def test_a_page_works_in_a_browser(tmp_path, width):
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is on PATH")
-    saved(amp.explain(in_two_functions)(X), tmp_path)
-    page = (tmp_path / "explain.html").read_text(encoding="utf-8")
-    (tmp_path / "probe.html").write_text(page.replace("</body>", f"<script>{{{PROBE}}}</script></body>"), "utf-8")
-    flags = f"--headless --no-sandbox --disable-gpu --user-data-dir={tmp_path} --window-size={width},900 --dump-dom"
-    command = [browser, *flags.split(), (tmp_path / "probe.html").as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    found = json.loads(html.unescape(re.search(r'data-found="(.*?)"', shown)[1]))
-    assert (found["overflow"], found["stacked"]) == (0, width == 500)
-    assert found["marks"] == {
-        str(line_of("the mask </script> <!--")): "f16 f32",
-        str(line_of("the layer")): "f32",  # it reads the constant
-        str(line_of("the exponential")): "f16 f32",
-    }
-    assert found["modules"] == ["encoder", "decoder", "layer_*"]
-    assert found["rules"] == [f'rules={{"{name}": "full"}}' for name in ("encoder", "decoder", "decoder/layer_*")]
-    assert found["selection"] == found["rules"][-1]
-    options = eval(f"dict({found['selection']})")
-    assert {row.compute for row in amp.explain(in_two_functions, **options)(X).select("decoder/*").rows} == {F32}
-    assert "constant: it reads a constant that the low dtype cannot hold" in found["tip"]
-    assert found["described"] == "tip"
-    assert [line.partition(" # ")[2] for line in found["lit"]] == ["the mask </script> <!--"]
-    assert found["hidden"]
-    assert found["selected"] == ["dot_general", "exp"]
-    assert "dot_general" in found["backward"]
-    assert "exp" not in found["backward"]
-
-
-def test_the_home_page_shows_a_page_of_a_program_with_reasons():
-    pytest.importorskip("mkdocs", reason='the site needs `pip install -e ".[docs]"`')
-    docs = Path(__file__).parents[1] / "docs"
-    report = runpy.run_path(str(docs / "explain_page.py"))["report"]()
-    assert {row.why for row in report.rows} >= {"rule", "bias", "constant", "readers"}
-    assert report.summary()["unknown"] == []
-    page = re.search(r'"(explain/\w+\.html)"', (docs / "explain_page.py").read_text())[1]
-    assert f'<iframe class="explain" src="{page}"' in (docs / "index.md").read_text()
-
-
 def layered(x):
     for i in range(3):
         with jax.named_scope(f"layer_{i}"):
@@ -507,17 +334,6 @@ def test_a_notebook_shows_modules_that_unfold():
     assert page.count("<details>") == page.count("</details>") == 2
     assert "<td>dot_general</td>" in page
     assert "&lt;lambda&gt;" in page
-
-
-def test_a_console_shows_it_too():
-    from rich.console import Console
-
-    for width in (80, 200):
-        console = Console(width=width, record=True, file=io.StringIO())
-        console.print(amp.explain(layered)(X))
-        text = console.export_text()
-        assert "dot_general" in text
-        assert "promote" in text
 
 
 def test_a_model_with_dropout_knows_all_its_primitives_and_checkpoint_keeps_its_modules():

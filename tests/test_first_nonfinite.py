@@ -14,14 +14,15 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.debug import NonFinite, first_nonfinite
+from jmp_amp.debug._causes import SECTIONS
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
 F16 = jnp.float16
-EYE = np.eye(4, dtype=np.float32)
-X = np.full((2, 4), 100, np.float32)
+EYE = np.eye(8, dtype=np.float32)
+X = np.full((2, 8), 100, np.float32)
 LAYERS = np.stack([EYE, EYE, 1e4 * EYE, EYE])
-CAUSAL = np.tril(np.ones((4, 4), bool))
+CAUSAL = np.tril(np.ones((8, 8), bool))
 
 
 def planted(name):
@@ -161,13 +162,13 @@ def nested_jit(w, x):
     return jnp.mean(jax.jit(lambda x: inner_jit(x, w))(x / 100) + inner_jit(x, w))
 
 
-# The arguments, the op, its iteration, and a part of the cure.
+# The arguments, the op, its iteration, and a part of the cause or the cure.
 CASES = {
     mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
     attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), 'rules={"attention": "full"}'),
-    softmax_by_hand: ((EYE, X), "exp", (), "`jax.nn.softmax(scores, 1)` in place of"),
-    eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "full_precision"),
-    log_of_probability: ((EYE, X * [1, 0.8, 1, 1]), "log", (), "full_precision"),
+    softmax_by_hand: ((EYE[:4, :4], X[:, :4]), "exp", (), "`jax.nn.softmax(scores, 1)` in place of"),
+    eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "1e-08 is 0 in float16, whose smallest positive value is 6e-8"),
+    log_of_probability: ((EYE, X * [1, 0.8, *[1] * 6]), "log", (), "full_precision"),
     scan_over_layers: ((LAYERS, X), "dot_general", (2,), "`layers[2, 0, 0]` is 1e+04"),
     reverse_scan: ((LAYERS, X), "dot_general", (2,), "`layers[2, 0, 0]` is 1e+04"),
     fori_loop: ((10 * EYE, X), "dot_general", (2,), "full"),
@@ -201,7 +202,7 @@ def test_the_planted_line_is_named(model, direction):
     assert (found.primitive, found.iteration, found.backward) == (primitive, iteration, False)
     assert found.result.infs
     assert not any(x.infs or x.nans for x in found.operands)
-    assert cure in found.cure
+    assert cure in found.cause + found.cure
 
 
 @pytest.mark.parametrize("model", [mlp, scan_over_layers, custom_vjp], ids=lambda model: model.__name__)
@@ -225,10 +226,10 @@ def test_the_rule_that_is_proposed_cures():
 
 def test_the_line_that_made_the_zeros_is_named_too():
     found = first_nonfinite(amp.autocast(log_of_probability))(*CASES[log_of_probability][0])
-    assert (
-        f"0 because `convert_element_type` at tests/test_first_nonfinite.py:{planted('underflow')} (log_of_probability)"
-        in found.cure
-    )
+    where = f"at tests/test_first_nonfinite.py:{planted('underflow')} (log_of_probability)"
+    assert where in found.cause
+    assert "which is 0 in float16" in found.cause
+    assert where.removeprefix("at ") in found.cure
 
 
 # The backward pass
@@ -240,13 +241,13 @@ def large_gradient(w, x):
 
 
 def test_an_overflow_of_scaled_gradients_asks_for_a_smaller_scale():
-    args = np.ones((4, 2), np.float32), X / 1e4
+    args = np.ones((8, 2), np.float32), X / 1e4
     scaled = amp.value_and_grad(amp.autocast(large_gradient), loss_scale=2.0**24)
     found = first_nonfinite(scaled)(*args)
     assert line(found) == planted("large_gradient")
     assert (found.backward, found.scope) == (True, "head")
     assert "in the backward pass of" in str(found)
-    (k,) = re.findall(r"a scale that is 2\^(\d+) times smaller fits", found.cure)
+    (k,) = re.findall(r"With a loss scale that is 2\^(\d+) times smaller, all results are finite", found.cause)
     for scale, fits in ((2.0 ** (24 - int(k)), True), (2.0 ** (25 - int(k)), False)):
         scaled = amp.value_and_grad(amp.autocast(large_gradient), loss_scale=scale)
         assert np.isfinite(scaled(*args)[1]).all() == fits
@@ -261,7 +262,7 @@ def test_a_whole_train_step_is_looked_into():
         updates, state = tx.update(grads, state, w)
         return optax.apply_updates(w, updates), state
 
-    w = jnp.ones((4, 2))
+    w = jnp.ones((8, 2))
     state = tx.init(w)
     found = first_nonfinite(step)(w, state, X)
     assert (line(found), found.backward) == (planted("large_gradient"), True)
@@ -286,38 +287,39 @@ def test_the_gradient_of_a_square_root_of_zero():
     found = first_nonfinite(jax.grad(distance))(np.zeros(2, np.float32))
     assert line(found) == planted("distance")
     assert (found.primitive, found.backward) == ("div", False)
+    assert "in the derivative, `div` of 0.5 and 0 is inf; `x[0]` is 0" in found.cause
     assert "`sqrt(sum(x**2, axis))` has an infinite derivative at 0" in found.cure
 
 
 def test_values_beyond_float32_are_no_matter_of_precision():
     found = first_nonfinite(lambda x: x * x)(np.float32([1e30]))
-    assert "The cause is not known" in found.cure
+    assert "`mul` of 1e+30 and 1e+30 at [0] is 1e+60, beyond float32" in found.cause
     assert "precision is not the cause" in found.in_float32
 
 
 def test_an_operand_outside_of_the_domain():
-    assert "outside of the domain" in first_nonfinite(jnp.log)(np.float32([-1])).cure
-    assert "is NaN below 0" in first_nonfinite(jnp.sqrt)(np.float32([-1])).cure
+    for fun in (jnp.log, jnp.sqrt):
+        found = first_nonfinite(fun)(np.float32([2, -1]))
+        assert f"`{fun.__name__}` of -1 at [1] is nan; `x[1]` is -1" in found.cause
+        assert found.guide == "docs/my-loss-is-nan.md#outside-of-the-domain"
 
 
 def test_a_singular_matrix():
-    assert "the matrix is singular" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cure
-    assert "not positive definite" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cure
+    assert "is from 0 to 1" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cause
+    assert "eigenvalues of the matrix are from -1 to -1" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cause
 
 
 def test_no_eps_is_advised_where_the_result_depends_on_it():
     low = lambda x: jnp.log(x.astype(jnp.float8_e5m2).astype(jnp.float32))  # noqa: E731
     for fun, x in ((jnp.log, np.complex64([0, 1])), (jnp.log, 0 * X), (low, 0 * X)):
         found = first_nonfinite(fun)(x)
-        assert (found.cause, found.tried) == ("unknown", "")
-        assert "the operand is outside of the domain of `log`" in found.cure
-    found = first_nonfinite(lambda x: x * jnp.log(x))(0 * X)
-    assert "use `(x * jnp.log(jnp.maximum(x, 1e-12)))`" in found.cure
+        assert (found.cure, found.tried) == ("", "")
+        assert "`log` of 0" in found.cause
 
 
 def test_float8_is_as_low_as_float16():
     found = first_nonfinite(lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32))(1e4 * X)
-    assert "times too large for float8_e5m2, whose largest finite value is 57344" in found.cure
+    assert "of 1e+06 at [0, 0] is inf, beyond float8_e5m2, whose largest finite value is 57344" in found.cause
 
 
 def test_an_op_inside_a_linear_solve_is_named():
@@ -356,8 +358,8 @@ def additive_mask(scores, bias):
         (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"), (EYE,)),
         (lambda x: jnp.where(x > 0, jnp.log(x), 0.0), (EYE,)),
         (lambda x: jnp.exp(-jnp.exp(100 * x)), (EYE,)),
-        (lambda x: lax.scan(lambda m, x: (jnp.maximum(m, x), jnp.exp(m - x)), jnp.full(4, -jnp.inf), x), (EYE,)),
-        (lambda x: x.astype(jnp.int32) + jax.random.bits(jax.random.key(0), (4, 4)).astype(jnp.int32), (EYE,)),
+        (lambda x: lax.scan(lambda m, x: (jnp.maximum(m, x), jnp.exp(m - x)), jnp.full(8, -jnp.inf), x), (EYE,)),
+        (lambda x: x.astype(jnp.int32) + jax.random.bits(jax.random.key(0), (8, 8)).astype(jnp.int32), (EYE,)),
     ],
 )
 def test_finite_results_have_no_culprit(fun, args):
@@ -366,13 +368,14 @@ def test_finite_results_have_no_culprit(fun, args):
 
 @pytest.mark.parametrize("fun", [masked_softmax, additive_mask], ids=lambda fun: fun.__name__)
 def test_a_row_that_is_masked_whole_is_blamed_on_its_softmax(fun):
-    mask = CAUSAL & (np.arange(4) > 0)[:, None]
+    mask = CAUSAL & (np.arange(8) > 0)[:, None]
     given = mask if fun is masked_softmax else np.where(mask, 0, -np.inf).astype(np.float32)
     found = first_nonfinite(fun)(EYE, given)
     assert line(found) == planted(fun.__name__)
     assert found.primitive == "sub"
-    assert (found.operands[0].infs, found.result.nans) == (7, 4)
-    assert "fully masked row" in found.cure
+    assert (found.operands[0].infs, found.result.nans) == (29, 8)
+    assert "`sub` of -inf and -inf" in found.cause
+    assert found.guide == "docs/my-loss-is-nan.md#an-infinity-meets-another"
 
 
 @pytest.mark.parametrize("mask", [masked_softmax, additive_mask], ids=lambda fun: fun.__name__)
@@ -425,12 +428,12 @@ def test_a_loop_that_ended_because_of_nan_ends_without_it():
 
 def test_a_mask_constant_beyond_float16_is_blamed():
     def model(scores):
-        mask = CAUSAL & (jnp.arange(4) > 0)[:, None]
+        mask = CAUSAL & (jnp.arange(8) > 0)[:, None]
         return jax.nn.softmax(jnp.where(mask, scores, -1e9))  # planted: mask constant
 
     found = first_nonfinite(model)(EYE.astype(F16))
     assert line(found) == planted("mask constant")
-    assert "the constant -1e+09 exceeds 65504, the largest finite float16" in found.cure
+    assert "of -1e+09 is -inf, beyond float16, whose largest finite value is 65504" in found.cause
     assert first_nonfinite(amp.autocast(model))(EYE) is None
 
 
@@ -441,7 +444,7 @@ def test_a_mask_constant_that_is_multiplied_is_blamed():
 
     found = first_nonfinite(model)(EYE.astype(F16))
     assert line(found) == planted("mask product")
-    assert "-1e9 is -inf in float16" in found.cure
+    assert "-1e+09 is -inf in float16, whose largest finite value is 65504" in found.cause
 
 
 # Arguments
@@ -455,11 +458,11 @@ def test_an_argument_that_is_not_finite_is_named_by_its_path(bad):
     find = first_nonfinite(amp.autocast(loss))
     params, x = {"dense": [EYE[0]], "name": "mlp"}, EYE[0]
     assert find(params, x, x, scale=1.0) is None
-    found = find(params, x, bad * np.ones(4, np.float32), scale=1.0)
+    found = find(params, x, bad * np.ones(8, np.float32), scale=1.0)
     assert (found.primitive, found.source) == ("argument", "batch[1]")
-    found = find({"dense": [np.float32([1, bad, 1, 1])]}, x, x, scale=1.0)
+    found = find({"dense": [np.float32([1, bad, *[1] * 6])]}, x, x, scale=1.0)
     assert (found.source, found.result.infs + found.result.nans) == ("params['dense'][0]", 1)
-    assert "`params['dense'][0]` is not finite: float32[4] = 1, 1 of 4" in str(found)
+    assert "`params['dense'][0]` is not finite: float32[8] = 1, 1 of 8" in str(found)
     assert find(params, x, x, scale=jnp.float32(bad)).source == "scale"
 
 
@@ -555,7 +558,7 @@ def test_layers_that_share_a_line_are_told_apart():
     params = {"layers": [{"w": EYE}, {"w": EYE}, {"w": 1e5 * EYE}, {"w": EYE}]}
     found = first_nonfinite(amp.autocast(model))(params, 10 * jnp.abs(X))
     assert found.leaf == "params['layers'][2]['w']"
-    assert "  after    `params['layers'][2]['w']` was read" in str(found).splitlines()
+    assert "  leaf     `params['layers'][2]['w']`" in str(found).splitlines()
 
 
 def test_nnx_layers_that_share_a_line_are_told_apart():
@@ -611,17 +614,87 @@ def test_a_callback_keeps_its_dtype():
     assert (found.primitive, found.finite_in_float32) == ("exp", True)
 
 
+def test_each_kind_of_cause_has_a_section_in_the_guide():
+    guide = pathlib.Path(__file__).parents[1] / "docs/my-loss-is-nan.md"
+    headings = re.findall(r"^## (.*)$", guide.read_text(), re.MULTILINE)
+    assert {re.sub(r"[^a-z0-9]+", "-", x.lower()) for x in headings} >= set(SECTIONS.values())
+
+
 def test_it_is_a_frozen_record_that_prints_as_a_paragraph():
     found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
     assert isinstance(found, NonFinite)
     assert hash(found) == hash(dataclasses.replace(found))
-    head, *operands, result, in_float32, cure, tried = str(found).splitlines()
+    text = re.sub(r"\n {11}", " ", str(found))  # of lines that are broken
+    head, *operands, result, cause, in_float32, cure, tried, guide = text.splitlines()
     assert head == (f"`dot_general` produced inf at {found.source}, scope layer, iteration 2")
-    assert operands == ["  operand  float16[2,4] = 100", "  operand  float16[4,4] from 0 to 1e+04"]
-    assert result == "  result   float16[2,4], 8 of 8 inf"
+    assert operands == ["  operand  float16[2,8] = 100", "  operand  float16[8,8] from 0 to 1e+04"]
+    assert result == "  result   float16[2,8], 16 of 16 inf"
     assert in_float32 == "  float32  in float32 all results are finite: precision is the cause"
-    assert cure == "  cure     `layers[2, 0, 0]` is 1e+04, and its neighbours are about 1: check the data"
-    assert tried == "  tried    all results are finite without that"
+    assert cause == (
+        "  cause    `dot_general` of 100 and 1e+04 at [0, 0] is 1e+06, beyond float16, whose largest finite value is "
+        "65504; `layers[2, 0, 0]` is 1e+04"
+    )
+    assert cure.startswith("  cure     compute tests/test_first_nonfinite.py:")
+    assert tried == "  tried    all results are finite, within 1e-07 of float32"
+    assert guide == "  guide    docs/my-loss-is-nan.md#an-overflow-in-float16"
+
+
+# Silent overflows
+
+
+def test_an_overflow_that_a_division_hides_is_named_with_its_hider():
+    def model(x):
+        squares = jnp.sum(x * x)  # planted: overflow
+        return x / jnp.sqrt(squares)  # planted: hider
+
+    found = first_nonfinite(model)(np.float16([300, 400]))
+    assert line(found) == planted("overflow")
+    assert f"test_first_nonfinite.py:{planted('hider')} " in found.hidden_by
+    assert f"hidden by `div` at tests/test_first_nonfinite.py:{planted('hider')}" in str(found).splitlines()[0]
+    assert found.guide == "docs/my-loss-is-nan.md#an-overflow-that-a-later-op-hides"
+    assert first_nonfinite(model)(np.float16([3, 4])) is None
+
+
+# Time
+
+
+def test_after_its_time_it_says_what_it_left_out(capsys):
+    found = first_nonfinite(amp.autocast(scan_over_layers), max_seconds=1e-9)(*CASES[scan_over_layers][0])
+    assert (found.primitive, found.cure, found.finite_in_float32) == ("scan", "", None)
+    assert "the time was over" in found.left_out
+    assert "left out" in str(found)
+    with pytest.raises(ValueError, match="`max_seconds` must be positive, got 0"):
+        first_nonfinite(jnp.log, max_seconds=0)
+
+
+def test_progress_is_shown_after_a_while(capsys, monkeypatch):
+    find = first_nonfinite(jnp.log)
+    assert find(EYE).result.infs
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("jmp_amp.debug._clock._PATIENCE", -1.0)
+    find(EYE)
+    assert "first_nonfinite: 1 ops evaluated, 0 s" in capsys.readouterr().err
+
+
+def test_a_long_loop_is_entered_where_it_fails():
+    def step(x, w):
+        return x * w, None  # planted: long loop
+
+    ws = np.ones(12_000, np.float32)
+    ws[[11_000, 11_001]] = 1e30
+    found = first_nonfinite(lambda x, ws: lax.scan(step, x, ws)[0])(jnp.float32(1), ws)
+    assert (line(found), found.primitive, found.iteration) == (planted("long loop"), "mul", (11_001,))
+
+
+# Arguments of other types
+
+
+def test_a_key_may_be_an_argument():
+    def model(key, x):
+        return jnp.log(x - x) + jax.random.normal(key, x.shape)  # planted: key
+
+    for key in (jax.random.key(0), jax.random.split(jax.random.key(0))[0]):
+        assert line(first_nonfinite(jax.grad(lambda x, key: jnp.sum(model(key, x))))(EYE, key)) == planted("key")
 
 
 # Libraries
@@ -633,7 +706,7 @@ def test_flax_linen_names_the_module_and_the_users_line():
     class Model(linen.Module):
         @linen.compact
         def __call__(self, x):
-            x = linen.relu(linen.Dense(4, kernel_init=linen.initializers.constant(1.0))(x))
+            x = linen.relu(linen.Dense(8, kernel_init=linen.initializers.constant(1.0))(x))
             return linen.Dense(2, kernel_init=linen.initializers.constant(1e3))(x)  # planted: linen
 
     model = Model()
@@ -650,7 +723,7 @@ def test_flax_nnx_modules_are_not_changed():
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.first, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+            self.first, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
 
         def __call__(self, x):
             return self.norm(self.first(x)) * jnp.exp(x)  # planted: nnx
@@ -667,7 +740,7 @@ def test_flax_nnx_modules_are_not_changed():
 
 def test_equinox_modules():
     eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(4, 2, 4, 1, activation=jnp.exp, key=jax.random.key(0))
+    model = eqx.nn.MLP(8, 2, 8, 1, activation=jnp.exp, key=jax.random.key(0))
 
     def loss(model, x):
         return jnp.mean(jax.vmap(model)(x))  # planted: equinox
@@ -677,3 +750,14 @@ def test_equinox_modules():
         found = first_nonfinite(fun)(model, X)
         assert (found.primitive, line(found)) == ("exp", planted("equinox"))
         assert found.library.startswith("equinox/nn/_mlp.py")
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.key(0, impl="rbg"), jax.random.PRNGKey(0)], ids=str)
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit, jax.grad, amp.autocast])
+def test_a_random_key_among_the_arguments_is_no_number(key, transform):
+    def loss(x, key):
+        return jnp.mean(jnp.log(x) * jax.random.bernoulli(key, 0.5, x.shape))
+
+    found = first_nonfinite(transform(loss))(jnp.zeros((2, 4)), key)
+    assert found is not None
+    assert found.primitive in ("log", "div")

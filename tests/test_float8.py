@@ -1,6 +1,7 @@
 """Products on float8 operands: their scales, their derivatives, and the devices that have no units for them."""
 
 import functools
+import re
 import warnings
 from collections import Counter
 
@@ -374,11 +375,17 @@ OF_MICRO_BATCHES = functools.partial(amp.value_and_grad, accumulate_steps=2)
         (lambda fun: jax.grad(lambda *args: fun(*args).sum()), repeated, SQUARE, 1),
         (jax.grad, stacked_layers, jnp.stack([SQUARE] * 3), 3),
         (OF_MICRO_BATCHES, two_layers, PARAMS, 2),
-        (OF_MICRO_BATCHES, stacked_layers, jnp.stack([SQUARE] * 3), 3),
     ],
 )
 def test_the_scale_of_a_weight_is_computed_once(transform, fun, weights, times):
     assert scales_computed(jax.make_jaxpr(transform(float8(fun)))(weights, X)) == times
+
+
+def test_the_scales_of_stacked_weights_are_computed_once_for_all_micro_batches():
+    program = jax.make_jaxpr(OF_MICRO_BATCHES(float8(stacked_layers)))(jnp.stack([SQUARE] * 3), X)
+    assert scales_computed(program) == 0  # of single weights
+    (maximum,) = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_max"]
+    assert maximum.invars[0].aval.shape == (3, *SQUARE.shape)
 
 
 @pytest.mark.parametrize("fun", [repeated, repeated_while])
@@ -456,7 +463,7 @@ def lowered(platform, kind=None):
 
 def test_a_device_without_float8_units_runs_the_base_dtype_and_says_so(native):
     with pytest.warns(
-        UserWarning, match=r"cpu has no float8 units, so products run in bfloat16 .* JMP_AMP_EMULATE_FLOAT8=1"
+        UserWarning, match=r'cpu has no float8 units, .* in bfloat16 .*dtype="bfloat16".* JMP_AMP_EMULATE_FLOAT8=1'
     ):
         low = jax.jit(float8(loss_fn))(PARAMS, X)
     assert low == jax.jit(amp.autocast(loss_fn, "bfloat16"))(PARAMS, X)
@@ -487,6 +494,30 @@ def test_an_exported_program_is_that_of_its_platform(native):
     assert "f8E4M3FN" in jax.export.export(fun, platforms=["cuda"])(PARAMS, X).mlir_module()
     with pytest.warns(UserWarning, match="cpu has no float8 units"):
         assert "f8E" not in jax.export.export(fun, platforms=["cpu"])(PARAMS, X).mlir_module()
+
+
+STORED = {  # how a product reads a weight, its shape, and the order of its axes in memory, the innermost first
+    "as it is": (lambda x, w: x @ w, (64, 48), "1, 0"),
+    "transposed": (lambda x, w: x @ w.T, (48, 64), "0, 1"),
+    "transposed by einsum": (lambda x, w: jnp.einsum("td,nd->tn", x, w), (48, 64), "1, 0"),
+    "with its axes moved": (lambda x, w: jnp.einsum("td,dhf->thf", x, w.transpose(1, 2, 0)), (16, 64, 3), "1, 0, 2"),
+    "transposed and cast": (lambda x, w: x @ w.T.astype(jnp.float32), (48, 64), "0, 1"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_on_gpus_a_float8_weight_keeps_the_order_of_its_axes_and_an_activation_any(name, native):
+    product, shape, order = STORED[name]
+
+    def loss_fn(w, x):
+        return jnp.sum(float8(lambda w, x: product(jnp.tanh(x), w))(w, x))
+
+    w = jnp.ones(shape, jnp.bfloat16 if "cast" in name else jnp.float32)
+    program = jax.jit(jax.grad(loss_fn, (0, 1)))
+    text = program.trace(w, X).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"LayoutConstraint.*result_layouts = \[dense<\[(.*?)\]>", text)
+    assert found == [order]  # one cast, for both passes
+    assert "LayoutConstraint" not in jax.export.export(program, platforms=["cuda"])(w, X).mlir_module()
 
 
 # Names.

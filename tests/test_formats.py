@@ -12,7 +12,7 @@ import jmp_amp as amp
 from jmp_amp._formats import FORMATS, Format
 
 pytestmark = pytest.mark.usefixtures("toy")
-W, X = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
+W, X = {"w": jnp.ones((8, 2))}, jnp.ones((4, 8))
 TOY, FLOAT16 = ({f"{d} {d} -> {d}"} for d in ("bfloat16", "float16"))
 
 

@@ -3,11 +3,13 @@
 import dataclasses
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import hijax
+from jax.interpreters import ad
 from jaxprs import dtypes
 
 import jmp_amp as amp
@@ -16,7 +18,7 @@ from jmp_amp._autocast._api import parse_settings, planner_of
 pytestmark = pytest.mark.usefixtures("users_code")
 
 HiPrim = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive  # the name up to JAX 0.11
-X = jnp.eye(4) * 0.6 + 0.15
+X = jnp.eye(8) * 0.6 + 0.15
 FLAGS = [flag for flag in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3") if hasattr(jax.config, flag)]
 LOW = {"float16 float16 -> float16"}
 
@@ -78,6 +80,7 @@ PROGRAMS = {
     "a primitive of the user": lambda x: Product(jax.typeof(x))(x),
     "one with a cotangent rule": lambda x: WithCotangent(jax.typeof(x))(x @ x),
     "one with a tangent rule": lambda x: WithTangent(jax.typeof(x))(x @ x),
+    "one in a scan": lambda x: lax.scan(lambda x, _: (WithCotangent(jax.typeof(x))(x), None), x, None, length=2)[0],
 }
 
 
@@ -114,6 +117,84 @@ def test_products_are_low_precision_and_derivatives_those_of_the_program(name):
     derivative, *derivatives = jax.jit(lambda x: [way(x) for way in ways])(X)
     for got in derivatives:
         np.testing.assert_allclose(got, derivative, rtol=3e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("_flags")
+def test_a_primitive_of_the_user_may_run_in_a_shard_map_outside_jit():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("i")
+
+    def loss(x, way):
+        fun = way(lambda x: WithCotangent(jax.typeof(x))(x))
+        return jnp.sum(jax.shard_map(fun, mesh=mesh, in_specs=rows, out_specs=rows)(x))
+
+    got, want = (jax.grad(loss)(jnp.concatenate([X, X]), way) for way in (amp.autocast, lambda fun: fun))
+    np.testing.assert_allclose(got, want, rtol=3e-2, atol=1e-2)
+
+
+POLICIES = {
+    "products": jax.checkpoint_policies.dots_saveable,
+    "products of matrices": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("product"),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_saves_what_it_saves_without_autocast(name):
+    def fun(x):
+        return jnp.sum(named(named(x)))
+
+    def products(fun):
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=POLICIES[name])))(X)).count("dot_general")
+
+    def products_outside(fun):
+        return str(jax.make_jaxpr(jax.grad(amp.autocast(jax.checkpoint(fun, policy=POLICIES[name]))))(X)).count(
+            "dot_general"
+        )
+
+    assert products(amp.autocast(fun)) == products_outside(fun) == products(fun)
+
+
+@pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_around_autocast_decides_for_the_scans_in_it(name):
+    def fun(x):
+        return jnp.sum(lax.scan(lambda x, _: (named(x), None), x, None, length=2)[0])
+
+    def products(fun):
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(fun, policy=POLICIES[name])))(X)).count("dot_general")
+
+    assert products(amp.autocast(fun)) == products(fun)
+
+
+@pytest.mark.usefixtures("_flags")
+def test_a_name_keeps_under_vmap():
+    batched = jax.vmap(lambda x: jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ x, "product")))
+    try:
+        want = batched(X[None])
+    except NotImplementedError:
+        pytest.skip("JAX 0.10 cannot batch a name with this flag")
+    np.testing.assert_allclose(amp.autocast(batched)(X[None]), want, rtol=1e-2)
+    assert "product" in str(jax.make_jaxpr(amp.autocast(batched))(X[None]))
+
+
+@pytest.mark.usefixtures("_flags")
+def test_jax_checkpoint_runs_the_function_itself_where_its_rule_says_so():
+    @jax.custom_vjp
+    def fun(x):
+        return jnp.sum(x @ x)
+
+    fun.defvjp(lambda x: (2 * jnp.sum(x @ x), x), lambda x, cotangent: (cotangent * (x @ x),), optimize_remat=True)
+
+    def squared(x, way):
+        return jax.checkpoint(way)(x) ** 2
+
+    pairs = [jax.value_and_grad(squared)(X, way) for way in (fun, amp.autocast(fun))]
+    values, gradients = zip(*pairs, strict=True)
+    np.testing.assert_allclose(*values, rtol=1e-2)
+    np.testing.assert_allclose(*gradients, rtol=1e-2)
 
 
 def test_a_primitive_whose_products_stay_float32_is_named():
@@ -201,3 +282,19 @@ def test_values_of_types_of_the_user_pass():
     assert set(dtypes(amp.autocast(fun), X, primitive="dot_general")) == LOW
     inner = jax.jit(lambda pair, x: Left(jax.typeof(x))(pair) @ x)
     np.testing.assert_allclose(amp.autocast(inner)(Pair(X, X), X), X @ X, rtol=1e-2)
+
+
+def without_lowering():
+    """Returns a primitive that JAX runs outside `jit`, but cannot compile."""
+    primitive = jax.extend.core.Primitive("without_lowering")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda aval: aval)
+    ad.defjvp(primitive, lambda tangent, x: 2 * tangent)
+    return primitive.bind
+
+
+def test_a_function_that_jax_cannot_compile_is_differentiated_op_by_op():
+    bind = without_lowering()
+    fun = amp.autocast(lambda x: jnp.sum(jnp.tanh(bind(x @ x)) * 2))
+    want = jax.grad(lambda x: 2 * jnp.sum(jnp.tanh(x @ x)))(X)
+    np.testing.assert_allclose(jax.grad(fun)(X), 2 * want, rtol=1e-2)

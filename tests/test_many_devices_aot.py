@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
@@ -129,3 +130,31 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
     )
     ws = gpu_aot.struct(mesh, jax.ShapeDtypeStruct((5, 32), jnp.float32), P(None, "data"))
     assert list(gpu_aot.collectives(gpu_aot.compile_for(total, ws))) == [("all-reduce", 5, {"f32": 16})]
+
+
+@pytest.mark.parametrize("way", ["XLA", "constraint", "reshard", "shard_map"])
+def test_micro_batches_gather_weights_in_float16_and_only_once_where_the_loss_gathers_them(way):
+    mesh, steps = gpu_aot.h200_mesh(8), 4
+    if way == "reshard":
+        mesh = jax.sharding.Mesh(mesh.devices, "data", axis_types=(jax.sharding.AxisType.Explicit,))
+    gather = {
+        "XLA": lambda w: w,
+        "constraint": lambda w: lax.with_sharding_constraint(w, NamedSharding(mesh, P())),
+        "reshard": lambda w: jax.sharding.reshard(w, NamedSharding(mesh, P())),
+        "shard_map": lambda w: lax.all_gather(w, "data", tiled=True),
+    }[way]
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ gather(w))
+            x = collectives.spread(mesh, x) if way in ("XLA", "constraint") else x
+        return jnp.mean(jnp.square(x))
+
+    fun = amp.value_and_grad(amp.autocast(loss_fn), accumulate_steps=steps)
+    if way == "shard_map":
+        fun = jax.shard_map(fun, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")), check_vma=False)
+    params = [jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)] * 3
+    args = gpu_aot.struct(mesh, (params, jax.ShapeDtypeStruct((steps * 8 * 1024, DIM), jnp.float32)), P("data"))
+    gathers = [each for each in gpu_aot.collectives(gpu_aot.compile_for(fun, *args)) if each[0] == "all-gather"]
+    assert {dtype for _, _, sizes in gathers for dtype in sizes} == {"f16"}
+    assert {times for _, times, _ in gathers} == {steps if way == "XLA" else 1}

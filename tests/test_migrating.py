@@ -19,8 +19,8 @@ import jmp_amp.compat.jmp as jmp
 pytestmark = pytest.mark.usefixtures("users_code")
 PAGE = Path(__file__).parent.parent / "docs/migrating.md"
 TESTED = set()
-PARAMS = {"w": jnp.ones((3, 2)) / 4}
-X = jnp.arange(12.0).reshape(4, 3) / 8
+PARAMS = {"w": jnp.ones((8, 8)) / 4}
+X = jnp.arange(32.0).reshape(4, 8) / 64
 LOW, BFLOAT16, FULL = (f"{d} {d} -> {d}" for d in ("float16", "bfloat16", "float32"))
 
 
@@ -96,8 +96,8 @@ def test_disabled_autocast_is_the_function_itself():
 @row("torch.amp", "`torch.autocast(..., cache_enabled=)`")
 def test_a_weight_that_is_used_twice_is_cast_once_in_the_compiled_program():
     fun = jax.jit(amp.autocast(lambda w, x: (x @ w) @ w))
-    text = fun.lower(jnp.ones((3, 3)), X).compile().as_text()
-    assert len(re.findall(r"= f16\[3,3\]\S* convert\(", text)) == 1
+    text = fun.lower(jnp.ones((8, 8)), X).compile().as_text()
+    assert len(re.findall(r"= f16\[8,8\]\S* convert\(", text)) == 1
 
 
 @row("torch.amp", '`torch.autocast("cuda", enabled=False)` inside', '`torch.autocast("cuda", torch.bfloat16)` inside')
@@ -333,7 +333,7 @@ def test_an_overflow_on_one_device_skips_on_all():
 
 @row("apex", "`amp.initialize(", "`keep_batchnorm_fp32`", "`master_weights=True`", "`amp.master_params(optimizer)`")
 def test_o2_keeps_norms_and_masters_in_float32():
-    params = {"dense": PARAMS["w"], "norm": {"scale": jnp.ones(2)}}
+    params = {"dense": PARAMS["w"], "norm": {"scale": jnp.ones(8)}}
     fun, low, tx = amp.interop.apex.initialize(
         lambda p, x: jnp.sum(x @ p["dense"] * p["norm"]["scale"]), params, optax.sgd(0.1), "O2"
     )
@@ -385,7 +385,7 @@ def test_the_optimizer_state_is_a_tree_of_arrays():
 
 @row("apex", "`FP16_Optimizer(optimizer, dynamic_loss_scale=True)`")
 def test_masters_move_where_float16_parameters_would_stand_still():
-    params = {"w": jnp.ones((3, 2), jnp.float16)}
+    params = {"w": jnp.ones((8, 2), jnp.float16)}
     tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.sgd(1.0)), amp.LossScale.apex())
     state = tx.init(params)
     for _ in range(8):
@@ -542,7 +542,7 @@ def test_a_layer_with_a_dtype_is_honoured_and_one_without_is_cast():
 )
 def test_equinox_models_train():
     eqx = pytest.importorskip("equinox", reason="needs Equinox")
-    model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    model = eqx.nn.Linear(8, 2, key=jax.random.key(0))
     fun = amp.autocast(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), "bfloat16")
     tx = amp.dynamic_loss_scale(optax.sgd(0.1))
     state = tx.init(eqx.filter(model, eqx.is_array))
@@ -559,7 +559,7 @@ def test_equinox_models_train():
 @row("Keras", "`keras.mixed_precision.set_global_policy", "`keras.mixed_precision.Policy")
 def test_a_float32_keras_model_runs_low():
     keras = pytest.importorskip("keras", reason="needs Keras")
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
     trainable = [v.value for v in model.trainable_variables]
     low = amp.autocast(lambda params, x: model.stateless_call(params, [], x)[0])
     assert products(low, trainable, X) == {LOW}

@@ -315,7 +315,7 @@ def lowered(kind):
 
 
 def test_a_device_without_the_units_runs_the_base_dtype_and_says_so(native):
-    with pytest.warns(UserWarning, match=r"cpu has no units for blocks of float8, so products run in bfloat16"):
+    with pytest.warns(UserWarning, match=r'cpu has no units for blocks of float8, .* in bfloat16 .*dtype="bfloat16"'):
         low = jax.jit(mxfp8(loss_fn))(PARAMS, X)
     assert low == jax.jit(amp.autocast(loss_fn, "bfloat16"))(PARAMS, X)
 
@@ -327,7 +327,16 @@ def test_blackwell_multiplies_blocks(native, kind):
         assert "block_scaled_dot" in lowered(kind)
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA L4", "NVIDIA GeForce RTX 4090"])
-def test_gpus_before_it_are_named(native, kind):
-    with pytest.warns(UserWarning, match=f"{kind} has no units for blocks of float8"):
+@pytest.mark.parametrize(
+    ("kind", "instead"),
+    [
+        ("NVIDIA H200", "float8"),
+        ("NVIDIA H100 80GB HBM3", "float8"),
+        ("NVIDIA L4", "float8"),
+        ("NVIDIA GeForce RTX 4090", "float8"),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16"),
+    ],
+)
+def test_gpus_before_it_are_named_and_the_dtype_to_use_there(native, kind, instead):
+    with pytest.warns(UserWarning, match=f'{kind} has no units for blocks of float8, .* write dtype="{instead}"'):
         assert "f8E" not in lowered(kind)

@@ -4,12 +4,15 @@ import functools
 
 import float8
 import gpu_aot
+import jax
+import jax.numpy as jnp
 import pytest
 from float8 import block_products
 from float8_libraries import LAYERS
 from models import mlp_case
 
 import jmp_amp as amp
+from pallas_kernels import _tune
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 
@@ -73,3 +76,12 @@ def test_fsdp_gathers_weights_in_blocks():
     moved, (in_bfloat16,) = gathered(sharded("mxfp8")), gathered(sharded("bfloat16")).values()
     # In blocks along the rows, and for the gradient in blocks along the columns: each has half the bytes of bfloat16.
     assert moved == {"f8e4m3fn": in_bfloat16, "f8e8m0fnu": in_bfloat16 // 32}
+
+
+def test_the_layer_that_tune_times_multiplies_blocks_on_a_b200():
+    shapes, dtypes = [(512, 256), (256, 384), (512, 384)], [jnp.bfloat16, jnp.float32, jnp.bfloat16]
+    args = gpu_aot.struct(gpu_aot.mesh("B200"), [*map(jax.ShapeDtypeStruct, shapes, dtypes)])
+    assert block_products(gpu_aot.compile_for(_tune.in_mxfp8, *args)) == 3
+    types = [[(x.shape, x.dtype) for x in jax.eval_shape(way, *args)] for way in (_tune.in_mxfp8, _tune.in_bfloat16)]
+    assert types[0] == types[1]
+    assert len(list(gpu_aot.products(gpu_aot.compile_for(_tune.in_bfloat16, *args)))) == 3

@@ -1,9 +1,17 @@
 """Optax's transformations train under `dynamic_loss_scale` as without it; the page that lists them is complete."""
 
 import pathlib
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
-from optax_transformations import names, verdict
+from optax import contrib
+from optax_transformations import PARAMS, case_of, gradients, loss_fn, names, parameters, verdict
+
+import jmp_amp as amp
 
 pytestmark = [pytest.mark.usefixtures("users_code"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -28,3 +36,259 @@ def test_the_page_lists_what_was_tried_and_nothing_failed():
     assert f"All {len(listed)} transformations of optax" in (DOCS / "optax.md").read_text()
     # A later optax may have more.
     assert {"adam", "lbfgs", "lookahead", "MultiSteps", "contrib.sam"} <= set(listed) & set(names())
+
+
+# Which leaves were not finite
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("name", names())
+@pytest.mark.filterwarnings("ignore:Specifying a key")
+def test_the_leaf_that_overflows_is_flagged_under_every_transformation(name):
+    case, params = case_of(name), parameters(name)
+    tx = amp.dynamic_loss_scale(case.make(), skip="select", nonfinite_leaves=True)
+    state = tx.init(params)
+    value, grads = gradients(name, params, amp.get_loss_scale(state))
+    grads["b"] = grads["b"].at[..., 0].set(jnp.inf)
+
+    @jax.jit
+    def update(grads, state, params):
+        return tx.update(grads, state, params, **case.extra(value, grads))[1]
+
+    new = update(grads, state, params)
+    assert {name: bool(x) for name, x in amp.metrics(new).items() if "/" in name} == {
+        "nonfinite/b": True,
+        "nonfinite/w": False,
+    }
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+# Line searches
+
+SEARCHES = {
+    "lbfgs": optax.lbfgs,
+    "lbfgs without a search": lambda: optax.lbfgs(0.1, linesearch=None),
+    "zoom": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(15)),
+    "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
+    "backtracking that keeps gradients": lambda: optax.chain(
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15, store_grad=True)
+    ),
+    "zoom in a wrapper": lambda: amp.low_precision_params(optax.lbfgs()),
+}
+BORDERS = {
+    "none": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "a copy": lambda fun: lambda g, h, *args: fun(g, jax.tree.map(lambda x: 1 * x, h), *args),
+}
+
+
+SEARCHED = [(name, "jit") for name in SEARCHES]
+SEARCHED += [(name, border) for name in ("lbfgs", "backtracking") for border in BORDERS if border != "jit"]
+
+
+@pytest.mark.parametrize(("name", "border"), SEARCHED)
+def test_a_line_search_gets_unscaled_gradients_behind_every_border(name, border):
+    plain, tx = optax.with_extra_args_support(SEARCHES[name]()), amp.dynamic_loss_scale(SEARCHES[name]())
+
+    def step(params, state, tx, scaled):
+        value, grads = amp.value_and_grad(loss_fn, opt_state=state if scaled else None)(params)
+
+        def update(grads, grad, state, params, value):
+            return tx.update(grads, state, params, value=value, grad=grad, value_fn=loss_fn)
+
+        updates, state = (BORDERS[border] if scaled else jax.jit)(update)(grads, grads, state, params, value)
+        return optax.apply_updates(params, updates), state
+
+    runs = []
+    for each, scaled in ((plain, False), (tx, True)):
+        params, state = PARAMS, each.init(PARAMS)
+        jitted = jax.jit(lambda params, state, each=each, scaled=scaled: step(params, state, each, scaled))
+        for _ in range(4):
+            params, state = jitted(params, state)
+        runs.append(params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), *runs)
+
+
+def test_any_transformation_that_reads_grad_gets_it_unscaled_and_clipped_as_the_updates_are():
+    def update(updates, state, params=None, *, grad, other):
+        return jax.tree.map(lambda u, g, h: jnp.stack([u, g, h]), updates, grad, other), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = amp.dynamic_loss_scale(inner, amp.LossScale(init_scale=8.0), clip_global_norm=1.0)
+    grad = 8 * jnp.float32([0.0, 4.0])
+    for jit in (jax.jit, lambda fun: fun):
+        run = jit(lambda g, h, o, s: tx.update(g, s, grad=h, other=o)[0])
+        updates = run(grad, 2 * grad, grad, tx.init(grad))
+        np.testing.assert_allclose(updates, [[0, 1], [0, 2], [0, 32]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("grad", [None, (), {"w": None}, lambda x: x], ids=["none", "tuple", "tree", "function"])
+def test_a_grad_that_is_no_gradient_is_passed_on(grad):
+    def update(updates, state, params=None, *, grad):
+        passed.append(grad)
+        return updates, state
+
+    passed, inner = [], optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = amp.dynamic_loss_scale(inner)
+    for jit in (jax.jit, lambda fun: fun):
+        jit(lambda g, s: tx.update(g, s, grad=grad)[0])(PARAMS, tx.init(PARAMS))
+    assert passed == [grad] * len(passed)
+
+
+# Outside of the wrapper
+
+
+class Sum(NamedTuple):
+    total: Any
+
+
+def add_up(guarded=False):
+    """A transformation of a user: the sum of all gradients."""
+
+    def update(updates, state, params=None):
+        total = jax.tree.map(jnp.add, state.total, updates)
+        if guarded:
+            total = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), total, state.total)
+            return updates, Sum(total)
+        return total, Sum(total)
+
+    return optax.GradientTransformation(lambda params: Sum(jax.tree.map(jnp.zeros_like, params)), update)
+
+
+def fill_with_best(value):
+    return optax.GradientTransformation(lambda p: Sum(jnp.float32(value)), lambda u, s, p=None: (u, s))
+
+
+# Without a state, or with one that no gradient enters, in front of the wrapper.
+STATELESS = (
+    *("adaptive_grad_clip", "add_decayed_weights", "add_noise", "centralize", "clip", "clip_by_block_rms"),
+    *("clip_by_global_norm", "freeze", "fromage", "identity", "keep_params_nonnegative", "noisy_sgd"),
+    *("normalize_by_update_norm", "polyak_sgd", "scale", "scale_by_learning_rate", "scale_by_param_block_norm"),
+    *("scale_by_param_block_rms", "scale_by_polyak", "scale_by_schedule", "scale_by_sign", "scale_by_trust_ratio"),
+    *("set_to_zero", "sgd", "sign_sgd", "snapshot", "stateless", "stateless_with_tree_map", "zero_nans"),
+    "contrib.normalize",
+)
+OUTSIDE = {
+    "mechanize": (contrib.mechanize, r"`optax.contrib.mechanize` wraps"),
+    "sam": (lambda tx: contrib.sam(tx, optax.sgd(0.05)), r"`optax.contrib.sam` wraps"),
+    "a named chain": (lambda tx: optax.named_chain(("z", optax.ema(0.9)), ("a", tx)), r"at \['z'\].*`EmaState`"),
+    "a chain in front": (lambda tx: optax.chain(optax.chain(optax.clip(1.0), optax.trace(0.9)), tx), r"at \[0\]\[1\]"),
+    "a chain around": (lambda tx: optax.chain(optax.trace(0.9), optax.chain(optax.clip(1.0), tx)), r"at \[0\],"),
+    "masked in front": (
+        lambda tx: optax.chain(optax.masked(optax.trace(0.9), {"w": True, "b": False}), tx),
+        r"at \[0\].inner_state,.*`TraceState`",
+    ),
+    "hyperparameters in front": (
+        lambda tx: optax.chain(optax.inject_hyperparams(optax.trace)(decay=0.9), tx),
+        r"at \[0\].inner_state,",
+    ),
+    "in masked": (lambda tx: optax.masked(optax.chain(optax.trace(0.9), tx), {"w": True, "b": True}), r"at \[0\],"),
+}
+CORRECT = {
+    "behind": lambda tx: optax.chain(tx, optax.trace(0.9), optax.ema(0.9)),
+    "hyperparameters": lambda tx: optax.chain(optax.inject_hyperparams(optax.clip)(max_delta=1.0), tx),
+    "a schedule": lambda tx: optax.chain(optax.scale_by_schedule(lambda count: 1.0), tx),
+    "decay": lambda tx: optax.chain(optax.add_decayed_weights(0.1), optax.clip(1e6), tx),
+    "a plateau": lambda tx: optax.chain(contrib.reduce_on_plateau(accumulation_size=100), tx),
+    "a snapshot of the gradients": lambda tx: optax.chain(optax.snapshot("all", lambda updates: updates), tx),
+    "a monitor": lambda tx: optax.chain(
+        optax.monitor({"all": optax.measure_with_ema(lambda updates: updates, 0.9)}), tx
+    ),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": True}),
+    "flatten": optax.flatten,
+    "schedule_free": lambda tx: contrib.schedule_free(tx, 0.01),
+    "low precision": amp.low_precision_params,
+    "guarded": lambda tx: optax.chain(add_up(guarded=True), tx),
+    "a minimum so far": lambda tx: optax.chain(fill_with_best(np.inf), tx),
+}
+
+
+def train(tx, finite, check=lambda state: None):
+    tx, params = optax.with_extra_args_support(tx), PARAMS
+
+    @jax.jit
+    def step(params, state, bad):
+        value, grads = amp.value_and_grad(loss_fn, opt_state=state)(params)
+        grads = jax.tree.map(lambda g: jnp.where(bad, jnp.inf, g), grads)
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for each in finite:
+        params, state = step(params, state, jnp.asarray(each == "x"))
+        check(state)
+    return params, state
+
+
+@pytest.mark.parametrize("name", sorted({*names()} - {"lookahead"}))  # which changes the tree of the parameters
+@pytest.mark.filterwarnings("ignore:Specifying a key")
+def test_only_what_keeps_scaled_gradients_raises_in_front_of_the_wrapper(name):
+    case, params = case_of(name), parameters(name)
+    tx = optax.chain(case.make(), amp.dynamic_loss_scale(optax.sgd(0.1)))
+
+    def update(params):
+        value, grads = gradients(name, params, 8.0)
+        return tx.update(grads, tx.init(params), params, **case.extra(value, grads))[0]
+
+    if name in STATELESS:
+        jax.eval_shape(update, params)
+    else:
+        with pytest.raises(
+            ValueError, match=r"in front of `dynamic_loss_scale` in a chain, at \[0\].*; move it inside"
+        ):
+            jax.eval_shape(update, params)
+
+
+def test_the_link_of_a_chain_raises_too():
+    link = amp.unscale_and_check()
+    for tx in (optax.chain(optax.clip(1.0), link, optax.adam(0.1)), optax.chain(link, optax.trace(0.9))):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
+    tx = optax.chain(optax.trace(0.9), link, optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"in front of `unscale_and_check` .* put it behind `unscale_and_check`"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
+    state = amp.dynamic_loss_scale(tx).init(PARAMS)
+    amp.dynamic_loss_scale(tx).update(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_would_keep_an_overflow_raises_while_it_is_traced(name):
+    wrap, message = OUTSIDE[name]
+    with pytest.raises(ValueError, match=message):
+        train(wrap(amp.dynamic_loss_scale(optax.sgd(0.01))), ".")
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_it_raises_also_if_the_loss_is_scaled_by_the_inner_state(name):
+    wrap, message = OUTSIDE[name]
+    tx = optax.with_extra_args_support(wrap(amp.dynamic_loss_scale(optax.sgd(0.01))))
+    with pytest.raises(ValueError, match=message):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_compositions_train_through_overflows(name):
+    tx = CORRECT[name](amp.dynamic_loss_scale(optax.sgd(0.01), amp.LossScale(init_scale=64.0)))
+    params, state = train(tx, "xx..x..", amp.check_health)
+    assert amp.metrics(state)["last_finite"]
+    assert loss_fn(params) < loss_fn(PARAMS)
+
+
+def test_the_health_check_names_the_state_of_a_user_that_keeps_an_overflow():
+    tx = optax.chain(add_up(), amp.dynamic_loss_scale(optax.sgd(0.01)))
+    _, state = train(tx, "..", amp.check_health)
+    _, state = train(tx, "x.")
+    with pytest.raises(
+        amp.LossScaleError, match=r"in front of .* keeps an overflow in its state: \[0\].total\['b'\], .*inside"
+    ):
+        amp.check_health(state)
+    named = optax.named_chain(("sum", add_up()), ("scale", amp.dynamic_loss_scale(optax.sgd(0.01))))
+    with pytest.raises(amp.LossScaleError, match=r"in its state: \['sum'\].total\['b'\]"):
+        amp.check_health(train(named, "x.")[1])
+
+
+def test_what_is_not_in_the_optimizer_may_be_infinite():
+    state = amp.dynamic_loss_scale(optax.sgd(0.01)).init(PARAMS)
+    mask = jnp.full((2, 2), -jnp.inf)
+    for tree in ({"a": mask, "state": state}, [mask, state], ({"mask": mask}, state), (state, Sum(mask))):
+        amp.check_health(tree)

@@ -2,15 +2,20 @@
 
 import concurrent.futures
 import gc
+import threading
 import tracemalloc
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 import jmp_amp as amp
+from jmp_amp._autocast._plan import Plan, Step
+from jmp_amp._autocast._primitives import Facts
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -123,6 +128,21 @@ def test_memory_is_flat_over_calls():
     assert (after - before) / 10 < 4096  # bytes a call, of caches of JAX that are bounded
 
 
+def test_what_a_function_closes_over_is_freed_with_it():
+    def call():
+        array = X + 1
+        inner = jax.jit(lambda x: jnp.tanh(x @ array))
+        outer = jax.jit(amp.autocast(lambda x: lax.cond(x[0, 0] > 0, amp.autocast(inner), lambda x: x @ array, x)))
+        outer(X).block_until_ready()
+        outer.clear_cache()
+        return weakref.ref(array)
+
+    for _ in range(3):
+        array = call()
+        gc.collect()
+        assert array() is None
+
+
 class Scaled:
     def __init__(self, by):
         self.by = by
@@ -155,3 +175,97 @@ def test_several_threads_may_call_at_once():
         results = list(pool.map(lambda fun: fun(X), funs * 4))
     for i, result in enumerate(results):
         np.testing.assert_array_equal(result, results[i % len(funs)])
+
+
+# A function of the user that autocast traces, by what holds it.
+TRACED = {
+    "cast_inputs": lambda fun: fun,
+    "jit": lambda fun: jax.jit(fun),
+    "checkpoint": lambda fun: jax.checkpoint(fun),
+    "scan": lambda fun: lambda x: lax.scan(lambda x, _: (fun(x), None), x, length=2)[0],
+    "while": lambda fun: lambda x: lax.while_loop(goes_on, lambda carry: (fun(carry[0]), carry[1] + 1), (x, 0))[0],
+    "cond": lambda fun: lambda x: lax.cond(x[0, 0] > 0, fun, shifted, x),
+    "vmap": lambda fun: lambda x: jax.vmap(fun)(x[None])[0],
+    "custom_jvp": lambda fun: with_rules(jax.custom_jvp, fun),
+    "custom_vjp": lambda fun: with_rules(jax.custom_vjp, fun),
+    "autocast": lambda fun: amp.autocast(fun, "bfloat16"),
+}
+
+
+def with_rules(custom, fun):
+    call = custom(fun)
+    if custom is jax.custom_jvp:
+        call.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+    else:
+        call.defvjp(lambda x: jax.vjp(fun, x), lambda pull, cotangent: pull(cotangent))
+    return call
+
+
+@pytest.mark.parametrize("way", ["value", "gradient"])
+@pytest.mark.parametrize("name", TRACED)
+def test_another_thread_may_trace_while_a_function_is_traced(name, way):
+    waited = []
+
+    def trace_others():
+        other = amp.cast_inputs("bfloat16")(lambda x: amp.autocast(lambda x: jnp.sin(x @ x))(x))
+        for fun in (other, jax.jit(lambda x: lax.scan(lambda x, _: (other(x), None), x, length=2)[0])):
+            jax.make_jaxpr(amp.autocast(fun))(X)
+
+    def wait_for_another(x):
+        thread = threading.Thread(target=trace_others, daemon=True)
+        thread.start()
+        thread.join(60)
+        waited.append(not thread.is_alive())
+        assert waited[-1], "the other thread is blocked"
+        return x @ x
+
+    fun = amp.autocast(TRACED[name](amp.cast_inputs("bfloat16")(wait_for_another)))
+    jax.make_jaxpr(fun if way == "value" or name == "while" else jax.grad(lambda x: jnp.sum(fun(x))))(X)
+    assert waited
+    assert all(waited)
+
+
+def kernel(x):
+    return pl.pallas_call(
+        lambda x_ref, y_ref: y_ref.__setitem__(..., 2 * x_ref[...]),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        interpret=True,
+    )(x)
+
+
+# Each call has functions of its own, as those that a program defines where it uses them have.
+FRESH = {
+    "pallas_call": lambda: lambda x: kernel(x),
+    "custom_linear_solve": lambda: (
+        lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2, symmetric=True)
+    ),
+    "reduce": lambda: lambda x: x * lax.reduce(x, 0.0, lambda a, b: a + 2 * b, (0, 1)),
+    "reduce_window": lambda: lambda x: lax.reduce_window(x, 0.0, lambda a, b: a + 2 * b, (1, 1), (1, 1), "VALID"),
+    "scatter": lambda: lambda x: x.at[0].apply(lambda row: 2 * row),
+    "pure_callback": lambda: lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    "cast_inputs": lambda: amp.cast_inputs("bfloat16")(lambda x: x @ x),
+    "scan": lambda: lambda x: lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, length=2)[0],
+    "while": lambda: lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] @ c[0], c[1] + 1), (x, 0))[0],
+    "cond": lambda: lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x),
+    "custom_jvp": lambda: with_rules(jax.custom_jvp, lambda x: x @ x),
+    "custom_vjp": lambda: with_rules(jax.custom_vjp, lambda x: x @ x),
+    "jit": lambda: jax.jit(lambda x: x @ x),
+    "checkpoint": lambda: jax.checkpoint(lambda x: x @ x),
+}
+
+
+@pytest.mark.sweep(7)
+@pytest.mark.parametrize("name", FRESH)
+def test_nothing_is_kept_of_functions_that_are_gone(name):
+    gc.freeze()  # what earlier tests left is not visited
+
+    def kept_after(calls):
+        for n in range(calls):
+            fun = FRESH[name]()
+            jax.make_jaxpr(amp.autocast(lambda x, fun=fun: jnp.sin(jax.jit(fun)(x @ x))))(X)
+            if n % 10 == 0:
+                gc.collect()
+        return sum(isinstance(x, Facts | Step | Plan) for x in gc.get_objects())
+
+    before = kept_after(201)  # caches of JAX and of autocast keep some of the newest
+    assert kept_after(101) - before < 50

@@ -136,6 +136,23 @@ def test_what_is_kept_can_be_said():
     assert everything["LayerNorm_0"]["scale"].dtype == jnp.float16
 
 
+OPTIONS = [{}, {"remainder": True}, {"masters": False}, {"masters": False, "rounding": "stochastic"}]
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, amp.dynamic_loss_scale], ids=["alone", "scaled"])
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+def test_parameters_of_every_dtype_are_updated_without_promotion(options, jit, wrap):
+    params = {str(dtype): jnp.array([1, -2], dtype) for dtype in ("float16", "bfloat16", "float32", "complex64")}
+    tx = wrap(amp.low_precision_params(optax.sgd(0.5), **options))
+    state = tx.init(params)
+    for _ in range(2):
+        grads = jax.tree.map(lambda x: x * 2**14, params)
+        updates, state = jit(tx.update)(grads, state, params)
+        params = jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)
+    assert all(str(x.dtype) == name for name, x in params.items())
+
+
 @pytest.mark.usefixtures("users_code")
 def test_a_model_with_low_precision_parameters_trains_like_one_in_float32():
     rng = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from jaxprs import equations
 
 import jmp_amp as amp
 
-X, W = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3), np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+X, W = np.linspace(-1, 1, 40, dtype=np.float32).reshape(5, 8), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 X3, X6 = lax.DotAlgorithmPreset.BF16_BF16_F32_X3, lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 

@@ -163,7 +163,7 @@ def test_a_bad_value_is_named(key, value, error):
     with pytest.raises(error) as info:
         amp.interop.torch.load_state_dict(SAVED | {key: value})
     assert f"`{key}`" in str(info.value)
-    assert repr(value) in str(info.value)
+    assert repr(value)[:40] in str(info.value)
 
 
 @pytest.mark.parametrize("d", [None, [], [("scale", 1.0)], "scale", 3.0], ids=repr)

@@ -18,7 +18,7 @@ def network(*planted):
             with jax.named_scope(name):
                 x = jnp.tanh(x @ w)
                 if name in planted:
-                    x = x @ (64 + jnp.eye(4)) - x @ jnp.full((4, 4), 64.0)
+                    x = x @ (64 + jnp.eye(5)) - x @ jnp.full((5, 5), 64.0)
         return jnp.mean(jnp.square(x))
 
     return loss_fn
@@ -27,8 +27,8 @@ def network(*planted):
 @pytest.fixture
 def args():
     keys = jax.random.split(jax.random.key(0), 5)
-    params = {f"layer_{i}": jax.random.normal(key, (4, 4)) for i, key in enumerate(keys[:4])}
-    return params, jax.random.normal(keys[4], (8, 4))
+    params = {f"layer_{i}": jax.random.normal(key, (5, 5)) for i, key in enumerate(keys[:4])}
+    return params, jax.random.normal(keys[4], (8, 5))
 
 
 def gradient_error(loss_fn, rules, args, dtype="float16", scale=2.0**8):
@@ -84,8 +84,8 @@ def test_two_culprits_of_which_each_alone_hides_the_other_are_both_found():
             return jnp.mean(jnp.cbrt(x @ params["last"]))
 
     scales = {"first": 300, "middle": 1, "last": 300}
-    params = {name: scale * (jnp.ones((4, 4)) + jnp.eye(4)) for name, scale in scales.items()}
-    args = params, jnp.linspace(150, 300, 12).reshape(3, 4)
+    params = {name: scale * (jnp.ones((5, 5)) + jnp.eye(5)) for name, scale in scales.items()}
+    args = params, jnp.linspace(150, 300, 15).reshape(3, 5)
     for alone in ("first", "last"):
         assert not gradient_error(loss_fn, {alone: "full"}, args) < 0.9
     rules, report = amp.debug.suggest_rules(loss_fn)(*args)
@@ -103,8 +103,8 @@ def test_an_op_class_is_suggested_where_it_is_cheaper_than_the_modules():
                 x = jnp.tanh(x @ w + shift - shift)
         return jnp.mean(jnp.square(x))
 
-    params = {name: jnp.full((2, 2), 0.5) + 0.1 * jnp.eye(2) for name in ("a", "b", "c")}
-    args = params, 1 + jnp.linspace(-0.5, 0.5, 128).reshape(64, 2), jnp.float32(2048)
+    params = {name: jnp.full((5, 5), 0.2) + 0.1 * jnp.eye(5) for name in ("a", "b", "c")}
+    args = params, 1 + jnp.linspace(-0.5, 0.5, 320).reshape(64, 5), jnp.float32(2048)
     rules, report = amp.debug.suggest_rules(loss_fn)(*args)
     assert rules in (
         {jax.lax.tanh_p: "full"},
@@ -116,9 +116,9 @@ def test_an_op_class_is_suggested_where_it_is_cheaper_than_the_modules():
 
 def test_without_scopes_primitives_are_what_is_left():
     def loss_fn(params, x):
-        return jnp.mean(jnp.tanh(x @ (64 + params["w"]) - x @ jnp.full((4, 4), 64.0)))
+        return jnp.mean(jnp.tanh(x @ (64 + params["w"]) - x @ jnp.full((5, 5), 64.0)))
 
-    args = {"w": jnp.linspace(0.0, 1.0, 16).reshape(4, 4)}, jnp.linspace(0.0, 1.0, 12).reshape(3, 4)
+    args = {"w": jnp.linspace(0.0, 1.0, 25).reshape(5, 5)}, jnp.linspace(0.0, 1.0, 15).reshape(3, 5)
     rules, report = amp.debug.suggest_rules(loss_fn)(*args)
     assert rules == {jax.lax.dot_general_p: "full"}
     assert report.rows[0].flops == 1
@@ -149,8 +149,8 @@ def test_modules_of_flax_are_found():
     class Difference(nn.Module):
         @nn.compact
         def __call__(self, x):
-            w = self.param("w", nn.initializers.normal(1.0), (2, 4))
-            return x @ (1024 + w) - x @ jnp.full((2, 4), 1024.0)
+            w = self.param("w", nn.initializers.normal(1.0), (2, 5))
+            return x @ (1024 + w) - x @ jnp.full((2, 5), 1024.0)
 
     class Model(nn.Module):
         @nn.compact

@@ -117,6 +117,40 @@ def test_every_op_is_timed_on_arguments_that_its_kernels_read():
                 jax.eval_shape(lambda *args, op=op: op.call(*args, implementation="xla"), *case.args)
 
 
+def timed(clock, cost):
+    def layer(x, w, cotangent):
+        def advance(x):
+            clock.now += cost
+            return np.float32(0)
+
+        return io_callback(advance, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("cost", "says"),
+    [
+        (2.0, "in mxfp8 is 0.50 x as fast as in bfloat16; it does not pay: use bfloat16 or float8."),
+        (0.5, "in mxfp8 is 2.00 x as fast as in bfloat16; it pays."),
+    ],
+)
+def test_it_says_whether_mxfp8_pays(monkeypatch, cost, says):
+    monkeypatch.setattr(_tune, "LAYER", (64, 32, 96))
+    clock = Clock({})
+    assert _tune.mxfp8_pays(clock, [timed(clock, 1.0), timed(clock, cost)]).endswith(says)
+
+
+def test_it_says_where_mxfp8_does_not_run(monkeypatch):
+    monkeypatch.setattr(_tune, "LAYER", (64, 32, 96))
+
+    def refuses(*args):
+        raise NotImplementedError("no such unit")
+
+    says = _tune.mxfp8_pays(ways=[_tune.in_bfloat16, refuses])
+    assert says == "mxfp8 does not run on this GPU (NotImplementedError: no such unit): use bfloat16 or float8."
+
+
 # The file
 
 
@@ -174,6 +208,12 @@ BROKEN = {
     "no entries": json.dumps({"versions": GOOD["versions"]}),
     "entries that are no table": json.dumps(GOOD | {"fastest": [1]}),
     "an entry of another form": json.dumps(GOOD | {"fastest": {"quantize": {"32": "triton"}}}),
+    "a kernel of no name": json.dumps(GOOD | {"fastest": {"quantize": {"32": [None, 1]}}}),
+    "an unknown kernel": json.dumps(GOOD | {"fastest": {"quantize": {"32": ["cutlass", 1]}}}),
+    "a module that is no kernel": json.dumps(GOOD | {"fastest": {"quantize": {"32": ["reference", 1]}}}),
+    "an infinite size": json.dumps(GOOD | {"fastest": {"quantize": {"32": ["triton", float("inf")]}}}),
+    "bits that are no number": json.dumps(GOOD | {"fastest": {"quantize": {"NaN": ["triton", 1]}}}),
+    "nested too deeply": "[" * 100_000,
     "a size that is no number": json.dumps(GOOD | {"fastest": {"quantize": {"32": ["triton", "large"]}}}),
 }
 
@@ -184,7 +224,7 @@ def test_a_stale_or_broken_file_is_ignored_with_one_warning(content, cache):
     file.parent.mkdir()
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(UserWarning, match=r"A_fine_GPU_80_GB_.json .*`python -m pallas_kernels tune` writes it again"):
-        assert fastest_implementation("quantize", [jnp.float32], 1024) == "xla"
+        assert jax.jit(lambda x: quantize(x))(jnp.ones((32, 32))).rows.shape == (32, 32)  # as in a train step
     assert fastest_implementation("quantize", [jnp.float32], 1024) == "xla"
     _measured.write(KIND, FASTEST)
     assert fastest_implementation("quantize", [jnp.float32], 1024) == "mosaic_gpu"
@@ -218,10 +258,12 @@ def test_the_file_lies_in_the_users_cache(platform, variables, folder, monkeypat
 def test_the_command_prints_the_table_and_writes_the_file(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pallas_kernels", "tune"])
     monkeypatch.setattr(command, "tune", lambda: FASTEST)
+    monkeypatch.setattr(command, "mxfp8_pays", lambda: "It does not pay.")
     command.main()
     assert _measured.measurements(KIND) == FASTEST
     printed = capsys.readouterr().out
-    for part in (KIND, jax.__version__, _measured.path(KIND), "- check_finite, 16 bits, from size 100: triton"):
+    chosen = "- check_finite, 16 bits, from size 100: triton"
+    for part in (KIND, jax.__version__, _measured.path(KIND), chosen, "It does not pay."):
         assert part in printed
     assert "quantize, 16 bits" not in printed
 

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import jmp_amp as amp
+from jmp_amp import watch
 from jmp_amp._calls import extra
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/watching.md"
@@ -48,6 +49,17 @@ def test_the_history_shows_the_scale_the_skips_the_norm_and_the_loss(tmp_path):
     assert curve(figure, "Norm of the unscaled gradients") == [([*range(1, 9)], [*range(1, 9)])]
     (loss,) = curve(figure, "Loss")
     np.testing.assert_allclose(loss[1], [1 / n for n in range(1, 9)], rtol=1e-6)
+
+
+SCALES = {2.0**16: "2^16", 3.0: "2^1.58496", 2.0**-126: "2^-126", 0.0: "0", -4.0: "-4"}
+SCALES |= {np.inf: "inf", -np.inf: "-inf", np.nan: "nan"}
+
+
+@pytest.mark.parametrize("cast", [float, np.float32, jnp.float32], ids=lambda cast: cast.__name__)
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_status_line_shows_every_scale(scale, cast):
+    values = {"loss": jnp.float32(jnp.nan), "loss_scale": cast(scale), "grad_norm": np.float32(np.inf), "flag": True}
+    assert watch.status_line(jax.device_get(values)) == f"loss nan scale {SCALES[scale]} norm inf flag 1"
 
 
 @pytest.mark.parametrize("column", ["skipped", "total_notfinite", "last_finite"])

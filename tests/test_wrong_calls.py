@@ -1,5 +1,7 @@
 """Calls that cannot mean what they say raise, and the message has the value, what is allowed and the call to write."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -191,6 +193,80 @@ def test_the_message_has_the_value_what_is_allowed_and_the_call_to_write(name):
         call()
 
 
+LONG = "x" * 10**6
+SCALES = amp.LossScale().init()
+HOSTILE = {
+    "policy": lambda s: amp.get_policy(s),
+    "policy with a key": lambda s: amp.get_policy(f"{s}=f16"),
+    "policy with a dtype": lambda s: amp.get_policy(f"c={s}"),
+    "policy twice": lambda s: amp.get_policy(f"c=f16,c={s}"),
+    "policy without equals": lambda s: amp.get_policy(f"c=f16,{s}"),
+    "Policy": lambda s: amp.Policy(s, "float16", "float32"),
+    "Policy of a format": lambda s: amp.Policy("float32", s, "float32"),
+    "jmp policy": lambda s: amp.compat.jmp.get_policy(s),
+    "dtype": lambda s: amp.autocast(loss_fn, s),
+    "dtype and policy": lambda s: amp.autocast(loss_fn, s, policy=s),
+    "policy as dtype": lambda s: amp.autocast(loss_fn, f"{s}="),
+    "function": lambda s: amp.autocast(s),
+    "region": lambda s: amp.full_precision(s),
+    "precision": lambda s: amp.precision(s),
+    "cast_inputs": lambda s: amp.cast_inputs(s),
+    "rule": lambda s: amp.autocast(loss_fn, rules={s: s}),
+    "class": lambda s: amp.autocast(loss_fn, rules={lax.tanh_p: s}),
+    "key of a rule": lambda s: amp.autocast(loss_fn, rules={(s,): "full"}),
+    "save": lambda s: amp.autocast(loss_fn, save=s),
+    "residual_stream": lambda s: amp.autocast(loss_fn, residual_stream=s),
+    "weight_grad_dtype": lambda s: amp.autocast(loss_fn, weight_grad_dtype=s),
+    "init_scale": lambda s: amp.LossScale(init_scale=s),
+    "bytes": lambda s: amp.LossScale(init_scale=s.encode()),
+    "growth_interval": lambda s: amp.LossScale(growth_interval=s),
+    "an integer": lambda s: amp.LossScale(growth_interval=10**10**4),
+    "a scale": lambda s: amp.LossScale(init_scale=10**10**4),
+    "clamp_growth": lambda s: amp.LossScale(clamp_growth=s),
+    "preset": lambda s: amp.LossScale.torch(scale=s),
+    "name of a preset": lambda s: amp.LossScale.torch(**{s: 1}),
+    "set_loss_scale": lambda s: amp.set_loss_scale(SCALES, s),
+    "finite": lambda s: amp.LossScale().update(SCALES, s),
+    "loss_scale": lambda s: amp.grad(loss_fn, loss_scale=s),
+    "argnums": lambda s: amp.grad(loss_fn, argnums=s),
+    "batch_argnums": lambda s: amp.grad(loss_fn, accumulate_steps=2, batch_argnums=s),
+    "has_aux": lambda s: amp.grad(loss_fn, has_aux=s),
+    "accumulate_steps": lambda s: amp.grad(loss_fn, accumulate_steps=s),
+    "reduction": lambda s: amp.grad(loss_fn, reduction=s),
+    "a pair": lambda s: amp.grad(lambda p: s, has_aux=True)(P),
+    "after the function": lambda s: amp.grad(loss_fn, 0, False, s),
+    "inner": lambda s: amp.dynamic_loss_scale(s),
+    "rule in place": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), s),
+    "skip": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), skip=s),
+    "axis_name": lambda s: update(amp.dynamic_loss_scale(optax.sgd(0.1), axis_name=s)),
+    "a list of axes": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), axis_name=[s]),
+    "clip": lambda s: amp.dynamic_loss_scale(optax.sgd(0.1), clip_global_norm=s),
+    "rounding": lambda s: amp.low_precision_params(optax.sgd(0.1), rounding=s),
+    "cast_params": lambda s: amp.cast_params(P, s),
+    "opt_level": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), s),
+    "apex policy": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), policy=s),
+    "apex dtype": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), dtype=s),
+    "config": lambda s: amp.interop.deepspeed.from_config(s),
+    "section": lambda s: amp.interop.deepspeed.from_config({"fp16": s}),
+    "key of a config": lambda s: amp.interop.deepspeed.from_config({"fp16": {s: 1}}),
+    "value of a config": lambda s: amp.interop.deepspeed.from_config({"fp16": {"enabled": s}}),
+    "state dict": lambda s: amp.interop.torch.load_state_dict({s: 1}),
+    "history": lambda s: amp.watch.plot_history([{"loss": s}]),
+    "columns": lambda s: amp.watch.plot_history([{s: 1}]),
+    "reference": lambda s: amp.debug.compare(loss_fn, reference=s)(P, X),
+    "implementation": lambda s: update(amp.dynamic_loss_scale(optax.sgd(0.1), implementation=s)),
+    "select": lambda s: amp.compat.jmp.select_tree(True, s, s + "y"),
+    "pred": lambda s: amp.compat.jmp.select_tree(s, P, P),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_text_of_a_megabyte_is_not_quoted_in_full(name):
+    with pytest.raises((TypeError, ValueError, AssertionError)) as info:
+        HOSTILE[name](LONG)
+    assert len(str(info.value)) < 1500
+
+
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun, lambda fun: jax.vmap(fun, axis_name="batch", axis_size=2)])
 @pytest.mark.parametrize("axis_name", ["data", ("batch", "data")])
 def test_an_axis_that_is_not_mapped_is_named(jit, axis_name):
@@ -228,3 +304,52 @@ def test_functions_that_hold_arrays_are_policies():
 def test_a_policy_of_suggest_rules_names_the_dtype():
     _, report = amp.debug.suggest_rules(loss_fn, policy="mixed_bfloat16")(P, X, tol=1.0)
     assert report.dtype == "bfloat16"
+
+
+OPTIONS = {  # calls with an option of a neighbour, and the call that has it
+    "LossScale(growth_interval": [
+        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), growth_interval=10),
+        lambda: amp.value_and_grad(jnp.sum, growth_interval=10),
+        lambda: amp.unscale_and_check(growth_interval=10),
+    ],
+    "autocast(dtype": [
+        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), dtype="float16"),
+        lambda: amp.value_and_grad(jnp.sum, dtype="float16"),
+        lambda: amp.low_precision_params(optax.adam(1e-3), dtype="float16"),
+        lambda: amp.cast_params({}, "O2", dtype="float16"),
+        lambda: amp.LossScale(dtype="float16"),
+    ],
+    "value_and_grad(accumulate_steps": [
+        lambda: amp.autocast(jnp.sum, accumulate_steps=2),
+        lambda: amp.explain(jnp.sum, accumulate_steps=2),
+        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), accumulate_steps=2),
+    ],
+    "dynamic_loss_scale(clip_global_norm": [
+        lambda: amp.value_and_grad(jnp.sum, clip_global_norm=1.0),
+        lambda: amp.LossScale(clip_global_norm=1.0),
+    ],
+    "low_precision_params(masters": [lambda: amp.dynamic_loss_scale(optax.adam(1e-3), masters=False)],
+    "Policy(compute_dtype": [lambda: amp.autocast(jnp.sum, compute_dtype="float16")],
+}
+
+
+@pytest.mark.parametrize(("owner", "call"), [(owner, call) for owner, calls in OPTIONS.items() for call in calls])
+def test_an_option_of_a_neighbour_names_it(owner, call):
+    with pytest.raises(TypeError, match=r"has no option .*" + re.escape(f"write `amp.{owner}=...)`")):
+        call()
+
+
+def test_an_option_that_nothing_has_is_pythons_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_option'"):
+        amp.dynamic_loss_scale(optax.adam(1e-3), no_such_option=1)
+
+
+@pytest.mark.usefixtures("users_code")
+def test_parameters_in_16_bits_name_low_precision_params():
+    params = {"w": jnp.ones(3, jnp.float16)}
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+    with pytest.raises(TypeError, match=r"state\[0\].mu\['w'\] from float16\[3\] .*amp.low_precision_params\(inner\)"):
+        tx.update(params, tx.init(params), params)
+    tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3)))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert optax.apply_updates(params, updates)["w"].dtype == jnp.float16

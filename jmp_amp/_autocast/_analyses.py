@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads, varying
+from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads, Rule, varying
 from jmp_amp._autocast._values import NOTHING, Known, Moment, Squares, Whole, constant, constants
 from jmp_amp._formats import Format
 
@@ -134,7 +134,7 @@ def _power(size: float, power: float) -> float:
 def _moment(facts: Facts, operands: Sequence[Known]) -> Moment:
     eqn, rule = facts.eqn, facts.rule
     moments = [known.moment for known in operands]
-    if rule.op_class is OpClass.LOWER:
+    if rule.can_run_as_traced:
         is_second = any(known.moment is Moment.PAIR or known.squares is Squares.SQUARE for known in operands)
         return Moment.SECOND if is_second else Moment.PRODUCT
     if facts.is_square or rule.makes is Makes.PRODUCT:
@@ -170,7 +170,7 @@ def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
     if facts.is_square:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
     if rule.makes in (Makes.MATRIX_PRODUCT, Makes.OUTER_PRODUCT) and facts.repeats_operand:
-        return Squares.GRAM if rule.op_class is OpClass.LOWER else Squares.SUM
+        return Squares.GRAM if rule.can_run_as_traced else Squares.SUM
     if rule.sums:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
     if rule.power in (0.5, -0.5):
@@ -316,6 +316,9 @@ class Readers(jx.Backward[Facts, Known, int]):
             of_all |= _passed_on(facts, reads)
         if rule.makes in (Makes.SUM, Makes.DIFFERENCE):
             of_all |= _cancels(operands)
+        if reads & Reads.INDEX and _is_elementwise(rule):
+            indices = [var for var, of in zip(facts.eqn.outvars, outs, strict=True) if of & Reads.INDEX]
+            of_all |= Reads.INDEX * any(map(jx.is_floating, indices))  # a comparison with a threshold is no index
         each = [of_all or Reads.OTHERWISE] * len(operands)
         if gate := _gate(facts, operands, reads):
             each = [of if known.adds_up else of | gate for of, known in zip(each, operands, strict=True)]
@@ -337,7 +340,7 @@ def why_as_traced(facts: Facts, reads: int, operands: Sequence[Known], form: For
     """
     if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, jx.Call | jx.Branches):
         return "loop"
-    if facts.rule.op_class is not OpClass.LOWER:
+    if not facts.rule.can_run_as_traced:
         return None
     if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
         return "recurrence"
@@ -357,6 +360,7 @@ def why_as_traced(facts: Facts, reads: int, operands: Sequence[Known], form: For
 _OF_A_BODY = Reads.ENDS_LOOP | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.MAKES_GATE
 
 _REASONS = {
+    Reads.INDEX: "index",
     Reads.MATRIX: "decomposition",
     Reads.DISTANCE: "distance",
     Reads.ANGLE: "angle",
@@ -375,8 +379,9 @@ def _passed_on(facts: Facts, reads: int) -> int:
     rule = facts.rule
     if rule.op_class is OpClass.LOWER:
         return Reads.NOBODY
-    if rule.passes_on:
-        ways = Reads.LINEAR | Reads.TERM if rule.arithmetic else Reads.LINEAR | Reads.TERM | Reads.ROOT
+    if rule.passes_on or rule.can_run_as_traced:
+        is_sum = rule.arithmetic or rule.is_product
+        ways = Reads.LINEAR | Reads.TERM if is_sum else Reads.LINEAR | Reads.TERM | Reads.ROOT
         if rule.moves:
             ways |= Reads.OTHERS
         if reads & Reads.OTHERS:
@@ -388,6 +393,13 @@ def _passed_on(facts: Facts, reads: int) -> int:
     if facts.is_square:
         return reads & (Reads.MATRIX | Reads.DISTANCE | Reads.EDGE)
     return reads & (Reads.MATRIX | Reads.RANGE if rule.sums else Reads.MATRIX)
+
+
+def _is_elementwise(rule: Rule) -> bool:
+    """Whether an element of the result is made of a few elements of the operands, and none is rounded again."""
+    if rule.op_class in (OpClass.LOWER, OpClass.ORIGINAL):
+        return rule.is_cast
+    return not (rule.sums or (rule.is_product and rule.op_class is OpClass.FULL))
 
 
 def _cancels(operands: Sequence[Known]) -> int:

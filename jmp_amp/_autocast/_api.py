@@ -1,7 +1,6 @@
 """`autocast`: the function transformation."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -16,7 +15,8 @@ from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, Reads
 from jmp_amp._autocast._values import Stream, Use, unknown
-from jmp_amp._calls import transformation
+from jmp_amp._calls import quote, shorten, transformation, warn
+from jmp_amp._cast_inputs import note_refusal
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._modules import with_modules
 from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
@@ -42,7 +42,7 @@ def check_function(fun: Any) -> None:
     if isinstance(fun, Policy) or _is_dtype(fun):
         option = _option(fun)
         raise TypeError(
-            f"`autocast` takes a function, got {fun!r}; write `amp.autocast(fun, {option})`, or "
+            f"`autocast` takes a function, got {quote(fun)}; write `amp.autocast(fun, {option})`, or "
             f"`@amp.autocast({option})` over the function (it transforms a function, so it has no `with` block)"
         )
     if not callable(fun):
@@ -52,12 +52,13 @@ def check_function(fun: Any) -> None:
 def check_dtype_or_policy(dtype: Any, policy: Any) -> None:
     """Raises TypeError if both are given, or if a policy is given as `dtype`."""
     if isinstance(dtype, Policy):
-        raise TypeError(f"`dtype` must be a dtype that autocast computes in, got {dtype!r}; write `policy=policy`")
+        raise TypeError(f"`dtype` must be a dtype that autocast computes in, got {quote(dtype)}; write `policy=policy`")
     if dtype is not None and policy is not None:
-        named = repr(policy) if isinstance(policy, str) else "policy"
+        named = quote(policy) if isinstance(policy, str) else "policy"
         raise TypeError(
-            f"pass either `dtype` or `policy`, got dtype={dtype!r} and policy={policy!r}; a policy names the dtype of "
-            f"the ops itself: write `autocast(fun, policy={named})`, or `autocast(fun, {dtype!r})` without a policy"
+            f"pass either `dtype` or `policy`, got dtype={quote(dtype)} and policy={quote(policy)}; a policy names the "
+            f"dtype of the ops itself: write `autocast(fun, policy={named})`, or `autocast(fun, {quote(dtype)})` "
+            "without a policy"
         )
 
 
@@ -170,9 +171,9 @@ def autocast(
         >>> @amp.autocast
         ... def layer(w, b, x):
         ...     return jax.nn.relu(x @ w + b)
-        >>> layer(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).dtype
+        >>> layer(jnp.ones((8, 3)), jnp.zeros(3), jnp.ones((4, 8))).dtype
         dtype('float32')
-        >>> jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones((4, 2))).eqns[2].outvars[0].aval
+        >>> jax.make_jaxpr(layer)(jnp.ones((8, 3)), jnp.zeros(3), jnp.ones((4, 8))).eqns[2].outvars[0].aval
         ShapedArray(float16[4,3])
 
     References:
@@ -228,7 +229,7 @@ def precision(dtype: Any) -> Mark:
         ... def product(x):
         ...     with amp.precision("bfloat16"):
         ...         return x @ x.T
-        >>> print(product(jnp.full((1, 2), 1e3)))  # float16 ends at 65504
+        >>> print(product(jnp.full((1, 8), 500.0)))  # float16 ends at 65504
         [[1.998848e+06]]
     """
     return jx.marked(parse_format(dtype).name)
@@ -255,7 +256,7 @@ def full_precision(fun: F | None = None) -> F | Mark:
         ... def gram(x):
         ...     with amp.full_precision():
         ...         return x @ x.T
-        >>> print(gram(jnp.full((1, 2), 300.0)))
+        >>> print(gram(jnp.full((1, 8), 150.0)))
         [[180000.]]
     """
     region = precision("float32")
@@ -263,8 +264,8 @@ def full_precision(fun: F | None = None) -> F | Mark:
         return region
     if _is_dtype(fun) or not callable(fun):
         raise TypeError(
-            f"`full_precision` takes a function or no argument, got {fun!r}; write `with amp.full_precision():`, or "
-            '`@amp.full_precision` over a function; a region of another dtype is `with amp.precision("bfloat16"):`'
+            f"`full_precision` takes a function or no argument, got {quote(fun)}; write `with amp.full_precision():`, "
+            'or `@amp.full_precision` over a function; a region of another dtype is `with amp.precision("bfloat16"):`'
         )
     return region(fun)
 
@@ -298,11 +299,11 @@ def parse_settings(
             "`jax.named_scope` and give a dtype to that: {'my_scope': 'full'}"
         )
     if save not in ("all", "matmuls"):
-        raise ValueError(f'`save` must be "all" or "matmuls", got {save!r}')
+        raise ValueError(f'`save` must be "all" or "matmuls", got {quote(save)}')
     if weight_grad_dtype is not None and parse_format(weight_grad_dtype) is not FORMATS["float32"]:
-        raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {weight_grad_dtype!r}")
+        raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {quote(weight_grad_dtype)}")
     if residual_stream not in ("float32", "low"):
-        raise ValueError(f'`residual_stream` must be "float32" or "low", got "{residual_stream}"')
+        raise ValueError(f'`residual_stream` must be "float32" or "low", got "{shorten(str(residual_stream))}"')
     grads = None if weight_grad_dtype is None else FLOAT32
     return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low"))
 
@@ -333,12 +334,18 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
-        closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, cast=as_float32)
+        try:
+            closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, jax.Ref, cast=as_float32)
+        except Exception as error:
+            if form.is_low:
+                note_refusal(error, form.dtype, lambda cast: jx.trace_call(fun, args, kwargs, jax.Ref, cast=cast))
+            raise
         jaxpr, _ = jx.open_jaxpr(closed)
         reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
         use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
-        plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), Region(form))
+        region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
+        plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
         planned(plan)
         _warn(plan, options)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)
@@ -354,13 +361,9 @@ def _warn(plan: Plan, options: Options) -> None:
     for pattern in options.overrides.scopes.keys() - matched:
         scopes = sorted(filter(None, plan.scopes))
         shown = ", ".join(scopes[:20]) + (f" and {len(scopes) - 20} more" if len(scopes) > 20 else "")
-        warnings.warn(
-            f"the rule for `{pattern}` matches no scope of the function; its scopes are: {shown or 'none'}",
-            stacklevel=4,
-        )
+        warn(f"the rule for `{shorten(pattern)}` matches no scope of the function; its scopes are: {shown or 'none'}")
     for name in sorted(plan.opaque):
-        warnings.warn(
+        warn(
             f"autocast has no rule for `{name}`, so the products in it stay as they were traced; cast its operands in "
-            "the function, or report it with the program",
-            stacklevel=4,
+            "the function, or report it with the program"
         )

@@ -194,7 +194,7 @@ def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
     rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
     dtype = widest(eligible) if eligible else FLOAT32
     if dtype == FLOAT32:
-        is_product = eqn.primitive is lax.dot_general_p and op.facts.rule.op_class is OpClass.LOWER
+        is_product = eqn.primitive is lax.dot_general_p and op.facts.rule.can_run_as_traced
         is_free = is_product and eqn.params["precision"] is None and len(eligible) == len(operands)
         return {"precision": op.format.precision} if is_free and op.format.precision is not None else {}
     params: dict[str, Any] = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
@@ -271,7 +271,7 @@ def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | Non
 def _computed(op: Context) -> Value:
     """Returns the origin of the result of another op: a product, or a sum of products and their biases, stays one."""
     rule, values = op.rule, op.values
-    if rule.op_class is OpClass.LOWER and any(rows is not None for rows in rule.rows):
+    if rule.can_run_as_traced and any(rows is not None for rows in rule.rows):
         inputs = [value.origin <= Origin.INPUT for value in values[:2]]
         weights = inputs if any(inputs) else [True, True]
         axes = tuple(rows for rows, is_weight in zip(rule.rows, weights, strict=True) if is_weight and rows is not None)

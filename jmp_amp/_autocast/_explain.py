@@ -84,6 +84,7 @@ REASONS = {
     "recurrence": "a loop replaces a carry with products and sums of it",
     "logarithm": "a logarithm reads its result, which may be smaller or larger than float16 holds",
     "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
+    "index": "its result is converted to an integer",
     "count": "it counts: both operands come from comparisons or integers",
     "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
     "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",

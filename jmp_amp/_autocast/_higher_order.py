@@ -7,9 +7,7 @@ from itertools import compress
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, zero_from_primal
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
@@ -121,8 +119,9 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     """
     eqn, values, uses = op.eqn, op.values, op.uses
     entry = jx.HIGHER_ORDER[eqn.primitive.name]
-    if jx.versions.params_of(eqn).get("policy") is not None:  # of `jax.checkpoint`
-        eqn = jx.versions.with_params(eqn, policy=as_products(jx.versions.params_of(eqn)["policy"]))
+    policy = jx.versions.params_of(eqn).get("policy")  # of `jax.checkpoint`
+    if policy is not None and not jx.versions.is_known_by_class(eqn, policy):
+        eqn = jx.versions.with_params(eqn, policy=as_products(policy))
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     has_references = call.rule is not None and any(map(jx.is_reference, eqn.invars))
     if entry.enter_low is not None and op.format.is_low:
@@ -217,7 +216,8 @@ def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
     """
     if region.is_checkpointed or jx.holds(body, jx.versions.is_checkpoint):
         return "jax.checkpoint"
-    is_fixed = plan.frame.effects or jx.versions.is_checkified()
+    # `checkify` cannot rewrite a `jax.checkpoint` whose checks need constants.
+    is_fixed = jx.versions.has_effects(plan.frame) or jx.versions.is_traced_by("checkify")
     return "autocast" if planner.options.saves_products and not is_fixed else "JAX"
 
 
@@ -282,60 +282,83 @@ def _known_as(values: Values, known: Sequence[Known]) -> Values:
 
 def custom_jvp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the tangent rule of `eqn`."""
-    inexact_outs = list(map(jx.is_inexact, eqn.outvars))
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def jvp(symbolic: bool, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         pairs = zip(_differentiable(eqn), tangents, strict=True)
         perturbed = [d and not isinstance(t, SymbolicZero) for d, t in pairs]
+        moves: list[bool] = []
 
         def as_traced(*args: Any) -> list[Any]:
+            nonlocal moves
             primals, tangents = args[: len(perturbed)], args[len(perturbed) :]
             fun = _of_perturbed(eqn, perturbed, primals)
-            results, result_tangents = jax.jvp(fun, list(compress(primals, perturbed)), list(tangents))
-            return [*results, *compress(result_tangents, inexact_outs)]
+            results, result_tangents, moves = _jvp(fun, list(compress(primals, perturbed)), list(tangents))
+            return [*results, *compress(result_tangents, moves)]
 
         types = _types(primals, eqn.invars)
-        outs = (*plan.outs, *_tangents(compress(plan.outs, inexact_outs)))
+        traced = jx.trace(as_traced, [*types, *compress(types, perturbed)])
+        outs = (*plan.outs, *_tangents(compress(plan.outs, moves)))
         inputs = (*plan.inputs, *_tangents(compress(plan.inputs, perturbed)))
-        rule = _planned(planner, jx.trace(as_traced, [*types, *compress(types, perturbed)]), inputs, plan)
+        rule = _planned(planner, traced, inputs, plan)
         results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
         results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
-        it, pairs = iter(result_tangents), zip(inexact_outs, results, strict=True)
-        return results, [next(it) if is_one else np.zeros(jnp.shape(x), jax.dtypes.float0) for is_one, x in pairs]
+        return results, jx.combine(moves, result_tangents, [zero_from_primal(x, symbolic) for x in results])
 
-    return _with_rule(plan, eqn, jax.custom_jvp, lambda f, zeros: f.defjvp(jvp, symbolic_zeros=zeros))
+    def define(function: Any, rule: jx.versions.CustomRule) -> None:
+        function.defjvp(functools.partial(jvp, rule.symbolic_zeros), symbolic_zeros=rule.symbolic_zeros)
+
+    return _with_rule(plan, eqn, jax.custom_jvp, define)
+
+
+def _jvp(fun: Callable, primals: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any], list[bool]]:
+    """As `jax.jvp` of a function that returns a list; it also says which tangents are not known to be zero."""
+    moves: list[bool] = []
+
+    @jax.custom_jvp
+    def end(results: list[Any]) -> list[Any]:
+        return results
+
+    @functools.partial(end.defjvp, symbolic_zeros=True)
+    def _(results: Any, tangents: Any) -> Any:  # is not called if all are known to be zero
+        nonlocal moves
+        moves = [not isinstance(tangent, SymbolicZero) for tangent in tangents[0]]
+        return results[0], tangents[0]
+
+    results, result_tangents = jax.jvp(lambda *args: end(fun(*args)), primals, tangents)
+    return results, result_tangents, moves or [False] * len(results)
 
 
 def custom_vjp(planner: Planner, eqn: JaxprEqn, plan: Plan) -> Run:
     """Returns the planned function with the cotangent rule of `eqn`. Its residuals may be low precision."""
-    symbolic_zeros, _ = jx.versions.custom_rule(eqn)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         perturbed = _differentiable(eqn)
-        if symbolic_zeros:
+        if any(isinstance(arg, CustomVJPPrimal) for arg in args):  # the rule gets symbolic zeros
             perturbed = [d and arg.perturbed for d, arg in zip(perturbed, args, strict=True)]
             args = tuple(arg.value for arg in args)
         return _forward(planner, eqn, plan, perturbed, args)
 
-    define_vjp = jx.versions.define_vjp
-    return _with_rule(plan, eqn, jax.custom_vjp, lambda f, zeros: define_vjp(f, forward, operator.call, zeros))
+    def define(function: Any, rule: jx.versions.CustomRule) -> None:
+        options = {"symbolic_zeros": rule.symbolic_zeros, "optimize_remat": rule.optimize_remat}
+        jx.versions.define_vjp(function, forward, operator.call, **options)
+
+    return _with_rule(plan, eqn, jax.custom_vjp, define)
 
 
-def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[[Any, bool], Any]) -> Run:
+def _with_rule(plan: Plan, eqn: JaxprEqn, transform: Callable, define: Callable[[Any, Any], Any]) -> Run:
     """Returns the planned function with a derivative rule, which `define` gives to what `transform` returns."""
-    symbolic_zeros, n_closed_over = jx.versions.custom_rule(eqn)
 
     def call(*args: Any) -> list[Any]:
         return plan(*args)
 
-    call.__name__ = eqn.params.get("name", eqn.primitive.name)
-
     def run(args: Sequence[Any]) -> Sequence[Any]:
-        function = transform(call)
-        define(function, symbolic_zeros)
+        rule = jx.versions.custom_rule(eqn)
+        call.__name__ = rule.name
+        function, n = transform(call), rule.n_closed_over
+        define(function, rule)
         # JAX refuses to differentiate what the function closes over.
-        closed_over = [_refuses_tangents(x) if isinstance(x, jax.core.Tracer) else x for x in args[:n_closed_over]]
-        return function(*closed_over, *args[n_closed_over:])
+        closed_over = [_refuses_tangents(x) if isinstance(x, jax.core.Tracer) else x for x in args[:n]]
+        return function(*closed_over, *args[n:])
 
     return run
 
@@ -352,7 +375,7 @@ def _(primals: Any, tangents: Any) -> NoReturn:  # is not called for a tangent t
 
 def _differentiable(eqn: JaxprEqn) -> list[bool]:
     """Returns whether each operand may be differentiated."""
-    _, n_closed_over = jx.versions.custom_rule(eqn)
+    n_closed_over = jx.versions.custom_rule(eqn).n_closed_over
     return [i >= n_closed_over and jx.is_inexact(var) for i, var in enumerate(eqn.invars)]
 
 

@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import RULES, Makes, OpClass, Reads, Rule, RuleOf, Rules
+from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 
 
@@ -60,7 +61,7 @@ def parse_rules(rules: Mapping[Any, Any]) -> Overrides:
         else:
             raise TypeError(
                 "a rule is for a primitive (`lax.tanh_p`) or for a pattern of scopes ('decoder/*'), "
-                f"got {key!r} of type {type(key).__name__}"
+                f"got {quote(key)} of type {type(key).__name__}"
             )
     return Overrides(tuple(rules.items()), primitives, scopes)
 
@@ -72,9 +73,9 @@ def _format_of_scopes(pattern: str, value: Any) -> Format:
         return parse_format(value).at_any_size
     except (TypeError, ValueError):
         raise ValueError(
-            f'the rule of the scopes `{pattern}` must be "full" or a dtype that autocast computes in '
-            f'({", ".join(FORMATS)}), got {value!r}; write `rules={{{pattern!r}: "full"}}`. A class such as "lower" is '
-            'for a primitive: `rules={lax.tanh_p: "lower"}`'
+            f'the rule of the scopes `{shorten(pattern)}` must be "full" or a dtype that autocast computes in '
+            f'({", ".join(FORMATS)}), got {quote(value)}; write `rules={{{quote(pattern)}: "full"}}`. A class such as '
+            '"lower" is for a primitive: `rules={lax.tanh_p: "lower"}`'
         ) from None
 
 
@@ -84,13 +85,13 @@ def _override(name: str, value: Any) -> RuleOf:
         op_class = OpClass(value)
     except ValueError:
         classes = ", ".join(each.value for each in OpClass)
-        raise ValueError(f"the class of `{name}` must be one of {classes}, got {value!r}") from None
+        raise ValueError(f"the class of `{name}` must be one of {classes}, got {quote(value)}") from None
     known = RULES.get(name, Rule(OpClass.ORIGINAL, dtype_params=("preferred_element_type",)))
     is_as_traced = name in RULES and isinstance(known, Rule) and known.op_class is OpClass.ORIGINAL
     if is_as_traced and op_class not in (OpClass.FULL, OpClass.ORIGINAL):
         raise ValueError(
             f"`{name}` runs in the dtypes that it was traced in: its class can be `full` or `original`, "
-            f"got {value!r}; where it takes 16 bits, cast its operands in the function"
+            f"got {quote(value)}; where it takes 16 bits, cast its operands in the function"
         )
 
     def rule(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:

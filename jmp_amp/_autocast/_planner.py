@@ -1,6 +1,7 @@
 """Plans jaxprs: decides the dtype that each op computes in, by the rule of its primitive."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Knowledge, Readers, joined, why_as_traced
 from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
-from jmp_amp._autocast._plan import Op, Plan, Region, Step, differs, is_same_in_loops
+from jmp_amp._autocast._plan import Op, Plan, Region, Run, Step, differs, is_same_in_loops
 from jmp_amp._autocast._primitives import RULES, Facts, Makes, OpClass, Reads, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
@@ -30,7 +31,8 @@ class Planner:
         self.knowledge = Knowledge(self.facts_of)
         self.readers = Readers(self.facts_of, self.knowledge)
         self.streams = Streams(self.facts_of)
-        self._plans, self._bodies, self._facts = jx.Cache(), jx.Cache(), jx.Cache()
+        self._plans, self._facts = jx.Cache(), jx.Cache()
+        self._bodies = jx.Cache(drop=dict.clear)  # a plan refers to its functions, and these to the plan
         self._steps, self._numbers, self._counter = jx.Cache(2**14), jx.Cache(2**14), itertools.count()
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
@@ -72,7 +74,7 @@ class Planner:
         return facts
 
     def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int | None:
-        if eqn.primitive.name not in self._rules:  # it may hold jaxprs, which these numbers would keep alive
+        if eqn.primitive.name not in self._rules or jx.holds_jaxprs(eqn):  # which these numbers would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
@@ -137,14 +139,19 @@ class Planner:
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
-        own = [isinstance(atom, Var) and is_input for atom, is_input in zip(eqn.invars, op.is_input, strict=True)]
+        has_rule = eqn.primitive.name in self._rules
+        own = [
+            has_rule and isinstance(a, Var) and is_input for a, is_input in zip(eqn.invars, op.is_input, strict=True)
+        ]
         own_casts = tuple(cast if is_own else None for cast, is_own in zip(casts, own, strict=True))
         shared = tuple(None if is_own else cast for cast, is_own in zip(casts, own, strict=True))
         saved = tuple(i for i, value in enumerate(op.values) if own_casts[i] is not None and value.save_cast)
         rewrite = rewrite_of(op, dtypes, own_casts)
         is_other_op = rewrite is not None or bool(params)
         changed = is_other_op or differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
-        run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
+        run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
+        if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
+            run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
         reads_float32 = tuple(d == FLOAT32 or not shows for d in dtypes)
@@ -221,7 +228,7 @@ class _Draft:
         op = Context(facts, region, self._planner.options, ())
         outs = [self._variables[var].reads for var in eqn.outvars]
         reads = joined(outs)
-        if facts.structure is not None or rule.op_class is OpClass.LOWER or reads & Reads.ENDS_LOOP:
+        if facts.structure is not None or rule.can_run_as_traced or reads & Reads.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
             is_marked = format_in(eqn.source_info.name_stack) is not None
             if facts.enters is not None:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive, Var
@@ -140,10 +141,11 @@ class Reads:
     TERM = 1 << 11  # as a term of the next value of an accumulator
     RECURRENCE = 1 << 12  # as the next value of a recurrence by products
     ENDS_LOOP = 1 << 13  # to decide when a loop ends
+    INDEX = 1 << 14  # as an index or a code: it is converted to an integer of more than 8 bits
 
     OTHERS = OTHERWISE | RETURNED
     LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
-    SENSITIVE = LINEAR | ENDS_LOOP  # those that float32 is for
+    SENSITIVE = LINEAR | ENDS_LOOP | INDEX  # those that float32 is for
 
 
 class Rule(NamedTuple):
@@ -215,6 +217,11 @@ class Rule(NamedTuple):
         return self.makes is Makes.MATRIX_PRODUCT
 
     @property
+    def can_run_as_traced(self) -> bool:
+        """Whether the op runs as it was traced where a fact asks for it: a product that may be low precision does."""
+        return self.op_class is OpClass.LOWER or (self.is_product and self.op_class is OpClass.PROMOTE)
+
+    @property
     def sums(self) -> bool:
         """Whether the op sums along axes."""
         return self.makes is Makes.TOTAL
@@ -255,6 +262,7 @@ _SQUARE = Rule(OpClass.FOLLOW, Makes.POWER, fuses=True, power=2, fold=lambda _, 
 _MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
 _CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda _, x: x)
+_SCATTER = _PROMOTE._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _KERNEL = _COSTLY._replace(is_kernel=True)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
@@ -266,15 +274,46 @@ def operand_dtypes(precision: Any) -> set[np.dtype] | None:
     return None if read is None else set(map(np.dtype, read if isinstance(read, tuple) else (read,)))
 
 
-def _product(params: Mapping[str, Any], terms: Sequence[Any], rows: tuple[Axes | None, Axes | None]) -> Rule:
-    """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered."""
+def _product(
+    params: Mapping[str, Any],
+    terms: Sequence[Any],
+    left: Sequence[Any],
+    right: Sequence[Any],
+    rows: tuple[Axes | None, Axes | None],
+) -> Rule:
+    """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered.
+
+    Args:
+        params: the parameters of the op.
+        terms: the sizes of the axes that it sums over.
+        left: those of the other axes of the first operand that are not batch axes.
+        right: those of the second operand.
+        rows: see `Rule`.
+    """
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
     if lax.Precision.HIGHEST in asked or operand_dtypes(precision) == {np.dtype(np.float32)}:
         return Rule(OpClass.ORIGINAL, Makes.MATRIX_PRODUCT, costly=True)
     if all(n == 1 for n in terms):
         return Rule(OpClass.PROMOTE, Makes.OUTER_PRODUCT, dtype_params=_LOWER.dtype_params)
+    if _is_geometry(terms, left, right):
+        return Rule(OpClass.PROMOTE, Makes.MATRIX_PRODUCT, rows=rows, dtype_params=_LOWER.dtype_params)
     return _LOWER._replace(rows=rows)
+
+
+def _is_geometry(terms: Sequence[Any], *others: Sequence[Any]) -> bool:
+    """Whether an operand is a matrix of at most 4 x 4: a rotation, a camera. No matrix unit computes it faster.
+
+    The axes before its rows hold other matrices, as under `vmap`. A row or a column counts only beside another such
+    matrix: it may be one example of a layer of 3 inputs.
+    """
+
+    def is_small(n: Any) -> bool:
+        return isinstance(n, int) and n <= 4  # a symbolic size may be any
+
+    rows = [shape[-1] for shape in others if shape]
+    has_matrix = any(is_small(n) and n > 1 for n in rows) or all(is_small(math.prod(shape)) for shape in others)
+    return is_small(math.prod(terms)) and has_matrix
 
 
 def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -286,10 +325,11 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     )
     first, middle = len(batch[0]), len(batch[0]) + len(left)
     lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
-    rule = _product(params, [avals[0].shape[axis] for axis in contracting[0]], (rights, lefts))
+    terms = [avals[0].shape[axis] for axis in contracting[0]]
+    rule = _product(params, terms, left, right, (rights, lefts))
     # A layer with one input or one output is a layer, not a product of vectors.
     is_of_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
-    if is_of_vectors and rule.op_class is OpClass.LOWER:
+    if is_of_vectors and rule.can_run_as_traced:
         return Rule(OpClass.FULL, Makes.MATRIX_PRODUCT, dtype_params=_LOWER.dtype_params)
     return rule
 
@@ -297,13 +337,22 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
 def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     numbers, kernel = params["dimension_numbers"], avals[1].shape
     terms = [n for axis, n in enumerate(kernel) if axis != numbers.rhs_spec[0]]
-    return _product(params, terms, (None, frozenset(range(len(kernel))) - {numbers.out_spec[1]}))
+    # Each group multiplies a patch at each of any number of places by a matrix.
+    features = kernel[numbers.rhs_spec[0]] // (params["feature_group_count"] * params["batch_group_count"])
+    rows = None, frozenset(range(len(kernel))) - {numbers.out_spec[1]}
+    return _product(params, terms, (math.inf,), (features,), rows)
 
 
 def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
-    contracting = params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
-    rows = frozenset(range(avals[0].ndim - 1))
-    return _product(params, [avals[0].shape[axis] for axis in contracting], (None, rows))
+    numbers = params["ragged_dot_dimension_numbers"]
+    contracting, batch = numbers.dot_dimension_numbers
+    groups = (), numbers.rhs_group_dimensions
+    left, right = (
+        [n for i, n in enumerate(aval.shape) if i not in (*c, *b, *g)]
+        for aval, c, b, g in zip(avals, contracting, batch, groups, strict=False)
+    )
+    rows = None, frozenset(range(avals[0].ndim - 1))
+    return _product(params, [avals[0].shape[axis] for axis in contracting[0]], left, right, rows)
 
 
 def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -313,8 +362,15 @@ def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
 
 
 def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    """A cast from float32 to float32 changes only the weak type. Any other cast is the user's choice."""
-    return _CAST if params["new_dtype"] == np.float32 else ORIGINAL._replace(dtype_params=_CAST.dtype_params)
+    """A cast from float32 to float32 changes only the weak type. Any other cast is the user's choice.
+
+    A wide integer is an index or a code, and 999 as bfloat16 is 1000. One of 8 bits is a quantized value.
+    """
+    dtype = params["new_dtype"]
+    if dtype == np.float32:
+        return _CAST
+    is_wide = jnp.issubdtype(dtype, np.integer) and jnp.iinfo(dtype).bits > 8
+    return ORIGINAL._replace(reads=Reads.INDEX if is_wide else Reads.NOBODY, dtype_params=_CAST.dtype_params)
 
 
 def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -326,6 +382,11 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     shape = (*indices.shape[:-1], *params["slice_sizes"])
     is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
     return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=no_axes)
+
+
+def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
+    """A scatter that applies a function of the user holds it, traced in the dtype of the array."""
+    return _SCATTER if params["update_jaxpr"] is None else ORIGINAL
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -379,7 +440,8 @@ RULES: Rules = _table(
         "eq ne lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
         "rem nextafter": _PROMOTE._replace(keeps_unit=True),
         "atan2": _PROMOTE,
-        "scatter scatter-min scatter-max": _PROMOTE._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",)),
+        "scatter": _scatter,
+        "scatter-min scatter-max": _SCATTER,
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(makes=Makes.CHOSEN),
         "concatenate pad": _PROMOTE._replace(makes=Makes.MOVED, move_axes=no_axes),
         "stack": _PROMOTE._replace(makes=Makes.MOVED),

@@ -46,17 +46,19 @@ def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
 def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
     """Whether a gather takes one float32 element a row, along the last axis."""
     x, indices = avals
-    rows, axis = tuple(range(x.ndim - 1)), (x.ndim - 1,)
+    rows, axis = range(x.ndim - 1), (x.ndim - 1,)
+    batch = params["dimension_numbers"].operand_batching_dims  # `take_along_axis` leaves out rows of size 1
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=(),
+        offset_dims=tuple([i for i in rows if i not in batch and x.shape[i] == 1]),
         collapsed_slice_dims=axis,
         start_index_map=axis,
-        operand_batching_dims=rows,
-        start_indices_batching_dims=rows,
+        operand_batching_dims=tuple([i for i in rows if i in batch]),
+        start_indices_batching_dims=tuple(range(len(batch))),
     )
     return (
         x.dtype == np.float32
-        and indices.shape == (*x.shape[:-1], 1, 1)
+        and len(numbers.offset_dims) + len(batch) == len(rows)
+        and indices.shape == (*[x.shape[i] for i in batch], 1, 1)
         and indices.dtype.itemsize >= 4  # a smaller one cannot count the elements of a long row
         and params["dimension_numbers"] == numbers
         and params["slice_sizes"] == (1,) * x.ndim
@@ -67,7 +69,7 @@ def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
 def _take_label_logit(op: Op, args: Sequence[Any]) -> list[Any]:
     def tangent(x: Any, indices: Any, t: Any) -> Any:
         # An index out of bounds equals none, so its tangent is 0.
-        is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
+        is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices.reshape(*x.shape[:-1], 1)
         return jnp.sum(jnp.where(is_label, t, 0), -1, keepdims=True)
 
     return _with_tangent(op, tangent, args)

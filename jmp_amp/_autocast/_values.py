@@ -132,7 +132,7 @@ class Value(NamedTuple):
         filled: it is an array of one repeated number, such as `jnp.zeros(shape)`. It does not widen the values that
             an op selects, but it widens sums and products, as in JAX's promotion.
         magnitudes: the smallest nonzero and the largest finite magnitude of a constant (infinity and 0 if there is no
-            such element); None for other values.
+            such element); None for other values, and for weights that the function closes over.
         scalar: the value of a constant scalar; None if it is not known.
         has_float32_copy: another equation reads it in float32.
         known: the facts that do not depend on dtypes.
@@ -193,8 +193,10 @@ def unknown(aval: Any) -> Value:
 
 def constant(x: Any) -> Value:
     """Describes a constant of the program. A traced one counts as an input."""
-    is_number = isinstance(x, np.ndarray | np.generic) and x.ndim == 0 and x.dtype == FLOAT32  # as most literals are
-    return _number(float(x)) if is_number else _constant(x)
+    if isinstance(x, np.ndarray | np.generic) and x.ndim == 0 and x.dtype == FLOAT32:  # as most literals are
+        return _number(float(x))
+    is_kept = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)  # an array of NumPy may change
+    return _of_arrays(x, (), lambda: _constant(x)) if is_kept else _constant(x)
 
 
 def constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
@@ -202,7 +204,7 @@ def constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
     return _constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
 
 
-_constants = jx.Cache()
+_constants, _of_arrays = jx.Cache(), jx.Cache()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -223,12 +225,19 @@ def _constant(x: Any) -> Value:
     return value._replace(magnitudes=sizes, known=Known(size=sizes[1], whole=whole))
 
 
-# Constants of up to 64 MB are read on the host, at trace time, to find out whether a low dtype can hold them.
-_READABLE = 2**24
+# Constants of up to so many elements are read, at trace time, to find out whether a low dtype can hold them: vectors,
+# which are often biases and then widen nothing, and other arrays. Larger ones are weights or masks.
+_READABLE, _READABLE_VECTOR = 2**13, 2**18
+_NUMBERS_IN_MASK = 8
 
 
 def _elements(x: Any) -> np.ndarray | None:
-    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or too large."""
+    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or a weight.
+
+    Of a large array of NumPy, every n-th element is read. If these are a few different numbers, it is a mask. A large
+    array of JAX is not read, since it may have to be copied from a device: as an argument of the program, it makes the
+    sums and choices that read it float32.
+    """
     if isinstance(x, jax.Array):  # those of a tracer, or of an array of several processes, are not known
         is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     else:
@@ -236,7 +245,12 @@ def _elements(x: Any) -> np.ndarray | None:
     aval = jax.typeof(x) if is_known else None
     if aval is None or not (aval.dtype == np.float32 or (aval.shape == () and jnp.issubdtype(aval.dtype, np.number))):
         return None
-    return np.asarray(x, aval.dtype) if aval.size <= _READABLE else None
+    if aval.size <= (_READABLE_VECTOR if len(varying(aval.shape)) < 2 else _READABLE):
+        return np.asarray(x, aval.dtype)
+    if isinstance(x, jax.Array):
+        return None
+    numbers = np.unique(np.asarray(x).flat[:: aval.size // _READABLE])
+    return numbers if numbers.size <= _NUMBERS_IN_MASK else None
 
 
 def magnitudes(x: np.ndarray) -> tuple[float, float]:

@@ -7,7 +7,6 @@ The rules of the primitive are those of a product: it is linear in each operand,
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._calls import warn
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
 from jmp_amp._float8._quantize import (
     BLOCK,
@@ -128,16 +129,18 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
     if lacking and not params["emulated"]:
         units = "units for blocks of float8" if blocks else "float8 units"
-        warnings.warn(
+        has_float8 = all(without_float8(each) is None for each in platforms)
+        warn(
             f"{lacking[0]} has no {units}, so products run in {params['base']} instead of float8; "
-            f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does",
-            stacklevel=2,
+            f'write dtype="{"float8" if has_float8 else np.dtype(params["base"])}" for this device, or '
+            f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does"
         )
         return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, *args)
     (lhs, rhs, *rest), exponents = _split_exponents(list(zip(ctx.avals_in, args, strict=True)), params["scaled"])
     inputs = [[x] if exponent is None else [x, exponent] for x, exponent in zip((lhs, rhs), exponents, strict=True)]
     if not blocks:
-        casts = [_Cast(dtype) for dtype in params["operands"]]
+        orders = [_order(ctx, *each) for each in inputs]
+        casts = [_Cast(dtype, order=order) for dtype, order in zip(params["operands"], orders, strict=True)]
         return _lower_casts(ctx, inputs, casts, functools.partial(_of_tensors, **params), rest)
     axes, out = params["dimension_numbers"][0], abstract_eval(*ctx.avals_in, **params)
     casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
@@ -150,6 +153,12 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
 
 
 Typed = tuple[Any, Any]  # a type and a value of the program that is lowered
+
+
+def _order(ctx: Any, x: Typed, *exponent: Typed) -> tuple[int, ...] | None:
+    """Returns the order of the axes in which a weight is stored, for GPUs; None for another operand."""
+    is_gpu = {"cuda", "rocm"}.issuperset(jx.versions.lowering_platforms(ctx))
+    return jx.versions.stored_order(ctx, *x) if exponent and is_gpu else None
 
 
 def _lower_casts(
@@ -194,10 +203,14 @@ class _Cast(NamedTuple):
     Attributes:
         dtype: the float8 dtype.
         along: the axes that are summed over, if each 32 elements along them have a scale; None for one scale.
+        order: the axes of the result in memory, the outermost first; None leaves it to XLA. GPUs read float8 along the
+            axis that is summed over. To get there, XLA would transpose the float32 weights of all layers, before a loop
+            over micro-batches starts. In the order of the weight, it transposes the float8 weight of a layer.
     """
 
     dtype: np.dtype
     along: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def is_along_columns(self) -> bool:
@@ -207,7 +220,8 @@ class _Cast(NamedTuple):
     def __call__(self, x: jax.Array, *exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns `quantize` of the operand, or `quantize_blocks` of it as a matrix, whose rows are summed over."""
         if self.along is None:
-            return quantize(x, self.dtype, *exponent)
+            low, exponents = quantize(x, self.dtype, *exponent)
+            return low if self.order is None else with_layout_constraint(low, Layout(self.order)), exponents
         terms = math.prod(x.shape[axis] for axis in self.along)
         if self.is_along_columns:  # the float8 array is transposed, which has fewer bytes
             return quantize_blocks(x.reshape(terms, -1), self.dtype, 0)

@@ -1,12 +1,10 @@
 """How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace, with_constants_as_inputs
@@ -14,10 +12,10 @@ from jmp_amp._jaxpr._versions import (
     hi_kind,
     hi_primitive,
     is_hi_type,
+    of_one,
     open_jaxpr,
     params_of,
     scan_sizes,
-    split_known,
     with_params,
 )
 
@@ -177,10 +175,13 @@ class Body:
     def __call__(self, *args: Any) -> Sequence[Any]:
         return self._fun(*args)
 
-    @functools.cached_property
+    @property
     def jaxpr(self) -> Any:
         """The function as a closed jaxpr."""
-        return trace(self._fun, self._avals)
+        return _traced(self, (), lambda: trace(self._fun, self._avals))
+
+
+_traced = Cache()
 
 
 Run = Callable[[JaxprEqn, Sequence[Body], Sequence[Any]], Sequence[Any]]
@@ -214,6 +215,7 @@ def _run_hi_primitive(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]
     primitive = hi_primitive(eqn)
     kind = hi_kind(primitive)
     if kind == "name":
+        primitive = of_one(primitive)
         return [type(primitive)(primitive.name, jax.typeof(args[0]))(args[0])]
     return (_run_remat if kind == "remat" else _run_inline)(eqn, bodies, args)
 
@@ -226,51 +228,12 @@ def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -
 
 
 def holds(jaxpr: Any, selects: Callable[..., bool]) -> bool:
-    """Whether a jaxpr, or one inside it, has an equation whose primitive and parameters are selected."""
+    """Whether a jaxpr, or one inside it, has an equation whose primitive, types and parameters are selected."""
     return any(
-        selects(eqn.primitive, **eqn.params) or any(holds(inner, selects) for inner, _ in inner_jaxprs(eqn))
+        selects(eqn.primitive, *[atom.aval for atom in eqn.invars], **eqn.params)
+        or any(holds(inner, selects) for inner, _ in inner_jaxprs(eqn))
         for eqn in open_jaxpr(jaxpr)[0].eqns
     )
-
-
-def hoist(jaxpr: Any, known: Sequence[Any], moves: Callable[..., bool]) -> Callable[..., list[Any]]:
-    """Returns a closed jaxpr as a function that reads results of some ops as they are computed here.
-
-    So a loop over the function computes these ops once.
-
-    Args:
-        jaxpr: the jaxpr. If it has effects, or holds no such op, all of its ops stay in the function.
-        known: the values of its first inputs, which are the same in every call; None for an input that may change.
-        moves: selects ops that depend on known values and constants alone, as the policies of `jax.checkpoint` do.
-    """
-    opened, consts = open_jaxpr(jaxpr)
-    if opened.effects or not holds(jaxpr, moves):
-        return functools.partial(jax.core.eval_jaxpr, opened, consts)
-    is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
-    opened, _ = open_jaxpr(with_constants_as_inputs(jaxpr))
-    before, after = split_known(opened, [True] * len(consts) + is_known, moves)
-    moved = jax.core.eval_jaxpr(before, (), *consts, *[x for x in known if x is not None])
-    return lambda *args: jax.core.eval_jaxpr(after, (), *moved, *consts, *args)
-
-
-def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], moves: Callable[..., bool]) -> Sequence[Any]:
-    """Runs a loop with other functions in place of its jaxprs, and some ops on its constants before it; see `hoist`."""
-    loop, (*cond, body) = structure_of(eqn), bodies
-    assert isinstance(loop, Loop)
-    consts, carry, n = args[loop.consts], tuple(args[loop.carry]), loop.n_carry
-    hoisted = hoist(body.jaxpr, consts, moves)
-    if cond:
-        goes_on = functools.partial(cond[0], *args[loop.cond_consts])
-        return lax.while_loop(lambda carry: goes_on(*carry)[0], lambda carry: tuple(hoisted(*consts, *carry)), carry)
-
-    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-        outs = tuple(hoisted(*consts, *carry, *xs))
-        return outs[:n], outs[n:]
-
-    xs, options = tuple(args[loop.xs]), {name: eqn.params[name] for name in ("reverse", "unroll")}
-    length = None if xs else loop.length  # `lax.scan` takes a symbolic length from `xs` only
-    carry, ys = lax.scan(step, carry, xs, length, **options)
-    return *carry, *ys
 
 
 class HigherOrder(NamedTuple):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -30,6 +31,12 @@ def shape_of(atom: Any) -> tuple[int, ...] | None:
     return getattr(atom.aval, "shape", None)
 
 
+def nbytes_of(x: Any) -> int:
+    """Returns the bytes of a variable, a literal, a type or an array, as if symbolic axes had the size 1."""
+    sizes = [n for n in getattr(getattr(x, "aval", x), "shape", ()) if isinstance(n, int)]
+    return math.prod(sizes) * getattr(dtype_of(x), "itemsize", 0)
+
+
 def is_reference(atom: Any) -> bool:
     """Whether a variable is a mutable reference to an array."""
     return hasattr(atom.aval, "inner_aval")
@@ -54,26 +61,37 @@ class Cache:
     """Values by object and key. JAX keeps the jaxprs of inner functions, so what is found out about them is kept too.
 
     The objects are held weakly and compared by identity. For each, the newest values are kept, 64 unless told. Several
-    threads may use it.
+    threads may use it. To make a value may call functions of the user, which wait for other threads, so no lock is held
+    meanwhile: of several threads that make one value, all get that of the first.
+
+    Args:
+        limit: how many values are kept for an object.
+        drop: called with each value of an object that is gone, to break a cycle of references that the value is in.
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, limit: int = 64, drop: Callable[[Any], Any] = lambda value: None) -> None:
         self._values: dict[int, tuple[Any, dict[Hashable, Any]]] = {}
-        self._limit, self._lock = limit, threading.RLock()
+        self._limit, self._drop, self._lock = limit, drop, threading.RLock()
+
+    def _forget(self, number: int) -> None:
+        _, values = self._values.pop(number, (None, {}))
+        for value in values.values():
+            self._drop(value)
 
     def __call__(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the value that is kept for `owner` and `key`, or makes it. It must not hold `owner`."""
+        number = id(owner)
         with self._lock:
-            number = id(owner)
             if number not in self._values:
-                self._values[number] = weakref.ref(owner, lambda _: self._values.pop(number, None)), {}
+                self._values[number] = weakref.ref(owner, lambda _: self._forget(number)), {}
             _, values = self._values[number]
-            if key not in values:
-                value = make()
-                while len(values) >= self._limit:
-                    del values[next(iter(values))]
-                values[key] = value
-            return values[key]
+            if key in values:
+                return values[key]
+        value = make()
+        with self._lock:
+            while key not in values and len(values) >= self._limit:
+                del values[next(iter(values))]
+            return values.setdefault(key, value)
 
 
 def trace(fun: Callable, args: Sequence[Any]) -> Any:
@@ -108,7 +126,7 @@ def _is_array(x: Any, also: tuple[type, ...]) -> bool:
     """Whether JAX can trace it; numpy also has arrays of strings and of objects."""
     if isinstance(x, np.ndarray):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_
-    # A tracer may also be of a token or of a type of the user. A reference is closed over.
+    # A tracer may also be of a token or of a type of the user. A reference is no array.
     return isinstance(x, (jax.Array, *also)) or (isinstance(x, jax.core.Tracer) and not is_reference(x))
 
 
@@ -118,7 +136,8 @@ def trace_call(
     """Traces a call. JAX's errors name the function and its arguments, as those of `jax.jit` do.
 
     Args:
-        fun: a function of pytrees. Arrays among the arguments are traced, other leaves are passed on.
+        fun: a function of pytrees. Arrays among the arguments are traced, other leaves are passed on, so that a
+            reference is closed over.
         args: its arguments.
         kwargs: likewise.
         also: more types of leaves that count as arrays.
@@ -141,10 +160,13 @@ def trace_call(
         results, rebuild = split_arrays(fun(*args, **kwargs), jax.core.Tracer)
         return results
 
+    def traced(x: Any) -> Any:
+        return cast(x) if _is_array(x, ()) else x if _is_array(x, also) else None
+
     with contextlib.suppress(TypeError, ValueError):  # a builtin has none
         call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
     # Only arrays are leaves of these; JAX names them as in the call.
-    args, kwargs = jax.tree.map(lambda x: cast(x) if _is_array(x, also) else None, (args, kwargs))
+    args, kwargs = jax.tree.map(traced, (args, kwargs))
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
 
 
@@ -238,14 +260,14 @@ def evaluate(
     def read(atom: Any) -> Any:
         return literal(atom) if isinstance(atom, Literal) else env[atom]
 
-    for eqn, dead in _with_last_reads(opened):
+    for eqn, dead in with_last_reads(opened):
         env.update(zip(eqn.outvars, apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         for var in dead:
             del env[var]
     return [read(atom) for atom in opened.outvars]
 
 
-def _with_last_reads(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, list[Var]]]:
+def with_last_reads(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, list[Var]]]:
     """Pairs each equation with the variables that no later one reads, so that they can be freed outside `jit`."""
     read_later = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     pairs = []

@@ -4,11 +4,12 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 """
 
 import contextlib
+import inspect
 import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src.xla_metadata_lib import current_xla_metadata  # no public function says what is set
@@ -90,10 +91,18 @@ def is_differentiated() -> bool:
     return isinstance(trace_ctx.trace, ad.JVPTrace | LinearizeTrace)
 
 
-def is_checkified() -> bool:
-    """Whether `checkify` traces here. It cannot rewrite a `jax.checkpoint` whose checks need constants."""
-    frames = traceback.walk_stack(None)
-    return any(frame.f_globals.get("__name__") == "jax._src.checkify" for frame, _ in frames)
+def is_compiled() -> bool:
+    """Whether `jax.jit` traces here what will be compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    names = {f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames}
+    for_shapes = not names.isdisjoint({"jax._src.api.make_jaxpr_f", "jax._src.api.eval_shape"})
+    return "jax._src.pjit.cache_miss" in names or ("jax._src.pjit.jit_trace" in names and not for_shapes)
+
+
+def is_traced_by(module: str) -> bool:
+    """Whether a transformation of JAX traces here, named by its module: `"checkify"`, or `"ad_checkpoint"`."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    return any(frame.f_globals.get("__name__") == f"jax._src.{module}" for frame, _ in frames)
 
 
 def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
@@ -105,6 +114,13 @@ def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> 
 def hi_primitive(eqn: JaxprEqn) -> Any:
     """Returns the `HiPrim` that an equation applies (`VJPHiPrimitive` up to JAX 0.11); None for other primitives."""
     return eqn.params["_prim"] if eqn.primitive.name == "call_hi_primitive" else None
+
+
+def of_one(primitive: Any) -> Any:
+    """Returns the `HiPrim` that a `VmapOf` applies to many, up to JAX 0.11; any other one as it is."""
+    while hasattr(primitive, "prim"):
+        primitive = primitive.prim
+    return primitive
 
 
 def is_hi_type(aval: Any) -> bool:
@@ -125,8 +141,8 @@ def hi_kind(primitive: Any) -> str | None:
     kinds = [kind for name, kind in _HI_KINDS.items() if name in classes]
     if kinds:
         return kinds[0]
-    if "VmapOf" in classes:
-        return hi_kind(primitive.prim)
+    if hasattr(primitive, "prim"):
+        return hi_kind(of_one(primitive))
     base = classes.get("HiPrim") or classes["VJPHiPrimitive"]
 
     def has(rule: str) -> bool:
@@ -135,7 +151,7 @@ def hi_kind(primitive: Any) -> str | None:
     if has("transpose"):  # it is linear, which a function in its place would not be
         return None
     is_derived = type(primitive).vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
-    if has("jvp"):
+    if has("jvp") or (is_derived and not has("lin")):  # without any rule, the error of JAX names the primitive
         return "custom_jvp_call" if is_derived else None
     return None if has("lin") else "custom_vjp_call"
 
@@ -150,7 +166,7 @@ _HI_KINDS = {
 }
 
 
-def is_checkpoint(primitive: Primitive, **params: Any) -> bool:
+def is_checkpoint(primitive: Primitive, *args: Any, **params: Any) -> bool:
     """Whether an equation of this primitive and these parameters is a `jax.checkpoint`."""
     return primitive.name == "remat2" or ("_prim" in params and hi_kind(params["_prim"]) == "remat")
 
@@ -169,6 +185,11 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[Any] | None:
     if type(primitive).__name__ not in _HI_KINDS:
         return None
     return list(filter(None, [primitive.params.get("jaxpr"), getattr(primitive.params.get("traced"), "jaxpr", None)]))
+
+
+def is_known_by_class(eqn: JaxprEqn, policy: Any) -> bool:
+    """Whether a `jax.checkpoint` reads the class of its policy, as `jax_remat3` does up to JAX 0.11."""
+    return hi_primitive(eqn) is not None and type(policy).__module__ == "jax._src.ad_checkpoint"
 
 
 def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
@@ -218,6 +239,13 @@ def zero_cotangent(aval: Any) -> Any:
     return ad.Zero(aval.to_tangent_aval())
 
 
+def has_effects(jaxpr: Jaxpr) -> bool:
+    """Whether an open jaxpr has an effect, such as a print or a write to a reference. To name a mesh axis is none."""
+    from jax._src.core import NamedAxisEffect
+
+    return any(not isinstance(effect, NamedAxisEffect) for effect in jaxpr.effects)
+
+
 def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool]) -> tuple[Jaxpr, Jaxpr]:
     """Splits what an open jaxpr computes from known inputs alone from the rest.
 
@@ -237,25 +265,42 @@ def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool])
     return before, after
 
 
-def custom_rule(eqn: JaxprEqn) -> tuple[bool, int]:
-    """Describes the derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
+class CustomRule(NamedTuple):
+    """The derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
 
-    Returns:
-        Whether the rule gets symbolic zeros, and how many of the first operands are values that the function closes
-        over.
+    Attributes:
+        name: the name of the function that has it.
+        symbolic_zeros: whether it gets symbolic zeros.
+        n_closed_over: how many of the first operands are values that the function closes over.
+        optimize_remat: whether `jax.checkpoint` runs the function itself where no derivative is read.
     """
+
+    name: str
+    symbolic_zeros: bool
+    n_closed_over: int
+    optimize_remat: bool = False
+
+
+def custom_rule(eqn: JaxprEqn) -> CustomRule:
+    """Describes the derivative rule of an equation, for a call of a function with this rule in its place."""
     primitive = hi_primitive(eqn)
     if primitive is None:
-        return eqn.params["symbolic_zeros"], eqn.params["num_consts"]
-    while hasattr(primitive, "prim"):  # `VmapOf`, up to JAX 0.11
-        primitive = primitive.prim
+        name = open_jaxpr(eqn.params["call_jaxpr"])[0].debug_info.func_name
+        return CustomRule(name, eqn.params["symbolic_zeros"], eqn.params["num_consts"])
+    primitive = of_one(primitive)
+    params = primitive.params
+    if "traced" not in params:  # of a primitive of the user, which learns which operands are differentiated if it can
+        # `shard_map` takes no symbolic zeros outside `jit`, nor up to JAX 0.11 does `jax.checkpoint` with this flag.
+        refuses = jax.sharding.get_abstract_mesh().manual_axes or getattr(jax.config, "jax_custom_vjp3", False)
+        return CustomRule(type(primitive).__name__, not refuses, 0)
     # Of `jax.custom_jvp` and `jax.custom_vjp`, what the function closes over is the first argument since JAX 0.11.
     # Since 0.12, a second argument is for rules that JAX makes.
-    is_first = {"with_logs", "jvp_rule"} & primitive.params.keys()
+    is_first = {"with_logs", "jvp_rule"} & params.keys()
     n = 2 if hasattr(primitive, "drop_fwd_consts") else 1 if is_first else 0
-    # A primitive of the user always learns which operands are differentiated.
-    symbolic_zeros = primitive.params.get("symbolic_zeros", "traced" not in primitive.params)
-    return symbolic_zeros, len(jax.tree.leaves(primitive.in_avals[:n]))
+    n_closed_over = len(jax.tree.leaves(primitive.in_avals[:n]))
+    return CustomRule(
+        params["traced"].fun_name, params["symbolic_zeros"], n_closed_over, params.get("opt_remat", False)
+    )
 
 
 def closed_over_error() -> type[Exception]:
@@ -265,12 +310,12 @@ def closed_over_error() -> type[Exception]:
     return CustomVJPException
 
 
-def define_vjp(function: Any, forward: Callable, backward: Callable, symbolic_zeros: bool) -> None:
+def define_vjp(function: Any, forward: Callable, backward: Callable, **options: bool) -> None:
     """Gives a `jax.custom_vjp` its rules; `backward` returns cotangents, and logs, which JAX 0.10 does not have."""
     if hasattr(function, "defvjp_with_logs"):
-        function.defvjp_with_logs(forward, backward, symbolic_zeros=symbolic_zeros)
+        function.defvjp_with_logs(forward, backward, **options)
     else:
-        function.defvjp(forward, lambda *args: backward(*args)[0], symbolic_zeros=symbolic_zeros)
+        function.defvjp(forward, lambda *args: backward(*args)[0], **options)
 
 
 def pull_with_logs(pullback: Any, cotangents: Any) -> tuple[Sequence[Any], Any]:
@@ -291,6 +336,25 @@ def lowered_once(ctx: Any, key: Any, lower: Callable[[], Any]) -> Any:
     if key not in cache or cache[key][0] != block:  # a value of another block may not be visible here
         cache[key] = block, lower()
     return cache[key][1]
+
+
+def stored_order(ctx: Any, aval: Any, value: Any) -> tuple[int, ...] | None:
+    """Returns the axes of a value that is lowered as those of the array that it transposes, the outermost first.
+
+    None where a program should not fix an order: JAX exports no constraint on a layout. Before JAX 0.12, a sharded
+    weight with a constraint would be gathered twice.
+    """
+    module = ctx.module_context
+    is_partitioned = jax.__version_info__ < (0, 12) and getattr(module.axis_context, "num_devices", 1) != 1
+    if module.lowering_parameters.for_export or is_partitioned:
+        return None
+    axes = list(range(aval.ndim))
+    while getattr(value.owner, "name", "") in ("stablehlo.transpose", "stablehlo.convert"):
+        op = value.owner
+        if op.name == "stablehlo.transpose":
+            axes = [op.attributes["permutation"][axis] for axis in axes]
+        (value,) = op.operands
+    return tuple(sorted(axes, key=axes.__getitem__))
 
 
 def lowered_for_devices(primitive: Primitive) -> Primitive:

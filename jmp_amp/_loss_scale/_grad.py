@@ -14,10 +14,10 @@ from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp import _modules
-from jmp_amp._calls import describe, transformation
+from jmp_amp._calls import describe, quote, transformation
 from jmp_amp._float8 import is_scale
-from jmp_amp._loss_scale._rule import to_scale
-from jmp_amp._loss_scale._state import get_loss_scale
+from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
+from jmp_amp._loss_scale._state import find_state
 from jmp_amp._trees import multiply_wide, wide_dtype
 
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
@@ -59,8 +59,8 @@ def value_and_grad(
             of any dtype; `aux` is stacked along a new first axis. An overflow in one micro-batch makes the sum
             overflow. Batch statistics and random streams of Flax NNX modules change with each micro-batch.
         reduction: `"mean"` or `"sum"` over the micro-batches, of both losses and gradients.
-        batch_argnums: the arguments to split along the first axes of their arrays; by default, all positional arguments
-            that are neither differentiated nor NNX modules.
+        batch_argnums: the arguments to split along the first axes of their arrays, as in `argnums`; by default, all
+            positional arguments that are neither differentiated nor NNX modules.
         transform: creates the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
             `nnx.value_and_grad`.
         **kwargs: passed to `transform`.
@@ -72,11 +72,14 @@ def value_and_grad(
 
     Raises:
         TypeError: the loss is not a real floating-point scalar (raised when the returned function is called),
-            `loss_scale` is not a scalar number, `loss_scale` and `opt_state` are both given, `argnums` holds anything
-            but integers, `has_aux` is not a bool, the result of `fun` is not a pair with `has_aux`, or a module whose
-            leaves are not all floating arrays is differentiated without the `transform` of its library.
-        ValueError: `opt_state` does not hold exactly one `LossScaleState`; `accumulate_steps` is not positive or does
-            not divide a first axis (the message names it); or `reduction` is neither `"mean"` nor `"sum"`.
+            `loss_scale` is not a scalar number, `loss_scale` and `opt_state` are both given, `argnums` or
+            `batch_argnums` holds anything but integers, `has_aux` is not a bool, the result of `fun` is not a pair with
+            `has_aux`, or a module whose leaves are not all floating arrays is differentiated without the `transform` of
+            its library.
+        ValueError: `opt_state` does not hold exactly one `LossScaleState`; the scale is not between 2^-126 and 2^126
+            (a traced one is not checked); `accumulate_steps` is not positive or does not divide a first axis (the
+            message names it); `batch_argnums` selects an argument that does not exist or is differentiated; or
+            `reduction` is neither `"mean"` nor `"sum"`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -99,20 +102,22 @@ def value_and_grad(
         The order of cast and scale is that of apex's `scale_loss`. `reduction="sum"` is DeepSpeed's
         `scale_wrt_gas=False`.
     """
-    _check_grad_arguments(argnums, has_aux)
+    _check_grad_arguments(argnums, batch_argnums, has_aux)
+    source: Any = loss_scale
     if opt_state is not None:
         if loss_scale is not None:
             raise TypeError(
                 "pass either `opt_state` or `loss_scale`; `opt_state=opt_state` is short for "
                 "`loss_scale=amp.get_loss_scale(opt_state)`"
             )
-        loss_scale = get_loss_scale(opt_state)
+        source = find_state(opt_state)
+        loss_scale = source.loss_scale
     scale = to_scale(1.0 if loss_scale is None else loss_scale)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-        raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {accumulate_steps!r}")
+        raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {quote(accumulate_steps)}")
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'`reduction` must be "mean" or "sum", got {reduction!r}')
-    if argnums != 0:  # some transforms, such as Equinox's, have no `argnums`
+        raise ValueError(f'`reduction` must be "mean" or "sum", got {quote(reduction)}')
+    if not (isinstance(argnums, int) and argnums == 0):  # some transforms, such as Equinox's, have no `argnums`
         kwargs = {"argnums": argnums, **kwargs}
     takes_floats_only = transform is jax.value_and_grad and not kwargs.get("allow_int")
     evaluate = _scaled_value_and_grad(fun, has_aux, scale, functools.partial(transform, **kwargs))
@@ -121,6 +126,7 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        warn_if_constant(source, (args, kwargs))
         if takes_floats_only:
             _check_differentiable(args, argnums)
         value, grads = evaluate(*args, **kwargs)
@@ -225,11 +231,10 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
     """
 
     def accumulated(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
-        if batch_argnums is None:
-            differentiated = _argnums_as_tuple(argnums)
-            to_split = tuple(i for i, x in enumerate(args) if i not in differentiated and not _modules.is_module(x))
-        else:
-            to_split = _argnums_as_tuple(batch_argnums)
+        differentiated = _argnums_as_tuple(argnums)
+        if not all(-len(args) <= i < len(args) for i in differentiated):
+            return value_and_grad(*args, **kwargs)  # raises as `jax.value_and_grad` does
+        to_split = _arguments_to_split(args, {i % len(args) for i in differentiated}, batch_argnums)
         batches = {i: _split_into_micro_batches(i, args[i], steps) for i in to_split}
         if not jax.tree.leaves(batches):
             raise ValueError(
@@ -252,10 +257,12 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
 
         first = jax.tree.map(lambda x: x[0], batches)
         closed, _, rebuild = jx.trace_call(evaluate, (state, first), {})
-        # The scales of float8 weights are the same for all micro-batches. A module returns its weights as it got them.
+        # Casts of weights, and their scales in float8, are the same for all micro-batches. A module returns its weights
+        # as it got them.
         leaves, opened = jax.tree.leaves(state), jx.open_jaxpr(closed)[0]
         pairs = zip(leaves, opened.invars, opened.outvars[len(opened.outvars) - len(leaves) :], strict=False)
-        hoisted = jx.hoist(closed, [x if var is out else None for x, var, out in pairs], is_scale)
+        known = [x if var is out else None for x, var, out in pairs]
+        hoisted = jx.hoist(closed, known, _is_cast_or_scale, is_scale, growth=_GROWTH)
 
         def evaluate_hoisted(*args: Any) -> Any:
             return rebuild(hoisted(*jax.tree.leaves(args)))
@@ -278,6 +285,34 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         return (loss, aux), grads
 
     return accumulated
+
+
+_GROWTH = 1.1  # casts stay in the loop if a micro-batch would need more than this many times its memory
+
+
+def _is_cast_or_scale(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Whether an op casts an array to a smaller floating dtype, or computes the scale of a float8 weight."""
+    if primitive is not lax.convert_element_type_p:
+        return is_scale(primitive)
+    dtype = params["new_dtype"]
+    return jx.is_floating(avals[0]) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < avals[0].dtype.itemsize
+
+
+def _arguments_to_split(args: Sequence[Any], differentiated: Set[int], batch_argnums: Any) -> list[int]:
+    n = len(args)
+    if batch_argnums is None:
+        return [i for i, x in enumerate(args) if i not in differentiated and not _modules.is_module(x)]
+    for i in _argnums_as_tuple(batch_argnums):
+        if not -n <= i < n:
+            raise ValueError(
+                f"`batch_argnums` must be from {-n} to {n - 1}, because the loss got {n} positional arguments, got {i}"
+            )
+        if i % n in differentiated:
+            raise ValueError(
+                f"`batch_argnums` must select arguments that are not differentiated, got {i}, which `argnums` selects "
+                "too; the gradients of different micro-batches cannot be added up"
+            )
+    return sorted({i % n for i in _argnums_as_tuple(batch_argnums)})
 
 
 def _split_into_micro_batches(i: int, tree: Any, steps: int) -> Any:
@@ -306,19 +341,22 @@ def _without_float0(tree: Any) -> Any:
 
 
 def _argnums_as_tuple(argnums: Any) -> tuple[int, ...]:
-    """Returns `argnums` as a tuple of integers; one of Flax NNX may be an `nnx.DiffState`, which holds it."""
-    argnums = argnums if isinstance(argnums, Sequence | Set) else (argnums,)
-    return tuple(getattr(argnum, "argnum", argnum) for argnum in argnums)
+    """Returns `argnums` as a tuple of integers, as JAX reads it; one of Flax NNX may be an `nnx.DiffState`."""
+    argnums = getattr(argnums, "argnum", argnums)
+    try:
+        return (operator.index(argnums),)
+    except TypeError:
+        return tuple(operator.index(getattr(x, "argnum", x)) for x in argnums)
 
 
-def _check_grad_arguments(argnums: Any, has_aux: Any) -> None:
+def _check_grad_arguments(argnums: Any, batch_argnums: Any, has_aux: Any) -> None:
     """Raises TypeError unless JAX takes these as `argnums` and `has_aux`."""
     wrong = "" if isinstance(has_aux, int | np.bool_ | None) else f"`has_aux` must be a bool, got {describe(has_aux)}"
-    try:
-        for argnum in _argnums_as_tuple(argnums):
-            operator.index(argnum)
-    except TypeError:
-        wrong = f"`argnums` must be an integer, a sequence of integers or an `nnx.DiffState`, got {describe(argnums)}"
+    for name, value in {"argnums": argnums, "batch_argnums": () if batch_argnums is None else batch_argnums}.items():
+        try:
+            _argnums_as_tuple(value)
+        except TypeError:
+            wrong = f"`{name}` must be an integer, a sequence of integers or an `nnx.DiffState`, got {describe(value)}"
     if wrong:
         raise TypeError(
             f"{wrong}; pass the scale as `loss_scale=...`, and the arguments of the function to the result: "

@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._calls import quote
 from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -107,20 +108,23 @@ def _is_typed(name: Any) -> bool:
         return bool(jx.versions.varying_axes(lax.axis_index(name)))
     except NameError:  # JAX's error for an unbound axis
         raise ValueError(
-            f"`axis_name` must name axes of `shard_map`, `pmap` or `vmap` around `update`, got {name!r}, which is none "
-            "here; leave out `axis_name` under plain `jit`, which sees whole arrays, with or without sharding"
+            f"`axis_name` must name axes of `shard_map`, `pmap` or `vmap` around `update`, got {quote(name)}, which is "
+            "none here; leave out `axis_name` under plain `jit`, which sees whole arrays, with or without sharding"
         ) from None
+
+
+def differentiated(params: Any) -> Any:
+    """Returns the tree that the gradients are of: the fast parameters of `optax.LookaheadParams`."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def check_leaves(grads: Any, params: Any) -> None:
     """Raises ValueError unless every gradient has a parameter of its shape at the same path, and vice versa.
 
     Frozen and static leaves have no gradient, so `params` may hold anything at the paths where `grads` holds None or
-    `optax.MaskedNode`. Per-example gradients may have a leading axis, which all of them must share. For
-    `optax.LookaheadParams`, the gradients are those of the fast parameters.
+    `optax.MaskedNode`. Per-example gradients may have a leading axis, which all of them must share.
     """
-    if isinstance(params, optax.LookaheadParams):
-        params = params.fast
+    params = differentiated(params)
     grads_by_path, params_by_path = _leaves_by_path(grads), _leaves_by_path(params)
     for path, x in grads_by_path.items():
         if is_value(x) and not is_value(params_by_path.get(path)):
@@ -215,9 +219,11 @@ def _arguments(tracers: Iterable[Any]) -> set[int]:
 
 
 def _can_be_scale(x: Any) -> bool:
-    """Whether a tracer is a floating-point scalar that is an argument, or was computed outside of any derivative."""
+    """Whether a tracer is a floating-point scalar that is an argument, or was computed from one outside derivatives."""
+    if jx.shape_of(x) != () or not jx.is_floating(x):
+        return False
     eqn = jx.versions.parent_of(x)
-    return jx.shape_of(x) == () and jx.is_floating(x) and (eqn is None or not _differentiates(eqn))
+    return eqn is None or (not _differentiates(eqn) and bool(_arguments(jx.tracers_behind(x))))
 
 
 def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_inside: bool = False) -> Iterator[bool]:

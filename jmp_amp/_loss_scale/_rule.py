@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_amp._calls import check_type
+from jmp_amp import _jaxpr as jx
+from jmp_amp._calls import check_type, quote, shorten, warn, with_options
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+
+NEVER = np.iinfo(np.int32).max  # the hysteresis that is left before a static scale backs off
 
 
 class LossScaleState(NamedTuple):
@@ -23,7 +26,8 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale: float32[], multiplies the loss of the next step.
         growth_tracker: int32[], finite steps since the last overflow or change of the scale; negative during a delay.
-        hysteresis_tracker: int32[], overflows left until the scale backs off; at 0 or 1, the next overflow backs off.
+        hysteresis_tracker: int32[], overflows left until the scale backs off; at 0 or 1, the next overflow backs off,
+            and at 2^31 - 1, none ever does: the scale is static.
         last_finite: bool[], whether the gradients of the last step were finite; true before the first step.
         notfinite_count: int32[], consecutive steps, up to the last one, whose gradients were not finite.
         total_notfinite: int32[], all steps so far whose gradients were not finite.
@@ -44,6 +48,7 @@ class LossScaleState(NamedTuple):
     total_notfinite: jax.Array
 
 
+@with_options
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """The rule by which a loss scale adapts.
@@ -132,7 +137,7 @@ class LossScale:
         return LossScaleState(
             loss_scale=jnp.asarray(self.init_scale, jnp.float32),
             growth_tracker=jnp.asarray(-self.overflow_delay, jnp.int32),
-            hysteresis_tracker=jnp.asarray(self.hysteresis, jnp.int32),
+            hysteresis_tracker=jnp.asarray(NEVER if self.is_static else self.hysteresis, jnp.int32),
             last_finite=jnp.asarray(True),
             notfinite_count=jnp.asarray(0, jnp.int32),
             total_notfinite=jnp.asarray(0, jnp.int32),
@@ -150,6 +155,7 @@ class LossScale:
         Returns:
             The scaled tree in float32; wider leaves keep their dtype.
         """
+        warn_if_constant(state, tree)
         return multiply_wide(tree, state.loss_scale)
 
     def unscale(self, state: LossScaleState, tree: Any, *, implementation: str | None = None) -> tuple[Any, jax.Array]:
@@ -167,6 +173,7 @@ class LossScale:
         """
         from pallas_kernels import unscale_check
 
+        warn_if_constant(state, tree)
         unscaled_grads, is_finite, _ = unscale_check(tree, 1 / state.loss_scale, implementation=implementation)
         return unscaled_grads, is_finite
 
@@ -184,11 +191,11 @@ class LossScale:
         is_finite = to_flag("finite", finite)
         tracker = optax.safe_increment(state.growth_tracker)
         grows = is_finite & (tracker >= self.growth_interval)
-        overflows_left = jnp.maximum(state.hysteresis_tracker - 1, 0)
+        hysteresis = jnp.minimum(state.hysteresis_tracker, self.hysteresis)  # another rule may have allowed more
+        overflows_left = jnp.maximum(hysteresis - 1, 0)
         refills = grows | (is_finite & self.consecutive_hysteresis)
-        hysteresis = jnp.where(refills, self.hysteresis, state.hysteresis_tracker)
+        hysteresis = jnp.where(is_finite, jnp.where(refills, self.hysteresis, hysteresis), overflows_left)
         scale = state.loss_scale
-        is_valid = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
         if not self.is_static:
             grown, ceiling = scale * self.growth_factor, jnp.maximum(scale, self.max_scale)
             grown = jnp.where(grown <= self.max_scale, grown, ceiling if self.clamp_growth else scale)
@@ -196,9 +203,9 @@ class LossScale:
             after_overflow = jnp.where(overflows_left == 0, backed_off, scale)
             scale = jnp.where(is_finite, jnp.where(grows, grown, scale), after_overflow)
         return LossScaleState(
-            loss_scale=jnp.where(is_valid, scale, self.init_scale),
+            loss_scale=jnp.where(is_scale(state.loss_scale), scale, self.init_scale),
             growth_tracker=jnp.where(is_finite, jnp.where(grows, -self.growth_delay, tracker), -self.overflow_delay),
-            hysteresis_tracker=jnp.where(is_finite, hysteresis, overflows_left),
+            hysteresis_tracker=jnp.full_like(hysteresis, NEVER) if self.is_static else hysteresis,
             last_finite=is_finite,
             notfinite_count=jnp.where(is_finite, 0, optax.safe_increment(state.notfinite_count)),
             total_notfinite=jnp.where(is_finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)),
@@ -263,8 +270,10 @@ class LossScale:
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in overrides.items():
             if name not in names:
-                cures = [f"; write `{ours}={value!r}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others]
-                got = f"`{name}={value!r}`{''.join(cures)}"
+                cures = [
+                    f"; write `{ours}={quote(value)}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others
+                ]
+                got = f"`{shorten(name)}={quote(value)}`{''.join(cures)}"
                 raise TypeError(f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got {got}")
         return cls(**preset | overrides)
 
@@ -278,8 +287,39 @@ _NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
 }
 
 
+def is_scale(value: Any) -> Any:
+    """Whether a float32 number and its reciprocal, or each of an array, are positive and normal."""
+    return (value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether the host can read a number or an array; a traced one is data, so it is not checked."""
+    return not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+
+
+def warn_if_constant(source: Any, traced: Any) -> None:
+    """Warns if `jax.jit` compiles a program here in which the scale of a state is a constant.
+
+    Args:
+        source: a `LossScaleState`, or a scale; a number, or the scale of a static rule, is meant to be constant.
+        traced: what the scale multiplies or divides, or is to be computed from these.
+    """
+    scale = source.loss_scale if isinstance(source, LossScaleState) else source
+    if isinstance(scale, jax.core.Tracer) or not isinstance(scale, jax.Array | np.ndarray):
+        return
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(traced)) or not jx.versions.is_compiled():
+        return
+    if not (isinstance(source, LossScaleState) and np.all(np.asarray(source.hysteresis_tracker) == NEVER)):
+        warn(
+            "`jax.jit` compiles the loss scale of a state as a constant here, so it will not follow the state, and "
+            "gradients will be wrong by a factor; make the state an argument of the jitted function, "
+            "`step = jax.jit(lambda opt_state, *args: amp.value_and_grad(fun, opt_state=opt_state)(*args))`, or pass a "
+            "scale that never changes as a Python number"
+        )
+
+
 def to_number(name: str, value: Any) -> float:
-    """Returns `value` as a positive float that, like its reciprocal, is a normal float32 number."""
+    """Returns a user's number as a float, and raises ValueError unless `is_scale` holds."""
     try:
         if isinstance(value, bool | np.bool_ | str | bytes):
             raise TypeError
@@ -287,10 +327,10 @@ def to_number(name: str, value: Any) -> float:
     except OverflowError:
         number = math.inf
     except TypeError:
-        raise TypeError(f"`{name}` must be a number, got {value!r} of type {type(value).__name__}") from None
-    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        raise TypeError(f"`{name}` must be a number, got {quote(value)} of type {type(value).__name__}") from None
+    if not is_scale(number):
         raise ValueError(
-            f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {value!r}"
+            f"`{name}` must be a number from 2^-126 to 2^126, so that float32 holds its reciprocal, got {quote(value)}"
         )
     return number
 
@@ -298,29 +338,25 @@ def to_number(name: str, value: Any) -> float:
 def to_count(name: str, value: Any, minimum: int) -> int:
     """Returns `value` as a number of steps that fits in int32."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`{name}` must be an integer, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"`{name}` must be an integer, got {quote(value)} of type {type(value).__name__}")
     if not minimum <= value <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be an integer from {minimum} to 2^31 - 1, got {value}")
+        raise ValueError(f"`{name}` must be an integer from {minimum} to 2^31 - 1, got {quote(value)}")
     return int(value)
 
 
 def to_scale(value: Any) -> jax.Array:
-    """Returns a user's loss scale as float32[]; the value of a traced scale is not checked."""
-    is_number = hasattr(value, "shape") or type(value) in (int, float)
-    if not is_number or jnp.shape(value) != ():
+    """Returns a user's loss scale as float32[]."""
+    if type(value) not in (int, float) and getattr(value, "shape", None) != ():
         raise TypeError(
             f"`loss_scale` must be a scalar, got {type(value).__name__}; read it with `amp.get_loss_scale(opt_state)`"
         )
-    is_concrete = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    if is_concrete and not 0 < float(value) <= float(np.finfo(np.float32).max):
-        raise ValueError(
-            f"`loss_scale` must be positive and finite in float32, got {value}; pass 1.0 to disable scaling"
-        )
+    if is_concrete(value):
+        to_number("loss_scale", value)
     return jnp.asarray(value, jnp.float32)
 
 
 def to_flag(name: str, value: Any) -> jax.Array:
     """Returns a user's flag as bool[]."""
     if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
-        raise TypeError(f"`{name}` must be a bool, got {value!r}; `amp.all_finite(grads)` returns one")
+        raise TypeError(f"`{name}` must be a bool, got {quote(value)}; `amp.all_finite(grads)` returns one")
     return jnp.asarray(value)

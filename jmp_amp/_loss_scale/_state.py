@@ -1,5 +1,7 @@
 """Reading, setting and checking the loss scale in an optimizer state."""
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,8 +10,13 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jmp_amp._calls import check_concrete
-from jmp_amp._loss_scale._rule import LossScaleState, to_number
-from jmp_amp._loss_scale._transformations import HARMFUL_WRAPPERS, DynamicLossScaleState, UnscaleAndCheckState
+from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
+from jmp_amp._loss_scale._transformations import (
+    HARMFUL_WRAPPERS,
+    DynamicLossScaleState,
+    UnscaleAndCheckState,
+    is_observer,
+)
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
 
@@ -53,7 +60,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
 
     Raises:
         TypeError: `value` is neither a number nor a `LossScaleState`.
-        ValueError: a number is not between 2^-126 and 2^126 (a traced one is not checked), or `opt_state` does not hold
+        ValueError: a scale is not between 2^-126 and 2^126 (a traced one is not checked), or `opt_state` does not hold
             exactly one `LossScaleState`.
 
     Examples:
@@ -70,6 +77,8 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
     old = find_state(opt_state)
     if isinstance(value, LossScaleState):
         new = find_state(value)
+        for scale in np.ravel(new.loss_scale) if is_concrete(new.loss_scale) else ():
+            to_number("value.loss_scale", scale)
     else:
         scale = value if isinstance(value, jax.core.Tracer) else to_number("value", value)
         new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
@@ -150,10 +159,11 @@ def check_health(
             row.
 
     Raises:
-        LossScaleError: the loss scale is not positive and finite; or parameters are not finite; or the last two steps
-            overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last `max_skips`
-            steps overflowed. The message names the leaves that are not finite, and contains the history of the scale
-            and a cure.
+        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or a
+            transformation in front of `dynamic_loss_scale` holds arrays that are not finite; or the last two steps
+            overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
+            `max_skips` steps overflowed. The message names the leaves that are not finite, and contains the history of
+            the scale and a cure.
         TypeError: called inside `jit`.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
@@ -178,12 +188,15 @@ def check_health(
     check_concrete((state, params, grads), "check_health", cure)
     state = jax.device_get(state)
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
-    if not ((state.loss_scale > 0) & (state.loss_scale < jnp.inf)).all():
-        fact = "the loss scale in the state is not positive and finite"
+    if not is_scale(state.loss_scale).all():
+        fact = "the loss scale in the state is not between 2^-126 and 2^126"
         cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
     elif description := describe_nonfinite(count_nonfinite(params), params):
         fact = f"parameters are not finite: {description}"
         cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
+    elif description := describe_nonfinite(_overflows_in_front(opt_state)):
+        fact = f"a transformation in front of `dynamic_loss_scale` keeps an overflow in its state: {description}"
+        cure = "move it inside, `dynamic_loss_scale(optax.chain(...))`, and restore the last checkpoint"
     elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
         fact = "the gradients overflow although the loss scale is at its minimum"
     elif consecutive_skips >= max_skips:
@@ -276,6 +289,30 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
             nonfinite.append(keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})"))
     more = f" and {len(nonfinite) - shown} more leaves" if len(nonfinite) > shown else ""
     return ", ".join(nonfinite[:shown]) + more
+
+
+def _overflows_in_front(opt_state: Any) -> Any:
+    """Returns a tree of bool[]: which arrays in front of `dynamic_loss_scale`, in a chain, are not finite."""
+    in_front = [path for path, _ in _states_in_front(opt_state)]
+
+    def overflows(path: tuple[Any, ...], x: Any) -> Any:
+        if not is_inexact(x) or not any(path[: len(start)] == start for start in in_front):
+            return False
+        # A number may be infinite until it is known, such as the best loss so far.
+        return jnp.any(~jnp.isfinite(x) if jnp.ndim(x) else jnp.isnan(x))
+
+    return jax.tree.map_with_path(overflows, opt_state, is_leaf=is_observer)
+
+
+def _states_in_front(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(tree, DynamicLossScaleState) or not _nodes(tree, DynamicLossScaleState):
+        return
+    for key, x in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree):
+        if _nodes(x, DynamicLossScaleState):
+            yield from _states_in_front(x, path + key)
+            return
+        if type(tree) in (tuple, OrderedDict) and isinstance(x, tuple):  # as `optax.chain` and `named_chain` have them
+            yield path + key, x
 
 
 def find_state(opt_state: Any) -> LossScaleState:

@@ -2,7 +2,8 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,10 @@ from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, describe
+from jmp_amp._calls import check_type, describe, quote, takes_options
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale
-from jmp_amp._trees import select_tree
+from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale, warn_if_constant
+from jmp_amp._trees import is_inexact, is_value, select_tree
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -37,16 +38,17 @@ class UnscaleAndCheckState(NamedTuple):
     last_finite: jax.Array | None
 
 
+@takes_options
 def unscale_and_check(
     axis_name: _gradients.AxisName | None = None, *, implementation: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Unscales gradients, and replaces them by zeros on overflow.
 
     Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale,
-    1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, and those after
-    it the unscaled float32 gradients. On overflow, later transformations receive **zeros**, which they treat as
-    ordinary gradients: Adam's moments decay by one step, and its count and schedules advance. Wrap the chain in
-    `dynamic_loss_scale` instead to skip the whole step.
+    1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, so they must
+    not keep them; those after it receive the unscaled float32 gradients. On overflow, later transformations receive
+    **zeros**, which they treat as ordinary gradients: Adam's moments decay by one step, and its count and schedules
+    advance. Wrap the chain in `dynamic_loss_scale` instead to skip the whole step.
 
     Inside `dynamic_loss_scale`, this transformation does nothing: the wrapper unscales the gradients, checks them and
     skips the step on overflow, so all the transformations that it wraps receive unscaled gradients.
@@ -61,7 +63,8 @@ def unscale_and_check(
         An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
         complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
         TypeError without `loss_scale=`, and ValueError if it receives only a part of the gradients, as inside
-        `optax.masked`, or if the traced program shows that the gradients were already unscaled.
+        `optax.masked`, if a transformation of optax in front of it keeps gradients, or if the traced program shows that
+        the gradients were already unscaled.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -94,7 +97,9 @@ def unscale_and_check(
                     "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
                     "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
                 )
+        warn_if_constant(loss_scale, updates)
         _gradients.check_scaled(updates)
+        _check_in_front("unscale_and_check", "put it behind `unscale_and_check`")
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
@@ -128,6 +133,7 @@ class DynamicLossScaleState(NamedTuple):
     nonfinite_leaves: Any = None
 
 
+@takes_options
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale = LossScale(),  # noqa: B008 (frozen)
@@ -154,8 +160,8 @@ def dynamic_loss_scale(
 
     - `loss_scale=`, float32[], replaces the scale in the state, for several optimizers that share one scale.
     - `grads_finite=`, bool[]: `False` skips the step like an overflow, for several optimizers that skip together.
-    - Others are passed to `inner`. If an argument consists of the same arrays as the gradients, such as the `grad=` of
-      `optax.lbfgs`, it is unscaled too. Pass the unscaled loss as `value=`, as `value_and_grad` returns it.
+    - `grad=`, for line searches such as `optax.lbfgs`: gradients of the scaled loss, which are unscaled as the updates
+      are. Others are passed to `inner`; pass the unscaled loss as `value=`, as `value_and_grad` returns it.
 
     An `unscale_and_check()` inside `inner` does nothing, so `inner` may be a chain that also works on its own.
 
@@ -178,9 +184,10 @@ def dynamic_loss_scale(
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, if gradients and parameters do not match, or if the traced program shows that the gradients were not
-        scaled or already unscaled. It raises TypeError if `inner` changes the dtype or shape of its state. It never
-        raises because of non-finite gradients.
+        path, if gradients and parameters do not match, if a transformation of optax in front of it, or a wrapper of
+        it, keeps gradients, or if the traced program shows that the gradients were not scaled or already unscaled. It
+        raises TypeError if `inner` changes the dtype or shape of its state. It never raises because of non-finite
+        gradients.
 
     Raises:
         TypeError: `inner` is not an optax transformation, `loss_scale` is not a `LossScale`, or `clip_global_norm` is
@@ -204,13 +211,14 @@ def dynamic_loss_scale(
     cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
     check_type("loss_scale", loss_scale, LossScale, cure)
     if skip not in ("cond", "select"):
-        raise ValueError(f'`skip` must be "cond" or "select", got {skip!r}')
+        raise ValueError(f'`skip` must be "cond" or "select", got {quote(skip)}')
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> DynamicLossScaleState:
-        flags = jax.tree.map(lambda _: jnp.zeros((), bool), params) if nonfinite_leaves else None
+        leaves = _gradients.differentiated(params) if nonfinite_leaves else None
+        flags = jax.tree.map(lambda _: jnp.zeros((), bool), leaves)
         kinds = DynamicLossScaleState | UnscaleAndCheckState
         inner_state = jax.tree.map_with_path(_disable_check, inner.init(params), is_leaf=lambda x: isinstance(x, kinds))
         return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
@@ -220,13 +228,15 @@ def dynamic_loss_scale(
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
         cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
         check_type("state", state, DynamicLossScaleState, cure)
-        _check_callers()
+        _check_wrappers()
         if params is not None:
             _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
+        warn_if_constant(state.loss_scale if given_scale is None else given_scale, updates)
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
         _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
+        _check_in_front("dynamic_loss_scale", "move it inside, `dynamic_loss_scale(optax.chain(...))`")
         factor = 1 / scale
         is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
@@ -238,10 +248,11 @@ def dynamic_loss_scale(
 
         def step() -> tuple[optax.Updates, optax.OptState]:
             # Outside `jit`, `jax.debug_nans` raises on a NaN that `inner` computes, even if the result is discarded.
-            grads = updates if isinstance(is_finite, jax.core.Tracer) else _zeros_unless(is_finite, updates)
-            unscaled_grads = _gradients.unscale(grads, factor)
-            extras = {name: unscaled_grads if _is_same(x, updates) else x for name, x in extra_args.items()}
-            new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extras)
+            is_grad = "grad" in extra_args and all(map(is_value, jax.tree.leaves(extra_args["grad"])))
+            scaled = updates, {"grad": extra_args["grad"]} if is_grad else {}
+            scaled = scaled if isinstance(is_finite, jax.core.Tracer) else _zeros_unless(is_finite, scaled)
+            unscaled_grads, extras = _gradients.unscale(scaled, factor)
+            new_updates, inner_state = inner.update(unscaled_grads, state.inner_state, params, **extra_args | extras)
             if params is not None:
                 cure = "reduce its per-example gradients, or correct `inner`"
                 _gradients.check_shapes("update", new_updates, params, cure)
@@ -266,20 +277,62 @@ HARMFUL_WRAPPERS = {
         "`dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
         "`amp.value_and_grad(..., accumulate_steps=)`",
     ),
+    optax.contrib.MechanicState: (
+        "optax.contrib.mechanize",
+        "an overflow would remain in its state; move it inside, `dynamic_loss_scale(optax.contrib.mechanize(...))`",
+    ),
+    optax.contrib.SAMState: (
+        "optax.contrib.sam",
+        "parameters would become NaN on overflow; move it inside, `dynamic_loss_scale(optax.contrib.sam(...))`",
+    ),
 }
 
 
-def _check_callers() -> None:
+def _check_wrappers() -> None:
     """Raises ValueError if `update` is called by a wrapper that keeps overflows, or keeps them from the loss scale.
 
     The caller is the only evidence where the loss is scaled by the state that the wrapper holds, as with
     `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`.
     """
-    for frame, _ in traceback.walk_stack(None):
-        function = f"optax.{frame.f_code.co_qualname}."
+    for function, _ in _callers_in_optax():
         for name, harm in HARMFUL_WRAPPERS.values():
-            if function.startswith(f"{name}.") and frame.f_globals["__name__"].startswith("optax."):
+            if function.startswith(f"{name.rpartition('.')[2]}."):
                 raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, so {harm}")
+
+
+def _check_in_front(name: str, cure: str) -> None:
+    """Raises ValueError if a transformation of optax has run before this one in a chain, and keeps gradients."""
+    for function, frame in _callers_in_optax():
+        if function.startswith(("chain.", "named_chain.")):
+            states = frame.f_locals.get("new_state")  # of the transformations that have run
+            nodes = jax.tree.leaves_with_path(states, is_leaf=lambda x: is_observer(x) or _keeps_gradients(x))
+            for path, x in nodes:
+                if _keeps_gradients(x):
+                    raise ValueError(
+                        f"a transformation in front of `{name}` in a chain, at {keystr(path)}, keeps scaled gradients "
+                        f"in a `{type(x).__name__}`, so an overflow would remain there; {cure}"
+                    )
+
+
+def _callers_in_optax() -> Iterator[tuple[str, FrameType]]:
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_globals.get("__name__", "").startswith("optax."):
+            yield frame.f_code.co_qualname, frame
+
+
+def is_observer(state: Any) -> bool:
+    """Whether a node of a tree is a state of optax that no update depends on."""
+    return type(state).__name__ in ("MonitorState", "SnapshotState")  # optax 0.2.5 does not export them
+
+
+def _keeps_gradients(state: Any) -> bool:
+    """Whether a node of a tree is a state of optax that holds numbers itself, other than hyperparameters."""
+    kind = type(state)
+    if not (isinstance(state, tuple) and kind.__module__.startswith("optax.")) or is_observer(state):
+        return False
+    if kind.__name__ in ("InjectHyperparamsState", "InjectStatefulHyperparamsState", "ReduceLROnPlateauState"):
+        return False
+    return any(map(is_inexact, jax.tree.leaves(tuple(state), is_leaf=lambda x: hasattr(x, "_fields"))))
 
 
 def _disable_check(path: Any, x: Any) -> Any:
@@ -294,12 +347,6 @@ def _disable_check(path: Any, x: Any) -> Any:
 
 def _zeros_unless(is_finite: jax.Array, tree: Any) -> Any:
     return select_tree(is_finite, tree, jax.tree.map(jnp.zeros_like, tree))
-
-
-def _is_same(x: Any, tree: Any) -> bool:
-    """Returns whether the leaves of `x` are the same arrays, by identity, as the leaves of `tree`."""
-    leaves, others = jax.tree.leaves(x), jax.tree.leaves(tree)
-    return len(leaves) == len(others) > 0 and all(a is b for a, b in zip(leaves, others, strict=True))
 
 
 def _step_if_finite(
@@ -325,9 +372,15 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
         )
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
+            cure = "initialize it with the dtype and shape that `inner.update` returns"
+            if jx.is_floating(x) and jnp.finfo(jnp.result_type(x)).bits < 32 and jnp.result_type(y) == jnp.float32:
+                cure = (
+                    "if parameters are in 16 bits, write `amp.dynamic_loss_scale(amp.low_precision_params(inner))`, "
+                    "which computes in float32; with float32 parameters, initialize the state in float32"
+                )
             raise TypeError(
                 f"`inner` changes its state{keystr(path)} from {describe(x)} to {describe(y)}, so a step "
-                "cannot be skipped; initialize it with the dtype and shape that `inner.update` returns"
+                f"cannot be skipped; {cure}"
             )
         if checks_axes and (axes := sorted(jx.versions.varying_axes(y) - jx.versions.varying_axes(x), key=str)):
             raise ValueError(
@@ -339,7 +392,7 @@ def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, c
 def check_axis_name(value: Any) -> None:
     """Raises TypeError unless `value` can name one or several mapped axes."""
     if not isinstance(value, Hashable):
-        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {value!r}")
+        raise TypeError(f"`axis_name` must be the name of a mapped axis or a tuple of names, got {quote(value)}")
 
 
 def check_inner(inner: Any, wrapper: str) -> None:

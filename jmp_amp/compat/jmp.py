@@ -8,7 +8,6 @@ are cast to float32 before they are scaled, and the scale neither falls to 0 nor
 """
 
 import dataclasses
-import warnings
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _policy, _trees
+from jmp_amp._calls import quote, warn
 from jmp_amp._formats import half_dtype
 from jmp_amp._trees import all_finite, cast_floating, multiply_wide
 
@@ -143,7 +143,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 def _boolean_scalar_error(name: str, value: Any) -> AssertionError:
     """Returns the error for an argument that is not a boolean scalar."""
-    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
+    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else quote(value)
     return AssertionError(f"expected boolean scalar for `{name}`, got {got}; compute it with `all_finite` or `jnp.all`")
 
 
@@ -245,7 +245,7 @@ class DynamicLossScale(_Scaling):
             # JAX also unflattens trees with leaves that are not arrays.
             dtype = getattr(value, "dtype", type(value) if isinstance(value, int | float) else None)
             if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-                warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
+                warn(f"Expected floating type for {name}, got {dtype}")
         if not isinstance(self.min_loss_scale, jax.core.Tracer):
             # `jit` compares static values: a numpy scalar can be compared, and keeps its dtype.
             object.__setattr__(self, "min_loss_scale", np.asarray(self.min_loss_scale)[()])

@@ -7,13 +7,11 @@ from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
 from jmp_amp.debug._explain import explain as explain  # public as `jmp_amp.explain`
 from jmp_amp.debug._nodes import Values
 from jmp_amp.debug._nonfinite import NonFinite, first_nonfinite
-from jmp_amp.debug._roofline import Bound, Peaks, Roofline
 from jmp_amp.debug._scaling import check_loss_scaling
 from jmp_amp.debug._suggest import suggest_rules
 from jmp_amp.debug._underflow import LeafUnderflow, Underflow, underflow
 
 __all__ = [
-    "Bound",
     "BudgetShare",
     "Comparison",
     "ErrorBudget",
@@ -21,10 +19,8 @@ __all__ = [
     "LeafUnderflow",
     "Lowering",
     "NonFinite",
-    "Peaks",
     "PrecisionDiff",
     "PrecisionReport",
-    "Roofline",
     "Rounding",
     "Underflow",
     "Values",

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import check_concrete, new_figure, transformation
+from jmp_amp._calls import check_concrete, new_figure, quote, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
@@ -103,7 +103,7 @@ def compare(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
+        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
         >>> report = amp.debug.compare(loss_fn, ["float16"])(w, jnp.linspace(0, 1, 24).reshape(8, 3))
         >>> report.worst()
         'rest'
@@ -112,7 +112,7 @@ def compare(
     """
     check_without_autocast(fun, "compare", ", and the precisions as `policies`")
     if reference not in ("float32", "float64"):
-        raise ValueError(f'`reference` must be "float32" or "float64", got {reference!r}')
+        raise ValueError(f'`reference` must be "float32" or "float64", got {quote(reference)}')
     if isinstance(policies, str | Policy):
         policies = [policies]
     if not isinstance(policies, Mapping):
@@ -167,7 +167,7 @@ class ErrorRow(NamedTuple):
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((8, 2)) / 8}, jnp.ones((4, 8)))
         >>> row = next(row for row in report.rows if row.kind == "gradient")
         >>> row.name, row.errors["float16"] < 1e-3
         ('w', True)
@@ -197,7 +197,7 @@ class Comparison:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((3, 2)) / 3}, jnp.ones((4, 3)))
+        >>> report = amp.debug.compare(loss_fn)({"w": jnp.ones((8, 2)) / 8}, jnp.ones((4, 8)))
         >>> report.reference, sorted({row.kind for row in report.rows})
         ('float32', ['activation', 'gradient', 'loss'])
     """
@@ -224,7 +224,7 @@ class Comparison:
         """
         policy = next(iter(self.gradient)) if policy is None else policy
         if policy not in self.gradient:
-            raise ValueError(f"`policy` must be one of {', '.join(map(repr, self.gradient))}, got {policy!r}")
+            raise ValueError(f"`policy` must be one of {', '.join(map(repr, self.gradient))}, got {quote(policy)}")
         errors = {row.name: row.errors[policy] for row in self._of("activation")}
         largest = max((e for e in errors.values() if math.isfinite(e)), default=0) / 10 or 1.0
         worst, worst_factor = "", 0.0

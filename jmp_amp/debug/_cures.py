@@ -1,14 +1,12 @@
-"""The cures of non-finite values: functions that are equal to a part of the program, and that stay finite.
+"""The cures of non-finite values: formulas, and equal functions that stay finite.
 
-A cure is tried before it is reported. The part of the program is found by its meaning: a value, as a function of one or
-two values that it is computed from, is equal in float64 to the formula of a row. The program then runs with the
-replacement in place of that part; see `_trials.py`.
+A part of the program is found by its meaning: a value, as a function of one or two values that it is computed from, is
+equal in float64 to the formula of a row. `_trials.py` then runs the program with the replacement in its place.
 """
 
 import collections
 import functools
 import itertools
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,23 +16,19 @@ import numpy as np
 
 from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Rewrite, evaluate_in, precise, widened
-from jmp_amp.debug._expressions import in_users_names, is_inner, pasted
+from jmp_amp.debug._expressions import in_users_names, is_inner, with_numbers
 from jmp_amp.debug._nodes import Node
 
-_MOST_CUTS, _MOST_INPUTS = 40, 5
+_MOST_CUTS, _MOST_INPUTS, _MOST_ELEMENTS = 40, 5, 2**20
+_EXPONENTIALS = {"exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "tanh", "cosh", "sinh"}
 _ELEMENTWISE = {"log", "log2", "log1p", "neg", "sqrt", "exp"}
 
-
-def _softmax(x: Any, axis: Any) -> Any:
-    return np.exp(x) / np.sum(np.exp(x), axis, keepdims=True)
-
-
 # The names in formulas: those of NumPy, and these.
-_NUMPY = vars(np) | {"det": np.linalg.det, "softmax": _softmax, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
-_EPS = (1e-12, 1e-18, 1e-24, 1e-10, 1e-8, 1e-6, 1e-4, 1e-3)
-# The names of arbitrary numbers in replacements, and what is tried. The result must not depend on them. The exponential
-# of `most` is the largest in float32.
-NUMBERS = {"eps": _EPS, "near": (1e-6, 1e-2), "fill": (1,), "other": (0,), "most": (88.72,)}
+_NUMPY = vars(np) | {
+    "det": np.linalg.det,
+    "softmax": lambda x, axis: np.exp(x) / np.sum(np.exp(x), axis, keepdims=True),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}
 
 
 class Cure(NamedTuple):
@@ -43,15 +37,13 @@ class Cure(NamedTuple):
     Attributes:
         formula: a Python expression of `x`, `y`, the axis, and a number `c` of the program, with functions of NumPy;
             the row applies to parts of a program that are equal to it.
-        replacement: the expression that is tried in its place. It may read one of the names in `NUMBERS`.
-        words: why the formula fails.
-        is_equal: whether the replacement is equal to the formula where that is finite.
+        replacement: an expression with functions of JAX that is equal to it where it is finite.
+        why: why the formula, or its derivative, is not finite.
     """
 
     formula: str
     replacement: str
-    words: str
-    is_equal: bool = True
+    why: str
 
     @property
     def has_axis(self) -> bool:
@@ -64,40 +56,24 @@ class Cure(NamedTuple):
         return 2 if "y" in _code(self.formula).co_names else 1
 
     @property
-    def tries(self) -> Sequence[float]:
-        """The numbers to try in the replacement, in this order; 0 if it has none."""
-        return next((x for name, x in NUMBERS.items() if name in _code(self.replacement).co_names), (0.0,))
+    def is_exponential(self) -> bool:
+        """Whether the formula has exponentials or logarithms, which a sum over one element does not show."""
+        return "exp" in self.formula or "log" in self.formula
 
     def exact(self, *values: Any, **numbers: Any) -> Any:
         """Returns the formula of NumPy arrays."""
         with np.errstate(all="ignore"):
             return eval(_code(self.formula), _NUMPY, dict(zip("xy", values, strict=False)) | numbers)
 
-    def function(self, number: Any, **numbers: Any) -> Callable[..., Any]:
-        """Returns the replacement as a function of JAX arrays."""
-        names = {"jax": jax, "jnp": jnp, **dict.fromkeys(NUMBERS, number), **numbers}
-
-        def replaced(*values: Any) -> Any:
-            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                return eval(_code(self.replacement), names | dict(zip("xy", values, strict=False)))
-
-        return replaced
-
     def numbers(self, shape: tuple[int, ...], part: "Part") -> Iterator[dict[str, Any]]:
         """Yields the numbers that the formula may have in a part of a program, whose `x` has this shape."""
-        names = _code(self.formula).co_names
         axes = [*range(len(shape)), None] if len(shape) > 1 else [None, *range(len(shape))]
         reduced = [tuple(x.eqn.params["axes"]) for x in part.nodes if "axes" in x.eqn.params]
         if 1 in shape and reduced:  # the values do not tell an axis from all axes
             axes = [x for x in axes if (tuple(range(len(shape))) if x is None else (x,)) in reduced]
         for axis in axes if self.has_axis else (None,):
-            for c in part.constants if "c" in names else (1.0,):
+            for c in part.constants if "c" in _code(self.formula).co_names else (1.0,):
                 yield {"axis": axis, "c": c}
-
-    def text(self, number: float) -> str:
-        """Returns the replacement with the number that was tried."""
-        written = f"{number:.0e}".replace("e-0", "e-") if 0 < number < 1 else str(number)
-        return re.sub(rf"\b({'|'.join(NUMBERS)})\b", written, self.replacement)
 
 
 @functools.cache
@@ -107,17 +83,21 @@ def _code(text: str) -> Any:
 
 _OVERFLOWS, _ROUNDS = "overflows or underflows half-way", "takes the logarithm of a value that rounds to 0"
 _CANCELS = "subtracts numbers that are equal but for rounding, so its result may be 0 or negative"
-_AT_ZERO, _EDGE = "has an infinite derivative at 0", "has an infinite derivative at the end of its domain"
-_BRANCH = "is not selected by `jnp.where` where it is not finite, but its derivative is 0 times infinity there"
-_DIVIDES = "divides by 0 where the result does not matter"
-_UNSELECTED = "overflows where another value is selected, and its derivative is 0 times infinity there"
+_AT_ZERO, _IS_QUOTIENT = "has an infinite derivative at 0", "is 0 / 0 at 0"
 
-# Equal functions first, those of more ops before those of fewer.
+
+def _root(square: str) -> str:
+    """Returns the root of a sum of squares, with a derivative of 0 where the sum is 0."""
+    return f"jnp.where((square := {square}) == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))"
+
+
+# Those of more ops come before those of fewer.
 CURES = [
     Cure("log(sum(softmax(x, axis) * y, axis))", "jax.nn.logsumexp(jax.nn.log_softmax(x, axis), axis, b=y)", _ROUNDS),
     Cure("log(softmax(x, axis))", "jax.nn.log_softmax(x, axis)", _ROUNDS),
     Cure("log(sum(exp(x), axis))", "jax.nn.logsumexp(x, axis)", _OVERFLOWS),
-    Cure("log(mean(exp(x), axis))", "jax.nn.logsumexp(x, axis) - jnp.log(jnp.sum(jnp.ones_like(x), axis))", _OVERFLOWS),
+    Cure("log(mean(exp(x), axis))", "jax.nn.logmeanexp(x, axis)", _OVERFLOWS),
+    Cure("log(cumsum(exp(x), axis))", "jax.lax.cumlogsumexp(x, axis)", _OVERFLOWS),
     Cure("log(sum(y * exp(x), axis))", "jax.nn.logsumexp(x, axis, b=y)", _OVERFLOWS),
     Cure("log(exp(x) @ y)", "jax.nn.logsumexp(x[..., None] + jnp.log(y), -2)", _OVERFLOWS),
     Cure("exp(x) / sum(exp(x), axis, keepdims=True)", "jax.nn.softmax(x, axis)", _OVERFLOWS),
@@ -139,10 +119,16 @@ CURES = [
     Cure("log(1 - tanh(x)**2)", "2 * (jnp.log(2.0) - x - jax.nn.softplus(-2 * x))", _ROUNDS),
     Cure("log(1 - exp(x))", "jnp.log(-jnp.expm1(x))", _ROUNDS),
     Cure("log(exp(x) - 1)", "x + jnp.log(-jnp.expm1(-x))", _OVERFLOWS),
+    Cure("log(1 + x)", "jnp.log1p(x)", _ROUNDS),
     Cure("log(exp(x) * y)", "x + jnp.log(y)", _OVERFLOWS),
     Cure("log(exp(x) / y)", "x - jnp.log(y)", _OVERFLOWS),
     Cure("log(exp(x))", "x", _OVERFLOWS),
     Cure("exp(x) / exp(y)", "jnp.exp(x - y)", _OVERFLOWS),
+    Cure("exp(x * log(y))", "y**x", "is 0 times -inf at 0, or its derivative is"),
+    Cure("x * log(x / y)", "jax.scipy.special.rel_entr(x, y)", "is 0 times -inf at 0"),
+    Cure("x * log(x)", "jax.scipy.special.xlogy(x, x)", "is 0 times -inf at 0"),
+    Cure("x * log(y)", "jax.scipy.special.xlogy(x, y)", "is 0 times -inf where both are 0"),
+    Cure("x * log(1 + y)", "jax.scipy.special.xlog1py(x, y)", "is 0 times -inf where both are 0"),
     Cure("log(abs(det(x)))", "jnp.linalg.slogdet(x)[1]", _OVERFLOWS),
     Cure("log(exp(x) / sum(exp(y), axis))", "x - jax.nn.logsumexp(y, axis)", _OVERFLOWS),
     Cure("log(diag(exp(x)) / sum(exp(x), axis))", "jnp.diag(x) - jax.nn.logsumexp(x, axis)", _OVERFLOWS),
@@ -150,51 +136,18 @@ CURES = [
     Cure("log(prod(x, axis))", "jnp.sum(jnp.log(x), axis)", _OVERFLOWS),
     Cure("log(x * y)", "jnp.log(x) + jnp.log(y)", _OVERFLOWS),
     Cure("log(x / y)", "jnp.log(x) - jnp.log(y)", _OVERFLOWS),
-    Cure("sin(x) / x", "jnp.sinc(x / jnp.pi)", "is 0 / 0 at 0"),
-    Cure("(1 - cos(x)) / x**2", "0.5 * jnp.sinc(x / (2 * jnp.pi))**2", "is 0 / 0 at 0"),
+    Cure("sin(x) / x", "jnp.sinc(x / jnp.pi)", _IS_QUOTIENT),
+    Cure("(1 - cos(x)) / x**2", "0.5 * jnp.sinc(x / (2 * jnp.pi))**2", _IS_QUOTIENT),
     Cure("log(x + sqrt(x**2 + 1))", "jnp.arcsinh(x)", _OVERFLOWS),
     Cure("sqrt(1 + x**2)", "jnp.hypot(1.0, x)", _OVERFLOWS),
-    Cure("minimum(x, c) / x", "c / jnp.maximum(x, c)", "is 0 / 0 at 0"),
+    Cure("sqrt(x**2 + y**2)", _root("x**2 + y**2"), _AT_ZERO),
+    Cure("sqrt(x**2 + y**2)", "jnp.hypot(x, y)", _OVERFLOWS),
+    Cure("minimum(x, c) / x", "c / jnp.maximum(x, c)", _IS_QUOTIENT),
     Cure("arctan(x / y)", "jnp.arctan2(x, y)", "has a derivative of 0 times infinity where it divides by 0"),
     Cure("mean(x**2, axis) - mean(x, axis)**2", "jnp.var(x, axis)", _CANCELS),
-    Cure(
-        "sqrt(sum(x**2, axis))",
-        "(m := jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(x)), 1e-30))) * jnp.sqrt(jnp.sum((x / m)**2, axis))",
-        "squares values whose squares overflow or underflow",
-    ),
-    # What the formula returns where it is not finite, or has no derivative, does not matter.
-    Cure("sqrt(x)", "jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), other)", _BRANCH),
-    Cure("log(x)", "jnp.log(jnp.where(x > 0, x, fill))", _BRANCH),
-    Cure("x / y", "jnp.where(y == 0, fill, x) / jnp.where(y == 0, 1, y)", _DIVIDES),
-    Cure("1 / x", "1 / jnp.where(x == 0, fill, x)", _DIVIDES),
-    Cure("exp(x)", "jnp.exp(jnp.minimum(x, most))", _UNSELECTED),
-    # The result changes by an eps at most.
-    Cure("sqrt(sum(x**2, axis))", "jnp.sqrt(jnp.sum(x**2, axis) + eps)", _AT_ZERO),
-    Cure("std(x, axis)", "jnp.sqrt(jnp.var(x, axis) + eps)", f"{_AT_ZERO}, or {_CANCELS}"),
-    Cure("1 / sqrt(x)", "jax.lax.rsqrt(x + eps)", "is infinite at 0"),
-    Cure("sqrt(x)", "jnp.sqrt(x + eps)", _AT_ZERO),
-    Cure("cbrt(x)", "jnp.where(x == 0, 0, jnp.cbrt(jnp.where(x == 0, 1, x)))", _AT_ZERO),
-    Cure("arctan2(x, y)", "jnp.arctan2(x, jnp.where((x == 0) & (y == 0), 1, y))", "has no derivative at (0, 0)"),
-]
-
-# What to do about values for which the function of the program is infinite, or not defined, in any precision.
-BOUNDS = [
-    Cure(
-        "log(maximum(x, 0))",
-        "jnp.log(jax.nn.softplus(x))",
-        "is infinite where its operand is negative, in any precision; `softplus` is positive, but not equal to `relu`",
-        is_equal=False,
-    ),
-    Cure("x * log(x)", "x * jnp.log(jnp.maximum(x, eps))", "is 0 times -inf at 0"),
-    Cure("x * log(x / y)", "x * (jnp.log(jnp.maximum(x, eps)) - jnp.log(jnp.maximum(y, eps)))", "is 0 times -inf at 0"),
-    Cure("arccos(x)", "jnp.arccos(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
-    Cure("arcsin(x)", "jnp.arcsin(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
-    Cure("arctanh(x)", "jnp.arctanh(jnp.clip(x, -1 + near, 1 - near))", _EDGE),
-    Cure("arccosh(x)", "jnp.arccosh(jnp.maximum(x, 1 + near))", _EDGE),
-    Cure("log(x)", "jnp.log(jnp.maximum(x, eps))", "is infinite at 0, or NaN below it"),
-    Cure("log1p(x)", "jnp.log1p(jnp.maximum(x, -1 + near))", "is infinite at -1, or NaN below it"),
-    Cure("sqrt(x)", "jnp.sqrt(jnp.maximum(x, eps))", "is NaN below 0"),
-    Cure("1 / sqrt(x)", "jax.lax.rsqrt(jnp.maximum(x, eps))", "is NaN below 0"),
+    Cure("sqrt(sum(x**2, axis))", _root("jnp.sum(x**2, axis)"), _AT_ZERO),
+    Cure("sqrt(mean(x**2, axis))", _root("jnp.mean(x**2, axis)"), _AT_ZERO),
+    Cure("std(x, axis)", _root("jnp.var(x, axis)"), _AT_ZERO),
 ]
 
 
@@ -236,23 +189,14 @@ class Part(NamedTuple):
         return [1.0, *{float(f"{x.min:.7g}"): None for x in numbers if x.min is not None and x.min == x.max}]
 
     @property
+    def is_exponential(self) -> bool:
+        """Whether there are exponentials or logarithms among these ops."""
+        return not _EXPONENTIALS.isdisjoint(x.primitive for x in self.nodes)
+
+    @property
     def ops(self) -> list[tuple[str, int]]:
         """The ops that compute these values, and their numbers of axes: those of the same lines in another layer."""
         return [(x.primitive, len(x.values.shape)) for x in self.nodes]
-
-    def rewrite(self, function: Callable[..., Any]) -> Rewrite:
-        """Returns the program with a function of the inputs in place of this part."""
-        others = [x for move in self.moves for x in move.operands[1:]]
-        inputs = [x.key or x.held for x in (*self.inputs, *others)]
-
-        def moved(*values: Any) -> Any:
-            x, rest = function(*values[: len(self.inputs)]), iter(values[len(self.inputs) :])
-            for move in self.moves:
-                operands = [x, *itertools.islice(rest, len(move.operands) - 1)]
-                (x,) = evaluate_in(np.dtype(x.dtype), move.place, operands) or [x]
-            return x
-
-        return Rewrite(self.root.key, inputs, moved)
 
 
 def parts(root: Node) -> Iterator[Part]:
@@ -276,7 +220,7 @@ def _cuts(root: Node) -> Iterator[tuple[Node, ...]]:
             return
         cut = waiting.popleft()
         nodes = sorted(cut, key=lambda x: x.number)
-        if 0 < len(nodes) <= 2:
+        if 0 < len(nodes) <= 2 and sum(np.prod(x.values.shape) for x in nodes) < _MOST_ELEMENTS:
             yield tuple(nodes)
         for node in nodes if len(nodes) <= 2 else nodes[-1:]:
             if node.eqn is not None:
@@ -305,79 +249,108 @@ class Match(NamedTuple):
     part: Part
     numbers: Mapping[str, Any]
 
-    def rewrite(self, number: Any) -> Rewrite:
+    @property
+    def text(self) -> str:
+        """The replacement of `x` and `y`, as it is written in the program."""
+        part = self.part
+        shape = (part.moves[0].operands[0] if part.moves else part.root).values.shape
+        is_flat = len(part.inputs[0].values.shape) < 2
+        plain = with_numbers(self.cure.replacement, self.numbers, is_flat, False)
+        shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in part.inputs]
+        keeps = jax.eval_shape(_function(plain), *shapes).shape != shape
+        return with_numbers(self.cure.replacement, self.numbers, is_flat, True) if keeps else plain
+
+    def rewrite(self) -> Rewrite:
         """Returns the program with the replacement in place of the part."""
-        return self.part.rewrite(self.cure.function(number, **self.numbers))
+        moves, n = self.part.moves, len(self.part.inputs)
+        others = [x for move in moves for x in move.operands[1:]]
 
-    def text(self, number: float, primal: Collection[Node]) -> str:
-        """Returns what to write in a program of some values, in the names of the user if these are known."""
-        text, root = self.cure.text(number), self.part.root
-        plain = f"`{pasted(text)}`"
-        names = dict(zip("xy", self.part.inputs, strict=False))
-        shapes = [jax.ShapeDtypeStruct(x.values.shape, np.float32) for x in self.part.inputs]
-        keeps = jax.eval_shape(self.cure.function(number, **self.numbers), *shapes).shape != root.values.shape
+        def moved(*values: Any) -> Any:
+            x, rest = _function(self.text)(*values[:n]), iter(values[n:])
+            for move in moves:
+                operands = [x, *(y.held if y.held is not None else next(rest) for y in move.operands[1:])]
+                (x,) = evaluate_in(np.dtype(x.dtype), move.place, operands) or [x]
+            return x
+
+        inputs = [x.key for x in (*self.part.inputs, *(x for x in others if x.held is None))]
+        return Rewrite(self.part.root.key, inputs, moved)
+
+    def written(self, primal: Collection[Node]) -> tuple[str, str] | None:
+        """Returns an expression of the user, and what to write in its place; None if their names are not known."""
+        part, root = self.part, self.part.root
         is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
-        if self.part.moves or is_inner(root, primal) or (is_batched and self.cure.has_axis):
-            return plain
-        found = in_users_names(text, root, self.part.nodes, names, self.numbers, keeps)
-        return "`{1}` in place of `{0}`".format(*found) if found else plain
+        if is_inner(root, primal) or (is_batched and self.cure.has_axis):
+            return None
+        names = dict(zip("xy", part.inputs, strict=False))
+        return in_users_names(self.text, root, part.nodes, names, part.moves)
 
 
-def matches(cures: Sequence[Cure], found: Sequence[Part]) -> Iterator[Match]:
+def _function(text: str) -> Callable[..., Any]:
+    return lambda *values: eval(_code(text), {"jax": jax, "jnp": jnp, **dict(zip("xy", values, strict=False))})
+
+
+def matches(found: Sequence[Part]) -> Iterator[Match]:
     """Yields the parts of a program that are equal to formulas, in the order of the cures."""
-    draws = [(part, _draws(part, _samples(part))) for part in found]
-    for cure, (part, drawn) in itertools.product(cures, draws):
-        if not drawn or len(part.inputs) != cure.arity:
+    drawn = [(part, _Draws(part)) for part in found]
+    for cure, (part, draws) in itertools.product(CURES, drawn):
+        if len(part.inputs) != cure.arity or (cure.is_exponential and not part.is_exponential):
             continue
         for order in itertools.permutations(range(cure.arity)):
             inputs = [part.inputs[i] for i in order]
             for numbers in cure.numbers(inputs[0].values.shape, part):
-                is_equal = functools.partial(_is_equal, cure, order, numbers)
-                if all(map(is_equal, drawn)) and all(map(is_equal, _draws(part, _edges(part)))):
+                if all(_is_equal(cure, order, numbers, draw) for draw in draws) and draws.are_finite:
                     yield Match(cure, part._replace(inputs=tuple(inputs)), numbers)
 
 
-def _draws(part: Part, samples: Iterable[Sequence[np.ndarray]]) -> list[tuple[Sequence[np.ndarray], np.ndarray]]:
-    """Returns samples of the inputs of a part, and what it computes.
+class _Draws:
+    """Samples of the inputs of a part, and what it computes, once it is needed; None if an op has no float64."""
 
-    Returns nothing if it is never finite, or if an op does not run in float64.
-    """
-    try:
-        with precise(FLOAT64):
-            draws = [(values, np.asarray(part(*map(jnp.asarray, values)))) for values in samples]
-    except Exception:
-        return []
-    return draws if any(np.isfinite(out).any() for _, out in draws) else []
+    def __init__(self, part: Part) -> None:
+        self._part, self._samples = part, _samples(part)
+        self._known: list[tuple[Sequence[np.ndarray], np.ndarray | None]] = []
+
+    def __iter__(self) -> Iterator[tuple[Sequence[np.ndarray], np.ndarray | None]]:
+        yield from self._known
+        while (values := next(self._samples, None)) is not None:
+            try:
+                with precise(FLOAT64):
+                    out = np.asarray(self._part(*map(jnp.asarray, values)))
+            except Exception:
+                out = None
+            self._known.append((values, out))
+            yield values, out
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether some value is finite."""
+        return any(np.isfinite(out).any() for _, out in self if out is not None)
 
 
 def _samples(part: Part) -> Iterator[list[np.ndarray]]:
-    """Yields random inputs of a part, in their range and outside of it."""
+    """Yields inputs of a part: random ones in their range and outside of it, and some at 0 and at its constants."""
     rng = np.random.default_rng(0)
     for scale, by in ((1, 0.1), (1, 0.1), (0, 1), (0, 1), (0, 1)):
-        yield [_unit_samples(x, rng, scale, by) for x in part.inputs]
-
-
-def _edges(part: Part) -> Iterator[list[np.ndarray]]:
-    """Yields inputs of a part at 0, at its constants, and on both sides of them."""
+        yield [scale * _in_range(x, rng) + by * rng.normal(size=x.values.shape) for x in part.inputs]
     edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([c / 2, c, 2 * c] for c in part.constants)]
     for edge, first in itertools.product(edges, range(3)):
         yield [np.resize(np.roll(edge, first + i), x.values.shape) for i, x in enumerate(part.inputs)]
 
 
-def _unit_samples(x: Node, rng: np.random.Generator, scale: float, by: float) -> np.ndarray:
-    """Returns random values of the range of a value, divided by its size, plus some others."""
+def _in_range(x: Node, rng: np.random.Generator) -> np.ndarray:
+    """Returns random values of the range of a value, divided by its size."""
     low, high = x.values.min or 0.0, x.values.max or 0.0
-    return scale * rng.uniform(low, high, x.values.shape) / max(1.0, -low, high) + by * rng.normal(size=x.values.shape)
+    return rng.uniform(low, high, x.values.shape) / max(1.0, -low, high)
 
 
-def _is_equal(cure: Cure, order: Sequence[int], numbers: Mapping[str, Any], draw: tuple[Any, np.ndarray]) -> bool:
+def _is_equal(cure: Cure, order: Sequence[int], numbers: Mapping[str, Any], draw: tuple[Any, Any]) -> bool:
     """Whether a formula, of values in some order, is equal to what a part of a program computes."""
     values, expected = [draw[0][i] for i in order], draw[1]
     try:
         result = np.asarray(cure.exact(*values, **numbers))
     except Exception:  # of shapes that the formula does not take
         return False
-    is_kept = expected.ndim in (result.ndim, values[0].ndim)  # an axis may be kept
-    if not is_kept or np.squeeze(result).shape != np.squeeze(expected).shape:
+    if expected is None or expected.ndim not in (result.ndim, values[0].ndim):  # an axis may be kept
+        return False
+    if np.squeeze(result).shape != np.squeeze(expected).shape:
         return False
     return np.allclose(result.reshape(expected.shape), expected, 1e-6, 1e-7, equal_nan=True)

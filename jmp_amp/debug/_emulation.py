@@ -165,7 +165,7 @@ class Emulation:
             size = lax.select(largest > 0, largest, jnp.ones_like(largest))
             return loss, grads, size, pull((jnp.zeros_like(loss), [x / size for x in signs]))
 
-        if jx.holds(self._program, lambda primitive, **_: primitive.name == "while"):
+        if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
             count = jax.jit(lambda on: self._gradient((on, on), *self._example[1:]), compiler_options=_QUICK)
             jax.block_until_ready([count(jnp.full(self._most, on)) for on in (0.0, 1.0)])
             jax.effects_barrier()

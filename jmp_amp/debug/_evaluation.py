@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
 from jmp_amp._loss_scale import LOSS_SCALE
+from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._nodes import NO_VALUES, Cell, Id, Node, Place, argument_id, is_low, values_of
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -25,81 +26,106 @@ FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
 
 
+_LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
+# A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
+QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+
+
 class Rewrite(NamedTuple):
     """A function that computes one value of a program in another way.
 
     Attributes:
         root: the key of the value.
-        inputs: what the function reads: the keys of values, and constants.
+        inputs: the keys of the values that the function reads.
         function: the function.
     """
 
     root: Id
-    inputs: Sequence[Any]
+    inputs: Sequence[Id]
     function: Callable[..., Any]
 
 
-@dataclasses.dataclass(eq=False)
-class Evaluation:
-    """One evaluation of a program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluator:
+    """A program, its arguments, and how to evaluate it; `dataclasses.replace` returns a variant.
 
     Attributes:
         program: the program, a closed jaxpr.
         arrays: its arguments; one with NaN or +inf is the cause `argument_id`.
         allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
             values that any other op or argument introduces. None allows all.
-        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. A loop that
-            is given one runs no more iterations than that: with values replaced, it might never end.
+        trip_counts: the number of iterations of each `while` loop, by the id of its place, that must not be exceeded:
+            with values replaced, the loop might never end.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
         rewrites: compute values in another way.
-        keeps: the keys of the values to keep. What comes after the last one is not evaluated.
-        enters_all: whether to enter loops with finite results, too.
-        constant: is applied to the constants of the program.
-        results: the results of the program.
-        kept: the values that are kept, by their key.
-        nodes: all values, in program order.
-        nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
-            from infinite constants, by the id of the op, in program order.
+        keeps: the keys of the values to keep as `Evaluation.kept`.
+        holds: the ids of the values to keep as `Node.held`.
+        until: the id of the last op to evaluate; None evaluates all.
+        clock: is told of each op, and says when to enter no more loops.
     """
 
     program: Any
     arrays: Sequence[Any]
     allowed: Collection[Id] | None = None
-    trip_counts: dict[Id, int] = dataclasses.field(default_factory=dict)
+    trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
     loss_factor: float = 1.0
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     rewrites: Sequence[Rewrite] = ()
     keeps: Collection[Id] = ()
-    enters_all: bool = False
-    constant: Callable[[Any], Any] = lambda x: x
+    holds: Collection[Id] = ()
+    until: Id | None = None
+    clock: Clock = dataclasses.field(default_factory=Clock)
 
-    def __post_init__(self) -> None:
-        self.trip_counts = dict(self.trip_counts)
-        self.nonfinite: dict[Id, Node] = {}
+    def run(self) -> "Evaluation":
+        """Evaluates the program."""
+        evaluation = Evaluation(self, any(isinstance(x, jax.core.Tracer) for x in self.arrays))
+        with precise(self.wide):
+            evaluation.run()
+        return evaluation
+
+
+class _DoneError(Exception):
+    """The last op was evaluated."""
+
+
+class Evaluation:
+    """One evaluation of a program.
+
+    Attributes:
+        evaluator: the program, and how it was evaluated.
+        results: the results of the program.
+        kept: the values that are kept, by their key.
+        nodes: all values, in program order.
+        nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
+            from infinite constants, by the id of the op, in program order.
+        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place.
+    """
+
+    def __init__(self, evaluator: Evaluator, is_traced: bool) -> None:
+        self.evaluator, self.wide, self._is_traced = evaluator, evaluator.wide, is_traced
+        self.results: list[Cell] = []
         self.kept: dict[Id, Any] = {}
         self.nodes: list[Node] = []
-        self._keys, self._last = {*self.keeps}, max((key[:-1] for key in self.keeps), default=())
-        self._is_traced = any(isinstance(x, jax.core.Tracer) for x in self.arrays)
-        self._rewrites = {x.root: x for x in self.rewrites}
-        for x in self.rewrites:
-            self._keys |= {x.root, *(key for key in x.inputs if isinstance(key, tuple))}
-        with precise(self.wide):
-            self.results = self._run(self.program, [self._argument(x, i) for i, x in enumerate(self.arrays)], Place())
+        self.nonfinite: dict[Id, Node] = {}
+        self.trip_counts = dict(evaluator.trip_counts)
+        self._bodies: dict[Id, Callable[..., Any]] = {}
+        self._rewrites = {x.root: x for x in evaluator.rewrites}
+        self._keys = {*evaluator.keeps, *self._rewrites, *(key for x in evaluator.rewrites for key in x.inputs)}
+
+    def run(self) -> None:
+        """Evaluates the whole program."""
+        args = [self._argument(x, i) for i, x in enumerate(self.evaluator.arrays)]
+        with contextlib.suppress(_DoneError):
+            self.results = self._run(self.evaluator.program, args, Place())
 
     @property
     def is_finite(self) -> bool:
         """Whether all results are finite."""
         return all(x.is_finite for x in self.results)
-
-    @property
-    def has_low_precision(self) -> bool:
-        """Whether the program reads or computes values of less than 32 bits."""
-        equations = (eqn for eqn, _ in jx.equations_in(self.program, jx.Provenance()))
-        return any(is_low(jx.dtype_of(atom)) for eqn in equations for atom in (*eqn.invars, *eqn.outvars))
 
     def _run(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr at `place`."""
@@ -107,12 +133,14 @@ class Evaluation:
 
         def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Any]:
             inner = place.of(next(indices), eqn)
-            if self.keeps and inner.key[: len(self._last)] > self._last:
-                return [Cell(None, Node(NO_VALUES))] * len(eqn.outvars)
-            return self._equation(operands, inner)
+            self.evaluator.clock.tick("ops evaluated")
+            outs = self._equation(operands, inner)
+            if inner.id == self.evaluator.until and not self._is_traced:
+                raise _DoneError
+            return outs
 
         def constant(x: Any, is_literal: bool = False) -> Cell:
-            x = self._in_dtype(self.constant(x))
+            x = self._in_dtype(x)
             if place.mesh:
                 x = jnp.broadcast_to(x, (*(n for _, n in place.mesh), *np.shape(x)))
             cell = self._cell(x)
@@ -136,28 +164,28 @@ class Evaluation:
     def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads = [x.node for x in operands]
+        if place and (key := (*place.key, *index)) in self._keys:
+            self.kept[key] = value
+            if key in self._rewrites:
+                self.kept[key] = value = self._rewritten(self._rewrites[key], value)
         values = NO_VALUES if self._is_traced else values_of(value)
         node = Node(values, place, index, reads, number=len(self.nodes))
-        node.held = None if node.is_floating else value
+        node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
         node.is_constant = bool(reads) and all(x.is_constant for x in reads)
         node.is_backward = any(x.is_backward for x in reads) or (place is not None and _is_backward(place))
         for x in reads:
             x.readers.append(node)
         self.nodes.append(node)
-        if node.key in self._keys:
-            self.kept[node.key] = value
-            if node.key in self._rewrites:
-                self.kept[node.key] = value = self._rewritten(self._rewrites[node.key], value)
         nonfinite = [] if node.values.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
     def _rewritten(self, rewrite: Rewrite, value: Any) -> Any:
-        inputs = [self.kept[x] if isinstance(x, tuple) else self._in_dtype(jnp.asarray(x)) for x in rewrite.inputs]
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return jnp.asarray(rewrite.function(*inputs)).astype(value.dtype).reshape(value.shape)
+        # Autocast reads low precision where it computes the value in float32.
+        inputs = [self.kept[key] for key in rewrite.inputs]
+        return rewrite.function(*(x.astype(value.dtype) if is_low(x.dtype) else x for x in inputs)).astype(value.dtype)
 
     def _is_allowed(self, cause: Id) -> bool:
-        return self.allowed is None or cause in self.allowed
+        return self.evaluator.allowed is None or cause in self.evaluator.allowed
 
     def _argument(self, x: Any, i: int) -> Cell:
         x, cause = self._in_dtype(x), argument_id(i)
@@ -182,14 +210,15 @@ class Evaluation:
             case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
-            case jx.Loop() as loop if not self._is_traced:
+            case jx.Loop() as loop if not (self._is_traced or self.evaluator.clock.is_late):
+                is_long = loop.length is None or loop.length * _number_of_ops(loop.body) > _LONG
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
-                if place.id not in self.trip_counts and not (self.enters_all or is_split):
+                if is_long and place.id not in self.trip_counts and not is_split:
                     results = self._apply(operands, place)
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
-                return run(loop, operands, place)
+                return run(loop, operands, place, self._compiled_body if is_long and not is_split else self._run_body)
         return self._op(operands, place)
 
     def _shard_map(self, jaxpr: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
@@ -209,6 +238,8 @@ class Evaluation:
         ]
         try:
             outs = self._run_body(jaxpr, args, place.body(0)._replace(mesh=mesh))
+        except _DoneError:
+            raise
         except Exception:  # a collective that `vmap` does not know, such as `all_gather` over two axes
             del self.nodes[n_nodes:]
             self.nonfinite = nonfinite
@@ -257,8 +288,8 @@ class Evaluation:
     def _apply(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
         eqn = place.eqn
         outs = self._computed(place, [x.value for x in operands])
-        if self.loss_factor != 1 and applies_loss_scale(eqn):
-            outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
+        if self.evaluator.loss_factor != 1 and applies_loss_scale(eqn):
+            outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
     def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
@@ -270,7 +301,8 @@ class Evaluation:
         if self.wide is None:
             return as_traced(*operands)
         traced = [jx.dtype_of(atom) for atom in eqn.invars]
-        is_wide = self.region is None or self.region(place.eqns)
+        region = self.evaluator.region
+        is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             is_wide = any(jx.is_inexact(x) and x.dtype != dtype for x, dtype in zip(operands, traced, strict=True))
         outs = evaluate_in(self.wide, place, operands) if is_wide else None
@@ -280,31 +312,53 @@ class Evaluation:
         return outs
 
     def _in_dtype(self, x: Any) -> Any:
-        return x if self.wide is None or self.region else widened(x, self.wide)
+        return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
 
-    def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+        """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
+        if place.key not in self._bodies:
+
+            def run(*values: Any) -> list[Any]:
+                inner = Evaluation(self.evaluator, is_traced=True)
+                return [x.value for x in inner._run(jaxpr, [inner._cell(x) for x in values], place)]
+
+            self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
+        n_nodes = len(self.nodes)
+        outs = [
+            self._cell(x, args, place, (k,)) for k, x in enumerate(self._bodies[place.key](*(x.value for x in args)))
+        ]
+        if all(x.is_finite for x in outs) or any(x.causes for x in args):
+            return outs
+        del self.nodes[n_nodes:]
+        return self._run_body(jaxpr, args, place)
+
+    def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry, xs, axis = operands[loop.carry], operands[loop.xs], len(place.mesh)
         ys: dict[int, list[Cell]] = {}
         steps = range(loop.length)
         for i in reversed(steps) if place.eqn.params["reverse"] else steps:
             slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), axis, False)) for x in xs]
-            outs = self._run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
+            outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
-        if not ys:
-            return self._apply(operands, place)
+            if self.evaluator.clock.is_late:
+                break
+        if len(ys) < len(steps) or not ys:
+            return self._op(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
         stacked = [self._cell(jnp.stack([y.value for y in column], axis), column) for column in columns]
         return [self._renamed(x, place, (k,)) for k, x in enumerate([*carry, *stacked])]
 
-    def _while(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry = operands[loop.carry]
-        limit = self.trip_counts.get(place.id)
+        limit = self.evaluator.trip_counts.get(place.id)
         for i in itertools.count() if limit is None else range(limit):
-            (predicate,) = self._run_body(loop.cond, [*operands[loop.cond_consts], *carry], place.body(0, i))
+            (predicate,) = run_body(loop.cond, [*operands[loop.cond_consts], *carry], place.body(0, i))
             self.trip_counts[place.id] = i
             if not jnp.any(predicate.value):
                 break
-            new = self._run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
+            if self.evaluator.clock.is_late:
+                return self._op(operands, place)
+            new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
         return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
 
@@ -314,6 +368,10 @@ class Evaluation:
             return new
         predicate = lax.broadcast_in_dim(predicate, np.shape(new.value), range(np.ndim(predicate)))
         return self._cell(lax.select(predicate, new.value, old.value.astype(new.value.dtype)), [new, old])
+
+
+def _number_of_ops(jaxpr: Any) -> int:
+    return sum(provenance.times for _, provenance in jx.equations_in(jaxpr, jx.Provenance()))
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:

@@ -1,19 +1,12 @@
 """`explain`: the dtypes that autocast chooses for each op of a function, and the reasons."""
 
-import ast
-import contextlib
 import dataclasses
 import functools
 import html
 import json
-import linecache
 import math
-import os
-import pathlib
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +15,6 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp.debug._report import check_callable, format_table, without_numbers
-from jmp_amp.debug._roofline import Peaks, Roofline, roofline_of
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
@@ -54,7 +46,7 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
         >>> import jmp_amp as amp
         >>> def loss_fn(w, b, x):
         ...     return jnp.mean(jnp.exp(x @ w + b))
-        >>> report = amp.explain(loss_fn)(jnp.ones((3, 2)), jnp.zeros(2), jnp.ones((4, 3)))
+        >>> report = amp.explain(loss_fn)(jnp.ones((8, 2)), jnp.zeros(2), jnp.ones((4, 8)))
         >>> for row in report.select(direction="forward").rows[:4]:
         ...     print(row.primitive, row.op_class, row.why, row.inputs, row.compute, row.output)
         dot_general lower rule ('float32', 'float32') float16 float16
@@ -92,8 +84,7 @@ class PrecisionReport:
     """The dtypes that autocast chose for each op of a program, and why; `explain` returns it.
 
     `print` shows a table of the op sites, grouped by module; modules that differ in numbers only (`layer_0`, `layer_1`)
-    share a group. `rich.print` adds colors. A notebook shows a collapsible section for each module. `save` writes an
-    HTML page, with the source beside the ops.
+    share a group. A notebook shows a collapsible section for each module.
 
     Attributes:
         rows: an `OpSite` for each op: direction, module, source, primitive, class, reason, input, compute and output
@@ -108,7 +99,7 @@ class PrecisionReport:
     Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
-        >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((8, 2)), jnp.ones((4, 8)))
         >>> [(row.primitive, row.compute) for row in report.select(direction="forward").rows]
         [('dot_general', 'float16'), ('exp', 'float32')]
         >>> report.summary()["matmul_flops"]
@@ -155,7 +146,7 @@ class PrecisionReport:
         Examples:
             >>> import jax.numpy as jnp
             >>> import jmp_amp as amp
-            >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+            >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w))(jnp.ones((8, 8)), jnp.ones((8, 8)))
             >>> [row.compute for row in report.select(primitive="dot_general").rows]
             ['float16', 'float16', 'float16']
         """
@@ -172,94 +163,15 @@ class PrecisionReport:
         """
         return PrecisionDiff(self, self._explain_again(**options) if other is None else other)
 
-    def roofline(self, device: str | Peaks) -> Roofline:
-        """Returns the least time of each product on a device, in the base dtype and in the format of the report.
-
-        Use it to see whether a format can pay. The bound of a product is the larger of two times: its FLOPs by the peak
-        rate of its dtype, and the bytes of its operands and its result by the rate of the memory. Added is the time to
-        read and write the operands that are cast:
-
-        - to float8: an array is read for its largest magnitude, from which its scale is computed, and again for the
-          cast. It is cast once for all products of a pass, and the backward pass casts cotangents only. A format with
-          scales of blocks reads once, and casts for each product.
-        - to 16 bits: arguments only, such as weights. Other casts fuse with the op that computes the operand.
-
-        A format with float8 is compared with its 16-bit dtype, a 16-bit dtype with float32. All other ops are left out.
-        They take as long with float8, so a whole step gains less than its products. If `fun` computes gradients itself,
-        the step is the forward pass of the report: `report.select(direction="forward").roofline(device)`.
-
-        Args:
-            device: the name of a device (`"T4"`, `"V100"`, `"A100"`, `"L4"`, `"H100"`, `"H200"`, `"B200"`, `"MI300X"`,
-                `"TPU v5e"`, `"TPU v5p"`, `"TPU v6e"`, `"TPU7x"`), or its rates.
-
-        Raises:
-            ValueError: the device is unknown, or the report is in a format of 32 bits.
-
-        Examples:
-            >>> import jax, jax.numpy as jnp
-            >>> import jmp_amp as amp
-            >>> w, x = (jax.ShapeDtypeStruct((rows, 4096), jnp.float32) for rows in (4096, 8192))
-            >>> report = amp.explain(lambda w, x: jnp.tanh(x) @ w, "float8")(w, x)
-            >>> print(f"{report.roofline('H100').speedup:.2f}")
-            1.54
-
-        References:
-            Williams, Waterman and Patterson, Roofline: an insightful visual performance model, 2009.
-        """
-        return roofline_of(self.rows, self.dtype, device)
-
     def to_json(self, **options: Any) -> str:
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
         return json.dumps({"summary": self.summary(), "rows": [row._asdict() for row in self.rows]}, **options)
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes the report as an HTML page, one file that a browser shows without a network.
-
-        The page has the source lines, marked with the dtypes that their ops compute in, beside a collapsible tree of
-        the modules with their ops. Hover over an op, or focus it, for the reason of its dtype; each module has the rule
-        to copy that keeps it in float32. The lines of the functions with an op are read when the page is written.
-
-        Args:
-            path: where to write; the name ends in `.html`.
-
-        Raises:
-            ValueError: the name has another ending.
-
-        Examples:
-            >>> import pathlib, tempfile
-            >>> import jax.numpy as jnp
-            >>> import jmp_amp as amp
-            >>> report = amp.explain(lambda w, x: jnp.exp(x @ w))(jnp.ones((3, 2)), jnp.ones((4, 3)))
-            >>> path = pathlib.Path(tempfile.mkdtemp()) / "explain.html"
-            >>> report.save(path)
-            >>> path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-            True
-        """
-        if not str(path).endswith(".html"):
-            raise ValueError(f"`save` writes an HTML page, so `path` must end in `.html`, got {str(path)!r}")
-        content = json.loads(self.to_json()) | {"kept": self.kept, "reasons": REASONS, "sources": _sources(self.rows)}
-        template = pathlib.Path(__file__).with_name("explain.html").read_text(encoding="utf-8")
-        content_json = json.dumps(content).replace("<", r"\u003c")  # so that no `</script>` ends the script
-        pathlib.Path(path).write_text(template.replace("{{report}}", content_json), encoding="utf-8")
 
     def __str__(self) -> str:
         lines, printed = [_headline(self.summary())], self._printed_rows()
         for title, rows in _grouped_rows(printed):
             lines += ["", title, format_table([_COLUMNS, *rows], align_right=False)]
         return "\n".join([*lines, "", *_notes(printed, self.rows)])
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text
-
-        printed = self._printed_rows()
-        yield _headline(self.summary())
-        for title, rows in _grouped_rows(printed):
-            yield f"\n[bold]{title}"
-            lines = format_table([_COLUMNS, *rows], align_right=False).splitlines()
-            styles = "dim", *("" if row[4] == _short_dtype("float32") else "green" for row in rows)
-            for line, style in zip(lines, styles, strict=True):  # a narrow console truncates the source
-                yield Text(line, style, no_wrap=True, overflow="ellipsis")
-        yield "\n".join(["", *_notes(printed, self.rows)])
 
     def _printed_rows(self) -> tuple[OpSite, ...]:
         """Returns the rows of the forward pass; all rows if none belongs to the forward pass."""
@@ -285,7 +197,7 @@ class PrecisionDiff:
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import jmp_amp as amp
-        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w) @ w.T)(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> report = amp.explain(lambda w, x: jnp.tanh(x @ w) @ w.T)(jnp.ones((8, 8)), jnp.ones((4, 8)))
         >>> diff = report.diff(rules={jax.lax.tanh_p: "full"})
         >>> [(before.compute, after.compute) for before, after in diff.changes]
         [('float16', 'float32')]
@@ -366,28 +278,6 @@ def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
     hidden = Counter(site.direction for site in sites) - Counter(site.direction for site in printed)
     more = [f'{count} more op sites: `report.select(direction="{name}")`' for name, count in hidden.items()]
     return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in reasons] + more
-
-
-def _sources(sites: Iterable[OpSite]) -> dict[str, dict[int, str]]:
-    """Returns, by file, the lines of the functions that the sites are in, by number; the user's files come first."""
-    numbers = defaultdict(set)
-    for file, _, line in (site.source.rpartition(":") for site in sites if site.source):
-        numbers[file].add(int(line.split()[0]))
-    return {file: _lines_around(numbers[file], file) for file in sorted(numbers, key=os.path.isfile, reverse=True)}
-
-
-def _lines_around(numbers: set[int], file: str) -> dict[int, str]:
-    """Returns, by number, the lines with these numbers and those of the innermost functions around them."""
-    cells = vars(sys.modules["__main__"]).get("In") if file.startswith("In[") else None  # of a notebook
-    text = "".join(cells[int(file[3:-1]) :][:1] if cells else linecache.getlines(file))
-    functions = []
-    with contextlib.suppress(SyntaxError):  # the file has changed since
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions.append(range([*node.decorator_list, node][0].lineno, (node.end_lineno or 0) + 1))
-    innermost = (min((lines for lines in functions if n in lines), key=len, default=[n]) for n in numbers)
-    shown = set(chain.from_iterable(innermost))
-    return {n: line for n, line in enumerate(text.split("\n"), 1) if n in shown}
 
 
 def _format_modules(modules: Iterable[str]) -> str:

@@ -1,71 +1,129 @@
-"""Writes a replacement in the names of the user, for an expression of their code."""
+"""Reads the user's code: the names of values, the numbers in a line, and a replacement in these names."""
 
 import ast
 import functools
 import linecache
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._nodes import Node
 
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | _COMPREHENSIONS
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _REDUCTIONS = {"sum", "mean", "var", "logsumexp"}
 
 Span = tuple[str, int, int, int, int]  # a file, a line and column, and those of the end
 
 
+def with_numbers(text: str, numbers: Mapping[str, Any], is_flat: bool, keeps: bool) -> str:
+    """Returns an expression with numbers in place of names.
+
+    Args:
+        text: the expression.
+        numbers: the values of the names.
+        is_flat: whether the arrays have one axis, so that it need not be named.
+        keeps: whether sums along an axis keep it.
+    """
+
+    class Writer(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> Any:
+            return ast.Constant(numbers[node.id]) if node.id in numbers else node
+
+        def visit_Call(self, node: ast.Call) -> Any:
+            is_reduction = getattr(node.func, "attr", "") in _REDUCTIONS
+            if keeps and is_reduction:
+                node.keywords.append(ast.keyword("keepdims", ast.Constant(True)))
+            self.generic_visit(node)
+            if is_flat or is_reduction:  # others read the last axis without one
+                node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]
+            return node
+
+    return ast.unparse(Writer().visit(ast.parse(text, mode="eval")))
+
+
 def in_users_names(
-    text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node], numbers: Mapping[str, Any], keeps: bool
+    text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node], moves: Sequence[Node]
 ) -> tuple[str, str] | None:
     """Returns an expression of the user's code, and its replacement; None if the names of its inputs are not known.
 
     Args:
-        text: the replacement, an expression of the names of the inputs and the numbers.
+        text: the replacement, an expression of the names of the inputs.
         root: the value of the expression.
         nodes: the values on the way from the inputs to it.
         inputs: the values that it is computed from.
-        numbers: the values of the other names in the text.
-        keeps: whether sums along an axis keep it.
+        moves: the ops that move the elements of the replacement.
     """
     at = span_of(root)
     old = at and _source(at[0])[1].get(at)
-    if at is None or old is None:
+    names = {name: at and _name(x, at, [*nodes, *moves]) for name, x in inputs.items()}
+    if at is None or old is None or None in names.values():
         return None
-    names: dict[str, ast.expr | None] = {name: _name(x, at, nodes) for name, x in inputs.items()}
-    if None in names.values():
-        return None
-    names |= {name: ast.Constant(x) for name, x in numbers.items()}
-
-    is_flat = len(inputs["x"].values.shape) < 2
+    used = {x.id for x in ast.walk(_scopes(at)[-1]) if isinstance(x, ast.Name)}
+    names["square"] = ast.Name(next(x for x in ("square", "square_", "square__") if x not in used))
 
     class Writer(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> Any:
             return names.get(node.id, node)
 
-        def visit_Call(self, node: ast.Call) -> Any:
-            if keeps and getattr(node.func, "attr", "") in _REDUCTIONS:
-                node.keywords.append(ast.keyword("keepdims", ast.Constant(True)))
-            self.generic_visit(node)
-            if is_flat or getattr(node.func, "attr", "") in _REDUCTIONS:  # others read the last axis without one
-                node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]
-            return node
-
+    new = Writer().visit(ast.parse(text, mode="eval")).body
+    if moves:
+        span = span_of(moves[-1])
+        move = span and _source(span[0])[1].get(span)
+        if span is None or any(span_of(x) != span for x in moves) or move is None or not _is_same(move, span, at):
+            return None
+        match move:
+            case ast.Subscript(_, index, ctx):
+                new = ast.Subscript(new, index, ctx)
+            case ast.Call(
+                ast.Attribute(ast.Name("jnp" | "jax" | "lax" | "optax") | ast.Attribute()) as call, [_, *rest]
+            ):
+                new = ast.Call(call, [new, *rest], move.keywords)
+            case _:
+                return None
     source = ast.get_source_segment(_source(at[0])[0], old) or ""
-    return " ".join(source.split()), pasted(ast.unparse(Writer().visit(ast.parse(text))).replace("e-0", "e-"))
-
-
-def pasted(text: str) -> str:
-    """Returns an expression, in parentheses unless it means the same wherever it takes the place of another."""
-    is_closed = isinstance(ast.parse(text, mode="eval").body, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
-    return text if is_closed else f"({text})"
+    written = ast.unparse(new)
+    is_closed = isinstance(ast.parse(written, mode="eval").body, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
+    return " ".join(source.split()), written if is_closed else f"({written})"
 
 
 def is_inner(value: Node, readers: Collection[Node]) -> bool:
     """Whether a value, as some of its readers, is inside of an expression, such as a call of the library."""
     span = span_of(value.uncast)  # a cast of autocast belongs to its reader
     return span is not None and any(span_of(x) == span for x in value.readers if x in readers)
+
+
+def numbers_in(node: Node) -> Iterator[tuple[str, float]]:
+    """Yields the numbers in the expressions that compute a value, and those that their names stand for in the file."""
+    for span in _spans_of(node):
+        _, spans, tree = _source(span[0])
+        if expression := spans.get(span):
+            yield from (("", x) for x in _numbers(expression))
+            names = {getattr(x, "id", getattr(x, "attr", None)) for x in ast.walk(expression)}
+            bound = (pair for pair in _bindings(tree) if pair[0] in names)
+            yield from ((name, x) for name, value in bound for x in _numbers(value))
+
+
+def _numbers(tree: ast.AST) -> list[float]:
+    constants = (x.value for x in ast.walk(tree) if isinstance(x, ast.Constant))
+    return [x for x in constants if isinstance(x, int | float) and not isinstance(x, bool)]
+
+
+def _bindings(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yields the names that a file gives values, and these."""
+    for x in ast.walk(tree):
+        match x:
+            case ast.arguments():
+                positional = [*x.posonlyargs, *x.args][::-1]
+                pairs = [
+                    *zip(positional, x.defaults[::-1], strict=False),
+                    *zip(x.kwonlyargs, x.kw_defaults, strict=True),
+                ]
+                yield from ((arg.arg, default) for arg, default in pairs if default)
+            case ast.Assign([ast.Name(name) | ast.Attribute(_, name)], value) | ast.keyword(str(name), value):
+                yield name, value
+            case ast.AnnAssign(ast.Name(name), _, ast.AST() as value):
+                yield name, value
 
 
 def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
@@ -122,17 +180,19 @@ def _scopes(span: Span) -> list[Any]:
     """Returns the syntax trees with names of their own around an expression, the innermost last."""
     file, *start, end_line, end_column = span
     tree = _source(file)[2]
-    found = [x for x in ast.walk(tree) if isinstance(x, _SCOPES) and [x.lineno, x.col_offset] <= start]
+    found = (x for x in ast.walk(tree) if isinstance(x, _FUNCTIONS | _COMPREHENSIONS))
+    found = (x for x in found if [x.lineno, x.col_offset] <= start)
     return [tree, *(x for x in found if (end_line, end_column) <= (x.end_lineno or 0, x.end_col_offset or 0))]
 
 
 def span_of(node: Node) -> Span | None:
     """Returns where the expression is that computes a value, outside of libraries."""
+    return next(_spans_of(node), None)
+
+
+def _spans_of(node: Node) -> Iterator[Span]:
     for eqn in reversed(node.place.eqns if node.place else ()):
-        for span in jx.spans_of(eqn):
-            if not jx.Frame(span[0], 0, "").is_of_library:
-                return span
-    return None
+        yield from (span for span in jx.spans_of(eqn) if not jx.Frame(span[0], 0, "").is_of_library)
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,13 +59,24 @@ class Values:
 NO_VALUES = Values("", (), None, None, 0, 0, 0)
 
 
+_SMALL = 2**16  # elements; what is larger stays on its device
+
+
 def values_of(x: Any) -> Values:
     """Returns the summary of an array; an empty one, without a dtype, unless it is floating or complex."""
     if not jx.is_inexact(x):
         return NO_VALUES
-    counts, extremes = map(np.asarray, _summary(x))
-    low, high = extremes.tolist()
-    return Values(x.dtype.name, x.shape, *((low, high) if low <= high else (None, None)), *counts.tolist())
+    counts, (low, high) = _summary_on_host(np.asarray(x)) if x.size <= _SMALL else map(np.asarray, _summary(x))
+    extremes = (float(low), float(high)) if low <= high else (None, None)
+    return Values(x.dtype.name, x.shape, *extremes, *map(int, counts))
+
+
+def _summary_on_host(x: np.ndarray) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Computes `_summary` without compiling anything."""
+    x = x.astype(np.float32) if is_low(x.dtype) else x
+    finite = x.real[np.isfinite(x)]
+    extremes = (finite.min(), finite.max()) if finite.size else (np.inf, -np.inf)
+    return [np.sum(flags) for flags in (x == 0, np.isinf(x), np.isnan(x))], extremes
 
 
 @jax.jit
@@ -174,6 +185,11 @@ class Node:
         return (*self.place.key, *self.index) if self.place else ()
 
     @property
+    def id(self) -> Id:
+        """Its position in an evaluation; empty if it has none."""
+        return (*self.place.id, *self.index) if self.place else ()
+
+    @property
     def is_floating(self) -> bool:
         """Whether it is floating or complex."""
         return bool(self.values.dtype)
@@ -223,3 +239,39 @@ class Cell(NamedTuple):
 def is_low(dtype: Any) -> bool:
     """Returns whether `dtype` is a floating dtype of less than 32 bits."""
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def nearest(
+    nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]] = lambda x: x.parents, depth: float = math.inf
+) -> dict[Node, int]:
+    """Returns nodes and those that at most `depth` steps lead to, with the numbers of steps, nearest first."""
+    found = dict.fromkeys(nodes, 0)
+    waiting = list(found)
+    for node in waiting:
+        for x in neighbors(node) if found[node] < depth else ():
+            if x not in found:
+                found[x] = found[node] + 1
+                waiting.append(x)
+    return found
+
+
+def merge_equal(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Merges common subexpressions: what read a copy of a value reads the first one. Returns the first of each."""
+    first, merged = dict[Any, Node](), dict[Node, Node]()
+    for node in nodes:
+        merged[node] = node
+        node.operands = [merged.get(x, x) for x in node.operands]
+        node.source = node.source and merged.get(node.source, node.source)
+        if node.eqn and node.is_floating:
+            operands = tuple(_constant(x) or id(x) for x in node.operands)
+            params = tuple(sorted((name, str(x)) for name, x in node.eqn.params.items()))
+            key = node.primitive, params, operands, node.index, node.place.key[:-1], node.place.iteration
+            merged[node] = first.setdefault(key, node)
+            if merged[node] is not node:
+                merged[node].readers += node.readers
+    return merged
+
+
+def _constant(x: Node) -> Any:
+    is_scalar = x.is_constant and x.held is not None and np.ndim(x.held) == 0
+    return (str(x.held.dtype), float(np.real(x.held))) if is_scalar and x.is_floating else None

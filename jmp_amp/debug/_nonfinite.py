@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -13,30 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast import rule_of
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp.debug._evaluation import FLOAT32, Evaluation
-from jmp_amp.debug._evidence import diagnose
-from jmp_amp.debug._nodes import Id, Values, argument_id, is_low, values_of
+from jmp_amp.debug._causes import GUIDE, SECTIONS, Cause, cause_of
+from jmp_amp.debug._clock import Clock
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Evaluator, applies_loss_scale
+from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, nearest, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
-from jmp_amp.debug._trials import Trials, nearest
-
-_CURE_OF_ARGUMENTS = (
-    "check the data, or the step that returned these parameters; `amp.check_health` names non-finite parameters"
-)
-_CURE_OF_CONSTANTS = "search the code for `jnp.inf` and `jnp.nan`"
+from jmp_amp.debug._trials import Cured, Trials
 
 
 @transformation
-def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
+def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..., NonFinite | None]":
     """Returns a function that evaluates `fun` op by op and reports the op that made its results non-finite.
 
     Use it on the arguments of a step that failed, not in every step: it runs on the host, one op at a time. Pass the
     function that you train: `amp.autocast(loss_fn)` or, to include the backward pass,
     `amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale)` with the current scale. The evaluation enters calls,
-    branches and `jax.checkpoint`. It enters loops with non-finite results, iteration by iteration. It
-    evaluates `shard_map` for all devices at once, so that arrays in there have the axes of the mesh in front. Kernels
-    count as one op.
+    branches and `jax.checkpoint`, and loops iteration by iteration; a loop of more than 20,000 ops is entered if its
+    results are non-finite. It evaluates `shard_map` for all devices at once, so that arrays in there have the axes of
+    the mesh in front. Kernels count as one op.
 
     The reported op is the first, in program order, that computes non-finite values from finite operands, if these
     values reach a result. Infinities from constants, -inf in arguments (a mask), and infinities that `jnp.where` or an
@@ -44,23 +42,28 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
     op that turned it into NaN, such as the softmax of a fully masked row. Other non-finite arguments are reported
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
-    It then evaluates `fun` in float32, without any casts to low precision, and reports whether precision is the cause.
-    A cure is tried before it is reported: `fun` runs with `jax.nn.softplus(x)` in place of `log(1 + exp(x))`, with a
-    line in float32, or with a smaller loss scale, and its value and gradient are finite and close to those in float64.
-    The cure is written for the user's line if its source can be read. Causes that no change of the program cures, such
-    as bad data, are decided by the values.
+    If all results are finite, but an op overflowed and a later op hides that, as a division by the infinity does, the
+    program is evaluated in float64, too. If the results differ, the op is reported.
+
+    The cause is what was seen: the element that is 0, outside of the domain or too large, and where it comes from. A
+    cure is a function that is equal to a part of the program, such as `jax.nn.softplus(x)` for `log(1 + exp(x))`, or a
+    line in float32. It is reported if the program with it was run: its value and gradient are finite, and in
+    float64 equal to those of the program. Where the names of the user are not known, the report has no cure.
 
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
             `autocast`.
+        max_seconds: after so many seconds, no more loops are entered, no hidden overflows looked for and no more cures
+            tried; the report names what was left out. Progress is shown on stderr after 5 seconds.
 
     Returns:
         A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
         The compiled program may overflow elsewhere: where XLA fuses float16 ops, it rounds less often than this
-        evaluation, which fuses only in loops with finite results.
+        evaluation, which fuses only in long loops.
 
     Raises:
         TypeError: `fun` is not callable; or the returned function is called inside `jit` or another transformation.
+        ValueError: `max_seconds` is not positive.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -69,18 +72,21 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
         ... def loss_fn(w, x):
         ...     scores = x @ w
         ...     return jnp.mean(scores)
-        >>> report = amp.debug.first_nonfinite(loss_fn)(jnp.full((4, 2), 300.0), jnp.full((3, 4), 300.0))
+        >>> report = amp.debug.first_nonfinite(loss_fn)(jnp.full((8, 2), 300.0), jnp.full((3, 8), 300.0))
         >>> print(report.primitive, *report.operands, report.result, sep="; ")
-        dot_general; float16[3,4] = 300; float16[4,2] = 300; float16[3,2], 6 of 6 inf
-        >>> print(report.cure)
-        the result is 5.5 times too large for float16, whose largest finite value is 65504. To run this op in ...
-        >>> print(amp.debug.first_nonfinite(loss_fn)(jnp.ones((4, 2)), jnp.ones((3, 4))))
+        dot_general; float16[3,8] = 300; float16[8,2] = 300; float16[3,2], 6 of 6 inf
+        >>> print(report.cause)
+        `dot_general` of 300 and 300 at [0, 0] is 3.6e+05, beyond float16, whose largest finite value is 65504; ...
+        >>> print(amp.debug.first_nonfinite(loss_fn)(jnp.ones((8, 2)), jnp.ones((3, 8))))
         None
     """
     check_callable(fun, "first_nonfinite")
+    if not max_seconds > 0:
+        raise ValueError(f"`max_seconds` must be positive, got {max_seconds!r}")
 
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
+        clock = Clock(max_seconds)
         with emulated():
             program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
@@ -90,7 +96,9 @@ def first_nonfinite(fun: Callable) -> "Callable[..., NonFinite | None]":
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]  # in the dtypes of the trace
         # JAX's own checks would raise at the first op that returns NaN.
         with jax.debug_nans(False), jax.debug_infs(False):
-            return _find(program, arrays)
+            found = _find(Evaluator(program, arrays, clock=clock))
+        clock.finish()
+        return found
 
     return find
 
@@ -110,27 +118,26 @@ class NonFinite:
             the scanned axis.
         operands: the floating-point operands.
         result: the first non-finite result.
-        cause: the formula in the program that has a cure, such as `"log(1 + exp(x))"`, or the name of the cause, such
-            as `"loss scale"`; `"unknown"` if no cure passes.
-        cure: what to change, in the names of the user if their source can be read; or, if the cause is not known, the
-            values on the way to the op.
-        tried: what was seen when the program ran with the cure; empty if the cause is not in the program.
+        cause: what was seen: an element that is 0, outside of the domain or too large, and where it comes from.
+        guide: the section of the documentation on this kind of cause.
+        cure: an equal function, in the names of the user, or a line to compute in float32; empty if none passed.
+        tried: what was seen when the program ran with the cure.
         leaf: the nearest leaf of an argument that the op was computed from, such as `"params['layers'][2]['w']"`, which
             tells apart layers that share a line; empty if there is none.
+        hidden_by: the line of the op that hides the infinity, if all results are finite.
         finite_in_float32: whether all results are finite if the program runs in float32, so that low precision is the
             cause; None if that is not known.
         in_float32: the same as a sentence, which names the op that is not finite in float32 if it is another one.
+        left_out: what was not done, for lack of time.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
-        >>> report = amp.debug.first_nonfinite(lambda x: jnp.log(1 + jnp.exp(x)))(jnp.full(2, 100.0))
+        >>> report = amp.debug.first_nonfinite(lambda x: jnp.exp(x) - 1)(jnp.full(2, 100.0))
         >>> report.primitive, report.result.infs, report.operands[0].max, report.finite_in_float32
         ('exp', 2, 100.0, False)
-        >>> print(report.cure)
-        `log(1 + exp(x))` overflows or underflows half-way: use `jax.nn.softplus(x)` in place of ...
-        >>> report.tried
-        'value and gradient are finite, within 1e-07 of float64'
+        >>> print(report.cause)
+        `exp` of 100 at [0] is 2.688e+43, beyond float32, whose largest finite value is 3.4028e+38; `x[0]` is 100
     """
 
     primitive: str
@@ -142,29 +149,33 @@ class NonFinite:
     operands: tuple[Values, ...]
     result: Values
     cause: str
-    cure: str
+    guide: str
+    cure: str = ""
     tried: str = ""
     leaf: str = ""
+    hidden_by: str = ""
     finite_in_float32: bool | None = None
     in_float32: str = ""
+    left_out: str = ""
 
     def __str__(self) -> str:
-        lines = [f"  operand  {x}" for x in self.operands]
+        lines = [("operand", str(x)) for x in self.operands]
         if self.primitive == "argument":
             head = f"`{self.source}` is not finite: {self.result}"
         else:
-            lines.append(f"  result   {self.result}")
+            lines.append(("result", str(self.result)))
             head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
         if self.primitive == "constant":
             head = "the results contain an infinite constant that no op produced"
-        if self.leaf and not self.scope:
-            lines.append(f"  after    `{self.leaf}` was read")
-        if self.in_float32:
-            lines.append(f"  float32  {self.in_float32}")
-        lines.append(_wrapped(f"  cure     {self.cure}"))
-        if self.tried:
-            lines.append(f"  tried    {self.tried}")
-        return "\n".join([head, *lines])
+        if self.hidden_by:
+            head += f", hidden by {self.hidden_by}"
+        leaf = "" if self.scope else self.leaf
+        names = "cause", "float32", "cure", "tried", "left_out", "guide"
+        lines += [
+            ("leaf", leaf and f"`{leaf}`"),
+            *((x.replace("_", " "), getattr(self, x.replace("float32", "in_float32"))) for x in names),
+        ]
+        return "\n".join([head, *(_wrapped(f"  {name:<9}{text}") for name, text in lines if text)])
 
     def _where(self) -> str:
         where = Location(self.source, self.library, self.scope, self.backward).where
@@ -181,32 +192,72 @@ def _wrapped(text: str) -> str:
     return text.replace("\0", " ")
 
 
-def _find(program: Any, arrays: Sequence[Any]) -> NonFinite | None:
-    evaluation = Evaluation(program, arrays)
+def _find(evaluator: Evaluator) -> NonFinite | None:
+    evaluation = evaluator.run()
     if evaluation.is_finite:
-        return None
+        return _hidden(evaluation)
     cause = _cause(evaluation)
+    if cause is not None and cause in evaluation.nonfinite:
+        return _report(evaluation, evaluation.nonfinite[cause])
     if cause is None:
+        name, source, text = "constant", "", "search the code for `jnp.inf` and `jnp.nan`"
         result = next(x.node.values for x in evaluation.results if not x.is_finite)
-        return NonFinite("constant", "", "", "", False, (), (), result, "constant", _CURE_OF_CONSTANTS)
-    if cause not in evaluation.nonfinite:
-        names: Any = jx.open_jaxpr(program)[0].debug_info.arg_names
-        name, result = names[cause[1]], values_of(arrays[cause[1]])
-        return NonFinite("argument", name, "", "", False, (), (), result, "argument", _CURE_OF_ARGUMENTS)
-    node = evaluation.nonfinite[cause]
-    if node.place.iteration or any(x.primitive in ("scan", "while") for x in nearest([node])):
-        evaluation = dataclasses.replace(evaluation, enters_all=True)
-        node = evaluation.nonfinite[cause]
-    trials, where = Trials(evaluation, node), location_of(node.place.eqns)
-    iteration, operands = node.place.iteration, tuple(x.values for x in node.operands if x.is_floating)
+    else:
+        names: Any = jx.open_jaxpr(evaluator.program)[0].debug_info.arg_names
+        array = evaluator.arrays[cause[1]]
+        name, source, result = "argument", names[cause[1]], values_of(array)
+        index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
+        text = f"`{source}{[*index] if index else ''}` is {np.asarray(array)[index]}"
+    return NonFinite(name, source, "", "", False, (), (), result, text, _guide("argument"))
+
+
+def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> NonFinite:
+    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes."""
+    trials, late, cured = Trials(evaluation, node), evaluation.evaluator.clock, Cured()
+    cause, finite_in_float32, sentence = cause_of(evaluation, trials.node, trials.node in trials.primal), None, ""
+    factor = None if hider else _smaller_loss_scale(evaluation, node)
+    if factor:
+        cause = Cause(
+            "loss scale", f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
+        )
+    elif late.is_late:
+        cured = Cured(left_out="the program in float32, and cures: the time was over")
+    else:
+        if cause.kind != "constant":
+            finite_in_float32, sentence = _in_float32(trials)
+        is_formula = cause.kind not in ("constant", "integer", "index", "matrix", "kernel")
+        if is_formula and not rule_of(node.eqn).is_product and not hider:
+            cured = trials.cure()
+        if finite_in_float32 and not cured.cure:
+            cured = trials.in_float32(cause.place or node.place, node.place)
+    read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
+    names: Any = jx.open_jaxpr(evaluation.evaluator.program)[0].debug_info.arg_names
+    leaf = next((x for x in (names[i] for i in read) if x.endswith("]") or "." in x), "")
     return NonFinite(
-        node.primitive, *where, iteration, operands, node.values, *diagnose(trials), trials.leaf, *_in_float32(trials)
+        node.primitive,
+        *location_of(node.place.eqns),
+        node.place.iteration,
+        tuple(x.values for x in node.operands if x.is_floating),
+        node.values,
+        cause.text,
+        _guide("hidden" if hider else cause.kind),
+        cured.cure,
+        cured.tried,
+        leaf,
+        f"`{hider.primitive}` {location_of(hider.place.eqns).where}" if hider else "",
+        finite_in_float32,
+        sentence,
+        cured.left_out,
     )
+
+
+def _guide(kind: str) -> str:
+    return GUIDE + SECTIONS[kind]
 
 
 def _cause(evaluation: Evaluation) -> Id | None:
     """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
-    arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
+    arguments = {argument_id(i): x for i, x in enumerate(evaluation.evaluator.arrays)}
     reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
     candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
     if candidates:
@@ -220,8 +271,8 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
 
     def nonfinite(n: int) -> list[np.ndarray]:
         """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        results = (x.value for x in dataclasses.replace(evaluation, allowed=set(candidates[:n])).results)
-        return [~np.isfinite(np.asarray(x)) for x in results if jx.is_inexact(x)]
+        results = _again(evaluation, allowed=set(candidates[:n])).results
+        return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
 
     def is_harmful(n: int) -> bool:
         return any((more & ~less).any() for more, less in zip(nonfinite(n), baseline, strict=True))
@@ -232,17 +283,76 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
     return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
 
 
+def _again(evaluation: Evaluation, **changes: Any) -> Evaluation:
+    return dataclasses.replace(evaluation.evaluator, trip_counts=evaluation.trip_counts, **changes).run()
+
+
+def _hidden(evaluation: Evaluation) -> NonFinite | None:
+    """Reports an overflow that a later op hides, if the results in float64 are others."""
+    for node in evaluation.nonfinite.values():
+        hider = _hider(node)
+        if hider is None or not node.values.infs or not all(x.values.is_finite for x in node.operands):
+            continue
+        if evaluation.evaluator.clock.is_late:
+            return None
+        holds = {node.id, hider.id}
+        try:
+            exact = dataclasses.replace(evaluation.evaluator, wide=FLOAT64, holds=holds).run()
+        except Exception:  # a custom primitive may reject other dtypes with any error
+            return None
+        traced = _again(evaluation, holds=holds)
+        if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
+            return None
+        (result, kept), (exact_result, exact_kept) = ([_held(x, y) for y in (node, hider)] for x in (traced, exact))
+        if (np.isinf(result) & np.isfinite(exact_result)).any() and _differ(kept, exact_kept):
+            return _report(evaluation, node, hider)
+    return None
+
+
+def _hider(node: Node) -> Node | None:
+    """Returns the first op that computes finite values from the non-finite ones of a node."""
+    found = nearest([node], lambda x: [] if x.values.is_finite else x.readers)
+    return min((x for x in found if x.values.is_finite and x.eqn), key=lambda x: x.number, default=None)
+
+
+def _held(evaluation: Evaluation, node: Node) -> np.ndarray:
+    return next(np.asarray(x.held) for x in evaluation.nodes if x.id == node.id)
+
+
+def _differ(x: Any, exact: Any) -> bool:
+    """Whether finite arrays differ from those in float64 by more than low precision explains."""
+    if not jx.is_inexact(x):
+        return jnp.issubdtype(x.dtype, jnp.number) and not np.array_equal(np.asarray(x), np.asarray(exact))
+    info = jnp.finfo(x.dtype)
+    slack = float(info.smallest_subnormal if is_low(x.dtype) else info.tiny)
+    x, exact = (np.asarray(y).astype(np.complex128) for y in (x, exact))
+    known = np.isfinite(x) & np.isfinite(exact)
+    return bool((np.abs(x - exact) > 0.1 * np.abs(exact) + slack)[known].any())
+
+
+def _smaller_loss_scale(evaluation: Evaluation, node: Node) -> int | None:
+    """Returns the power of two by which the loss scale must be divided so that all results are finite, if one is."""
+    scales = [x.operands[1].values.max or 0.0 for x in nearest([node]) if x.eqn and applies_loss_scale(x.eqn)]
+    steps = range(1, math.floor(math.log2(max(*scales, 1.0, 1.0))) + 1)
+    if not node.is_backward or not steps:
+        return None
+    k = bisect.bisect_left(steps, True, key=lambda k: _again(evaluation, loss_factor=2.0**-k).is_finite)
+    return None if k == len(steps) else steps[k]
+
+
 def _in_float32(trials: Trials) -> tuple[bool | None, str]:
     """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
-    evaluation, node = trials.evaluation, trials.node
-    if not evaluation.has_low_precision:
+    evaluator, node = trials.evaluation.evaluator, trials.node
+    equations = (eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance()))
+    if not any(is_low(jx.dtype_of(atom)) for eqn in equations for atom in (*eqn.invars, *eqn.outvars)):
         return False, "the program computes nothing in low precision: precision is not the cause"
-    if any(x.is_constant and x.values.infs and is_low(np.dtype(x.values.dtype)) for x in nearest([node])):
+    constants = (x.values for x in nearest(node.operands) if x.is_constant and x.values.infs)
+    if any(x.values.infs for x in node.operands) and any(is_low(np.dtype(x.dtype)) for x in constants):
         return None, ""  # the constant of the code is not known
     try:
-        if trials.is_finite_in_float32:
+        if all(np.isfinite(x).all() for x in trials.results(wide=FLOAT32)):
             return True, "in float32 all results are finite: precision is the cause"
-        wide = Evaluation(evaluation.program, evaluation.arrays, wide=FLOAT32)
+        wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
     except Exception:  # a custom primitive may reject other dtypes with any error
         return None, ""
     other = wide.nonfinite.get(_cause(wide) or ())

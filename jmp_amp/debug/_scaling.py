@@ -1,7 +1,6 @@
 """`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import Makes, OpClass, Rule, rule_of
-from jmp_amp._calls import transformation
+from jmp_amp._calls import transformation, warn
 from jmp_amp._loss_scale import LossScaleState
 from jmp_amp.debug._report import check_callable, location_of
 
@@ -132,7 +131,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
                 name = jax.tree_util.keystr(path)
                 checker.warnings[f"`step` returns `result{name}`, {_describe(x)}: {_IS_LOGGED}"] = None
         for warning in checker.warnings:
-            warnings.warn(warning, UserWarning, stacklevel=2)
+            warn(warning)
 
     return check
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, new_figure, transformation
+from jmp_amp._calls import check_concrete, new_figure, quote, transformation
 from jmp_amp.debug._budget import check_reference, error_of, estimate, run_scaled
 from jmp_amp.debug._compare import floating_value_and_grad
 from jmp_amp.debug._emulation import Emulation, Site
@@ -73,7 +73,7 @@ def suggest_rules(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
+        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
         >>> rules, report = amp.debug.suggest_rules(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3), tol=1e-2)
         >>> rules, report.met
         ({'rest': 'full'}, True)
@@ -93,7 +93,7 @@ def suggest_rules(
     def suggest(*args: Any, tol: float | None = 1e-2, **kwargs: Any) -> Suggestion:
         if tol is not None and not tol > 0:
             raise ValueError(
-                f"`tol` must be positive, got {tol!r}; 1e-2 allows an error of 1 percent, None shows the trade"
+                f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent, None shows the trade"
             )
         check_concrete((args, kwargs), "suggest_rules")
 

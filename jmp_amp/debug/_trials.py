@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,47 +12,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp.debug._cures import Cure, Match, matches, parts
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Rewrite, precise
-from jmp_amp.debug._expressions import is_inner
-from jmp_amp.debug._nodes import Node, Values
+from jmp_amp.debug._cures import Match, Part, matches, parts
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Rewrite, precise
+from jmp_amp.debug._expressions import span_of
+from jmp_amp.debug._nodes import Node, merge_equal, nearest
 from jmp_amp.debug._report import location_of
 
-_DEPTH, _MOST_ROOTS = 7, 24
+_DEPTH, _MOST_ROOTS, _MOST_TRIALS, _MOST_LINES = 7, 24, 4, 2
 # How much the arguments are moved, and how large they are then at most. Where they are large, float64 may round, too.
 # By -1, each is moved the other way than by 1, so that both signs are met.
 _MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0), (-1.0, 1.0))
 _TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be 0 in float32
-# A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
-_QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
-class Diagnosis(NamedTuple):
-    """The cause of non-finite values, and its cure.
+class Cured(NamedTuple):
+    """What the user is told of a cure.
 
     Attributes:
-        cause: the formula or the name of the cause.
-        cure: what to change.
-        tried: what was seen when the program ran with the cure; empty if the cause is outside of the program.
+        cure: what to write.
+        tried: what was seen when the program ran so.
+        left_out: what was not tried, for lack of time.
     """
 
-    cause: str
-    cure: str
+    cure: str = ""
     tried: str = ""
-
-
-def nearest(
-    nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]] = lambda x: x.parents, depth: float = math.inf
-) -> dict[Node, int]:
-    """Returns nodes and those that at most `depth` steps lead to, with the numbers of steps, nearest first."""
-    found = dict.fromkeys(nodes, 0)
-    waiting = list(found)
-    for node in waiting:
-        for x in neighbors(node) if found[node] < depth else ():
-            if x not in found:
-                found[x] = found[node] + 1
-                waiting.append(x)
-    return found
+    left_out: str = ""
 
 
 class Trials:
@@ -67,243 +51,258 @@ class Trials:
     """
 
     def __init__(self, evaluation: Evaluation, node: Node) -> None:
-        self.evaluation, self.node = evaluation, node
-        results = [x.node for x in evaluation.results if x.node.is_floating]
+        self._merged = merge_equal(evaluation.nodes)
+        self.evaluation, self.node = evaluation, self._merged[node]
+        results = [self._merged[x.node] for x in evaluation.results if x.node.is_floating]
         nodes = evaluation.nodes
-        self.targets = results
-        if any(_is_derivative(x) for x in nodes):
-            forward = [x for x in results if not x.is_backward and any(map(_is_derivative, nearest([x])))]
+        self.targets, self._is_differentiated = results, any(map(is_derivative, nodes))
+        if self._is_differentiated:
+            forward = [x for x in results if not x.is_backward and any(map(is_derivative, nearest([x])))]
             # The values of a gradient alone: the loss is read by nothing, or by what computes the gradient.
-            ends = [x for x in nodes if x.eqn and x.is_floating and not x.is_backward and _is_derivative(x)]
+            ends = [x for x in nodes if x.eqn and x.is_floating and not x.is_backward and is_derivative(x)]
             ends = [x for x in ends if not x.place.iteration and not all(y.is_backward for y in x.readers or ())]
             self.targets = forward or ends[-1:]
         self.targets = [x for x in self.targets if not x.values.shape] or self.targets
         self.primal = nearest(self.targets)
-        self.has_gradient = bool(self.targets) and (node in self.primal or _is_derivative(node))
+        self.has_gradient = bool(self.targets) and (self.node in self.primal or is_derivative(node))
         if not self.has_gradient:
-            self.targets, self.primal = results, dict.fromkeys((x for x in nodes if not _is_derivative(x)), 0)
+            self.targets, self.primal = results, dict.fromkeys((x for x in nodes if not is_derivative(x)), 0)
 
-    def name(self, i: int) -> str:
-        """Returns the path of an argument of the program."""
-        names: Any = jx.open_jaxpr(self.evaluation.program)[0].debug_info.arg_names
-        return str(names[i])
+    def cure(self) -> Cured:
+        """Returns the equal functions with which the program is finite; the first is for the op at hand."""
+        faults = dict.fromkeys([self.node, *(self._merged[x] for x in self.evaluation.nonfinite.values())])
+        clock, n_trials = self.evaluation.evaluator.clock, 0
+        texts, rewrites, seen, left_out = list[str](), list[Rewrite](), "", ""
+        for fault in faults:
+            for match in self._matches(fault):
+                if clock.is_late or n_trials == _MOST_TRIALS:
+                    left_out = f"other formulas: {'the time was over' if clock.is_late else f'{n_trials} were tried'}"
+                    break
+                written, roots = self._written(match), {x.root for x in rewrites}
+                same = [x for x in self._everywhere(match) if x.part.root.key not in roots]
+                if not (written and same):
+                    continue
+                clock.tick("ops and trials")
+                n_trials += 1
+                new = [*rewrites, *(x.rewrite() for x in same)]
+                is_cured, seen = self._is_cured(fault, new)
+                is_cured = is_cured and (bool(seen) or self._contains(match.part, fault))
+                if is_cured:
+                    rewrites = new
+                    texts.append(
+                        f"`{match.cure.formula}` {match.cure.why}: use `{written[1]}` in place of `{written[0]}`"
+                    )
+                    break
+            if seen or left_out or not rewrites:
+                break
+        return Cured("; then ".join(texts), seen or ("this op is finite, another is not" if texts else ""), left_out)
 
-    @property
-    def leaf(self) -> str:
-        """The path of the nearest leaf of an argument that the op was computed from; empty if there is none."""
-        read = (x.index[1] for x in nearest([self.node]) if x.is_floating and x.place and not x.place.eqns)
-        return next((name for name in map(self.name, read) if name.endswith("]") or "." in name), "")
+    def _matches(self, fault: Node) -> Iterator[Match]:
+        """Yields the parts of the program with a non-finite op, and then those near it, that are equal to formulas."""
+        found = [part for site in self._sites(fault) for part in parts(site)]
+        if fault not in self.primal:  # the derivative of a part comes from its lines
+            found = [part for part in found if any(span_of(fault) == span_of(x) for x in part.nodes)]
+        for is_inside in (True, False):
+            yield from matches([part for part in found if self._contains(part, fault) == is_inside])
 
-    @functools.cached_property
-    def sites(self) -> list[Node]:
-        """The values near the op that a cure may compute otherwise, nearest first."""
-        start = [self.node]
-        if self.node not in self.primal:  # an op of the derivative: those that it is the derivative of
+    def _contains(self, part: Part, fault: Node) -> bool:
+        return fault not in self.primal or fault in part.nodes
+
+    def _written(self, match: Match) -> tuple[str, str] | None:
+        try:
+            return match.written(self.primal)
+        except (TypeError, ValueError):  # shapes that the replacement does not take, or a promotion that is forbidden
+            return None
+
+    def _sites(self, fault: Node) -> list[Node]:
+        """The values near a non-finite op that a cure may compute otherwise, nearest first."""
+        start = [fault]
+        if fault not in self.primal:  # an op of the derivative: those that it is the derivative of
             read = nearest(start, lambda x: [] if x in self.primal else x.parents, _DEPTH)
             start = [x for x in read if x in self.primal and x.is_floating and not x.is_constant]
             start = [*start, *(y for x in start for y in x.readers if y in self.primal)]
         start = [x for x in nearest(start, lambda x: x.operands, 3) if x in self.primal]  # what was lost before the op
         near = nearest(start, lambda x: [y for y in x.readers if y in self.primal], _DEPTH)
-        return [x for x in near if x.eqn and x.is_floating and x.place][:_MOST_ROOTS]
+        return [x for x in near if x.eqn and x.is_floating and x.uncast is x][:_MOST_ROOTS]  # a cast is not written
 
-    def _variant(self, **changes: Any) -> Evaluation:
-        return dataclasses.replace(self.evaluation, enters_all=False, trip_counts={}, **changes)
+    def _everywhere(self, match: Match) -> list[Match]:
+        """Returns a match, and those of the same ops from the same expression of the code, as in other layers."""
+        root = match.part.root
+        found = {root.key: match}
+        for node in self.primal:
+            if node.primitive == root.primitive and node.key not in found and span_of(node) == span_of(root):
+                same = (match._replace(part=x) for x in parts(node) if x.ops == match.part.ops)
+                found[node.key] = next(same, match)
+        return list(found.values())
 
-    def compiled(
-        self, wide: Any = None, rewrites: Callable[[Any], Sequence[Rewrite]] = lambda number: ()
-    ) -> Callable[..., list[np.ndarray]]:
-        """Returns a function that returns the targets and their gradients in a variant of the program.
+    def _compiled(self, wide: Any, rewrites: Sequence[Rewrite] = ()) -> Callable[..., list[np.ndarray]]:
+        """Compiles the targets and their gradients, as a function of how the arguments are moved."""
+        arrays = [*map(jnp.asarray, self.evaluation.evaluator.arrays)]
+        is_floating, keeps = [*map(jx.is_floating, arrays)], [x.key for x in self.targets]
+        changes: dict[str, Any] = {"wide": wide, "rewrites": rewrites, "keeps": keeps}
 
-        Its arguments are the number in the rewrites and, in float64, how much the arguments of the program are moved.
-        """
-        arrays, keeps = list(self.evaluation.arrays), [x.key for x in self.targets]
-        is_floating = [jx.is_floating(x) for x in arrays]
-
-        def targets(floats: Sequence[Any], arrays: Sequence[Any], number: Any) -> tuple[Any, Any]:
+        def targets(floats: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, Any]:
             inputs = jx.combine(is_floating, floats, arrays)
-            kept = self._variant(arrays=inputs, wide=wide, rewrites=rewrites(number), keeps=keeps).kept
+            kept = dataclasses.replace(self.evaluation.evaluator, arrays=inputs, **changes).run().kept
             values = [kept[key] for key in keeps]
             return sum(jnp.sum(jnp.real(x).astype(wide or FLOAT32)) for x in values), values
 
         call = jax.value_and_grad(targets, has_aux=True) if self.has_gradient else targets
-        run = jax.jit(call, compiler_options=_QUICK)
+        run = jax.jit(call, compiler_options=QUICK)
 
-        def found(number: float, by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
-            rng, floats = np.random.default_rng(0), list(itertools.compress(arrays, is_floating))
+        def found(by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
+            rng = np.random.default_rng(0)
+            floats: list[Any] = list(itertools.compress(arrays, is_floating))
             if wide:
                 floats = [_moved(np.asarray(x, wide), rng, by, most) for x in floats]
             with precise(wide):
-                outs = jax.tree.leaves(run(floats, arrays, jnp.asarray(number, wide or FLOAT32)))
+                outs = jax.tree.leaves(run(floats, arrays))
             return [np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in outs]
 
         return found
 
     @functools.cached_property
-    def _exact(self) -> Callable[..., list[np.ndarray]]:
-        return self.compiled(FLOAT64)
-
-    @functools.cached_property
-    def exact(self) -> Callable[[float, float], list[np.ndarray]]:
+    def _exact(self) -> Callable[[float, float], list[np.ndarray]]:
         """Returns the targets and their gradients in float64; NaN where they depend on rounding errors."""
+        run = self._compiled(FLOAT64)
 
-        @functools.cache
-        def exact(by: float, most: float) -> list[np.ndarray]:
-            pairs = zip(self._exact(0.0, by, most), self._exact(0.0, by + 1e-7, most), strict=True)
-            with np.errstate(invalid="ignore"):
-                return [np.where(np.abs(x - y) <= 0.01 * np.abs(x), x, np.nan) for x, y in pairs]
+        return functools.cache(functools.partial(_stable, run))
 
-        return exact
+    def _is_cured(self, fault: Node, rewrites: Sequence[Rewrite]) -> tuple[bool, str]:
+        """Returns whether rewrites are equal to the program, and mend a fault; and what is seen if they mend all.
 
-    def tried(
-        self,
-        rewrites: Callable[[Any], Sequence[Rewrite]],
-        numbers: Sequence[float] = (0.0,),
-        is_equal: bool = True,
-    ) -> tuple[float, str] | None:
-        """Returns the first number with which rewrites are a cure, and what is seen then; None if there is none.
-
-        A cure makes values and gradients finite. In float64 they are those of the program: for its arguments, and for
-        arguments that are moved a little, wherever the program is finite.
-
-        Args:
-            rewrites: returns the rewrites with a number.
-            numbers: those to try.
-            is_equal: whether the values and gradients must be those of the program.
+        In float64, values and gradients are those of the program wherever these are finite: for its arguments, and for
+        arguments that are moved.
         """
-        run, run_exactly = self.compiled(None, rewrites), self.compiled(FLOAT64, rewrites)
         try:
-            for number in numbers:
-                found, exactly = run(number), functools.partial(run_exactly, number)
-                is_cure = all(np.isfinite(x).all() for x in found) and not self._loses_gradient(found)
-                if is_cure and is_equal:
-                    is_cure = all(self._agree(exactly, number, *move) for move in _MOVES)
-                if is_cure and not self._is_arbitrary(run_exactly, number):
-                    exact = exactly()
-                    if is_equal:  # the program itself is known where it is finite
-                        pairs = zip(self.exact(*_MOVES[0]), exact, strict=True)
-                        exact = [np.where(np.isfinite(x), x, y) for x, y in pairs]
-                    if seen := self._seen(found, exact):
-                        return number, seen
-        except Exception:  # an op that has no derivative, or does not run in float64
-            pass
-        return None
-
-    def _agree(self, run: Callable[..., list[np.ndarray]], number: float, by: float, most: float) -> bool:
-        """Whether a variant is equal to the program in float64, for arguments that are moved, up to its eps."""
-        if number >= 1:  # where the program is finite, nothing changes
-            relative = slack = 1e-12
-        elif by:  # an eps changes a root of x**2 by eps / (2 * x**2)
-            relative = slack = max(1e-6, 10 * number / by**2)
-        else:
-            relative, slack = 1e-3, max(1e-5, math.sqrt(number))
-        return _are_close(run(by, most), self.exact(by, most), relative, slack)
-
-    def _is_arbitrary(self, run: Callable[[float], list[np.ndarray]], number: float) -> bool:
-        """Whether values, and if the number is not small gradients, depend on it where the program is not finite."""
-        if not 0 < number < 1:
-            return not _are_close(run(0.99 * number - 0.01), run(number), 1e-9, 1e-9)
-        values = slice(self._n_values)
-        if all(np.isfinite(x).all() for x in self._exact(0.0)[values]):
-            return False
-        nearer = (run(k * number)[values] for k in (1, 10, 100))  # they converge to the limit of the program, if any
-        return any((abs(x - y) > 0.5 * abs(y - z) + 1e-3 * abs(x)).any() for x, y, z in zip(*nearer, strict=True))
-
-    def _loses_gradient(self, found: Sequence[np.ndarray]) -> bool:
-        """Whether all gradients are 0, and those of the program in float64 are not."""
-        exact = self.exact(*_MOVES[0])[self._n_values :]
-        return any((np.abs(np.nan_to_num(x)) > _TINY).any() for x in exact) and not any(
-            x.any() for x in found[self._n_values :]
-        )
+            found, exactly = self._compiled(None, rewrites)(), self._compiled(FLOAT64, rewrites)
+            if self._loses_gradient(found) or not all(
+                _are_close(exactly(*move), self._exact(*move), 1e-3 if move[0] == 0 else 1e-6) for move in _MOVES
+            ):
+                return False, ""
+            # A program that is not differentiated may have an infinite derivative, as x * log(x) has at 0.
+            checked = slice(None if self._is_differentiated else self._n_values)
+            if all(np.isfinite(x).all() for x in found[checked]):
+                known = [_first_finite(*x) for x in zip(self._exact(*_MOVES[0]), _stable(exactly), found, strict=True)]
+                what = "value and gradient are" if self._is_differentiated else "all results are"
+                seen = _compared(found[checked], known[checked])
+                return bool(seen), seen and f"{what} finite, {seen}"
+            variant = dataclasses.replace(self.evaluation.evaluator, rewrites=rewrites).run()
+            roots = {x.root for x in rewrites}
+            is_finite = all(x.values.is_finite for x in variant.nodes if x.key in roots)
+            return is_finite and (fault in self.primal or _count_bad(found) < self._n_bad), ""
+        except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
+            return False, ""
 
     @property
     def _n_values(self) -> int:
         return 1 + len(self.targets)
 
-    def _seen(self, found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> str:
-        norm = lambda arrays: math.hypot(*(float(np.linalg.norm(x)) for x in arrays))  # noqa: E731
-        size = norm(exact) and max(norm(exact), _TINY)
-        error = norm([x - y for x, y in zip(found, exact, strict=True)]) / (size or 1.0)
-        what = "value and gradient are" if self.has_gradient else "all results are"
-        return f"{what} finite, within {max(error, 1e-7):.0e} of float64" if error < 0.1 else ""
-
-    def compared(self, **changes: Any) -> str:
-        """Returns what is seen in another evaluation of the whole program; empty if it is no cure."""
-        found = self._results(**changes)
-        return self._seen(found, self._exact_results) if all(np.isfinite(x).all() for x in found) else ""
-
     @functools.cached_property
-    def _exact_results(self) -> list[np.ndarray]:
-        return self._results(wide=FLOAT64)
+    def _n_bad(self) -> int:
+        return _count_bad(self._compiled(None)())
 
-    @property
-    def is_finite_in_float32(self) -> bool:
-        """Whether all results are finite in float32."""
-        return all(np.isfinite(x).all() for x in self._results(wide=FLOAT32))
+    def _loses_gradient(self, found: Sequence[np.ndarray]) -> bool:
+        """Whether all gradients are 0, and those of the program in float64 are not."""
+        exact = self._exact(*_MOVES[0])[self._n_values :]
+        return any((np.abs(np.nan_to_num(x)) > _TINY).any() for x in exact) and not any(
+            x.any() for x in found[self._n_values :]
+        )
 
-    @property
-    def in_float64(self) -> Values | None:
-        """The result of the op in float64, if it is finite there."""
-        at, nodes = (self.node.place.id, self.node.index), self._variant(wide=FLOAT64).nodes
-        found = next((x.values for x in nodes if x.place and (x.place.id, x.index) == at), None)
-        return found if found and found.is_finite else None
-
-    def _results(self, wide: Any, **changes: Any) -> list[np.ndarray]:
+    def results(self, **changes: Any) -> list[np.ndarray]:
         """Returns the floating results of another evaluation, as one program: this compiles faster than its ops do."""
-        is_floating = [x.node.is_floating for x in self.evaluation.results]
+        evaluator, is_floating = self.evaluation.evaluator, [x.node.is_floating for x in self.evaluation.results]
 
         def results(arrays: Sequence[Any]) -> list[Any]:
-            found = self._variant(arrays=arrays, wide=wide, **changes).results
+            found = dataclasses.replace(evaluator, arrays=arrays, **changes).run().results
             return [x.value for x in itertools.compress(found, is_floating)]
 
-        with precise(wide):
-            arrays = [*map(jnp.asarray, self.evaluation.arrays)]
+        with precise(changes.get("wide")):
+            arrays = [*map(jnp.asarray, evaluator.arrays)]
             is_sharded = any(x.place and x.place.mesh for x in self.evaluation.nodes)
-            run = results if is_sharded else jax.jit(results, compiler_options=_QUICK)
+            run = results if is_sharded else jax.jit(results, compiler_options=QUICK)
             try:
                 found = run(arrays)
             except Exception:  # batched loops, and branches of two dtypes, run op by op only
                 found = results(arrays)
         return [np.asarray(x).astype(np.float64) for x in found]
 
-    def cured(self, cures: Sequence[Cure]) -> Diagnosis | None:
-        """Returns the first cure of a table that passes."""
-        found = [part for site in self.sites for part in parts(site)]
-        found.sort(key=lambda part: any(is_inner(x, part.nodes) for x in part.inputs))  # what users can write first
-        return next(filter(None, map(self._cured_by, matches(cures, found))), None)
+    def in_float32(self, *places: Any) -> Cured:
+        """Returns the line, or the module, of the first of some places that is enough to compute in float32."""
+        exact = self.results(wide=FLOAT32)
+        for location in dict.fromkeys(location_of(x.eqns) for x in places):
+            found, scope = self._lines_in_float32([location.source], exact), location.scope
+            in_scope = self._seen_in_float32(functools.partial(_is_in, scope), exact) if scope else ""
+            if found or in_scope:
+                what = " and ".join(found[0]) if found else f"the scope {scope}"
+                ways = ["`with amp.full_precision():`"] * bool(found) + [f'`rules={{"{scope}": "full"}}`'] * bool(
+                    in_scope
+                )
+                ways[-1] += " if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
+                return Cured(f"compute {what} in float32: {' or '.join(ways)}", found[1] if found else in_scope)
+        return Cured()
 
-    def _cured_by(self, match: Match) -> Diagnosis | None:
-        # The derivative of a part comes from its lines; that of a custom rule does not.
-        if self.node not in self.primal and all(_line(self.node) != _line(x) for x in match.part.nodes):
-            return None
-        cure, same = match.cure, self._everywhere(match)
-        passed = self.tried(lambda number: [x.rewrite(number) for x in same], cure.tries, cure.is_equal)
-        if passed is None:
-            return None
-        text = f"`{cure.formula}` {cure.words}: use {match.text(passed[0], self.primal)}"
-        return Diagnosis(cure.formula, text, passed[1])
+    def _lines_in_float32(self, lines: list[str], exact: Sequence[np.ndarray]) -> tuple[list[str], str] | None:
+        """Adds the line of the next op that is not finite, once."""
+        numbers = {_number(x) for x in lines}
+        if seen := self._seen_in_float32(lambda x: _number(x.source) in numbers, exact):
+            return lines, seen
+        changes = _in_float32(lambda x: _number(x.source) in numbers)
+        other = dataclasses.replace(self.evaluation.evaluator, **changes).run()
+        sources = (location_of(x.place.eqns).source for x in other.nonfinite.values())
+        new = [x for x in sources if _number(x) not in numbers]
+        return self._lines_in_float32([*lines, new[0]], exact) if new and len(lines) < _MOST_LINES else None
 
-    def _everywhere(self, match: Match) -> list[Match]:
-        """Returns a match, and those of the same ops from the same line of code, as in other layers."""
-        root = match.part.root
-        found = {root.key: match}
-        for node in self.primal:
-            if node.primitive == root.primitive and node.key not in found and _line(node) == _line(root):
-                same = (match._replace(part=x) for x in parts(node) if x.ops == match.part.ops)
-                found[node.key] = next(same, match)
-        return list(found.values())
+    def _seen_in_float32(self, region: Callable[[Any], bool], exact: Sequence[np.ndarray]) -> str:
+        found = self.results(**_in_float32(region))
+        is_finite = all(np.isfinite(x).all() for x in found)
+        seen = _compared(found, exact) if is_finite else ""
+        return seen and f"all results are finite, {seen.replace('64', '32')}"
 
 
-def _line(node: Node) -> str:
-    return location_of(node.place.eqns).source
+def _is_in(scope: str, location: Any) -> bool:
+    return scope in location.scope
 
 
-def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray], relative: float, slack: float) -> bool:
-    """Whether arrays are close to others where these are finite: by the slack times the largest value of each."""
+def _in_float32(region: Callable[[Any], bool]) -> dict[str, Any]:
+    return {"wide": FLOAT32, "region": functools.cache(lambda eqns: region(location_of(eqns)))}
+
+
+def _number(source: str) -> str:
+    """Returns the file and the number of a line, without the function: a lambda is one of its own."""
+    return source.partition(" (")[0]
+
+
+def _stable(run: Callable[..., list[np.ndarray]], by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
+    """Returns the arrays of a function of moved arguments; NaN where they depend on rounding errors."""
+    pairs = zip(run(by, most), run(by + 1e-7, most), strict=True)
+    with np.errstate(invalid="ignore"):
+        return [np.where(np.abs(x - y) <= 0.01 * np.abs(x), x, np.nan) for x, y in pairs]
+
+
+def _first_finite(*arrays: np.ndarray) -> np.ndarray:
+    return functools.reduce(lambda x, y: np.where(np.isfinite(x), x, y), arrays)
+
+
+def _count_bad(arrays: Sequence[np.ndarray]) -> int:
+    return sum(int((~np.isfinite(x)).sum()) for x in arrays)
+
+
+def _compared(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> str:
+    """Returns how near finite arrays are to exact ones; empty if they are not."""
+    norm = lambda arrays: math.hypot(*(float(np.linalg.norm(x)) for x in arrays))  # noqa: E731
+    size = norm(exact) and max(norm(exact), _TINY)
+    error = norm([x - y for x, y in zip(found, exact, strict=True)]) / (size or 1.0)
+    return f"within {max(error, 1e-7):.0e} of float64" if error < 0.1 else ""
+
+
+def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray], tolerance: float) -> bool:
+    """Whether arrays are close to others where these are finite: by the tolerance times the largest value of each."""
     known = [np.isfinite(x) for x in old]
     sizes = [np.abs(x[at]).max(initial=0.0) for x, at in zip(old, known, strict=True)]
     largest = max(sizes) or 1.0
-    slacks = [slack * (x or largest) + 1e-12 * largest for x in sizes]  # what is smaller is rounding, as of a gradient
-    return all(np.allclose(x[at], y[at], relative, s) for x, y, at, s in zip(new, old, known, slacks, strict=True))
+    slacks = [tolerance * (x or largest) + 1e-12 * largest for x in sizes]  # what is smaller is rounding
+    return all(np.allclose(x[at], y[at], tolerance, s) for x, y, at, s in zip(new, old, known, slacks, strict=True))
 
 
 def _moved(x: np.ndarray, rng: np.random.Generator, by: float, most: float) -> np.ndarray:
@@ -312,5 +311,6 @@ def _moved(x: np.ndarray, rng: np.random.Generator, by: float, most: float) -> n
     return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if abs(by) > 1e-6 else 0.0)
 
 
-def _is_derivative(node: Node) -> bool:
+def is_derivative(node: Node) -> bool:
+    """Whether an op belongs to the derivative of a function."""
     return node.place is not None and any(jx.is_of_derivative(eqn.source_info.name_stack) for eqn in node.place.eqns)

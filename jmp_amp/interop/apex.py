@@ -6,6 +6,7 @@ from typing import Any
 import optax
 
 from jmp_amp._autocast import autocast
+from jmp_amp._calls import quote
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import LossScale, dynamic_loss_scale
 from jmp_amp._params import cast_params, is_norm, low_precision_params
@@ -76,11 +77,11 @@ def initialize(
         `autocast` apply at each level, because XLA fuses the ops that stay float32.
     """
     if opt_level not in ("O0", "O1", "O2", "O3"):
-        raise ValueError(f"`opt_level` must be one of 'O0', 'O1', 'O2', 'O3', got {opt_level!r}")
+        raise ValueError(f"`opt_level` must be one of 'O0', 'O1', 'O2', 'O3', got {quote(opt_level)}")
     if "policy" in options:
         raise TypeError(
-            f"`initialize` takes no `policy`, because the level and `dtype` set it, got {options['policy']!r}; write "
-            '`opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and `dynamic_loss_scale`'
+            f"`initialize` takes no `policy`, because the level and `dtype` set it, got {quote(options['policy'])}; "
+            'write `opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and `dynamic_loss_scale`'
         )
     form = parse_format(dtype)
     if not form.is_low:

@@ -3,10 +3,10 @@
 import difflib
 import os
 import re
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jmp_amp._calls import quote, shorten
 from jmp_amp._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 
 __all__ = ["from_config"]
@@ -52,9 +52,9 @@ def from_config(config: Mapping[str, Any]) -> LossScale:
 
 def _section(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str | bytes | os.PathLike):
-        raise TypeError(f"`config` must be a mapping, got {config!r}; load the file first with `json.load(file)`")
+        raise TypeError(f"`config` must be a mapping, got {quote(config)}; load the file first with `json.load(file)`")
     if not isinstance(config, Mapping):
-        raise TypeError(f'`config` must be a mapping such as `{{"fp16": {{"enabled": True}}}}`, got {config!r}')
+        raise TypeError(f'`config` must be a mapping such as `{{"fp16": {{"enabled": True}}}}`, got {quote(config)}')
     misplaced = [name for name in _FIELDS if name in config]
     if misplaced and "fp16" not in config:
         raise ValueError(
@@ -63,14 +63,14 @@ def _section(config: Any) -> Mapping[str, Any]:
         )
     section = config.get("fp16", {})
     if not isinstance(section, Mapping):
-        raise TypeError(f"`fp16` must be a mapping, got {section!r}")
+        raise TypeError(f"`fp16` must be a mapping, got {quote(section)}")
     for name in section:
         if not isinstance(name, str):
-            raise TypeError(f"the keys of `fp16` must be strings, got {name!r}. Allowed: {', '.join(_FIELDS)}.")
+            raise TypeError(f"the keys of `fp16` must be strings, got {quote(name)}. Allowed: {', '.join(_FIELDS)}.")
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _FIELDS, 1)
             hint = f"; did you mean `{near[0]}`?" if near else "."
-            raise ValueError(f"`fp16.{name}` is not known{hint} Allowed: {', '.join(_FIELDS)}.")
+            raise ValueError(f"`fp16.{shorten(name)}` is not known{hint} Allowed: {', '.join(_FIELDS)}.")
     return section
 
 
@@ -94,7 +94,7 @@ def _in_range(name: str, values: Mapping[str, Any]) -> Any:
 
 
 def _error(name: str, value: Any) -> ValueError:
-    return ValueError(f"`fp16.{name}` must be {_FIELDS[name].allowed}, got {reprlib.repr(value)}")
+    return ValueError(f"`fp16.{name}` must be {_FIELDS[name].allowed}, got {quote(value)}")
 
 
 def _to_bool(value: Any) -> bool:

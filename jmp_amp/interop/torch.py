@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_amp._calls import quote
 from jmp_amp._loss_scale import LossScale, LossScaleState, find_state, to_count, to_number
 
 __all__ = ["load_state_dict", "state_dict"]
@@ -71,7 +72,8 @@ def load_state_dict(d: dict[str, float | int]) -> tuple[LossScale, LossScaleStat
     unknown, missing = sorted(set(d) - set(_KEYS), key=str), [key for key in _KEYS if key not in d]
     if unknown or missing:
         raise ValueError(
-            f"a `GradScaler` state dict must have the keys {', '.join(_KEYS)}; unknown: {unknown}, missing: {missing}"
+            f"a `GradScaler` state dict must have the keys {', '.join(_KEYS)}; unknown: {quote(unknown)}, missing: "
+            f"{missing}"
         )
     tracker = to_count("_growth_tracker", d["_growth_tracker"], 0)
     rule = LossScale.torch(init_scale=to_number("scale", d["scale"]), **{key: d[key] for key in _RULE})

@@ -109,7 +109,7 @@ def quantize(
             names = ", ".join(each.name for each in allowed)
             raise TypeError(f"quantize: the dtype of `{name}` must be one of {names}, got {given.name}")
     if block not in (None, reference.BLOCK):
-        raise ValueError(f"quantize: `block` must be None or {reference.BLOCK}, got {block!r}")
+        raise ValueError(f"quantize: `block` must be None or {reference.BLOCK}, got {block!r:.80}")
     if x.ndim != 2 or (block and any(size % block for size in x.shape)):
         sizes = f" whose sizes are multiples of {block}" if block else ""
         raise ValueError(f"quantize: `x` must be a matrix{sizes}, got shape {x.shape}")

@@ -1,0 +1,101 @@
+"""What `first_nonfinite` says of broken programs: the line, the cause and the cure, and how long it takes.
+
+    JAX_PLATFORMS=cpu python benchmarks/broken_programs.py [--out docs/benchmarks/broken_programs.md] [--only NAME,NAME]
+
+The programs are those of `tests/broken_models.py` and `tests/broken_kinds.py`; `tests/cured.py` judges. It takes about
+four minutes.
+"""
+
+import itertools
+import multiprocessing
+import os
+import pathlib
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+
+import broken_kinds
+import jax
+import numpy as np
+from broken_models import MODELS
+from cured import assert_cure_is_right, is_cause_right, is_line_right
+from report import arguments, head, report, row
+
+from jmp_amp.debug import first_nonfinite
+
+WHY = """\
+[`first_nonfinite`](../my-loss-is-nan.md) on programs of the kinds that people report: float16 masks and eps, variances,
+norms at 0, logarithms of probabilities, exponentials of large logits, quotients of counts, products of many factors,
+divergences with zeros, optimizers, rare classes, loops, scanned layers, `vmap`, Flax NNX, Equinox and Keras. Each
+stands in the tests beside its correct form, with the lines at fault and parts of the cause that the report must name.
+
+The *line* is right if it is one of those lines, the *cause* if it names all parts. A *cure* is applied to the source as
+it is printed: it is right if value and gradient are finite, and those of the correct form in float64. Where the cell is
+empty, the report gives the cause alone. The time is the CPU time of one call, which finds compiled what the programs
+above it have in common with it.
+"""
+NOTES = """
+Where there is no cure, there is no equal function, or the names that it needs are not known, as inside of `vmap`. The
+cause is then the whole answer, with a link to the usual choices. The tool was built on these programs, so the figures
+of others may be worse.
+"""
+
+
+def judged(name):
+    """Returns the report of a program, and the cells of its row: line, cause, cure and time."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    model = MODELS[name]
+    fun, args = model.make()
+    start = time.process_time()
+    found = first_nonfinite(fun)(*args)
+    seconds = time.process_time() - start
+    is_cured = found is not None and (found.cure or "loss scale that is" in found.cause)
+    cure = ""
+    if is_cured:
+        try:
+            assert_cure_is_right(model, found)
+            cure = "right"
+        except Exception:  # code that does not run is wrong, too
+            cure = "**wrong**"
+    verdicts = ("yes" if ok else "**no**" for ok in (is_line_right(model, found), is_cause_right(model, found)))
+    return found, (*verdicts, cure, f"{seconds:.1f}")
+
+
+def said(found):
+    """What the report says, as a cell."""
+    if found is None:
+        return "None"
+    hidden = f"hidden by {re.sub(r' at .*', '', found.hidden_by)}: " if found.hidden_by else ""
+    written = "; ".join(f"`{new}`" for new in re.findall(r"use `([^`]*)`", found.cure))
+    written = written or ("in float32" if "in float32" in found.cure else "")
+    text = re.sub(r" (at|in the backward pass of) [\w/.]*:\d+ \([^)]*\)(, iteration [\d, ]*\d)?", "", found.cause)
+    return (hidden + text + (f". Cure: {written}" if written else "")).replace("|", "\\|")
+
+
+def table(names, jobs):
+    rows, times = [], []
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for name, (found, cells) in zip(names, pool.map(judged, names), strict=True):
+            rows.append(cells)
+            times.append(float(cells[-1]))
+            yield row(f"`{name}`", said(found), *cells)
+    n_alarms = sum(first_nonfinite(fun)(*args) is not None for fun, args in broken_kinds.CORRECT.values())
+    count = lambda i, cell: sum(x[i] == cell for x in rows)  # noqa: E731
+    yield ""
+    yield f"Of {len(rows)} programs, the line is right in {count(0, 'yes')} and the cause in {count(1, 'yes')}."
+    yield f"{count(2, 'right')} have a cure that is right, {count(2, '**wrong**')} a cure that is wrong, "
+    yield f"{count(2, '')} none. The median of the time is {np.median(times):.1f} s, the longest {max(times):.1f} s."
+    yield f"Of {len(broken_kinds.CORRECT)} correct programs with deliberate infinities, {n_alarms} raise an alarm."
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, only="names of programs, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes judge")
+    args = parser.parse_args()
+    names = args.only.split(",") if args.only else [*MODELS]
+    lines = head("program", "what it said", "line", "cause", "cure", "s")
+    report("Broken programs", WHY, itertools.chain(lines, table(names, args.jobs)), NOTES, args.out)

@@ -1,0 +1,41 @@
+"""How long a tool has run: its progress, and when it is to stop."""
+
+import math
+import sys
+import time
+
+_PATIENCE = 5.0  # seconds before progress is shown
+
+
+class Clock:
+    """Counts the seconds since it was made, and shows on stderr what has been done after the first five.
+
+    Attributes:
+        max_seconds: when it is late.
+    """
+
+    def __init__(self, max_seconds: float = math.inf) -> None:
+        self.max_seconds, self._start, self._n, self._shown = max_seconds, time.monotonic(), 0, _PATIENCE
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the clock was made."""
+        return time.monotonic() - self._start
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over."""
+        return self.seconds > self.max_seconds
+
+    def tick(self, what: str) -> None:
+        """Counts something that is done, and shows the count about once in a second."""
+        self._n += 1
+        if (seconds := self.seconds) > self._shown:
+            self._shown = seconds + 1
+            sys.stderr.write(f"\rfirst_nonfinite: {self._n:,} {what}, {seconds:.0f} s")
+            sys.stderr.flush()
+
+    def finish(self) -> None:
+        """Ends the line of the progress, if there is one."""
+        if self._shown > _PATIENCE:
+            sys.stderr.write("\n")
