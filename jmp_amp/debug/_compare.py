@@ -31,6 +31,10 @@ R = TypeVar("R")
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 Results = OrderedDict[str, Any]  # the last result of each module; `jit` would sort the keys of a `dict`
 
+NO_GRADIENTS = (
+    "there are no floating arrays to differentiate with respect to; "
+    "set `argnums` to the arguments that hold the parameters"
+)
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
@@ -367,10 +371,7 @@ def measure_reference(
     """
     measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
     if not measurement.all_grads.size:
-        raise TypeError(
-            "there are no floating arrays to differentiate with respect to; "
-            "set `argnums` to the arguments that hold the parameters"
-        )
+        raise TypeError(NO_GRADIENTS)
     if not measurement.is_finite:
         raise ValueError(
             f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
