@@ -286,3 +286,72 @@ def test_asking_for_the_worst_of_an_unknown_policy_names_those_there_are(args):
     with pytest.raises(ValueError, match="`policy` must be one of 'float16', got 'fp16'"):
         report.worst("fp16")
     assert compare(mlp(), ["float32"])(*args).worst() == ""
+
+
+def in_a_scan(cast, w, x):
+    return jax.lax.scan(lambda c, _: (cast(jnp.tanh(c @ cast(w))), None), cast(x), length=3)[0]
+
+
+def in_a_counted_loop(cast, w, x):
+    step = lambda state: (cast(jnp.tanh(state[0] @ cast(w))), state[1] + 1)  # noqa: E731
+    return jax.lax.fori_loop(0, 3, lambda _, state: step(state), (cast(x), 0))[0]
+
+
+def in_a_branch(cast, w, x):
+    return jax.lax.cond(jnp.sum(x) > -1e6, lambda: cast(jnp.tanh(x @ w)), lambda: cast(x))
+
+
+def in_a_function_with_a_rule(cast, w, x):
+    @jax.custom_vjp
+    def product(w, x):
+        return cast(x) @ cast(w)
+
+    # The rule is not the derivative of the function, so that it is seen whether it is used.
+    product.defvjp(
+        lambda w, x: (product(w, x), (w, x)), lambda res, g: (2 * (res[1].T @ g.astype(jnp.float32)), g @ g.T @ g)
+    )
+    return product(w, x)
+
+
+@pytest.mark.parametrize("reference", ["float32", "float64"])
+@pytest.mark.parametrize("compute", [in_a_scan, in_a_counted_loop, in_a_branch, in_a_function_with_a_rule])
+def test_what_the_program_casts_itself_is_not_cast_in_the_reference(compute, reference):
+    keys = jax.random.split(jax.random.key(0))
+    w, x = (jax.random.normal(key, (4, 4)) for key in keys)
+
+    def loss(cast):
+        def loss_fn(w, x):
+            with jax.named_scope("layer"):
+                y = compute(cast, w, x)
+            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+        return loss_fn
+
+    in_float32, casts = loss(lambda x: x), loss(lambda x: x.astype(jnp.float16))
+    report = compare(casts, {"as it is": casts, "without casts": in_float32}, reference=reference, loss_scale=1.0)(w, x)
+    assert report.is_lifted
+    assert "casts to 16 bits" in str(report)
+    assert 1e-5 < report.gradient["as it is"] < 1e-2
+    assert report.gradient["without casts"] < 2e-6
+    (layer,) = (row for row in report.rows if row.name == "layer")
+    assert 1e-5 < layer.errors["as it is"] < 1e-2
+    assert layer.errors["without casts"] < 2e-6
+    assert not compare(in_float32, reference=reference)(w, x).is_lifted
+
+
+def test_a_program_that_overflows_in_its_own_float16_has_an_infinite_error():
+    def loss_fn(x):
+        with jax.named_scope("energy"):
+            energy = jnp.sum(jnp.square(x.astype(jnp.float16)))
+        return jnp.sum(x) / energy.astype(jnp.float32)
+
+    report = compare(loss_fn)(jnp.full((8,), 300.0))
+    assert report.worst() == "energy"
+    assert report.rows[0].errors["float16"] == 1.0  # 0 in place of 1/300
+
+
+def test_parameters_in_16_bits_are_read_in_float32_by_the_reference(args):
+    params = amp.cast_params(args[0], "O3")
+    report = compare(lambda params, x: mlp()(params, x.astype(jnp.float16)))(params, args[1])
+    assert report.is_lifted
+    assert 1e-5 < report.gradient["float16"] < 1e-1

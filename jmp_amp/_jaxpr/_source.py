@@ -1,5 +1,7 @@
 """Where an equation comes from: the lines and the named scopes of the user, and the marks of this package."""
 
+import functools
+import os
 import pathlib
 import re
 import sys
@@ -31,10 +33,13 @@ class Frame(NamedTuple):
 
     def __str__(self) -> str:
         """Returns `train.py:12 (loss_fn)`; the path is relative to `site-packages` or to the working directory."""
-        path = pathlib.Path(_SITE_PACKAGES.sub("", self.file))
-        if path.is_relative_to(pathlib.Path.cwd()):
-            path = path.relative_to(pathlib.Path.cwd())
-        return f"{path}:{self.line} ({self.function})"
+        return f"{_shortened(self.file, os.getcwd())}:{self.line} ({self.function})"
+
+
+@functools.lru_cache(maxsize=1024)
+def _shortened(file: str, folder: str) -> pathlib.Path:
+    path = pathlib.Path(_SITE_PACKAGES.sub("", file))
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 def frames_of(eqn: JaxprEqn, limit: int = 1) -> list[Frame]:

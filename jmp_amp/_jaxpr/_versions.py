@@ -65,11 +65,16 @@ def call_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     return eqn.source_info.traceback, eqn.source_info.name_stack, eqn.ctx
 
 
+def origin_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """A context in which new equations have the source line and the scopes of `eqn`."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
+
+
 @contextlib.contextmanager
 def context_of(eqn: JaxprEqn) -> Iterator[None]:
     """A context in which new equations have the source line, the scopes and the settings of `eqn`."""
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    with origin_of(eqn), eqn.ctx.manager:
         # The context of `eqn` does not take back the XLA metadata that is set around it.
         around = (current_xla_metadata() or {}).keys() - (eqn.ctx.xla_metadata or {}).keys()
         with set_xla_metadata(**dict.fromkeys(around)) if around else contextlib.nullcontext():

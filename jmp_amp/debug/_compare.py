@@ -24,6 +24,8 @@ from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
+from jmp_amp.debug._evaluation import Evaluator
+from jmp_amp.debug._nodes import is_low
 from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
 
 R = TypeVar("R")
@@ -81,8 +83,9 @@ def compare(
             or a function that takes the arguments of `fun` and computes the same loss, such as a version with casts by
             hand, `{"by hand": loss_fn_half}`.
         reference: `"float32"` or `"float64"`. For `"float64"`, the arguments are cast and `fun` is traced under
-            `jax.enable_x64`; arrays that `fun` explicitly creates in float32 stay float32. Products of the reference
-            run with `precision="highest"`.
+            `jax.enable_x64`; arrays that `fun` explicitly creates in float32 stay float32. What `fun` itself casts to
+            16 bits is computed in the dtype of the reference, and the table says so. Products of the reference run with
+            `precision="highest"`.
         loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the gradients overflow, down to
             1.
         argnums: as in `jax.value_and_grad`.
@@ -129,6 +132,7 @@ def compare(
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
+        is_lifted = _reads_low(fun, args, kwargs)
         exact = measure_reference(fun, args, kwargs, reference, **options)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
         expected = exact.results | run_exactly(activations, fun, args, kwargs, reference)
@@ -140,7 +144,8 @@ def compare(
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
         gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
-        return Comparison(tuple(rows), gradient, {name: x.loss_scale for name, x in measured.items()}, reference)
+        scales = {name: x.loss_scale for name, x in measured.items()}
+        return Comparison(tuple(rows), gradient, scales, reference, is_lifted)
 
     return compared
 
@@ -196,6 +201,7 @@ class Comparison:
         gradient: the error of all gradients together, by policy.
         loss_scale: the loss scale, by policy.
         reference: the dtype of the reference.
+        is_lifted: whether the program itself reads 16-bit values, which the reference computes in its own dtype.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -210,6 +216,7 @@ class Comparison:
     gradient: dict[str, float]
     loss_scale: dict[str, float]
     reference: str
+    is_lifted: bool = False
 
     def worst(self, policy: str | None = None) -> str:
         """Returns the module that causes the error: the one whose activation increases it by the largest factor.
@@ -256,7 +263,10 @@ class Comparison:
             if row.kind == "loss":
                 lines.append(("all gradients", "", *(f"{self.gradient[p]:.1e} " for p in policies)))
         scales = ", ".join(f"2^{math.log2(scale):g} ({policy})" for policy, scale in self.loss_scale.items())
-        return f"{format_table(lines)}\n* where the error increases most. Loss scale: {scales}."
+        notes = f"* where the error increases most. Loss scale: {scales}."
+        if self.is_lifted:
+            notes += f"\nThe program casts to 16 bits; the reference computes what it casts in {self.reference}."
+        return f"{format_table(lines)}\n{notes}"
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
         """Plots the errors as bars, one row for each module and one color for each policy.
@@ -325,7 +335,12 @@ class Measurement(NamedTuple):
 
 @emulated()  # the tools measure what float8 does, on every machine
 def measure(
-    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], loss_scale: float | None = None, **options: Any
+    fun: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    loss_scale: float | None = None,
+    wide: Any = None,
+    **options: Any,
 ) -> Measurement:
     """Evaluates the loss and its gradients.
 
@@ -335,17 +350,18 @@ def measure(
         kwargs: its keyword arguments.
         loss_scale: multiplies the loss. None starts at 2^16 and halves the scale until the loss and the gradients are
             finite, or the scale is 1.
+        wide: the dtype that narrower values are computed in; None for the traced dtypes.
         **options: the options of `amp.value_and_grad`.
     """
     arrays, rebuild = jx.split_arrays((args, kwargs))
     has_aux = options.get("has_aux", False)
 
-    @jax.jit
-    def run(arrays: list[Any], scale: jax.Array) -> tuple[Any, Any]:
+    def evaluate(arrays: list[Any], scale: jax.Array) -> tuple[Any, Any]:
         args, kwargs = rebuild(arrays)
         value, grads = value_and_grad(fun, loss_scale=scale, **options)(*args, **kwargs)
         return (value[0] if has_aux else value), grads
 
+    run = jax.jit(_in_wide(evaluate, wide))
     scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
     for scale in map(float, scales):
         loss, grads = run(arrays, jnp.float32(scale))
@@ -383,7 +399,12 @@ def measure_reference(
 def run_exactly(
     tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
 ) -> R:
-    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
+    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`.
+
+    What `fun` itself computes in 16 bits is computed in that dtype, too.
+    """
+    if _reads_low(fun, args, kwargs):
+        options["wide"] = np.dtype(dtype)
     with jax.default_matmul_precision("highest"):
         if dtype == "float32":
             return tool(fun, args, kwargs, **options)
@@ -403,8 +424,27 @@ def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
     return difference / norm if norm else (math.inf if difference else 0.0)
 
 
+def _reads_low(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function reads values of less than 32 bits."""
+    program, _, _ = jx.trace_call(fun, args, kwargs)
+    return jx.holds(program, lambda _, *avals, **params: any(is_low(getattr(x, "dtype", None)) for x in avals))
+
+
+def _in_wide(fun: Callable, wide: Any) -> Callable:
+    """Returns a function that computes narrower values in a wide dtype; None for the traced dtypes."""
+    if wide is None:
+        return fun
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
+        results = Evaluator(program, arrays, wide=wide).run().results
+        return rebuild([x.value for x in results])
+
+    return evaluate
+
+
 @emulated()
-def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Arrays:
+def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide: Any = None) -> Arrays:
     """Evaluates a function and returns the last floating-point result of each module, in program order.
 
     A module is a named scope, such as a Flax or Haiku module, or a scope around it. An op outside of all scopes belongs
@@ -414,7 +454,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     Returns:
         The result of each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
-    program, arrays, _ = jx.trace_call(fun, args, kwargs)
+    program, arrays, _ = jx.trace_call(_in_wide(fun, wide), args, kwargs)
 
     @jax.jit
     def run(*arrays: Any) -> Results:

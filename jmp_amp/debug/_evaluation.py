@@ -202,6 +202,11 @@ class Evaluation:
         return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        is_retraced = self._is_traced and self.wide is not None
+        with jx.versions.origin_of(place.eqn) if is_retraced else contextlib.nullcontext():
+            return self._evaluated(operands, place)
+
+    def _evaluated(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
         structure, depth = jx.structure_of(place.eqn), len(place.key)
         is_split = self.wide is not None or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
         match structure:
