@@ -6,7 +6,9 @@ import html
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +16,11 @@ import numpy as np
 from jmp_amp._autocast import parse_settings
 from jmp_amp._calls import check_concrete, new_figure, transformation
 from jmp_amp._loss_scale import to_number
-from jmp_amp.debug._compare import floating_value_and_grad
-from jmp_amp.debug._emulation import Emulation, Run, Site
-from jmp_amp.debug._report import check_without_autocast, format_percent, format_table
+from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
+from jmp_amp.debug._emulation import Emulation, Run
+from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, html_table
 
+_COLUMNS = ("share", "error", "op", "pass", "module", "source", "roundings")
 _SHOWN = 15  # rows in a table or plot
 
 
@@ -41,12 +44,13 @@ def error_budget(
     each rounding would cause if it were the only one, to first order: with `a` the adjoint of the product of the
     gradient and random signs, and `d` the errors of the elements of the rounded value, which are known, it is the norm
     of `a * d`. The roundings in a loop, a branch or a custom derivative are included; those of one op in all iterations
-    count as one.
+    count as one. `jax.checkpoint` is left out, so that a value that would be computed again is rounded once.
 
     The estimate is random: by one probe, that of a single number, such as the scale of a loss, is off by a factor of 2
-    in 4 of 10 cases, and that of a large array by a few percent. The estimate is the mean of `probes`. It cannot see roundings inside of kernels, callbacks
-    and `shard_map`, which `ErrorBudget.opaque` lists; how roundings amplify each other; and what would be rounded
-    otherwise if one were not: to choose rules, use `suggest_rules`, which runs the program with them.
+    in 4 of 10 cases, and that of a large array by a few percent. The estimate is the mean of `probes`. It cannot see
+    roundings inside of kernels and callbacks, which `ErrorBudget.opaque` lists; how roundings amplify each other; and
+    what would be rounded otherwise if one were not: to choose rules, use `suggest_rules`, which runs the program with
+    them. It takes the memory of about 4 to 6 steps, since nothing is kept in 16 bits.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -99,12 +103,12 @@ def error_budget(
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
         exact = [emulation(0 * emulation.default, scale, seed) for seed in range(probes)]
-        check_reference(exact[0])
+        check_finite(exact[0], "float32")
         norm = float(np.linalg.norm(exact[0].grads))
         errors = np.sqrt(estimate(exact)) / (norm or 1.0)
         overflows |= ~np.isfinite(errors)
         errors[overflows] = np.nan
-        squares = np.nansum(errors**2) or 1.0
+        squares = np.nansum(errors**2) or 1.0  # shares of no error are 0
         rows = [
             Rounding(*site[:6], float(e**2 / squares), float(e), bool(over))
             for site, e, over in zip(emulation.sites, errors, overflows, strict=True)
@@ -133,21 +137,9 @@ def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -
     return run, scale, overflows
 
 
-def check_reference(run: Run) -> None:
-    """Raises ValueError if the gradient in float32 is not finite."""
-    if not run.is_finite:
-        raise ValueError(
-            "the loss or its gradients are not finite in float32 either, so precision is not the cause; find the cause "
-            "with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
-        )
-
-
 def error_of(run: Run, exact: Run) -> float:
-    """Returns the norm of the difference of two gradients over that of the second; infinite if it overflows."""
-    if not run.is_finite:
-        return math.inf
-    difference, norm = (float(np.linalg.norm(x)) for x in (run.grads - exact.grads, exact.grads))
-    return difference / norm if norm else (math.inf if difference else 0.0)
+    """Returns the error of a gradient, relative to the norm of the exact one; infinite if it overflows."""
+    return relative_error(run.grads, exact.grads) if run.is_finite else math.inf
 
 
 def estimate(runs: Sequence[Run]) -> np.ndarray:
@@ -276,26 +268,22 @@ class ErrorBudget:
 
     def by_line(self) -> list[BudgetShare]:
         """Returns the shares of the lines of code, the largest first."""
-        return self._by(lambda row: row.source or "-")
+        return self._by("source")
 
     def by_module(self) -> list[BudgetShare]:
         """Returns the shares of the modules, the largest first."""
-        return self._by(lambda row: row.module or "-")
+        return self._by("module")
 
     def by_primitive(self) -> list[BudgetShare]:
         """Returns the shares of the primitives, the largest first."""
-        return self._by(lambda row: row.primitive)
+        return self._by("primitive")
 
-    def _by(self, key: Callable[[Rounding], Any]) -> list[BudgetShare]:
-        groups: dict[Any, list[Rounding]] = {}
+    def _by(self, *fields: str, direction: str = "") -> list[BudgetShare]:
+        groups = defaultdict[Any, list[Rounding]](list)
         for row in self.rows:
-            if not row.overflows:
-                groups.setdefault(key(row), []).append(row)
-        sums = [
-            (k, sum(x.share for x in rows), math.sqrt(sum(x.error**2 for x in rows)), len(rows))
-            for k, rows in groups.items()
-        ]
-        return [BudgetShare(*x) for x in sorted(sums, key=lambda x: -x[1])]
+            if not row.overflows and direction in ("", row.direction):
+                groups[attrgetter(*fields)(row) or "-"].append(row)
+        return sorted((_sum(name, rows) for name, rows in groups.items()), key=lambda x: -x.share)
 
     def could_be_lower(self, tol: float) -> list[Lowering]:
         """Returns values that autocast keeps in float32, and that could be rounded with an error of at most `tol`.
@@ -330,30 +318,27 @@ class ErrorBudget:
         lines += [f"Overflow, in no share: {x}. `amp.debug.first_nonfinite` finds the cause." for x in over]
         return lines + [f"Not seen: roundings in {x}." for x in self.opaque]
 
+    @property
+    def _head(self) -> str:
+        return f"Gradient error in {self.dtype}: {self.total:.1e}"
+
     def _table(self) -> list[tuple[str, ...]]:
-        found = self._by(lambda row: (row.primitive, row.direction, row.module or "-", row.source or "-"))
-        rows = [
-            (format_percent(x.share), f"{x.error:.1e}", *x.name[:3], f"{x.roundings}", x.name[3])
-            for x in found[:_SHOWN]
-        ]
-        rest = found[_SHOWN:]
+        found = self._by("primitive", "direction", "module", "source")
+        shown, rest = found[:_SHOWN], found[_SHOWN:]
         if rest:
-            error = math.sqrt(sum(x.error**2 for x in rest))
-            rows.append(
-                (format_percent(sum(x.share for x in rest)), f"{error:.1e}", f"{len(rest)} more", "", "", "", "")
-            )
-        return [("share", "error", "op", "pass", "module", "roundings", "source"), *rows]
+            shown.append(_sum((f"{len(rest)} more", "", "", ""), rest))
+        return [
+            (format_percent(x.share), f"{x.error:.1e}", *(cell or "-" for cell in x.name), f"{x.roundings}")
+            for x in shown
+        ]
 
     def __str__(self) -> str:
-        head = f"gradient error in {self.dtype}: {self.total:.1e}"
-        return "\n".join([head, format_table(self._table(), align_right=False), *self._notes()])
+        table = format_table([_COLUMNS, *self._table()], align_right=False)
+        return "\n".join([self._head, table, *self._notes()])
 
     def _repr_html_(self) -> str:
-        head, *rows = [[html.escape(cell) for cell in row] for row in self._table()]
-        lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
-        table = "".join(f"<tr>{line}</tr>" for line in ("".join(f"<th>{cell}</th>" for cell in head), *lines))
-        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._notes())
-        return f"<p>gradient error in {self.dtype}: {self.total:.1e}</p><table>{table}</table>{notes}"
+        lines = [f"<p>{html.escape(line)}</p>" for line in (self._head, *self._notes())]
+        return "".join([lines[0], html_table(_COLUMNS, self._table()), *lines[1:]])
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
         """Plots the errors of the lines and of the modules as bars, forward and backward roundings apart.
@@ -367,29 +352,31 @@ class ErrorBudget:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        groups = {"line of code": self.by_line()[:_SHOWN], "module": self.by_module()[:_SHOWN]}
-        figure = new_figure("`plot`", 12, 1.6 + 0.28 * max(map(len, groups.values())))
-        for axes, (title, shares) in zip(figure.subplots(1, 2), groups.items(), strict=True):
-            names, left = [x.name for x in shares], np.zeros(len(shares))
-            for direction, color in (("forward", "C0"), ("backward", "C1")):
-                rows = [row for row in self.rows if row.direction == direction and not row.overflows]
-                key = (lambda row: row.source or "-") if title == "line of code" else (lambda row: row.module or "-")
-                width = np.array([100 * sum(row.share for row in rows if key(row) == name) for name in names])
-                axes.barh(range(len(names)), width, left=left, color=color, label=direction)
+        titles = {"source": "By line of code", "module": "By module"}
+        figure = new_figure("`plot`", 12, 1.6 + 0.28 * max(len(self._by(field)[:_SHOWN]) for field in titles))
+        for axes, (field, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+            names = [x.name for x in self._by(field)[:_SHOWN]]
+            left = np.zeros(len(names))
+            for direction in ("forward", "backward"):
+                shares = {x.name: 100 * x.share for x in self._by(field, direction=direction)}
+                width = np.array([shares.get(name, 0) for name in names])
+                axes.barh(range(len(names)), width, left=left, label=direction)
                 left = left + width
-            axes.set_yticks(range(len(names)), [_shortened(name) for name in names])
+            axes.set_yticks(range(len(names)), [name if len(name) < 45 else f"...{name[-41:]}" for name in names])
             axes.invert_yaxis()
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set(title=f"By {title}", xlabel="share of the squared error, %")
-        figure.suptitle(f"Gradient error in {self.dtype}: {self.total:.1e}")
+            axes.set(title=title, xlabel="share of the squared error, %")
+        figure.suptitle(self._head)
         figure.axes[0].legend(frameon=False, loc="lower right")
         if path is not None:
             figure.savefig(path)
         return figure
 
 
-def _shortened(name: str, most: int = 44) -> str:
-    return name if len(name) <= most else f"...{name[3 - most :]}"
+def _sum(name: Any, rows: Sequence[Any]) -> BudgetShare:
+    """Returns the sum of roundings, or of such sums."""
+    roundings = sum(getattr(row, "roundings", 1) for row in rows)
+    return BudgetShare(name, sum(row.share for row in rows), math.hypot(*(row.error for row in rows)), roundings)
 
 
 def _finite(x: Any) -> Any:
@@ -397,26 +384,19 @@ def _finite(x: Any) -> Any:
 
 
 def _could_be_lower(emulate: Callable[[], Emulation], scale: float, tol: float) -> list[Lowering]:
-    emulation = emulate()
-    exact, on, groups = emulation(0 * emulation.default, scale), emulation.default, dict[Any, list[int]]()
+    emulation, groups, found = emulate(), defaultdict[Any, list[int]](list), list[Lowering]()
+    exact, on = emulation(0 * emulation.default, scale), emulation.default
     for i, site in enumerate(emulation.sites):
         if site.is_float32:
-            groups.setdefault((site.source, site.module), []).append(i)
-    sizes = {key: _saved(emulation.sites[i] for i in group) for key, group in groups.items()}
-    found, alone = [], estimate([exact])
-    total, norm = error_of(emulation(on, scale), exact), float(np.linalg.norm(exact.grads)) or 1.0
-    for key, group in sorted(groups.items(), key=lambda item: -sizes[item[0]]):
-        if not math.hypot(total, math.sqrt(alone[group].sum()) / norm) <= 2 * tol:  # no run can be that far off
-            continue
+            groups[site.source, site.module].append(i)
+    saved = {key: 2 * sum(emulation.sites[i].size for i in group) for key, group in groups.items()}
+    squares, limit = estimate([exact]), (2 * tol * float(np.linalg.norm(exact.grads))) ** 2
+    for key in sorted(groups, key=lambda key: -saved[key]):
         more = on.copy()
-        more[group] = 1
-        error = error_of(emulation(more, scale), exact)
+        more[groups[key]] = 1
+        # What is estimated to be off by more than twice `tol` is not run.
+        error = error_of(emulation(more, scale), exact) if squares[groups[key]].sum() <= limit else math.inf
         if error <= tol:
-            on, total = more, error
-            primitives = tuple(dict.fromkeys(emulation.sites[i].primitive for i in group))
-            found.append(Lowering(key[0], key[1], primitives, sizes[key], error))
+            on, primitives = more, dict.fromkeys(emulation.sites[i].primitive for i in groups[key])
+            found.append(Lowering(*key, tuple(primitives), saved[key], error))
     return found
-
-
-def _saved(sites: Iterable[Site]) -> int:
-    return 2 * sum(site.size for site in sites)

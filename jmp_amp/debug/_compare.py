@@ -388,12 +388,17 @@ def measure_reference(
     measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
     if not measurement.all_grads.size:
         raise TypeError(NO_GRADIENTS)
-    if not measurement.is_finite:
+    check_finite(measurement, dtype)
+    return measurement
+
+
+def check_finite(measured: Any, dtype: str) -> None:
+    """Raises ValueError if a reference, a `Measurement` or the like, is not finite."""
+    if not measured.is_finite:
         raise ValueError(
             f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
             "find the cause with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
         )
-    return measurement
 
 
 def run_exactly(

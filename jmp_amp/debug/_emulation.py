@@ -152,10 +152,10 @@ class Emulation:
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, **counts: Any) -> Any:
         """Returns the loss and its gradients, given both kinds of switches."""
-        self._switches, self._casts = [lax.split(each, (1,) * self._most) for each in on], {}
+        self._switches = [lax.split(each, (1,) * self._most) for each in on]
         options = {"wide": FLOAT32, "around": self._around, **counts}
         results = Evaluator(self._program, [*arrays, scale], **options).run().results
-        del self._switches, self._casts
+        del self._switches
         loss, *grads = [x.value for x in results]
         return loss, [g / scale for g in grads]
 
@@ -208,21 +208,21 @@ class Emulation:
         with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
             return Run(float(loss), flat, signed * size, squares * float(size) ** 2)
 
-    def _round(self, x: Any, to: Any, place: Place, index: Any, low: Any = None, args: Sequence[Any] = ()) -> Any:
+    def _round(self, x: Any, to: Any, place: Place, index: int, low: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns `x`, rounded to a dtype if its switch is on: by a cast, or to `low(x, *args)`.
 
         Args:
             x: the value.
             to: the dtype.
             place: the op that computes or reads the value.
-            index: says which of the values of the op it is.
+            index: the index of the result; negative for a number that the op reads.
             low: computes the rounded value.
             args: its other arguments.
         """
-        at = functools.reduce(jx.Provenance.of, place.eqns, jx.Provenance())
-        name = "constant" if index is None else place.eqn.primitive.name
+        at = _provenance(place)
+        name = "constant" if index < 0 else place.eqn.primitive.name
         direction = "backward" if jx.is_backward(at.stack) else "forward"
-        is_low = index is None or low is not None or _is_low(place.eqn.outvars[index])
+        is_low = index < 0 or low is not None or _is_low(place.eqn.outvars[index])
         size = place.times * math.prod(jnp.shape(x))
         site = Site(at.source, at.module, name, direction, jnp.dtype(to).name, place.times, size, not is_low)
         number, _ = self._found.setdefault((*place.key, index), (len(self._found), site))
@@ -234,7 +234,7 @@ class Emulation:
         eqn, rule, name = place.eqn, rule_of(place.eqn), place.eqn.primitive.name
         if name == "reduce_precision":  # `jax.checkpoint` rounds what is low already
             return operands if _is_low(eqn.invars[0]) else jx.bind(eqn, operands)
-        operands = list(map(functools.partial(self._exact, place), eqn.invars, operands))
+        operands = [self._exact(place, i, x) for i, x in enumerate(operands)]
         if name in (PRIMITIVE, RAGGED_PRIMITIVE):
             low = lambda _, *args: jx.bind(eqn, _as_traced(eqn, args))[0].astype(FLOAT32)  # noqa: E731
             exact = in_base(*operands, **eqn.params | {"base": FLOAT32, "preferred_element_type": FLOAT32})
@@ -250,30 +250,31 @@ class Emulation:
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
             if _is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not (rule.is_cast or jx.is_backward(_stack(place))):
+            elif lowered and not (rule.is_cast or jx.is_backward(_provenance(place).stack)):
                 outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
-    def _exact(self, place: Place, atom: Any, x: Any) -> Any:
+    def _exact(self, place: Place, i: int, x: Any) -> Any:
         """Returns an operand; a number in the program in float32, with its rounding."""
+        atom = place.eqn.invars[i]
         if not (isinstance(atom, Literal) and _is_low(atom)):
             return x
-        exact = self._numbers.get((jx.dtype_of(atom), float(atom.val)), float(atom.val))
-        return x if exact == float(atom.val) else self._round(jnp.float32(exact), jx.dtype_of(atom), place, None)
+        dtype, low = jx.dtype_of(atom), float(atom.val)
+        exact = self._numbers.get((dtype, low), low)
+        return x if exact == low else self._round(jnp.float32(exact), dtype, place, -1 - i)
 
     def _opaque(self, place: Place, args: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Runs an op in its own dtypes; an error of its operands passes through if JAX can differentiate it."""
         if any(map(_is_low, (*place.eqn.invars, *place.eqn.outvars))):
-            source = functools.reduce(jx.Provenance.of, place.eqns, jx.Provenance()).source
-            self.opaque[f"{place.eqn.primitive.name} at {source}"] = None
+            self.opaque[f"{place.eqn.primitive.name} at {_provenance(place).source}"] = None
         try:
             return jax.vjp(lambda *args: compute(args), *args)[0]
         except Exception:  # what has no derivative raises any error
             return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
 
 
-def _stack(place: Place) -> str:
-    return functools.reduce(jx.Provenance.of, place.eqns, jx.Provenance()).stack
+def _provenance(place: Place) -> jx.Provenance:
+    return functools.reduce(jx.Provenance.of, place.eqns, jx.Provenance())
 
 
 def _is_low(x: Any) -> bool:

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +13,14 @@ from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, new_figure, quote, transformation
-from jmp_amp.debug._budget import check_reference, error_of, estimate, run_scaled
-from jmp_amp.debug._compare import floating_value_and_grad
+from jmp_amp.debug._budget import error_of, estimate, run_scaled
+from jmp_amp.debug._compare import check_finite, floating_value_and_grad
 from jmp_amp.debug._emulation import Emulation, Site
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
+_WORK = "flops", "bytes"
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -97,12 +98,13 @@ def suggest_rules(
             )
         check_concrete((args, kwargs), "suggest_rules")
 
-        def emulate(rules: Mapping[Any, str]) -> Emulation:
-            return Emulation(fun, args, kwargs, {**options, "rules": dict(rules)}, grad_options)
+        def search(rules: Mapping[Any, str]) -> _Search:
+            emulate = lambda rules: Emulation(fun, args, kwargs, {**options, "rules": dict(rules)}, grad_options)  # noqa: E731
+            return _Search(emulate, rules, loss_scale)
 
-        first = search = _Search(emulate, {}, loss_scale)
+        first = search({})
         before = error = first.error([])
-        keys, trade, ops, value, floor = list[Any](), list[Step](), list[OpSite](), "full", math.nan
+        keys, trade, ops, value, floor, compilations = list[Any](), list[Step](), list[OpSite](), "full", math.nan, 1
         if tol is None or before > tol:
             rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
             low = [op for op in rows if op.compute != "float32"]
@@ -110,28 +112,23 @@ def suggest_rules(
             ops = [op for op in low if op.why not in _INDEPENDENT_OF_RULES]
             of_float8 = [op._replace(primitive="") for op in ops if op.compute.startswith("float8") and op.module]
             # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
-            if of_float8 and tol is not None:
-                first.consider(of_float8, form.dtype.name, fixed)
-                if first.error([*first.off]) <= tol:
-                    ops, value = of_float8, form.dtype.name
-            first.consider(ops, value, fixed)
-            floor = first.error([*first.off])
+            if of_float8 and tol is not None and first.consider(of_float8, form.dtype.name, fixed) <= tol:
+                ops, value = of_float8, form.dtype.name
+            floor = first.consider(ops, value, fixed)
             limit = 0.0 if tol is None else max(tol, 1.1 * floor)
             keys, trade = first.grow(limit)
-            if tol is None:
-                keys = []
-            elif keys:  # the ops after a rule may be rounded otherwise
+            if keys and tol is not None:
                 keys = first.merged(keys, limit)
-                search = _Search(emulate, dict.fromkeys(keys, value), loss_scale)
-                error = search.error([])
+                # The ops after a rule may be rounded otherwise.
+                second, compilations = search(dict.fromkeys(keys, value)), 2
+                error = second.error([])
                 if error > limit:
-                    search.consider(ops, value, fixed)
-                    more, _ = search.grow(limit)
-                    keys, error = [*keys, *more], search.error(more)
-        work = _Work(ops)
-        found = [SuggestedRule(k, first.error([x for x in keys if x != k]), work([k])[0]) for k in keys]
-        errors = before, error, floor, 1 + (search is not first)
-        report = SuggestionReport(tuple(found), form.name, tol, *errors, value, tuple(trade))
+                    second.consider(ops, value, fixed)
+                    more, _ = second.grow(limit)
+                    keys, error = [*keys, *more], second.error(more)
+        keys = [] if tol is None else keys
+        found = [SuggestedRule(k, first.error([x for x in keys if x != k]), _work([k], ops)[0]) for k in keys]
+        report = SuggestionReport(tuple(found), form.name, tol, before, error, floor, compilations, value, tuple(trade))
         return Suggestion(dict.fromkeys(keys, value), report)
 
     return suggest
@@ -257,18 +254,12 @@ class Suggestion(NamedTuple):
     report: SuggestionReport
 
 
-class _Work:
-    """What the ops cost that rules select."""
-
-    def __init__(self, ops: Sequence[OpSite]) -> None:
-        self._ops = ops
-        self._all = max(sum(op.flops for op in ops), 1), max(sum(op.bytes for op in ops), 1)
-
-    def __call__(self, keys: Iterable[Any]) -> tuple[float, float]:
-        """Returns the shares of FLOPs and of bytes."""
-        overrides = parse_rules(dict.fromkeys(keys, "full"))
-        selected = [op for op in self._ops if op.primitive in overrides.primitives or overrides.matching(op.module)]
-        return sum(op.flops for op in selected) / self._all[0], sum(op.bytes for op in selected) / self._all[1]
+def _work(keys: Iterable[Any], ops: Sequence[OpSite]) -> tuple[float, float]:
+    """Returns the shares of the FLOPs and of the bytes of the ops that rules select."""
+    overrides = parse_rules(dict.fromkeys(keys, "full"))
+    selected = [op for op in ops if op.primitive in overrides.primitives or overrides.matching(op.module)]
+    flops, nbytes = (sum(getattr(x, of) for x in selected) / max(sum(getattr(x, of) for x in ops), 1) for of in _WORK)
+    return flops, nbytes
 
 
 class _Search:
@@ -280,76 +271,79 @@ class _Search:
         self._emulate, self._rules, self._loss_scale = emulate, rules, loss_scale
         self._program = emulate(rules)
         self._exact = self._program(0 * self._program.default, 1.0)
-        check_reference(self._exact)
+        check_finite(self._exact, "float32")
         self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
-        self.off: dict[Any, np.ndarray] = {}
-        self._errors: dict[bytes, float] = {}
+        self._ops: Sequence[OpSite] = ()
+        self._off: dict[Any, np.ndarray] = {}
 
-    def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> None:
-        """Takes the modules of ops, and their primitives, except those that only move values, as rules to add."""
-        self._work, self.off, sites = _Work(ops), {}, self._program.sites
+    def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> float:
+        """Takes the modules of ops, and their primitives, except those that only move values, as rules to add.
+
+        Returns:
+            The error of the gradient with all of them.
+        """
+        self._ops, self._off, sites = ops, {}, self._program.sites
         can_change = np.array([
             (site.module, site.source) not in fixed and (value == "full" or site.dtype.startswith("float8"))
             for site in sites
-        ])  # fmt: skip
+        ], bool)  # fmt: skip
         for key in {op.module: None for op in ops if op.module and op.module not in self._rules}:
             matching = parse_rules({key: "full"}).matching
-            self.off[key] = can_change & [bool(matching(site.module)) for site in sites]
+            self._off[key] = can_change & [bool(matching(site.module)) for site in sites]
         for name in {op.primitive: None for op in ops if op.primitive in _PRIMITIVES}:
             primitive, rule = _PRIMITIVES[name], RULES[name]
             if primitive not in self._rules and not (isinstance(rule, Rule) and rule.moves):
                 # What else is float32 with this rule, such as what only these ops read, tracing says.
-                self.off[primitive] = _missing(sites, self._emulate({**self._rules, primitive: value}).trace())
+                left = Counter(site[:5] for site in self._emulate({**self._rules, primitive: value}).trace())
+                self._off[primitive] = np.array(
+                    [left[site[:5]] < n for site, n in zip(sites, _seen(sites), strict=True)]
+                )
+        return self.error([*self._off])
 
     def _on(self, keys: Iterable[Any]) -> np.ndarray:
-        off = [self.off[key] for key in keys if key in self.off]
+        off = [self._off[key] for key in keys if key in self._off]
         return self._program.default * ~np.any(off, 0) if off else self._program.default
 
     def error(self, keys: Sequence[Any]) -> float:
         """Returns the error of the gradient without the roundings that these rules remove."""
         if not self._program.sites:
             return 0.0
-        on = self._on(keys)
-        if on.tobytes() not in self._errors:
-            self._errors[on.tobytes()] = error_of(run_scaled(self._program, on, self._loss_scale)[0], self._exact)
-        return self._errors[on.tobytes()]
+        return error_of(run_scaled(self._program, self._on(keys), self._loss_scale)[0], self._exact)
 
     def grow(self, limit: float) -> tuple[list[Any], list[Step]]:
         """Adds rules until the error is small enough, and drops those that are not needed; returns all steps, too."""
-        keys, steps = list[Any](), [Step(None, 1.0, self.error([]))]
-        while self.error(keys) > limit:
+        keys, error = list[Any](), self.error([])
+        steps, work = [Step(None, 1.0, error)], {key: _work([key], self._ops) for key in self._off}
+        while error > limit:
             squares = np.where(self._on(keys) > 0, self._squares, 0)
-            gains = {key: squares[off].sum() / max(sum(self._work([key])), 1e-9) for key, off in self.off.items()}
+            gains = {key: squares[off].sum() / max(sum(work[key]), 1e-9) for key, off in self._off.items()}
             best = max(gains, key=lambda key: gains[key], default=None)
             if best is None or not gains[best] > 0:
                 break
             keys.append(best)
-            steps.append(Step(best, 1 - self._work(keys)[0], self.error(keys)))
-        for key in sorted(keys, key=lambda key: self._work([key]), reverse=True):
+            error = self.error(keys)
+            steps.append(Step(best, 1 - _work(keys, self._ops)[0], error))
+        for key in sorted(keys, key=lambda key: work[key], reverse=True):
             rest = [x for x in keys if x != key]
-            if self.error(rest) <= max(limit, self.error(keys)):
-                keys = rest
+            if (without := self.error(rest)) <= max(limit, error):
+                keys, error = rest, without
         return keys, steps
 
     def merged(self, keys: list[Any], limit: float) -> list[Any]:
         """Replaces modules that differ in numbers only with one pattern, `layer_*/norm`, if the result suffices."""
         patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
-        counts, merged = Counter(patterns), list[Any]()
-        for key, pattern in zip(keys, patterns, strict=True):
-            if counts[pattern] > 1 and pattern not in self.off:
-                overrides = parse_rules({pattern: "full"})
-                same = [off for x, off in self.off.items() if isinstance(x, str) and overrides.matching(x)]
-                self.off[pattern] = np.any(same, 0)
-            merged.append(pattern if counts[pattern] > 1 else key)
+        merged = [p if patterns.count(p) > 1 else key for key, p in zip(keys, patterns, strict=True)]
+        for pattern in {*merged} - {*self._off}:
+            matching = parse_rules({pattern: "full"}).matching
+            same = [off for key, off in self._off.items() if isinstance(key, str) and matching(key)]
+            self._off[pattern] = np.any(same, 0)
         merged = list(dict.fromkeys(merged))
         return merged if len(merged) < len(keys) and self.error(merged) <= limit else keys
 
 
-def _missing(sites: Sequence[Site], others: Sequence[Site]) -> np.ndarray:
-    """Returns which of the roundings are not among others."""
-    left = Counter(site[:5] for site in others)
-    found = []
+def _seen(sites: Sequence[Site]) -> Iterator[int]:
+    """Returns, for each rounding, how many are like it up to there."""
+    seen = Counter[Any]()
     for site in sites:
-        found.append(left[site[:5]] == 0)
-        left[site[:5]] -= left[site[:5]] > 0
-    return np.array(found)
+        seen[site[:5]] += 1
+        yield seen[site[:5]]
