@@ -145,9 +145,9 @@ def error_of(run: Run, exact: Run) -> float:
 def estimate(runs: Sequence[Run]) -> np.ndarray:
     """Returns the estimated square of the error that each rounding causes alone.
 
-    The sum of squares is it if the errors of the elements are uncorrelated, and has little noise. If they are
-    correlated, as those of equal elements, the square is larger by an unknown factor. The square of the signed sum has
-    the factor in the mean, but also the noise of a few normal numbers. So the distribution of the factor over all
+    The sum of squares is it if the errors of the elements are uncorrelated, and has little noise. If they add up, as
+    those of equal elements, or cancel, the square differs by an unknown factor. The square of the signed sum has the
+    factor in the mean, but also the noise of a few normal numbers. So the distribution of the factor over all
     roundings is fitted to these, by maximum likelihood and without an assumption (Kiefer and Wolfowitz, 1956), and the
     estimate is the mean of the factor given the two sums of the rounding.
     """
@@ -155,7 +155,7 @@ def estimate(runs: Sequence[Run]) -> np.ndarray:
     squares, signed = np.mean([run.squares for run in runs], 0), np.mean([run.signed**2 for run in runs], 0)
     known = (squares > 0) & np.isfinite(squares)
     ratio = signed[known] / squares[known]
-    factors = np.geomspace(1, max(ratio.max(initial=1), 2), 50)
+    factors = np.geomspace(1 / 16, max(ratio.max(initial=1), 2), 60)
     likelihood = np.exp(-n / 2 * (ratio[:, None] / factors + np.log(factors)))
     weights = np.full(factors.size, 1 / factors.size)
     for _ in range(200 if ratio.size else 0):  # expectation maximization
@@ -398,5 +398,5 @@ def _could_be_lower(emulate: Callable[[], Emulation], scale: float, tol: float) 
         error = error_of(emulation(more, scale), exact) if squares[groups[key]].sum() <= limit else math.inf
         if error <= tol:
             on, primitives = more, dict.fromkeys(emulation.sites[i].primitive for i in groups[key])
-            found.append(Lowering(*key, tuple(primitives), saved[key], error))
+            found.append(Lowering(key[0], key[1], tuple(primitives), saved[key], error))
     return found

@@ -142,10 +142,10 @@ class Emulation:
         if not self._shapes:
             raise TypeError(NO_GRADIENTS)
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
-        numbers = [x for eqn, _ in jx.equations_in(exact, jx.Provenance()) for x in eqn.invars if _is_number(x)]
+        atoms = [atom for eqn, _ in jx.equations_in(exact, jx.Provenance()) for atom in eqn.invars]
+        numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
         with np.errstate(over="ignore"):
-            lows = [(dtype, float(np.asarray(x.val).astype(dtype))) for x in numbers for dtype in LOW]
-        self._numbers = dict(zip(lows, [float(x.val) for x in numbers for _ in LOW], strict=True))
+            self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in LOW}
         equations = jx.equations_in(self._program, jx.Provenance())
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn, _ in equations)
         self._example = jax.ShapeDtypeStruct((self._most,), FLOAT32), self._arrays, jnp.float32(1)
@@ -279,10 +279,6 @@ def _provenance(place: Place) -> jx.Provenance:
 
 def _is_low(x: Any) -> bool:
     return jx.dtype_of(x) in LOW
-
-
-def _is_number(atom: Any) -> bool:
-    return isinstance(atom, Literal) and jx.dtype_of(atom) == FLOAT32
 
 
 def _as_traced(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
