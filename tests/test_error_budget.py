@@ -126,6 +126,14 @@ def test_a_loop_sums_the_roundings_of_its_iterations():
         assert 0.6 < one / many < 1.6
 
 
+def test_what_a_loop_reads_in_every_iteration_is_rounded_once():
+    def loss_fn(w, x):
+        return jnp.mean(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 8)[0] ** 2)
+
+    budget = amp.debug.error_budget(loss_fn, "bfloat16")(W["a"], X)
+    assert {row.runs for row in budget.rows} == {1, 8}
+
+
 def test_a_while_loop_counts_its_iterations():
     budget = amp.debug.error_budget(with_while, "bfloat16")(W, X)
     assert {row.primitive for row in budget.rows if row.runs == 5} == {"convert_element_type", "dot_general"}
@@ -263,6 +271,25 @@ def test_arguments_that_are_no_floating_arrays_and_aux_pass_through():
 
     budget = amp.debug.error_budget(loss_fn, has_aux=True, argnums=(0,))(W, jnp.tanh, X, jnp.int32(2))
     assert 0 < budget.total < 1e-2
+
+
+def test_what_cannot_be_seen_into_is_listed():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def mapped(params, x):
+        mean = jax.shard_map(
+            lambda w, x: lax.pmean(jnp.mean(jnp.tanh(x @ w)), "d"),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P("d")),
+            out_specs=jax.P(),
+        )
+        return mean(params["a"], x)
+
+    budget = amp.debug.error_budget(lambda params, x: mapped(params, x) + layers(params, x))(W, X)
+    assert any(x.startswith("shard_map at") for x in budget.opaque)
+    assert "Not seen: roundings in shard_map at" in str(budget)
+    with pytest.raises(ValueError, match=r"rounded to float16 outside of shard_map at .*, which cannot be seen into"):
+        amp.debug.error_budget(mapped)(W, X)
 
 
 def of_integers(n):

@@ -48,9 +48,10 @@ def error_budget(
 
     The estimate is random: by one probe, that of a single number, such as the scale of a loss, is off by a factor of 2
     in 4 of 10 cases, and that of a large array by a few percent. The estimate is the mean of `probes`. It cannot see
-    roundings inside of kernels and callbacks, which `ErrorBudget.opaque` lists; how roundings amplify each other; and
-    what would be rounded otherwise if one were not: to choose rules, use `suggest_rules`, which runs the program with
-    them. It takes the memory of about 4 to 6 steps, since nothing is kept in 16 bits.
+    roundings inside of kernels, callbacks and `shard_map`, which `ErrorBudget.opaque` lists; how roundings amplify or
+    cancel each other; and what would be rounded otherwise if one were not: to choose rules, use `suggest_rules`, which
+    runs the program with them. It is too large for elements whose errors cancel, as in a long chain of layers whose
+    gradient vanishes. It takes the memory of about 4 to 6 steps, since nothing is kept in 16 bits.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -97,9 +98,10 @@ def error_budget(
         emulate = functools.partial(Emulation, fun, args, kwargs, options, grad_options)
         emulation = emulate()
         if not emulation.sites:
+            seen = f" outside of {', '.join(emulation.opaque)}, which cannot be seen into" if emulation.opaque else ""
             raise ValueError(
-                f"nothing in `fun` is rounded to {form.name}, so the gradient is that of float32; "
-                "`print(amp.explain(fun, dtype)(*args))` says why each op is in float32"
+                f"nothing in `fun` is rounded to {form.name}{seen}; "
+                "`print(amp.explain(fun, dtype)(*args))` says why each op is in its dtype"
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
         exact = [emulation(0 * emulation.default, scale, seed) for seed in range(probes)]
@@ -146,7 +148,7 @@ def estimate(runs: Sequence[Run]) -> np.ndarray:
     """Returns the estimated square of the error that each rounding causes alone.
 
     The sum of squares is it if the errors of the elements are uncorrelated, and has little noise. If they add up, as
-    those of equal elements, or cancel, the square differs by an unknown factor. The square of the signed sum has the
+    those of equal elements, the square is larger by an unknown factor. The square of the signed sum has the
     factor in the mean, but also the noise of a few normal numbers. So the distribution of the factor over all
     roundings is fitted to these, by maximum likelihood and without an assumption (Kiefer and Wolfowitz, 1956), and the
     estimate is the mean of the factor given the two sums of the rounding.
@@ -155,7 +157,7 @@ def estimate(runs: Sequence[Run]) -> np.ndarray:
     squares, signed = np.mean([run.squares for run in runs], 0), np.mean([run.signed**2 for run in runs], 0)
     known = (squares > 0) & np.isfinite(squares)
     ratio = signed[known] / squares[known]
-    factors = np.geomspace(1 / 16, max(ratio.max(initial=1), 2), 60)
+    factors = np.geomspace(1, max(ratio.max(initial=1), 2), 50)
     likelihood = np.exp(-n / 2 * (ratio[:, None] / factors + np.log(factors)))
     weights = np.full(factors.size, 1 / factors.size)
     for _ in range(200 if ratio.size else 0):  # expectation maximization

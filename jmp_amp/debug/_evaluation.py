@@ -62,6 +62,7 @@ class Evaluator:
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
+            `shard_map` is one op, since not all that is in it can be traced outside of it.
         rewrites: compute values in another way.
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
@@ -213,7 +214,7 @@ class Evaluation:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case jx.Call(jaxpr, _, False) if not place.mesh:
+            case jx.Call(jaxpr, _, False) if not place.mesh and self.evaluator.around is None:
                 return self._shard_map(jaxpr, operands, place)
             case jx.Branches() | jx.Loop() if self._is_traced and is_split and not place.mesh:
                 return self._traced(structure, operands, place)
