@@ -311,9 +311,7 @@ class ErrorBudget:
     def _notes(self) -> list[str]:
         lines = [f"{len(self.rows)} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
-            lines.append(
-                f"The rows sum to {self.explained:.2f} of the error: they are correlated or amplify each other."
-            )
+            lines.append(f"The rows sum to {self.explained:.2f} of the error: the roundings are not independent.")
         over = dict.fromkeys(
             f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows
         )
