@@ -230,7 +230,8 @@ class SuggestionReport:
         finite = [step for step in self.trade if 0 < step.error < math.inf]
         axes.plot([100 * step.low for step in finite], [step.error for step in finite], "o-")
         for step in finite:
-            axes.annotate(_name(step.key), (100 * step.low, step.error), (6, -9), textcoords="offset points", fontsize=7)
+            at = 100 * step.low, step.error
+            axes.annotate(_name(step.key), at, (6, -9), textcoords="offset points", fontsize=7)
         axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
         if path is not None:
