@@ -76,7 +76,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
         >>> print(report.primitive, *report.operands, report.result, sep="; ")
         dot_general; float16[3,8] = 300; float16[8,2] = 300; float16[3,2], 6 of 6 inf
         >>> print(report.cause)
-        `dot_general` of 300 and 300 at [0, 0] is 3.6e+05, beyond float16, whose largest finite value is 65504; ...
+        `dot_general` of 300 and 300 at [0, 0] is 7.2e+05, beyond float16, whose largest finite value is 65504; ...
         >>> print(amp.debug.first_nonfinite(loss_fn)(jnp.ones((8, 2)), jnp.ones((3, 8))))
         None
     """
