@@ -273,6 +273,16 @@ def test_arguments_that_are_no_floating_arrays_and_aux_pass_through():
     assert 0 < budget.total < 1e-2
 
 
+def test_float8_products_round_with_their_scales():
+    loss_fn = amp.precision("float8")(layers)
+    args = {name: jnp.kron(w, jnp.eye(4)) for name, w in W.items()}, jnp.kron(X, jnp.ones((1, 4)))
+    measured = amp.debug.compare(loss_fn, ["float16"], loss_scale=2.0**8)(*args).gradient["float16"]
+    budget = amp.debug.error_budget(loss_fn, loss_scale=2.0**8)(*args)
+    assert budget.total > 0.02
+    assert budget.total == pytest.approx(measured, rel=0.1)
+    assert budget.by_primitive()[0].name == "float8_dot_general"
+
+
 def test_what_cannot_be_seen_into_is_listed():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 

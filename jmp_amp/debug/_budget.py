@@ -80,7 +80,7 @@ def error_budget(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 12).reshape(3, 4), "head": jnp.ones((4, 1))}
+        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
         >>> budget = amp.debug.error_budget(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3))
         >>> budget.by_module()[0].name, budget.total > 0.01
         ('rest', True)
@@ -246,9 +246,9 @@ class ErrorBudget:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> loss_fn = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-        >>> budget = amp.debug.error_budget(loss_fn)(jnp.ones((3, 2)) / 3, jnp.ones((4, 3)))
+        >>> budget = amp.debug.error_budget(loss_fn)(jnp.ones((8, 8)) / 9, jnp.ones((4, 8)))
         >>> sorted({row.primitive for row in budget.rows if row.direction == "forward"})
-        ['convert_element_type', 'dot_general', 'tanh']
+        ['convert_element_type', 'dot_general']
         >>> f"{sum(row.share for row in budget.rows):.3f}"
         '1.000'
     """

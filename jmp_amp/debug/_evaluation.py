@@ -462,7 +462,12 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
     if keeps_dtypes(eqn):
         return None
     rule = rule_of(eqn)
-    params = {k: wide if isinstance(x, np.dtype) and x == narrow else _wider(x, wide) for k, x in eqn.params.items()}
+    # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
+    dtypes = [*map(jx.dtype_of, (*eqn.invars, *eqn.outvars)), narrow]
+    params = {
+        k: (wide if x == narrow else _wider(x, wide)) if isinstance(x, np.dtype) and x in dtypes else x
+        for k, x in eqn.params.items()
+    }
     try:
         inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
         params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}
