@@ -183,6 +183,14 @@ class Rounding(NamedTuple):
         error: the norm of the error of the gradient with this rounding alone, over the norm of the gradient. It is NaN,
             and the share too, if values overflow.
         overflows: whether values overflow, so that the gradient is not finite.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda w, x: jnp.mean(jax.nn.softmax(x @ w) ** 2)
+        >>> budget = amp.debug.error_budget(loss_fn)(jnp.ones((8, 8)) / 9, jnp.ones((4, 8)))
+        >>> [(row.primitive, row.dtype) for row in budget.rows if row.direction == "forward"]
+        [('convert_element_type', 'float16'), ('convert_element_type', 'float16'), ('dot_general', 'float16')]
     """
 
     source: str
@@ -204,6 +212,14 @@ class BudgetShare(NamedTuple):
         share: their part of the sum of the squared errors of all roundings.
         error: the root of the sum of their squared errors, relative to the gradient.
         roundings: how many there are.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda w, x: jnp.mean(jax.nn.softmax(x @ w) ** 2)
+        >>> budget = amp.debug.error_budget(loss_fn)(jnp.ones((8, 8)) / 9, jnp.ones((4, 8)))
+        >>> sum(x.roundings for x in budget.by_primitive()) == len(budget.rows)
+        True
     """
 
     name: str
@@ -221,6 +237,15 @@ class Lowering(NamedTuple):
         primitives: the ops that compute them.
         bytes: how much smaller they are in the low dtype, if they are stored at all.
         total: the error of the gradient, measured with them and all rows above rounded, relative to the gradient.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda w, x: jnp.mean(jax.nn.softmax(x @ w) ** 2)
+        >>> budget = amp.debug.error_budget(loss_fn)(jnp.eye(8), jnp.linspace(0, 1, 32).reshape(4, 8))
+        >>> row = budget.could_be_lower(tol=0.1)[0]
+        >>> "exp" in row.primitives, row.total < 0.1
+        (True, True)
     """
 
     source: str
