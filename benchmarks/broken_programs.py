@@ -39,9 +39,9 @@ empty, the report gives the cause alone. The time is the CPU time of one call, w
 above it have in common with it.
 """
 NOTES = """
-Where there is no cure, there is no equal function, or the names that it needs are not known, as inside of `vmap`. The
-cause is then the whole answer, with a link to the usual choices. The tool was built on these programs, so the figures
-of others may be worse.
+Where there is no cure, no formula of the tool's table is equal to a part of the program, none of those that are makes
+it finite, or the names are not known, as inside of `vmap`. The cause is then the whole answer, with a link to the usual
+choices. The tool was built on these programs, so the figures of others may be worse.
 """
 
 

@@ -1510,7 +1510,7 @@ def scanned_in_full_precision(layers, x):
 
 model(
     scanned,
-    args=lambda: (np.stack([np.eye(4, dtype=np.float32) * 30] * 4), abs(normal(8, 4))),
+    args=lambda: (np.stack([np.eye(5, dtype=np.float32) * 30] * 4), abs(normal(8, 5))),
     fixed=scanned_in_full_precision,
     dtype="float16",
     loss_scale=4.0,

@@ -165,6 +165,10 @@ def blurred(x):
     )
 
 
+def covariance(x, y):
+    return blurred(x * y) - blurred(x) * blurred(y)
+
+
 def kalman_filter(observed):
     transition, seen = 0.99 * jnp.eye(3), jnp.asarray([[1.0, 0.2, 0.0], [0.0, 1.0, 0.3]])
 
@@ -235,6 +239,7 @@ PROGRAMS = {
     "a returned value of 130,000": (lambda x: 4e4 * (x @ W) + 1e3, Y),
     "a variance of a window": (lambda x: blurred(x * x) - blurred(x) ** 2, IMAGE),
     "a covariance of windows": (lambda x: blurred(x * x**2) - blurred(x) * blurred(x**2), IMAGE),
+    "a covariance of two images": (lambda x: covariance(x, jnp.roll(x, 1, 1)), IMAGE),
     "angles between vectors": (batched(*BODIES["the edge of a domain"][:2]), X),
     "sines of angles between vectors": (batched(BODIES["the edge of a domain"][0], lambda c: jnp.sqrt(1 - c * c)), X),
 }

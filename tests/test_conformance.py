@@ -1,5 +1,7 @@
 """Each small program that `benchmarks/conformance.py` shows to libraries, under autocast."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from conformance import behaviour, examine, examine_apart, may_not_end, scale_of_jmp_amp, under_jmp_amp, verdict
 from programs import PROGRAMS
@@ -27,6 +29,25 @@ def test_program_agrees_with_float32_where_its_residual_stream_is_low(name):
     except ImportError as error:
         pytest.skip(f"needs {error.name}")
     assert verdict(answers) == "ok"
+
+
+# The backward pass of a norm or a softmax adds cotangents to sums of them, which look like the terms of a variance.
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "layer norm by hand", "batch norm with its statistics", "variance around 1000", "equinox: mlp"],
+)
+def test_products_of_derivatives_of_norms_and_softmaxes_are_low(name):
+    try:
+        fun, args = PROGRAMS[name].make()
+    except ImportError as error:
+        pytest.skip(f"needs {error.name}")
+
+    def loss(*args):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(fun(*args)))
+
+    for transformed in (jax.grad(loss), jax.grad(lambda *args: jnp.sum(jax.grad(loss, 1)(*args) ** 2))):
+        products = amp.explain(transformed)(*args).select(primitive="dot_general").rows
+        assert {row.compute for row in products} == {"float16"}
 
 
 def test_loss_scale_behaves_as_the_table_says():

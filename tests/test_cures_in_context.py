@@ -30,15 +30,12 @@ FORMULAS = {
     "jnp.log(jnp.sum(jnp.exp(x), -1))": (LARGE, Y),
     "jnp.log(jnp.mean(jnp.exp(x)))": (LARGE, Y),
     "(jnp.exp(x) / jnp.sum(jnp.exp(x), keepdims=True) * y)": (LARGE, Y),
-    "jnp.log(jnp.exp(x) / y)": (LARGE, Y),
     "jnp.log(1 - 1 / (1 + jnp.exp(-x)))": (LARGE, Y),
-    "(jnp.minimum(x, 5.0) / x)": (ONE_ZERO, Y),
     "(jnp.sin(x) / x)": (ONE_ZERO, Y),
     "jnp.sqrt(jnp.sum(x ** 2, -1))": (ZEROS, Y),
     "jnp.linalg.norm(x, axis=-1)": (ZEROS, Y),
-    "jnp.sqrt(1 + x ** 2)": (X * 1e18 + 3e19, Y),
 }
-QUICK = ("jnp.log(x / y)", "(jnp.minimum(x, 5.0) / x)")
+QUICK = ("jnp.log(x / y)", "(jnp.sin(x) / x)")
 # None of these is near 0, or where two of them are equal.
 NEAR = [(scale * uniform(3, 4, low=0.05), uniform(3, 4, seed=1, low=0.05)) for scale in (0.9, 8)]
 

@@ -15,6 +15,7 @@ from jax import lax
 import jmp_amp as amp
 from jmp_amp.debug import NonFinite, first_nonfinite
 from jmp_amp.debug._causes import SECTIONS
+from jmp_amp.debug._clock import Clock
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -166,7 +167,7 @@ def nested_jit(w, x):
 CASES = {
     mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
     attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), 'rules={"attention": "full"}'),
-    softmax_by_hand: ((EYE[:4, :4], X[:, :4]), "exp", (), "`jax.nn.softmax(scores, 1)` in place of"),
+    softmax_by_hand: ((EYE[:4, :4], X[:, :4]), "exp", (), "`jax.nn.softmax(scores, axis=1)` in place of"),
     eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "1e-08 is 0 in float16, whose smallest positive value is 6e-8"),
     log_of_probability: ((EYE, X * [1, 0.8, *[1] * 6]), "log", (), "full_precision"),
     scan_over_layers: ((LAYERS, X), "dot_general", (2,), "`layers[2, 0, 0]` is 1e+04"),
@@ -658,11 +659,34 @@ def test_an_overflow_that_a_division_hides_is_named_with_its_hider():
 # Time
 
 
-def test_after_its_time_it_says_what_it_left_out(capsys):
-    found = first_nonfinite(amp.autocast(scan_over_layers), max_seconds=1e-9)(*CASES[scan_over_layers][0])
-    assert (found.primitive, found.cure, found.finite_in_float32) == ("scan", "", None)
-    assert "the time was over" in found.left_out
-    assert "left out" in str(found)
+def test_after_its_time_it_stops_and_says_what_it_left_out(monkeypatch):
+    def model(x):
+        return jnp.exp(jnp.log(x - x))  # planted: late
+
+    assert first_nonfinite(model)(EYE) is None
+    with pytest.raises(TimeoutError, match=r"within 1e-09 s, 1 values .* and no op made one non-finite; pass a larger"):
+        first_nonfinite(model, max_seconds=1e-9)(EYE)
+    monkeypatch.setattr(Clock, "is_late", property(lambda self: self._n >= 2))
+    found = first_nonfinite(model)(EYE)
+    assert (found.primitive, line(found), found.cure) == ("log", planted("late"), "")
+    assert (found.finite_in_float32, found.in_float32) == (None, "")
+    assert found.left_out.startswith("the ops that follow, so this infinity may be intended")
+    assert found.left_out.endswith("the time was over")
+    assert "left out " in str(found)
+    assert found.cause == f"the elements are not known; in all, the result is {found.result}"
+
+
+@pytest.mark.parametrize("n", range(2, 60, 3))
+def test_it_may_stop_after_any_op(n, monkeypatch):
+    monkeypatch.setattr(Clock, "is_late", property(lambda self: self._n >= n))
+    try:
+        found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
+    except TimeoutError:
+        return
+    assert (found.primitive, found.iteration) == ("dot_general", (2,))
+
+
+def test_the_time_must_be_positive():
     with pytest.raises(ValueError, match="`max_seconds` must be positive, got 0"):
         first_nonfinite(jnp.log, max_seconds=0)
 

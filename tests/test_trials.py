@@ -55,8 +55,8 @@ def test_only_equal_functions_pass(name):
     trials = Trials(evaluation, next(iter(evaluation.nonfinite.values())))
     key = next(x.key for x in trials.primal if x.primitive == root)
     inputs = [next(x.key for x in evaluation.nodes if x.primitive == read and x.place)]
-    is_cured, seen = trials._is_cured(trials.node, [Rewrite(key, inputs, replacement)])
-    assert is_cured == bool(seen) == is_equal
+    is_cured, seen = trials._is_cured([Rewrite(key, inputs, replacement)])
+    assert bool(is_cured and seen) == is_equal
 
 
 def test_a_variant_is_not_run_before_it_is_asked_to():
@@ -75,5 +75,5 @@ def test_the_probability_of_a_label():
         return -jnp.mean(jnp.log(probabilities[jnp.arange(4), labels]))
 
     found = first_nonfinite(jax.grad(loss))(500 * np.eye(2, dtype=np.float32), X, np.array([0, 0, 1, 1]))
-    assert "use `jax.nn.log_softmax(x @ w, 1)[jnp.arange(4), labels]` in place of" in found.cure
+    assert "use `jax.nn.log_softmax(x @ w, axis=1)[jnp.arange(4), labels]` in place of" in found.cure
     assert found.tried

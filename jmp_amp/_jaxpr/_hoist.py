@@ -22,7 +22,7 @@ from jmp_amp._jaxpr._versions import has_effects, open_jaxpr, split_known
 
 
 def hoist(
-    jaxpr: Any, known: Sequence[Any], *moves: Callable[..., bool], growth: float = math.inf
+    jaxpr: Any, known: Sequence[Any], selects: Callable[..., bool], growth: float = math.inf
 ) -> Callable[..., list[Any]]:
     """Returns a closed jaxpr as a function that reads results of some ops as they are computed here.
 
@@ -31,15 +31,13 @@ def hoist(
     Args:
         jaxpr: the jaxpr. If it has effects, or holds no such op, all of its ops stay in the function.
         known: the values of its first inputs, which are the same in every call; None for an input that may change.
-        moves: selects ops that depend on known values and constants alone, as the policies of `jax.checkpoint` do. Of
-            several, the first counts whose results do not take too much memory.
-        growth: how many times the memory that the jaxpr needs now it may need with these results.
+        selects: selects ops that depend on known values and constants alone, as the policies of `jax.checkpoint` do.
+        growth: how many times the memory that the jaxpr needs now it may need with these results; if it needed more,
+            the ops stay in the function.
     """
     opened, consts = open_jaxpr(jaxpr)
     is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
-    for selects in moves:
-        if has_effects(opened) or not holds(jaxpr, selects):
-            continue
+    if holds(jaxpr, selects) and not has_effects(opened):
         whole, _ = open_jaxpr(with_constants_as_inputs(jaxpr))
         before, after = split_known(whole, [True] * len(consts) + is_known, selects)
         moved = _evaluate_once(before, [*consts, *[x for x in known if x is not None]])

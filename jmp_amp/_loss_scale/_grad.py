@@ -257,12 +257,13 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
 
         first = jax.tree.map(lambda x: x[0], batches)
         closed, _, rebuild = jx.trace_call(evaluate, (state, first), {})
-        # Casts of weights, and their scales in float8, are the same for all micro-batches. A module returns its weights
+        # Casts of weights, or their scales in float8, are the same for all micro-batches. A module returns its weights
         # as it got them.
         leaves, opened = jax.tree.leaves(state), jx.open_jaxpr(closed)[0]
         pairs = zip(leaves, opened.invars, opened.outvars[len(opened.outvars) - len(leaves) :], strict=False)
         known = [x if var is out else None for x, var, out in pairs]
-        hoisted = jx.hoist(closed, known, _is_cast_or_scale, is_scale, growth=_GROWTH)
+        selects = is_scale if jx.holds(closed, is_scale) else _is_cast  # in float8, both save little more
+        hoisted = jx.hoist(closed, known, selects, growth=_GROWTH)
 
         def evaluate_hoisted(*args: Any) -> Any:
             return rebuild(hoisted(*jax.tree.leaves(args)))
@@ -290,10 +291,10 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
 _GROWTH = 1.1  # casts stay in the loop if a micro-batch would need more than this many times its memory
 
 
-def _is_cast_or_scale(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Whether an op casts an array to a smaller floating dtype, or computes the scale of a float8 weight."""
+def _is_cast(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Whether an op casts an array to a smaller floating dtype."""
     if primitive is not lax.convert_element_type_p:
-        return is_scale(primitive)
+        return False
     dtype = params["new_dtype"]
     return jx.is_floating(avals[0]) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < avals[0].dtype.itemsize
 

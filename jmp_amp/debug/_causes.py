@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,6 +16,7 @@ from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 from jmp_amp.debug._report import location_of
 
+_AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "window_dimensions"}  # an op along them
 _DEPTH, _MOST_BYTES = 24, 2**30  # of the values that are looked at
 _LOGARITHMS, _SQUARE_ROOTS = {"log", "log2", "log1p"}, {"sqrt", "rsqrt"}
 _QUOTIENTS = {"div", "rsqrt", "pow", "integer_pow", "rem"}
@@ -39,6 +41,7 @@ SECTIONS = {
     "argument": "an-argument-that-is-not-finite",
     "loss scale": "too-large-a-loss-scale",
     "hidden": "an-overflow-that-a-later-op-hides",
+    "unknown": "how-to-read-the-report",
 }
 
 
@@ -91,7 +94,7 @@ def cause_of(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     is_of_infinities = any(x.values.infs for x in node.operands)
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
-        return Cause("range", f"the elements are not known; in all, the result is {node.values}")
+        return Cause("unknown", f"the elements are not known; in all, the result is {node.values}")
     return _cause(_element(node, tuple(bad[0].tolist())), evaluation, "" if is_primal else "in the derivative, ")
 
 
@@ -139,8 +142,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], evalu
         for x in same:
             if x.node.is_constant and (written := _written(e.node, x)):
                 return Cause("constant", written)
-        wrapped = _wrapped_around(e)
-        if wrapped:
+        if wrapped := _wrapped_around(e):
             return Cause("integer", wrapped)
         followed = [x for x in same if not x.node.is_constant]
         is_flag = getattr(e.node.held, "dtype", None) == np.bool_  # of other values
@@ -202,110 +204,62 @@ def _reads(e: Element) -> list[Element]:
     if node.eqn is None:  # the results of iterations are stacked
         is_stacked = node.operands and index and np.ndim(node.operands[0].held) == len(index) - 1
         return [_element(node.operands[index[0]], index[1:])] if is_stacked else []
-    rule, operands, name = rule_of(node.eqn), node.operands, node.primitive
-    arrays, shape = _arrays(operands), np.shape(node.held)
+    arrays = _arrays(node)
     if arrays is None:
         return []
-    if name == "select_n":
-        which = operands[1 + int(arrays[0][index if arrays[0].ndim else ()])]
-        return [_element(which, index)]
-    if (rule.moves and name != "convert_element_type") or rule.takes:
-        return _moved(node, arrays, index)
-    if name.startswith("reduce_") and "axes" in node.eqn.params:
-        axes = node.eqn.params["axes"]
-        rest = iter(index)
-        along = tuple(slice(None) if i in axes else next(rest) for i in range(arrays[0].ndim))
-        return [_element(operands[0], _filled(along, _chosen(arrays[0][along], name, _rounds(operands[0])[along])))]
-    if name == "dot_general":
-        return _factors(node, arrays, index)
-    if all(not x.shape or (x.ndim == len(shape) and set(x.shape) <= {1, *shape}) for x in arrays):
-        indices = [tuple(i if n > 1 else 0 for i, n in zip(index, x.shape, strict=False)) for x in arrays]
-        return [_element(x, i) for x, i in zip(operands, indices, strict=True)]
-    return []
+    rule, shape = rule_of(node.eqn), np.shape(node.held)
+    is_moved = (rule.moves and not rule.fold) or rule.takes or node.primitive in ("select_n", *_MATRICES)
+    is_broadcast = all(x.ndim in (0, len(shape)) and {1, *shape}.issuperset(x.shape) for x in arrays)
+    if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
+        return _terms(e, arrays)
+    indices = [tuple(i if n > 1 else 0 for i, n in zip(index, x.shape, strict=False)) for x in arrays]
+    return [_element(x, i) for x, i in zip(node.operands, indices, strict=True)]
 
 
-def _rounds(node: Node) -> np.ndarray:
-    """Returns for each element whether the op rounds it to 0."""
-    array, exact = np.asarray(node.held), None if node.source else _exact_array(node)
-    return np.zeros(array.shape, bool) if exact is None else (array == 0) & (exact != 0)
-
-
-def _chosen(x: np.ndarray, name: str, rounds: np.ndarray) -> tuple[int, ...]:
-    """Returns the index of the element that decides a reduction: not finite, the largest one, or rounded to 0."""
-    sizes = np.abs(x.astype(np.complex128))
-    sizes = rounds if rounds.any() and not sizes.any() else np.where(np.isfinite(sizes), sizes, np.inf)
-    by = {"reduce_max": x, "reduce_min": -x.astype(np.float64), "reduce_prod": np.where(sizes == 0, np.inf, sizes)}
-    return tuple(map(int, np.unravel_index(np.argmax(by.get(name, sizes)), x.shape)))
-
-
-def _filled(index: Iterable[Any], rest: Iterable[int]) -> tuple[int, ...]:
-    numbers = iter(rest)
-    return tuple(next(numbers) if isinstance(i, slice) else i for i in index)
-
-
-def _factors(node: Node, arrays: list[np.ndarray], index: tuple[int, ...]) -> list[Element]:
-    """Returns the factors of the largest term of a product of matrices."""
-    contracted, batch = node.eqn.params["dimension_numbers"]
-    rest, indices, vectors, orders = iter(index[len(batch[0]) :]), [], [], []
-    for array, axes, leading in zip(arrays, contracted, batch, strict=True):
-        at: list[Any] = [slice(None)] * array.ndim
-        for axis, i in zip(leading, index, strict=False):
-            at[axis] = i
-        for axis in range(array.ndim):
-            if axis not in (*axes, *leading):
-                at[axis] = next(rest)
-        indices.append(at)
-        orders.append(np.argsort(np.argsort(axes)))
-        vectors.append(array[tuple(at)].astype(np.complex128).transpose(orders[-1]))
-    terms = np.abs(vectors[0] * vectors[1])
-    rounds = [
-        _rounds(x)[tuple(at)].transpose(order) for x, at, order in zip(node.operands, indices, orders, strict=True)
-    ]
-    largest = _chosen(terms, "dot_general", rounds[0] | rounds[1])
-    found = []
-    for x, at, axes in zip(node.operands, indices, contracted, strict=True):
-        for axis, i in zip(axes, largest, strict=True):
-            at[axis] = int(i)
-        found.append(_element(x, tuple(at)))
-    return found
-
-
-def _moved(node: Node, arrays: list[np.ndarray], index: tuple[int, ...]) -> list[Element]:
-    """Returns the element that an op moved to an index: the op moves the numbers of the elements as well."""
-    moving = [i for i, x in enumerate(node.operands) if x.is_floating] or [0]
-    starts = np.cumsum([0, *(arrays[i].size for i in moving)]).tolist()
-    numbers = [jnp.asarray(x) for x in arrays]
-    for i, start in zip(moving, starts, strict=False):
-        numbers[i] = jnp.arange(start, start + arrays[i].size, dtype=jnp.int32).reshape(arrays[i].shape)
+def _terms(e: Element, arrays: list[np.ndarray]) -> list[Element]:
+    """Returns the element of each operand that an element depends on most: derivative times value is the largest."""
+    wide = _wide(e.node, arrays)
+    large = [np.nan_to_num(x, nan=1e100, posinf=1e100, neginf=-1e100) if y else x for x, y in wide]
     try:
-        outs = node.place.on_devices(lambda *xs: jx.apply_as_traced(node.eqn, xs))(*numbers)
-    except Exception:  # an op that moves floats only
+        with precise(FLOAT64):
+            out, pullback = jax.vjp(lambda *xs: _run_wide(e.node, xs), *map(jnp.asarray, large))
+            slopes = pullback(jnp.zeros_like(out).at[e.at].set(1))
+    except Exception:  # an op that has no derivative, or no float64
         return []
-    number = int(np.asarray(outs[node.index[0]])[index])
-    which = int(np.searchsorted(starts, number, "right")) - 1
-    if not 0 <= which < len(moving):
-        return []
-    x = arrays[moving[which]]
-    return [_element(node.operands[moving[which]], tuple(map(int, np.unravel_index(number - starts[which], x.shape))))]
+    found = []
+    for x, array, slope in zip(e.node.operands, large, map(np.asarray, slopes), strict=True):
+        if slope.dtype.kind in "fc" and slope.any():
+            with np.errstate(all="ignore"):
+                terms = np.nan_to_num(np.abs(slope * array))
+            largest = np.argmax(terms if terms.any() else slope != 0)
+            found.append(_element(x, tuple(map(int, np.unravel_index(largest, slope.shape)))))
+    return found
 
 
 def _exact(e: Element) -> Any:
     """Returns what the op computes of the same operands in float64; None if that is not known."""
-    array = _exact_array(e.node)
-    return None if array is None else array[e.at].item()
-
-
-def _exact_array(node: Node) -> np.ndarray | None:
-    arrays, dtype = _arrays(node.operands), getattr(node.held, "dtype", None)
-    if not node.eqn or arrays is None:
-        return None
-    if not node.is_floating and all(x.dtype != dtype for x in arrays):
+    arrays = _arrays(e.node) if e.node.eqn else None
+    if arrays is None:
         return None
     with precise(FLOAT64):
-        is_wide = [x.dtype in (dtype, jnp.float32) or x.dtype.kind in "fV" for x in arrays]
-        inputs = [jnp.asarray(x.astype(np.float64) if y else x) for x, y in zip(arrays, is_wide, strict=True)]
-        outs = evaluate_in(FLOAT64, node.place, inputs, None if node.is_floating else dtype)
-    return None if outs is None else np.asarray(outs[node.index[0]])
+        out = _run_wide(e.node, [jnp.asarray(x) for x, _ in _wide(e.node, arrays)])
+    return None if out is None else np.asarray(out)[e.at].item()
+
+
+def _wide(node: Node, arrays: list[np.ndarray]) -> list[tuple[np.ndarray, bool]]:
+    """Returns the operands of an op in float64, and which are: floats, and the integers that an integer is made of."""
+    moves, dtype = rule_of(node.eqn).moves, node.held.dtype
+    found = []
+    for i, x in enumerate(arrays):
+        is_wide = jnp.issubdtype(x.dtype, jnp.inexact) or (x.dtype == dtype and not (moves and i))  # but no index
+        found.append((x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) if is_wide else x, is_wide))
+    return found
+
+
+def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
+    """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
+    outs = evaluate_in(FLOAT64, node.place, operands, None if node.is_floating else node.held.dtype)
+    return outs and outs[node.index[0]]
 
 
 def _array(node: Node) -> np.ndarray | None:
@@ -313,10 +267,10 @@ def _array(node: Node) -> np.ndarray | None:
     return np.asarray(node.held) if is_array else None
 
 
-def _arrays(nodes: Iterable[Node]) -> list[np.ndarray] | None:
-    """Returns the values of nodes; None if one is not known."""
-    found = [_array(x) for x in nodes]
-    return None if any(x is None for x in found) else [x for x in found if x is not None]
+def _arrays(node: Node) -> list[np.ndarray] | None:
+    """Returns the operands of an op; None if one, or the result, is not known."""
+    found = [_array(x) for x in (*node.operands, node)]
+    return None if any(x is None for x in found) else [x for x in found[:-1] if x is not None]
 
 
 def _element(node: Node, index: tuple[int, ...]) -> Element:

@@ -67,7 +67,7 @@ class Evaluator:
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
         until: the id of the last op to evaluate; None evaluates all.
-        clock: is told of each op, and says when to enter no more loops.
+        clock: is told of each op, and says when to stop.
     """
 
     program: Any
@@ -94,7 +94,7 @@ class Evaluator:
 
 
 class _DoneError(Exception):
-    """The last op was evaluated."""
+    """The last op was evaluated, or the time is over."""
 
 
 class Evaluation:
@@ -102,7 +102,8 @@ class Evaluation:
 
     Attributes:
         evaluator: the program, and how it was evaluated.
-        results: the results of the program.
+        results: the results of the program; none if it was not evaluated to its end.
+        is_stopped: whether the evaluation ended because the time was over.
         kept: the values that are kept, by their key.
         nodes: all values, in program order.
         nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
@@ -113,6 +114,7 @@ class Evaluation:
     def __init__(self, evaluator: Evaluator, is_traced: bool) -> None:
         self.evaluator, self.wide, self._is_traced = evaluator, evaluator.wide, is_traced
         self.results: list[Cell] = []
+        self.is_stopped = False
         self.kept: dict[Id, Any] = {}
         self.nodes: list[Node] = []
         self.nonfinite: dict[Id, Node] = {}
@@ -130,16 +132,19 @@ class Evaluation:
     @property
     def is_finite(self) -> bool:
         """Whether all results are finite."""
-        return all(x.is_finite for x in self.results)
+        return not self.is_stopped and all(x.is_finite for x in self.results)
 
     def _run(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr at `place`."""
         indices = itertools.count()
 
         def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Any]:
-            inner = place.of(next(indices), eqn)
+            inner, clock = place.of(next(indices), eqn), self.evaluator.clock
             if not self._is_traced:
-                self.evaluator.clock.tick("ops evaluated")
+                if clock.is_late:
+                    self.is_stopped = True
+                    raise _DoneError
+                clock.tick("ops evaluated")
             outs = self._equation(operands, inner)
             if inner.id == self.evaluator.until and not self._is_traced:
                 raise _DoneError
@@ -221,7 +226,7 @@ class Evaluation:
             case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
-            case jx.Loop() as loop if not (self._is_traced or self.evaluator.clock.is_late):
+            case jx.Loop() as loop if not self._is_traced:
                 is_long = loop.length is None or loop.length * _number_of_ops(loop.body) > _LONG
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts and not is_split:
@@ -371,9 +376,7 @@ class Evaluation:
             slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), axis, False)) for x in xs]
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
-            if self.evaluator.clock.is_late:
-                break
-        if len(ys) < len(steps) or not ys:
+        if not ys:
             return self._op(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
         stacked = [self._cell(jnp.stack([y.value for y in column], axis), column) for column in columns]
@@ -387,8 +390,6 @@ class Evaluation:
             self.trip_counts[place.id] = i
             if not jnp.any(predicate.value):
                 break
-            if self.evaluator.clock.is_late:
-                return self._op(operands, place)
             new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
         return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]

@@ -11,39 +11,12 @@ from jmp_amp.debug._nodes import Node
 
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_REDUCTIONS = {"sum", "mean", "var", "logsumexp"}
 
 Span = tuple[str, int, int, int, int]  # a file, a line and column, and those of the end
 
 
-def with_numbers(text: str, numbers: Mapping[str, Any], is_flat: bool, keeps: bool) -> str:
-    """Returns an expression with numbers in place of names.
-
-    Args:
-        text: the expression.
-        numbers: the values of the names.
-        is_flat: whether the arrays have one axis, so that it need not be named.
-        keeps: whether sums along an axis keep it.
-    """
-
-    class Writer(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> Any:
-            return ast.Constant(numbers[node.id]) if node.id in numbers else node
-
-        def visit_Call(self, node: ast.Call) -> Any:
-            is_reduction = getattr(node.func, "attr", "") in _REDUCTIONS
-            if keeps and is_reduction:
-                node.keywords.append(ast.keyword("keepdims", ast.Constant(True)))
-            self.generic_visit(node)
-            if is_flat or is_reduction:  # others read the last axis without one
-                node.args = [x for x in node.args if not isinstance(x, ast.Constant) or x.value is not None]
-            return node
-
-    return ast.unparse(Writer().visit(ast.parse(text, mode="eval")))
-
-
 def in_users_names(
-    text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node], moves: Sequence[Node]
+    text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node], taken: Node | None
 ) -> tuple[str, str] | None:
     """Returns an expression of the user's code, and its replacement; None if the names of its inputs are not known.
 
@@ -52,38 +25,30 @@ def in_users_names(
         root: the value of the expression.
         nodes: the values on the way from the inputs to it.
         inputs: the values that it is computed from.
-        moves: the ops that move the elements of the replacement.
+        taken: the elements of the replacement that the expression takes; None if it takes all.
     """
     at = span_of(root)
     old = at and _source(at[0])[1].get(at)
-    names = {name: at and _name(x, at, [*nodes, *moves]) for name, x in inputs.items()}
+    names = {name: at and _name(x, at, nodes) for name, x in inputs.items()}
     if at is None or old is None or None in names.values():
         return None
-    used = {x.id for x in ast.walk(_scopes(at)[-1]) if isinstance(x, ast.Name)}
-    names["square"] = ast.Name(next(x for x in ("square", "square_", "square__") if x not in used))
+    if "square" in text and "square" in _stored(_scopes(at)[-1]):  # a name that the replacement gives a value
+        return None
 
     class Writer(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> Any:
             return names.get(node.id, node)
 
     new = Writer().visit(ast.parse(text, mode="eval")).body
-    if moves:
-        span = span_of(moves[-1])
-        move = span and _source(span[0])[1].get(span)
-        if span is None or any(span_of(x) != span for x in moves) or move is None or not _is_same(move, span, at):
+    if taken:
+        span = span_of(taken)
+        subscript = span and _source(span[0])[1].get(span)
+        if span is None or not isinstance(subscript, ast.Subscript) or not _is_same(subscript, span, at):
             return None
-        match move:
-            case ast.Subscript(_, index, ctx):
-                new = ast.Subscript(new, index, ctx)
-            case ast.Call(
-                ast.Attribute(ast.Name("jnp" | "jax" | "lax" | "optax") | ast.Attribute()) as call, [_, *rest]
-            ):
-                new = ast.Call(call, [new, *rest], move.keywords)
-            case _:
-                return None
+        new = ast.Subscript(new, subscript.slice, ast.Load())
     source = ast.get_source_segment(_source(at[0])[0], old) or ""
     written = ast.unparse(new)
-    is_closed = isinstance(ast.parse(written, mode="eval").body, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
+    is_closed = isinstance(new, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
     return " ".join(source.split()), written if is_closed else f"({written})"
 
 
@@ -164,16 +129,22 @@ def _operands(expression: Any) -> list[ast.expr]:
 
 
 def _is_same(expression: ast.expr, span: Span, at: Span) -> bool:
-    """Whether an expression of one place means the same in another."""
+    """Whether an expression of one place means the same in another, further down."""
     scopes = _scopes(at)
     if span[0] != at[0] or _scopes(span) != scopes:
         return False
     if at[1:3] <= span[1:3] and span[3:] <= at[3:]:  # one is a part of the other
         return True
-    names = {x.id for x in ast.walk(expression) if isinstance(x, ast.Name)}
-    stored: list[Any] = [x for x in ast.walk(scopes[-1]) if isinstance(getattr(x, "ctx", None), ast.Store)]
-    between = [y for x in stored if span[1] <= x.lineno < at[1] for y in ast.walk(x) if isinstance(y, ast.Name)]
-    return span[1] <= at[1] and not any(x.id in names for x in between)
+    stored = _stored(scopes[-1])
+    return span[1] <= at[1] and all(stored.count(x.id) < 2 for x in ast.walk(expression) if isinstance(x, ast.Name))
+
+
+def _stored(scope: ast.AST) -> list[str]:
+    """Returns the names that a scope gives values, or stores into, each as often as it does."""
+    stores = (x for x in ast.walk(scope) if isinstance(getattr(x, "ctx", None), ast.Store))
+    stores = (x for x in stores if isinstance(x, ast.Name | ast.Attribute | ast.Subscript))
+    arguments = [x.arg for x in ast.walk(scope) if isinstance(x, ast.arg)]
+    return arguments + [y.id for x in stores for y in ast.walk(x) if isinstance(y, ast.Name)]
 
 
 def _scopes(span: Span) -> list[Any]:

@@ -1,6 +1,7 @@
 """`first_nonfinite`: the op that made the results of a program non-finite, and its cure."""
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import math
@@ -53,8 +54,8 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
             `autocast`.
-        max_seconds: after so many seconds, no more loops are entered, no hidden overflows looked for and no more cures
-            tried; the report names what was left out. Progress is shown on stderr after 5 seconds.
+        max_seconds: after so many seconds, no more ops are evaluated and no more cures tried; the report names what was
+            left out. Progress is shown on stderr after 5 seconds.
 
     Returns:
         A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
@@ -64,6 +65,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     Raises:
         TypeError: `fun` is not callable; or the returned function is called inside `jit` or another transformation.
         ValueError: `max_seconds` is not positive.
+        TimeoutError: the time was over before an op made a value non-finite.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -194,6 +196,15 @@ def _wrapped(text: str) -> str:
 
 def _find(evaluator: Evaluator) -> NonFinite | None:
     evaluation = evaluator.run()
+    if evaluation.is_stopped:
+        node = next(iter(evaluation.nonfinite.values()), None)
+        if node is None:
+            n, seconds = len(evaluation.nodes), evaluator.clock.max_seconds
+            raise TimeoutError(
+                f"within {seconds:g} s, {n:,} values were computed, and no op made one non-finite; pass a larger "
+                "`max_seconds`"
+            )
+        return _report(evaluation, node)
     if evaluation.is_finite:
         return _hidden(evaluation)
     cause = _cause(evaluation)
@@ -221,7 +232,8 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> No
             "loss scale", f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
         )
     elif late.is_late:
-        cured = Cured(left_out="the program in float32, and cures: the time was over")
+        rest = "the ops that follow, so this infinity may be intended; " * evaluation.is_stopped
+        cured = Cured(left_out=f"{rest}the program in float32, and cures: the time was over")
     else:
         if cause.kind != "constant":
             finite_in_float32, sentence = _in_float32(trials)
@@ -229,7 +241,8 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> No
         if is_formula and not rule_of(node.eqn).is_product and not hider:
             cured = trials.cure()
         if finite_in_float32 and not cured.cure:
-            cured = trials.in_float32(cause.place or node.place, node.place)
+            with contextlib.suppress(TimeoutError):
+                cured = trials.in_float32(cause.place or node.place, node.place)
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
     names: Any = jx.open_jaxpr(evaluation.evaluator.program)[0].debug_info.arg_names
     leaf = next((x for x in (names[i] for i in read) if x.endswith("]") or "." in x), "")
@@ -275,7 +288,8 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
         return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
 
     def is_harmful(n: int) -> bool:
-        return any((more & ~less).any() for more, less in zip(nonfinite(n), baseline, strict=True))
+        more = nonfinite(n)
+        return evaluation.evaluator.clock.is_late or any((x & ~y).any() for x, y in zip(more, baseline, strict=True))
 
     if len(candidates) == 1:
         return candidates[0]
@@ -293,14 +307,14 @@ def _hidden(evaluation: Evaluation) -> NonFinite | None:
         hider = _hider(node)
         if hider is None or not node.values.infs or not all(x.values.is_finite for x in node.operands):
             continue
-        if evaluation.evaluator.clock.is_late:
-            return None
         holds = {node.id, hider.id}
         try:
             exact = dataclasses.replace(evaluation.evaluator, wide=FLOAT64, holds=holds).run()
         except Exception:  # a custom primitive may reject other dtypes with any error
             return None
         traced = _again(evaluation, holds=holds)
+        if exact.is_stopped or traced.is_stopped:
+            return None
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
             return None
         (result, kept), (exact_result, exact_kept) = ([_held(x, y) for y in (node, hider)] for x in (traced, exact))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,10 @@ from jmp_amp.debug._expressions import span_of
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 from jmp_amp.debug._report import location_of
 
-_DEPTH, _MOST_ROOTS, _MOST_TRIALS, _MOST_LINES = 7, 24, 4, 2
-# How much the arguments are moved, and how large they are then at most. Where they are large, float64 may round, too.
-# By -1, each is moved the other way than by 1, so that both signs are met.
-_MOVES = ((0.0, math.inf), (1e-2, math.inf), (0.1, 1.0), (1.0, 1.0), (-1.0, 1.0))
+_DEPTH, _MOST_ROOTS, _MOST_TRIALS = 7, 24, 4
+# How much the arguments are moved, and how large they are then at most. By -1, each is moved the other way than by 1,
+# so that both signs are met.
+_MOVES = ((0.0, math.inf), (1e-2, math.inf), (1.0, 1.0), (-1.0, 1.0))
 _TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be 0 in float32
 
 
@@ -70,32 +70,32 @@ class Trials:
 
     def cure(self) -> Cured:
         """Returns the equal functions with which the program is finite; the first is for the op at hand."""
-        faults = dict.fromkeys([self.node, *(self._merged[x] for x in self.evaluation.nonfinite.values())])
-        clock, n_trials = self.evaluation.evaluator.clock, 0
-        texts, rewrites, seen, left_out = list[str](), list[Rewrite](), "", ""
-        for fault in faults:
+        texts, rewrites, n_trials = list[str](), list[Rewrite](), 0
+        clock = self.evaluation.evaluator.clock
+        for fault in dict.fromkeys([self.node, *(self._merged[x] for x in self.evaluation.nonfinite.values())]):
             for match in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
-                    left_out = f"other formulas: {'the time was over' if clock.is_late else f'{n_trials} were tried'}"
-                    break
-                written, roots = self._written(match), {x.root for x in rewrites}
-                same = [x for x in self._everywhere(match) if x.part.root.key not in roots]
-                if not (written and same):
+                    reason = "the time was over" if clock.is_late else f"{n_trials} were tried"
+                    return Cured(left_out=f"other formulas: {reason}")
+                written = self._written(match)
+                everywhere = self._everywhere(match) if written else []
+                if not (written and everywhere):
                     continue
                 clock.tick("ops and trials")
                 n_trials += 1
-                new = [*rewrites, *(x.rewrite() for x in same)]
-                is_cured, seen = self._is_cured(fault, new)
-                is_cured = is_cured and (bool(seen) or self._contains(match.part, fault))
-                if is_cured:
+                roots = {x.root for x in rewrites}
+                new = [*rewrites, *(x for x in everywhere if x.root not in roots)]
+                is_cured, seen = self._is_cured(new)
+                if seen or (is_cured and self._contains(match.part, fault)):
                     rewrites = new
-                    texts.append(
-                        f"`{match.cure.formula}` {match.cure.why}: use `{written[1]}` in place of `{written[0]}`"
-                    )
+                    formula = f"`{match.cure.formula}` {match.cure.why}"
+                    texts.append(f"{formula}: use `{written[1]}` in place of `{written[0]}`")
+                    if seen:
+                        return Cured("; then ".join(texts), seen)
                     break
-            if seen or left_out or not rewrites:
+            else:
                 break
-        return Cured("; then ".join(texts), seen or ("this op is finite, another is not" if texts else ""), left_out)
+        return Cured()
 
     def _matches(self, fault: Node) -> Iterator[Match]:
         """Yields the parts of the program with a non-finite op, and then those near it, that are equal to formulas."""
@@ -125,14 +125,19 @@ class Trials:
         near = nearest(start, lambda x: [y for y in x.readers if y in self.primal], _DEPTH)
         return [x for x in near if x.eqn and x.is_floating and x.uncast is x][:_MOST_ROOTS]  # a cast is not written
 
-    def _everywhere(self, match: Match) -> list[Match]:
-        """Returns a match, and those of the same ops from the same expression of the code, as in other layers."""
-        root = match.part.root
-        found = {root.key: match}
+    def _everywhere(self, match: Match) -> list[Rewrite]:
+        """Returns the rewrites of a match, and of what the same expression computes elsewhere, as in other layers.
+
+        It returns none if the expression computes something else there, such as an array of more axes.
+        """
+        root, found = match.part.root, {match.part.root.key: match.rewrite()}
         for node in self.primal:
             if node.primitive == root.primitive and node.key not in found and span_of(node) == span_of(root):
-                same = (match._replace(part=x) for x in parts(node) if x.ops == match.part.ops)
-                found[node.key] = next(same, match)
+                pairs = zip(parts(root), parts(node), strict=False)
+                same = [y for x, y in pairs if x.inputs == match.part.inputs and x.ops == y.ops]
+                if not same:
+                    return []
+                found[node.key] = match._replace(part=same[0]).rewrite()
         return list(found.values())
 
     def _compiled(self, wide: Any, rewrites: Sequence[Rewrite] = ()) -> Callable[..., list[np.ndarray]]:
@@ -163,59 +168,46 @@ class Trials:
 
     @functools.cached_property
     def _exact(self) -> Callable[[float, float], list[np.ndarray]]:
-        """Returns the targets and their gradients in float64; NaN where they depend on rounding errors."""
-        run = self._compiled(FLOAT64)
+        """Returns the targets and their gradients in float64."""
+        return functools.cache(self._compiled(FLOAT64))
 
-        return functools.cache(functools.partial(_stable, run))
-
-    def _is_cured(self, fault: Node, rewrites: Sequence[Rewrite]) -> tuple[bool, str]:
-        """Returns whether rewrites are equal to the program, and mend a fault; and what is seen if they mend all.
+    def _is_cured(self, rewrites: Sequence[Rewrite]) -> tuple[bool, str]:
+        """Returns whether rewrites are equal to the program, and finite; and what is seen if all results are.
 
         In float64, values and gradients are those of the program wherever these are finite: for its arguments, and for
         arguments that are moved.
         """
         try:
             found, exactly = self._compiled(None, rewrites)(), self._compiled(FLOAT64, rewrites)
-            if self._loses_gradient(found) or not all(
-                _are_close(exactly(*move), self._exact(*move), 1e-3 if move[0] == 0 else 1e-6) for move in _MOVES
-            ):
+            if not all(_are_close(exactly(*move), self._exact(*move)) for move in _MOVES):
                 return False, ""
             # A program that is not differentiated may have an infinite derivative, as x * log(x) has at 0.
-            checked = slice(None if self._is_differentiated else self._n_values)
-            if all(np.isfinite(x).all() for x in found[checked]):
-                known = [_first_finite(*x) for x in zip(self._exact(*_MOVES[0]), _stable(exactly), found, strict=True)]
+            n_values = 1 + len(self.targets)
+            groups = [slice(n_values), slice(n_values, None)][: 1 + self._is_differentiated]
+            if all(np.isfinite(x).all() for group in groups for x in found[group]):
+                exact = [_known(*x) for x in zip(exactly(), exactly(1e-7), found, strict=True)]
+                seen = _compared([found[x] for x in groups], [exact[x] for x in groups])
                 what = "value and gradient are" if self._is_differentiated else "all results are"
-                seen = _compared(found[checked], known[checked])
                 return bool(seen), seen and f"{what} finite, {seen}"
             variant = dataclasses.replace(self.evaluation.evaluator, rewrites=rewrites).run()
             roots = {x.root for x in rewrites}
-            is_finite = all(x.values.is_finite for x in variant.nodes if x.key in roots)
-            return is_finite and (fault in self.primal or _count_bad(found) < self._n_bad), ""
+            return all(x.values.is_finite for x in variant.nodes if x.key in roots), ""
         except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
             return False, ""
 
-    @property
-    def _n_values(self) -> int:
-        return 1 + len(self.targets)
-
-    @functools.cached_property
-    def _n_bad(self) -> int:
-        return _count_bad(self._compiled(None)())
-
-    def _loses_gradient(self, found: Sequence[np.ndarray]) -> bool:
-        """Whether all gradients are 0, and those of the program in float64 are not."""
-        exact = self._exact(*_MOVES[0])[self._n_values :]
-        return any((np.abs(np.nan_to_num(x)) > _TINY).any() for x in exact) and not any(
-            x.any() for x in found[self._n_values :]
-        )
-
     def results(self, **changes: Any) -> list[np.ndarray]:
-        """Returns the floating results of another evaluation, as one program: this compiles faster than its ops do."""
+        """Returns the floating results of another evaluation, as one program: this compiles faster than its ops do.
+
+        Raises:
+            TimeoutError: the program runs op by op only, and the time was over.
+        """
         evaluator, is_floating = self.evaluation.evaluator, [x.node.is_floating for x in self.evaluation.results]
 
         def results(arrays: Sequence[Any]) -> list[Any]:
-            found = dataclasses.replace(evaluator, arrays=arrays, **changes).run().results
-            return [x.value for x in itertools.compress(found, is_floating)]
+            run = dataclasses.replace(evaluator, arrays=arrays, **changes).run()
+            if run.is_stopped:
+                raise TimeoutError
+            return [x.value for x in itertools.compress(run.results, is_floating)]
 
         with precise(changes.get("wide")):
             arrays = [*map(jnp.asarray, evaluator.arrays)]
@@ -228,35 +220,32 @@ class Trials:
         return [np.asarray(x).astype(np.float64) for x in found]
 
     def in_float32(self, *places: Any) -> Cured:
-        """Returns the line, or the module, of the first of some places that is enough to compute in float32."""
+        """Returns the lines, or the module, of the first of some places that are enough to compute in float32."""
         exact = self.results(wide=FLOAT32)
         for location in dict.fromkeys(location_of(x.eqns) for x in places):
-            found, scope = self._lines_in_float32([location.source], exact), location.scope
-            in_scope = self._seen_in_float32(functools.partial(_is_in, scope), exact) if scope else ""
-            if found or in_scope:
-                what = " and ".join(found[0]) if found else f"the scope {scope}"
-                ways = ["`with amp.full_precision():`"] * bool(found) + [f'`rules={{"{scope}": "full"}}`'] * bool(
-                    in_scope
-                )
+            scope, (lines, in_lines) = location.scope, self._lines_in_float32([location.source], exact)
+            in_scope = scope and self._seen_in_float32(_in_float32(functools.partial(_is_in, scope)), exact)
+            if in_lines or in_scope:
+                ways = ["`with amp.full_precision():`"] * bool(in_lines)
+                ways += [f'`rules={{"{scope}": "full"}}`'] * bool(in_scope)
                 ways[-1] += " if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
-                return Cured(f"compute {what} in float32: {' or '.join(ways)}", found[1] if found else in_scope)
+                what = " and ".join(lines) if in_lines else f"the scope {scope}"
+                return Cured(f"compute {what} in float32: {' or '.join(ways)}", in_lines or in_scope)
         return Cured()
 
-    def _lines_in_float32(self, lines: list[str], exact: Sequence[np.ndarray]) -> tuple[list[str], str] | None:
-        """Adds the line of the next op that is not finite, once."""
+    def _lines_in_float32(self, lines: list[str], exact: Sequence[np.ndarray]) -> tuple[list[str], str]:
+        """Returns lines, and what was seen if they are enough; adds that of the next op that is not finite, once."""
         numbers = {_number(x) for x in lines}
-        if seen := self._seen_in_float32(lambda x: _number(x.source) in numbers, exact):
-            return lines, seen
         changes = _in_float32(lambda x: _number(x.source) in numbers)
-        other = dataclasses.replace(self.evaluation.evaluator, **changes).run()
-        sources = (location_of(x.place.eqns).source for x in other.nonfinite.values())
-        new = [x for x in sources if _number(x) not in numbers]
-        return self._lines_in_float32([*lines, new[0]], exact) if new and len(lines) < _MOST_LINES else None
+        if (seen := self._seen_in_float32(changes, exact)) or len(lines) == 2:
+            return lines, seen
+        nonfinite = dataclasses.replace(self.evaluation.evaluator, **changes).run().nonfinite.values()
+        others = [x for x in (location_of(x.place.eqns).source for x in nonfinite) if _number(x) not in numbers]
+        return self._lines_in_float32([*lines, others[0]], exact) if others else (lines, "")
 
-    def _seen_in_float32(self, region: Callable[[Any], bool], exact: Sequence[np.ndarray]) -> str:
-        found = self.results(**_in_float32(region))
-        is_finite = all(np.isfinite(x).all() for x in found)
-        seen = _compared(found, exact) if is_finite else ""
+    def _seen_in_float32(self, changes: dict[str, Any], exact: Sequence[np.ndarray]) -> str:
+        found = self.results(**changes)
+        seen = _compared([found], [exact]) if all(np.isfinite(x).all() for x in found) else ""
         return seen and f"all results are finite, {seen.replace('64', '32')}"
 
 
@@ -273,42 +262,33 @@ def _number(source: str) -> str:
     return source.partition(" (")[0]
 
 
-def _stable(run: Callable[..., list[np.ndarray]], by: float = 0.0, most: float = math.inf) -> list[np.ndarray]:
-    """Returns the arrays of a function of moved arguments; NaN where they depend on rounding errors."""
-    pairs = zip(run(by, most), run(by + 1e-7, most), strict=True)
-    with np.errstate(invalid="ignore"):
-        return [np.where(np.abs(x - y) <= 0.01 * np.abs(x), x, np.nan) for x, y in pairs]
+def _known(exact: np.ndarray, moved: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Returns exact values; what was found where they depend on rounding errors of the arguments."""
+    return np.where(np.abs(exact - moved) <= 0.01 * np.abs(exact), exact, found)
 
 
-def _first_finite(*arrays: np.ndarray) -> np.ndarray:
-    return functools.reduce(lambda x, y: np.where(np.isfinite(x), x, y), arrays)
-
-
-def _count_bad(arrays: Sequence[np.ndarray]) -> int:
-    return sum(int((~np.isfinite(x)).sum()) for x in arrays)
-
-
-def _compared(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> str:
-    """Returns how near finite arrays are to exact ones; empty if they are not."""
-    norm = lambda arrays: math.hypot(*(float(np.linalg.norm(x)) for x in arrays))  # noqa: E731
-    size = norm(exact) and max(norm(exact), _TINY)
-    error = norm([x - y for x, y in zip(found, exact, strict=True)]) / (size or 1.0)
+def _compared(found: Sequence[Sequence[np.ndarray]], exact: Sequence[Sequence[np.ndarray]]) -> str:
+    """Returns how near groups of finite arrays are to exact ones; empty if they are not."""
+    error = max(_norm(map(np.subtract, x, y)) / max(_norm(y), _TINY) for x, y in zip(found, exact, strict=True))
     return f"within {max(error, 1e-7):.0e} of float64" if error < 0.1 else ""
 
 
-def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray], tolerance: float) -> bool:
-    """Whether arrays are close to others where these are finite: by the tolerance times the largest value of each."""
+def _norm(arrays: Iterable[np.ndarray]) -> float:
+    return math.hypot(*(float(np.linalg.norm(x)) for x in arrays))
+
+
+def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray]) -> bool:
+    """Whether arrays are close to others where these are finite, by the largest value of each."""
     known = [np.isfinite(x) for x in old]
     sizes = [np.abs(x[at]).max(initial=0.0) for x, at in zip(old, known, strict=True)]
-    largest = max(sizes) or 1.0
-    slacks = [tolerance * (x or largest) + 1e-12 * largest for x in sizes]  # what is smaller is rounding
-    return all(np.allclose(x[at], y[at], tolerance, s) for x, y, at, s in zip(new, old, known, slacks, strict=True))
+    slacks = [1e-3 * x + 1e-12 * (max(sizes) or 1.0) for x in sizes]  # what is smaller is rounding
+    return all(np.allclose(x[at], y[at], 1e-3, s) for x, y, at, s in zip(new, old, known, slacks, strict=True))
 
 
 def _moved(x: np.ndarray, rng: np.random.Generator, by: float, most: float) -> np.ndarray:
-    """Returns an array that is scaled down to some size, and moved; 0 stays 0 if it is moved very little."""
-    x = x / max(1.0, np.abs(x).max(initial=0.0) / most)
-    return x * (1 + by * rng.normal(size=x.shape)) + (by * rng.normal(size=x.shape) if abs(by) > 1e-6 else 0.0)
+    """Returns an array that is moved relative to its elements, or scaled down to some size and moved."""
+    noise = by * rng.normal(size=x.shape)
+    return x * (1 + noise) if most == math.inf else x / max(1.0, np.abs(x).max(initial=0.0) / most) + noise
 
 
 def is_derivative(node: Node) -> bool:
