@@ -132,7 +132,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     values = _known_as(values, known)
     uses = tuple(use._replace(reads=each) for use, each in zip(uses, reads, strict=True))
     region = op.region
-    if jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
+    is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
+    if is_checkpoint:
         region = region._replace(is_checkpointed=True)
     plan = planner.plan(jaxpr, values, uses, region)
     reads_float32 = (False,) * len(values) if entry.keeps_inputs else plan.reads_float32
@@ -142,10 +143,16 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     )
     plan = planner.plan(jaxpr, cast, uses, region)
     step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])._replace(reads_float32=reads_float32)
+    if is_checkpoint and not planner.options.keeps_checkpoints:
+        return step._replace(run=functools.partial(_run_inline, plan), changed=True)
     if call.rule is None or not plan.changed:
         return step
     with_rule = custom_jvp if call.rule == "custom_jvp_call" else custom_vjp
     return step._replace(run=with_rule(planner, eqn, plan))
+
+
+def _run_inline(plan: Plan, args: Sequence[Any]) -> list[Any]:
+    return plan(*args)
 
 
 def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> Step:

@@ -126,9 +126,11 @@ class Options(NamedTuple):
         saves_products: whether bodies of scans keep only the results of products and other costly ops.
         weight_grad_dtype: float32 or None.
         has_low_stream: whether residual streams are stored in the compute dtype.
+        keeps_checkpoints: whether the backward pass computes again what a `jax.checkpoint` of the program says.
     """
 
     overrides: Overrides
     saves_products: bool
     weight_grad_dtype: np.dtype | None
     has_low_stream: bool
+    keeps_checkpoints: bool = True

@@ -1,6 +1,7 @@
 """Tools that debug precision: they run on the host, outside of `jit`."""
 
 from jmp_amp._loss_scale import count_nonfinite, describe_nonfinite
+from jmp_amp.debug._budget import BudgetShare, ErrorBudget, Lowering, Rounding, error_budget
 from jmp_amp.debug._compare import Comparison, ErrorRow, compare
 from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
 from jmp_amp.debug._explain import explain as explain  # public as `jmp_amp.explain`
@@ -11,18 +12,23 @@ from jmp_amp.debug._suggest import suggest_rules
 from jmp_amp.debug._underflow import LeafUnderflow, Underflow, underflow
 
 __all__ = [
+    "BudgetShare",
     "Comparison",
+    "ErrorBudget",
     "ErrorRow",
     "LeafUnderflow",
+    "Lowering",
     "NonFinite",
     "PrecisionDiff",
     "PrecisionReport",
+    "Rounding",
     "Underflow",
     "Values",
     "check_loss_scaling",
     "compare",
     "count_nonfinite",
     "describe_nonfinite",
+    "error_budget",
     "first_nonfinite",
     "suggest_rules",
     "underflow",

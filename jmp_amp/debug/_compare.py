@@ -33,6 +33,10 @@ R = TypeVar("R")
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 Results = OrderedDict[str, Any]  # the last result of each module; `jit` would sort the keys of a `dict`
 
+NO_GRADIENTS = (
+    "there are no floating arrays to differentiate with respect to; "
+    "set `argnums` to the arguments that hold the parameters"
+)
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
@@ -383,16 +387,18 @@ def measure_reference(
     """
     measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
     if not measurement.all_grads.size:
-        raise TypeError(
-            "there are no floating arrays to differentiate with respect to; "
-            "set `argnums` to the arguments that hold the parameters"
-        )
-    if not measurement.is_finite:
+        raise TypeError(NO_GRADIENTS)
+    check_finite(measurement, dtype)
+    return measurement
+
+
+def check_finite(measured: Any, dtype: str) -> None:
+    """Raises ValueError if a reference, a `Measurement` or the like, is not finite."""
+    if not measured.is_finite:
         raise ValueError(
             f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
             "find the cause with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
         )
-    return measurement
 
 
 def run_exactly(

@@ -55,11 +55,14 @@ class Evaluator:
         allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
             values that any other op or argument introduces. None allows all.
         trip_counts: the number of iterations of each `while` loop, by the id of its place, that must not be exceeded:
-            with values replaced, the loop might never end.
+            with values replaced, the loop might never end. With it, a traced loop can be differentiated in reverse.
+        counted: gets the most iterations of each other `while` loop of a traced evaluation, when that runs.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
+        around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
+            `shard_map` is one op, since not all that is in it can be traced outside of it.
         rewrites: compute values in another way.
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
@@ -71,9 +74,11 @@ class Evaluator:
     arrays: Sequence[Any]
     allowed: Collection[Id] | None = None
     trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
+    counted: dict[Id, int] | None = None
     loss_factor: float = 1.0
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
+    around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
     rewrites: Sequence[Rewrite] = ()
     keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
@@ -135,10 +140,11 @@ class Evaluation:
 
         def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Any]:
             inner, clock = place.of(next(indices), eqn), self.evaluator.clock
-            if not self._is_traced and clock.is_late:
-                self.is_stopped = True
-                raise _DoneError
-            clock.tick("ops evaluated")
+            if not self._is_traced:
+                if clock.is_late:
+                    self.is_stopped = True
+                    raise _DoneError
+                clock.tick("ops evaluated")
             outs = self._equation(operands, inner)
             if inner.id == self.evaluator.until and not self._is_traced:
                 raise _DoneError
@@ -213,7 +219,7 @@ class Evaluation:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case jx.Call(jaxpr, _, False) if not place.mesh:
+            case jx.Call(jaxpr, _, False) if not place.mesh and self.evaluator.around is None:
                 return self._shard_map(jaxpr, operands, place)
             case jx.Branches() | jx.Loop() if self._is_traced and is_split and not place.mesh:
                 return self._traced(structure, operands, place)
@@ -261,27 +267,46 @@ class Evaluation:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], place.body(k))]
+            inner = place.body(k)._replace(times=place.times * times)
+            return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)]
 
+        # Differentiated, a loop keeps its carries only.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
             body = int(structure.cond is not None)
             outs = run(body, structure.body, *values[structure.consts], *carry, *xs)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
             return new, outs[structure.n_carry :]
 
-        values = [x.value for x in operands]
+        values, limit, times = [x.value for x in operands], self.trip_counts.get(place.id), 1
         if isinstance(structure, jx.Branches):
             branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
             outs = lax.switch(values[0], branches, *(values[i] for i in structure.operands))
         elif structure.cond is None:
-            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
+            options, times = {name: place.eqn.params[name] for name in ("length", "reverse")}, structure.length
             carry, ys = lax.scan(step, values[structure.carry], values[structure.xs], **options)
             outs = [*carry, *ys]
         else:
-            consts = values[structure.cond_consts]
+            consts, times = values[structure.cond_consts], limit or 1
             proceeds = lambda carry: run(0, structure.cond, *consts, *carry)[0]  # noqa: E731
-            outs = lax.while_loop(proceeds, lambda carry: step(carry, [])[0], values[structure.carry])
+            following = lambda carry: step(carry, [])[0]  # noqa: E731
+            if limit is not None:
+                step_if = lambda x, _: (lax.cond(proceeds(x), following, lambda x: x, x), None)  # noqa: E731
+                outs = lax.scan(step_if, values[structure.carry], length=limit)[0]
+            else:
+                outs = self._counted(place, proceeds, following, values[structure.carry])
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
+
+    def _counted(self, place: Place, proceeds: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
+        """Traces a `while` loop that tells how often it ran."""
+        counted = self.evaluator.counted
+        if counted is None:
+            return lax.while_loop(proceeds, following, carry)
+        tell = lambda n: counted.update({place.id: max(int(n), counted.get(place.id, 0))})  # noqa: E731
+        start = jnp.int32(0), carry
+        n, carry = lax.while_loop(lambda x: proceeds(x[1]), lambda x: (x[0] + 1, following(x[1])), start)
+        jax.debug.callback(tell, n)
+        return carry
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
         outs = self._apply(operands, place)
@@ -297,7 +322,8 @@ class Evaluation:
 
     def _apply(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
         eqn = place.eqn
-        outs = self._computed(place, [x.value for x in operands])
+        compute = functools.partial(self._computed, place)
+        outs = (self.evaluator.around or _plainly)(place, [x.value for x in operands], compute)
         if self.evaluator.loss_factor != 1 and applies_loss_scale(eqn):
             outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
@@ -376,6 +402,10 @@ class Evaluation:
         return self._cell(lax.select(predicate, new.value, old.value.astype(new.value.dtype)), [new, old])
 
 
+def _plainly(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+    return compute(operands)
+
+
 def _number_of_ops(jaxpr: Any) -> int:
     return sum(provenance.times for _, provenance in jx.equations_in(jaxpr, jx.Provenance()))
 
@@ -418,18 +448,32 @@ def widened(x: Any, wide: Any) -> Any:
     return lax.convert_element_type(x, _wider(x.dtype, wide)) if jx.is_inexact(x) else x
 
 
+def keeps_dtypes(eqn: JaxprEqn) -> bool:
+    """Whether an op runs in the dtypes that it was traced in, whatever those of the evaluation."""
+    rule = rule_of(eqn)
+    has_program = jx.holds_jaxprs(eqn) and not rule.jaxpr_params
+    return eqn.primitive.name in _KEEP_DTYPES or rule.is_kernel or has_program
+
+
 def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
     """Evaluates an op in a wide dtype, also in place of the dtype `narrow`; None if the op does not run in it."""
     eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
-    rule = rule_of(eqn)
-    if eqn.primitive.name in _KEEP_DTYPES or (jx.holds_jaxprs(eqn) and not rule.jaxpr_params):
+    if keeps_dtypes(eqn):
         return None
-    params = {k: wide if isinstance(x, np.dtype) and x == narrow else _wider(x, wide) for k, x in eqn.params.items()}
+    rule = rule_of(eqn)
+    # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
+    dtypes = [*map(jx.dtype_of, (*eqn.invars, *eqn.outvars)), narrow]
+    params = {
+        k: (wide if x == narrow else _wider(x, wide)) if isinstance(x, np.dtype) and x in dtypes else x
+        for k, x in eqn.params.items()
+    }
     try:
         inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
         params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}
+        if rule.is_product and "precision" in params:
+            params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
         return place.on_devices(lambda *xs: jx.bind(eqn, xs, **params))(*(widened(x, wide) for x in operands))
     except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
         return None

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches, parse_settings
 from jmp_amp._calls import transformation
-from jmp_amp.debug._report import check_callable, format_table, without_numbers
+from jmp_amp.debug._report import check_callable, format_table, html_table, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
@@ -180,9 +180,8 @@ class PrecisionReport:
     def _repr_html_(self) -> str:
         parts = [f"<p>{html.escape(_headline(self.summary()))}</p>"]
         for title, rows in _grouped_rows(self.rows):
-            cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-            head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
-            parts.append(f"<details><summary>{html.escape(title)}</summary><table>{head}{cells}</table></details>")
+            table = html_table(_COLUMNS, rows)
+            parts.append(f"<details><summary>{html.escape(title)}</summary>{table}</details>")
         return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in _notes(self.rows, self.rows))])
 
 

@@ -104,12 +104,14 @@ class Place(NamedTuple):
         iteration: the index of the iteration of each loop that contains the equation, outermost first.
         mesh: the names and sizes of the mesh axes of the `shard_map` that contains the equation. Arrays inside have
             these axes in front.
+        times: how often it runs in a traced evaluation, which evaluates a loop once.
     """
 
     key: Id = ()
     eqns: tuple[JaxprEqn, ...] = ()
     iteration: tuple[int, ...] = ()
     mesh: tuple[tuple[str, int], ...] = ()
+    times: int = 1
 
     @property
     def id(self) -> Id:

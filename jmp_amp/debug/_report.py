@@ -1,6 +1,7 @@
 """What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
 import functools
+import html
 import os
 import pathlib
 import re
@@ -90,6 +91,12 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     aligns = "<" + (">" if align_right else "<") * len(widths[1:])
     form = "  ".join(f"{{:{align}{width}}}" for align, width in zip(aligns, widths, strict=True))
     return "\n".join(form.format(*row).rstrip() for row in rows)
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns rows of equal length as a table in HTML."""
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{''.join(f'<th>{column}</th>' for column in head)}{cells}</table>"
 
 
 def without_numbers(module: str) -> str:

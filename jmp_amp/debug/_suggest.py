@@ -3,18 +3,24 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import Primitive, primitives
 
-from jmp_amp._autocast import RULES, OpSite, Rule, autocast, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, quote, transformation
-from jmp_amp.debug._compare import floating_value_and_grad, measure, measure_reference, relative_error
+from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
+from jmp_amp._calls import check_concrete, new_figure, quote, transformation
+from jmp_amp.debug._budget import error_of, estimate, run_scaled
+from jmp_amp.debug._compare import check_finite, floating_value_and_grad
+from jmp_amp.debug._emulation import Emulation, Site
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
+_WORK = "flops", "bytes"
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -29,12 +35,14 @@ def suggest_rules(
     transform: Callable = floating_value_and_grad,
     **options: Any,
 ) -> "Callable[..., Suggestion]":
-    """Returns a function that finds a minimal set of rules with which the gradient of `fun` is accurate.
+    """Returns a function that finds a small set of rules with which the gradient of `fun` is accurate.
 
     The rules are `"full"`. For float8, rules that name the base dtype are tried first. Each rule selects a named scope
-    (a Flax or Haiku module) or a primitive. The search starts with a rule for every scope and primitive and removes as
-    many rules as it can, the most expensive first and in halves. It finds one sensitive part among n in about 2 log2(n)
-    trials, and also finds parts that only matter together. Each trial compiles the gradient once.
+    (a Flax or Haiku module) or a primitive. The gradient is compiled once, with its roundings as switches, as by
+    `error_budget`. The rules with the largest shares of the error for the least work are added until a run without
+    their roundings is accurate, and those that are not needed are dropped. The program with these rules is compiled to
+    check them, since the ops after a rule may be rounded otherwise; if its error is larger than `tol`, more rules are
+    added in the same way.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -44,14 +52,14 @@ def suggest_rules(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
-        **options: other options of `autocast`: `policy`, instead of `dtype`, `save`, `weight_grad_dtype`,
-            `residual_stream`.
+        **options: other options of `autocast`: `policy`, instead of `dtype`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`.
         `tol` is the largest gradient error: the norm of the difference over the norm, for all parameters together; it
-        defaults to 1e-2. Every returned rule is necessary. If no rules meet `tol`, the error with the returned rules is
-        at most 1.1 times the error with all rules, and `report.met` is False.
+        defaults to 1e-2. With None, no rules are returned, and `print(report)` and `report.plot()` show the error
+        against the share of products in low precision. If no rules meet `tol`, those are returned whose error is at
+        most 1.1 times the error with all rules, and `report.met` is False.
 
     Raises:
         TypeError: `fun` is not callable or is already under `autocast`; `rules` is among the options; there are no
@@ -78,37 +86,49 @@ def suggest_rules(
             "`suggest_rules` takes no `rules`, which it returns; to keep other code in float32, use "
             "`amp.full_precision` in `fun`"
         )
-    settings = parse_settings(dtype, **options)
+    options = {"dtype": dtype, **options}
+    form = parse_settings(**options).format
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
-    def suggest(*args: Any, tol: float = 1e-2, **kwargs: Any) -> Suggestion:
-        if not tol > 0:
-            raise ValueError(f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent")
+    def suggest(*args: Any, tol: float | None = 1e-2, **kwargs: Any) -> Suggestion:
+        if tol is not None and not tol > 0:
+            raise ValueError(
+                f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent, None shows the trade"
+            )
         check_concrete((args, kwargs), "suggest_rules")
-        exact = measure_reference(fun, args, kwargs, "float32", **grad_options).all_grads
 
-        @functools.cache
-        def error(keys: frozenset[Any], value: str) -> float:
-            low = autocast(fun, dtype, rules=dict.fromkeys(keys, value), **options)
-            measured = measure(low, args, kwargs, loss_scale, **grad_options)
-            return relative_error(measured.all_grads, exact) if measured.is_finite else math.inf
+        def search(rules: Mapping[Any, str]) -> _Search:
+            emulate = lambda rules: Emulation(fun, args, kwargs, {**options, "rules": dict(rules)}, grad_options)  # noqa: E731
+            return _Search(emulate, rules, loss_scale)
 
-        form, value = settings.format, "full"
-        error_before, error_floor = error(frozenset(), value), math.nan
-        keys, sites = list[Any](), list[OpSite]()
-        if error_before > tol:
-            forward = explain(fun, dtype, **options)(*args, **kwargs).select(direction="forward").rows
-            sites = [site for site in forward if site.compute != "float32" and site.why not in _INDEPENDENT_OF_RULES]
-            of_float8 = [site for site in sites if site.compute.startswith("float8") and site.module]
+        first = search({})
+        before = error = first.error([])
+        keys, trade, ops, value, floor, compilations = list[Any](), list[Step](), list[OpSite](), "full", math.nan, 1
+        if tol is None or before > tol:
+            rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
+            low = [op for op in rows if op.compute != "float32"]
+            fixed = {(op.module, op.source) for op in low if op.why in _INDEPENDENT_OF_RULES}
+            ops = [op for op in low if op.why not in _INDEPENDENT_OF_RULES]
+            of_float8 = [op._replace(primitive="") for op in ops if op.compute.startswith("float8") and op.module]
             # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
-            if of_float8 and error(frozenset(site.module for site in of_float8), form.dtype.name) <= tol:
-                sites, value = [site._replace(primitive="") for site in of_float8], form.dtype.name
-            keys, error_floor = _search(sites, lambda keys: error(keys, value), tol)
-        flops = max(sum(site.flops for site in sites), 1)
-        rules = [SuggestedRule(k, error(frozenset(keys) - {k}, value), _cost(k, sites)[0] / flops) for k in keys]
-        errors = error_before, error(frozenset(keys), value), error_floor
-        report = SuggestionReport(tuple(rules), form.name, tol, *errors, error.cache_info().misses, value)
+            if of_float8 and tol is not None and first.consider(of_float8, form.dtype.name, fixed) <= tol:
+                ops, value = of_float8, form.dtype.name
+            floor = first.consider(ops, value, fixed)
+            limit = 0.0 if tol is None else max(tol, 1.1 * floor)
+            keys, trade = first.grow(limit)
+            if keys and tol is not None:
+                keys = first.merged(keys, limit)
+                # The ops after a rule may be rounded otherwise.
+                second, compilations = search(dict.fromkeys(keys, value)), 2
+                error = second.error([])
+                if error > limit:
+                    second.consider(ops, value, fixed)
+                    more, _ = second.grow(limit)
+                    keys, error = [*keys, *more], second.error(more)
+        keys = [] if tol is None else keys
+        found = [SuggestedRule(k, first.error([x for x in keys if x != k]), _work([k], ops)[0]) for k in keys]
+        report = SuggestionReport(tuple(found), form.name, tol, before, error, floor, compilations, value, tuple(trade))
         return Suggestion(dict.fromkeys(keys, value), report)
 
     return suggest
@@ -128,12 +148,27 @@ class SuggestedRule(NamedTuple):
     flops: float
 
 
+class Step(NamedTuple):
+    """A step of the trade between accuracy and low precision: a rule, added to those before.
+
+    Attributes:
+        key: a pattern of named scopes, or a primitive; None for no rule.
+        low: the share of the FLOPs of products in the forward pass that stay in low precision.
+        error: the gradient error with all rules so far.
+    """
+
+    key: Any
+    low: float
+    error: float
+
+
 @dataclasses.dataclass(frozen=True)
 class SuggestionReport:
     """The errors behind the rules of `suggest_rules`. `print` shows a table.
 
     A gradient error is the norm of the difference to the float32 gradients, for all parameters together, over the norm
-    of the float32 gradients; it is infinite if the loss or the gradients are not finite.
+    of the float32 gradients; it is infinite if the loss or the gradients are not finite. The errors are those of the
+    gradient as `error_budget` emulates it.
 
     Attributes:
         rows: a `SuggestedRule` for each rule.
@@ -142,28 +177,33 @@ class SuggestionReport:
         error_before: the gradient error without rules.
         error: the gradient error with the suggested rules.
         error_floor: the gradient error with a rule for every module and primitive; NaN if `error_before` meets `tol`.
-        trials: the number of sets of rules that were tried; each compiles once.
+        compilations: how often the gradient was compiled: at most twice.
         value: the value of all suggested rules: `"full"`, or the base dtype of a float8 format.
+        trade: the rules in the order in which they were added, with the error of each.
     """
 
     rows: tuple[SuggestedRule, ...]
     dtype: str
-    tol: float
+    tol: float | None
     error_before: float
     error: float
     error_floor: float
-    trials: int
+    compilations: int
     value: str = "full"
+    trade: tuple[Step, ...] = ()
 
     @property
     def met(self) -> bool:
         """Whether `error` is at most `tol`."""
-        return self.error <= self.tol
+        return self.tol is not None and self.error <= self.tol
 
     def __str__(self) -> str:
         lines = [f"gradient error in {self.dtype}: {self.error_before:.1e} without rules"]
+        if self.tol is None:
+            cells = [(_name(step.key), format_percent(step.low), f"{step.error:.1e}") for step in self.trade]
+            return "\n".join([*lines, format_table([("rules, added", "low FLOPs", "error"), *cells])])
         if self.rows:
-            lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.trials} trials)"
+            lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
             cells = [(f"{row.key}", f"{row.error_without:.1e}", format_percent(row.flops)) for row in self.rows]
             lines.append(format_table([(self.value, "without it", "FLOPs"), *cells]))
         if not self.met:
@@ -172,6 +212,35 @@ class SuggestionReport:
                 "and `precision` regions, and the gradients for overflow at every loss scale."
             )
         return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike | None = None) -> Any:
+        """Plots the error against the share of products in low precision, as rules are added.
+
+        Args:
+            path: the file to save the plot to, in the format of its extension; None saves nothing.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure = new_figure("`plot`", 7, 4)
+        axes = figure.subplots()
+        finite = [step for step in self.trade if 0 < step.error < math.inf]
+        axes.plot([100 * step.low for step in finite], [step.error for step in finite], "o-")
+        for step in finite:
+            at = 100 * step.low, step.error
+            axes.annotate(_name(step.key), at, (6, -9), textcoords="offset points", fontsize=7)
+        axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def _name(key: Any) -> str:
+    return "no rule" if key is None else f"+ {key}"
 
 
 class Suggestion(NamedTuple):
@@ -186,51 +255,96 @@ class Suggestion(NamedTuple):
     report: SuggestionReport
 
 
-def _search(sites: Sequence[OpSite], error: Callable[[frozenset[Any]], float], tol: float) -> tuple[list[Any], float]:
-    """Returns a minimal list of keys with a small enough error, and the error with all candidates."""
-    candidates = sorted(_candidates(sites), key=lambda key: _cost(key, sites), reverse=True)
-    error_floor = error(frozenset(candidates))
-    limit = max(tol, 1.1 * error_floor)
-
-    def suffices(keys: Collection[Any]) -> bool:
-        return error(frozenset(keys)) <= limit
-
-    return _merge_numbered(_minimal_subset(candidates, suffices), suffices), error_floor
+def _work(keys: Iterable[Any], ops: Sequence[OpSite]) -> tuple[float, float]:
+    """Returns the shares of the FLOPs and of the bytes of the ops that rules select."""
+    overrides = parse_rules(dict.fromkeys(keys, "full"))
+    selected = [op for op in ops if op.primitive in overrides.primitives or overrides.matching(op.module)]
+    flops, nbytes = (sum(getattr(x, of) for x in selected) / max(sum(getattr(x, of) for x in ops), 1) for of in _WORK)
+    return flops, nbytes
 
 
-def _candidates(sites: Iterable[OpSite]) -> list[Any]:
-    """Returns the modules of the sites, as patterns, and their primitives, except those that only move values."""
-    modules = dict.fromkeys(site.module for site in sites if site.module)
-    names = dict.fromkeys(site.primitive for site in sites if site.primitive in _PRIMITIVES)
-    return [*modules, *(_PRIMITIVES[x] for x in names if not (isinstance(rule := RULES[x], Rule) and rule.moves))]
+class _Search:
+    """A program with some rules, compiled once, and what rounding each rule removes that can be added."""
+
+    def __init__(
+        self, emulate: Callable[[Mapping[Any, str]], Emulation], rules: Mapping[Any, str], loss_scale: Any
+    ) -> None:
+        self._emulate, self._rules, self._loss_scale = emulate, rules, loss_scale
+        self._program = emulate(rules)
+        self._exact = self._program(0 * self._program.default, 1.0)
+        check_finite(self._exact, "float32")
+        self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
+        self._ops: Sequence[OpSite] = ()
+        self._off: dict[Any, np.ndarray] = {}
+
+    def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> float:
+        """Takes the modules of ops, and their primitives, except those that only move values, as rules to add.
+
+        Returns:
+            The error of the gradient with all of them.
+        """
+        self._ops, self._off, sites = ops, {}, self._program.sites
+        can_change = np.array([
+            (site.module, site.source) not in fixed and (value == "full" or site.dtype.startswith("float8"))
+            for site in sites
+        ], bool)  # fmt: skip
+        for key in {op.module: None for op in ops if op.module and op.module not in self._rules}:
+            matching = parse_rules({key: "full"}).matching
+            self._off[key] = can_change & [bool(matching(site.module)) for site in sites]
+        for name in {op.primitive: None for op in ops if op.primitive in _PRIMITIVES}:
+            primitive, rule = _PRIMITIVES[name], RULES[name]
+            if primitive not in self._rules and not (isinstance(rule, Rule) and rule.moves):
+                # What else is float32 with this rule, such as what only these ops read, tracing says.
+                left = Counter(site[:5] for site in self._emulate({**self._rules, primitive: value}).trace())
+                self._off[primitive] = np.array(
+                    [left[site[:5]] < n for site, n in zip(sites, _seen(sites), strict=True)]
+                )
+        return self.error([*self._off])
+
+    def _on(self, keys: Iterable[Any]) -> np.ndarray:
+        off = [self._off[key] for key in keys if key in self._off]
+        return self._program.default * ~np.any(off, 0) if off else self._program.default
+
+    def error(self, keys: Sequence[Any]) -> float:
+        """Returns the error of the gradient without the roundings that these rules remove."""
+        if not self._program.sites:
+            return 0.0
+        return error_of(run_scaled(self._program, self._on(keys), self._loss_scale)[0], self._exact)
+
+    def grow(self, limit: float) -> tuple[list[Any], list[Step]]:
+        """Adds rules until the error is small enough, and drops those that are not needed; returns all steps, too."""
+        keys, error = list[Any](), self.error([])
+        steps, work = [Step(None, 1.0, error)], {key: _work([key], self._ops) for key in self._off}
+        while error > limit:
+            squares = np.where(self._on(keys) > 0, self._squares, 0)
+            gains = {key: squares[off].sum() / max(sum(work[key]), 1e-9) for key, off in self._off.items()}
+            best = max(gains, key=lambda key: gains[key], default=None)
+            if best is None or not gains[best] > 0:
+                break
+            keys.append(best)
+            error = self.error(keys)
+            steps.append(Step(best, 1 - _work(keys, self._ops)[0], error))
+        for key in sorted(keys, key=lambda key: work[key], reverse=True):
+            rest = [x for x in keys if x != key]
+            if (without := self.error(rest)) <= max(limit, error):
+                keys, error = rest, without
+        return keys, steps
+
+    def merged(self, keys: list[Any], limit: float) -> list[Any]:
+        """Replaces modules that differ in numbers only with one pattern, `layer_*/norm`, if the result suffices."""
+        patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
+        merged = [p if patterns.count(p) > 1 else key for key, p in zip(keys, patterns, strict=True)]
+        for pattern in {*merged} - {*self._off}:
+            matching = parse_rules({pattern: "full"}).matching
+            same = [off for key, off in self._off.items() if isinstance(key, str) and matching(key)]
+            self._off[pattern] = np.any(same, 0)
+        merged = list(dict.fromkeys(merged))
+        return merged if len(merged) < len(keys) and self.error(merged) <= limit else keys
 
 
-def _cost(key: Any, sites: Sequence[OpSite]) -> tuple[int, int]:
-    """Returns the FLOPs of the op sites that a rule selects, and the bytes of their results."""
-    overrides = parse_rules({key: "full"})
-    selected = [s for s in sites if s.primitive in overrides.primitives or overrides.matching(s.module)]
-    return sum(site.flops for site in selected), sum(site.bytes for site in selected)
-
-
-def _minimal_subset(keys: list[Any], suffices: Callable[[Collection[Any]], bool]) -> list[Any]:
-    """Returns keys that suffice, each of which is necessary; `keys` must suffice, and its first keys go first."""
-
-    def remove(group: list[Any], remaining: list[Any]) -> list[Any]:
-        rest = [key for key in remaining if key not in group]
-        if suffices(rest):
-            return rest
-        if len(group) == 1:
-            return remaining
-        half = len(group) // 2
-        return remove(group[half:], remove(group[:half], remaining))
-
-    fewer = remove(keys, keys)
-    # A key may be unnecessary once later keys are removed.
-    return keys if fewer == keys else _minimal_subset(fewer, suffices)
-
-
-def _merge_numbered(keys: list[Any], suffices: Callable[[Collection[Any]], bool]) -> list[Any]:
-    """Replaces modules that differ in numbers only with one pattern, `layer_*/norm`, if the result suffices."""
-    patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
-    merged = dict.fromkeys(p if patterns.count(p) > 1 else key for key, p in zip(keys, patterns, strict=True))
-    return list(merged) if len(merged) < len(keys) and suffices(merged) else keys
+def _seen(sites: Sequence[Site]) -> Iterator[int]:
+    """Returns, for each rounding, how many are like it up to there."""
+    seen = Counter[Any]()
+    for site in sites:
+        seen[site[:5]] += 1
+        yield seen[site[:5]]

@@ -1,0 +1,341 @@
+"""`amp.debug.error_budget`: how much each rounding adds to the error of the gradient."""
+
+import json
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_amp as amp
+from jmp_amp.debug._compare import floating_value_and_grad
+from jmp_amp.debug._emulation import Emulation
+
+KEYS = jax.random.split(jax.random.key(0), 8)
+W = {name: jax.random.normal(key, (8, 8)) / 3 for name, key in zip("abc", KEYS, strict=False)}
+X = jax.random.normal(KEYS[3], (16, 8))
+
+
+def layers(params, x, wrap=lambda f: f):
+    layer = wrap(lambda x, w: jnp.tanh(x @ w))
+    for name, w in params.items():
+        with jax.named_scope(name):
+            x = layer(x, w)
+    return jnp.mean(jnp.square(x))
+
+
+def scanned(params, x, wrap=lambda f: f):
+    step = wrap(lambda x, w: (jnp.tanh(x @ w), None))
+    x, _ = lax.scan(step, x, jnp.stack([*params.values()]))
+    return jnp.mean(jnp.square(x))
+
+
+def branched(params, x):
+    x = lax.cond(x[0, 0] < 9, lambda x: jnp.tanh(x @ params["a"]), lambda x: jnp.sin(x), x)
+    return jnp.mean(jnp.square(x @ params["b"]))
+
+
+@jax.custom_vjp
+def settled(w, x):
+    def step(y):
+        return jnp.tanh(0.3 * y @ w + x)
+
+    _, y = lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, step(c[1])), (0, jnp.zeros_like(x)))
+    return y
+
+
+def settled_forward(w, x):
+    y = settled(w, x)
+    return y, (w, x, y)
+
+
+def settled_backward(kept, ct):
+    w, x, y = kept
+    _, pull = jax.vjp(lambda w, x: jnp.tanh(0.3 * y @ w + x), w, x)
+    return pull(ct)
+
+
+settled.defvjp(settled_forward, settled_backward)
+
+
+def with_while(params, x):
+    return jnp.mean(jnp.square(settled(params["a"], x) @ params["b"]))
+
+
+def emulation(loss_fn, dtype, *args):
+    return Emulation(loss_fn, args, {}, {"dtype": dtype}, {"has_aux": False, "transform": floating_value_and_grad})
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+
+
+def distance(x, y):
+    return np.linalg.norm(x - y) / np.linalg.norm(y)
+
+
+PROGRAMS = {
+    "layers": layers,
+    "checkpoint": partial(layers, wrap=jax.checkpoint),
+    "scan": scanned,
+    "checkpoint in a scan": partial(scanned, wrap=jax.checkpoint),
+    "cond": branched,
+    "while in a custom_vjp": with_while,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_estimated(name, dtype):
+    loss_fn, scale = PROGRAMS[name], 2.0**8
+    program = emulation(loss_fn, dtype, W, X)
+    low, exact = program(program.default, scale), program(0 * program.default, scale)
+    native = flat(jax.jit(amp.grad(amp.autocast(loss_fn, dtype), loss_scale=scale))(W, X)) / scale
+    assert distance(exact.grads, flat(jax.jit(jax.grad(loss_fn))(W, X))) < 1e-6
+    assert distance(low.grads, exact.grads) == pytest.approx(distance(native, exact.grads), rel=0.25)
+
+    budget = amp.debug.error_budget(loss_fn, dtype, probes=16, loss_scale=scale)(W, X)
+    assert budget.total == pytest.approx(distance(low.grads, exact.grads))
+    assert 0.5 < budget.explained < 2
+    assert sum(row.share for row in budget.rows) == pytest.approx(1)
+    alone = [distance(program(one, scale).grads, exact.grads) for one in np.eye(len(budget.rows), dtype=np.float32)]
+    large = np.array(alone) > 0.1 * max(alone)
+    ratios = np.array([row.error for row in budget.rows])[large] / np.array(alone)[large]
+    assert ((ratios > 0.5) & (ratios < 2)).all()
+
+
+def test_a_checkpoint_changes_nothing():
+    plain, checkpointed = (
+        amp.debug.error_budget(partial(layers, wrap=wrap))(W, X) for wrap in (lambda f: f, jax.checkpoint)
+    )
+    pairs = [[(row.primitive, row.direction, row.error) for row in x.rows] for x in (plain, checkpointed)]
+    assert plain.total == pytest.approx(checkpointed.total, rel=1e-3)
+    assert len(pairs[0]) == len(pairs[1])
+
+
+def test_a_loop_sums_the_roundings_of_its_iterations():
+    unrolled = amp.debug.error_budget(layers, "bfloat16", probes=16)(W, X)
+    loop = amp.debug.error_budget(scanned, "bfloat16", probes=16)(W, X)
+    assert {row.runs for row in loop.rows} == {3}
+    assert loop.total == pytest.approx(unrolled.total, rel=0.1)
+    for name in ("dot_general", "tanh"):
+        one, many = (next(x.error for x in b.by_primitive() if x.name == name) for b in (loop, unrolled))
+        assert 0.6 < one / many < 1.6
+
+
+def test_what_a_loop_reads_in_every_iteration_is_rounded_once():
+    def loss_fn(w, x):
+        return jnp.mean(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 8)[0] ** 2)
+
+    budget = amp.debug.error_budget(loss_fn, "bfloat16")(W["a"], X)
+    assert {row.runs for row in budget.rows} == {1, 8}
+
+
+def test_a_while_loop_counts_its_iterations():
+    budget = amp.debug.error_budget(with_while, "bfloat16")(W, X)
+    assert {row.primitive for row in budget.rows if row.runs == 5} == {"convert_element_type", "dot_general"}
+    assert budget.opaque == ()
+
+
+def test_errors_are_linear_in_the_roundings():
+    fine, coarse = (amp.debug.error_budget(layers, dtype, probes=16)(W, X) for dtype in ("float16", "bfloat16"))
+    for a, b in ((fine.total, coarse.total), (fine.explained * fine.total, coarse.explained * coarse.total)):
+        assert 6 < b / a < 10
+
+
+def test_a_planted_module_has_the_largest_share():
+    def loss_fn(params, x):
+        for name, w in params.items():
+            with jax.named_scope(name):
+                x = jnp.tanh(x @ w)
+                if name == "b":
+                    x = x @ (64 + jnp.eye(8)) - x @ jnp.full((8, 8), 64.0)
+        return jnp.mean(jnp.square(x))
+
+    budget = amp.debug.error_budget(loss_fn)(W, X)
+    first = budget.by_module()[0]
+    assert first.name == "b"
+    assert first.share > 0.9
+    line = budget.by_line()[0].name
+    assert re.fullmatch(r".*test_error_budget.py:\d+ \(.*loss_fn\)", line)
+    assert line in str(budget)
+
+
+def test_errors_of_equal_elements_add_up():
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) @ params["v"]))
+
+    params, x = {"w": jnp.full((8, 32), 0.3), "v": jnp.full((32, 4), 0.13)}, 0.1 * jnp.abs(X)
+    program = emulation(loss_fn, "bfloat16", params, x)
+    runs = [program(0 * program.default, 1.0, seed) for seed in range(32)]
+    index = next(i for i, site in enumerate(program.sites) if site.size == 256)
+    alone = distance(program(np.eye(len(program.sites))[index], 1.0).grads, runs[0].grads)
+    budget = amp.debug.error_budget(loss_fn, "bfloat16", probes=32)(params, x)
+    uncorrelated = np.sqrt(np.mean([run.squares[index] for run in runs])) / np.linalg.norm(runs[0].grads)
+    assert uncorrelated < alone / 4
+    assert 0.5 < budget.rows[index].error / alone < 2
+
+
+def test_an_overflow_is_reported_and_not_averaged():
+    def loss_fn(w, x):
+        return jnp.mean(jnp.cbrt(x @ w) @ jnp.ones((8, 2)))
+
+    budget = amp.debug.error_budget(loss_fn)(300 * jnp.ones((8, 8)), 300 + X)
+    assert budget.total == np.inf
+    over = [row for row in budget.rows if row.overflows]
+    assert {row.primitive for row in over} == {"dot_general"}
+    assert all(np.isnan(row.error) for row in over)
+    assert sum(row.share for row in budget.rows if not row.overflows) == pytest.approx(1)
+    assert "Overflow, in no share: `dot_general` at" in str(budget)
+    assert json.loads(budget.to_json())["total"] is None
+
+
+def test_the_loss_scale_is_the_largest_without_overflow():
+    budget = amp.debug.error_budget(lambda w: jnp.sum(jnp.tanh(X @ w) @ W["b"]))(W["a"])
+    assert 1 < budget.loss_scale <= 2**16
+    assert np.isfinite(budget.total)
+    assert (
+        amp.debug.error_budget(lambda w: 100 * jnp.sum(jnp.tanh(X @ w) @ W["b"]))(W["a"]).loss_scale < budget.loss_scale
+    )
+
+
+def test_what_overflows_behind_a_mask_is_no_overflow():
+    def loss_fn(w, x):
+        y = x @ w
+        return jnp.mean(jnp.where(y < 1e4, y, 0.0))
+
+    for large, is_finite in ((2e4, True), (1e6, False)):  # the product overflows; `x`, which the gradient reads, too
+        x = jnp.ones((4, 8)).at[0].set(large)
+        budget = amp.debug.error_budget(loss_fn)(jnp.ones((8, 8)), x)
+        native = jax.grad(amp.autocast(loss_fn))(jnp.ones((8, 8)), x)
+        assert np.isfinite(budget.total) == np.isfinite(flat(native)).all() == is_finite
+        assert any(row.overflows for row in budget.rows) != is_finite
+
+
+def test_could_be_lower_names_what_float32_could_give_up():
+    def loss_fn(params, x):
+        x = layers_of(params, x)
+        return jnp.mean(jax.nn.logsumexp(x, -1))
+
+    def layers_of(params, x):
+        for w in params.values():
+            x = (x - jnp.mean(x, -1, keepdims=True)) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+            x = jnp.tanh(x @ w)
+        return x
+
+    budget = amp.debug.error_budget(loss_fn, "bfloat16")(W, X)
+    rows = budget.could_be_lower(3 * budget.total)
+    assert rows
+    assert all(row.total <= 3 * budget.total for row in rows)
+    assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
+    assert len(budget.could_be_lower(1.02 * budget.total)) < len(rows)
+    with pytest.raises(ValueError, match="already, more than `tol`, 1e-09"):
+        budget.could_be_lower(1e-9)
+
+
+def test_the_shares_of_all_groupings_add_up_and_the_report_has_every_form(tmp_path):
+    budget = amp.debug.error_budget(layers)(W, X)
+    for shares in (budget.by_line(), budget.by_module(), budget.by_primitive()):
+        assert sum(x.share for x in shares) == pytest.approx(1)
+        assert sum(x.roundings for x in shares) == len(budget.rows)
+    assert {x.name for x in budget.by_module()} >= {"a", "b", "c"}
+    content = json.loads(budget.to_json())
+    assert content["total"] == budget.total
+    assert len(content["rows"]) == len(budget.rows)
+    assert "<table>" in budget._repr_html_()
+    pytest.importorskip("matplotlib")
+    budget.plot(tmp_path / "budget.png")
+    assert (tmp_path / "budget.png").stat().st_size > 1000
+
+
+def test_modules_of_libraries_are_differentiated_by_their_transform():
+    eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
+    loss_fn = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
+    model = eqx.nn.MLP(8, 4, 8, 1, key=KEYS[0])
+    budgets = [
+        amp.debug.error_budget(loss_fn, transform=transform)(model, X)
+        for transform in (eqx.filter_value_and_grad, floating_value_and_grad)
+    ]
+    assert budgets[0].rows == budgets[1].rows
+    linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    of_nnx = amp.debug.error_budget(lambda m, x: jnp.mean(m(x) ** 2), transform=nnx.value_and_grad)(linear, X)
+    assert 0 < of_nnx.total < 1e-2
+
+
+def test_arguments_that_are_no_floating_arrays_and_aux_pass_through():
+    def loss_fn(params, act, x, n):
+        return jnp.mean(act(x @ params["a"]) ** 2), {"n": n}
+
+    budget = amp.debug.error_budget(loss_fn, has_aux=True, argnums=(0,))(W, jnp.tanh, X, jnp.int32(2))
+    assert 0 < budget.total < 1e-2
+
+
+def test_float8_products_round_with_their_scales():
+    loss_fn = amp.precision("float8")(layers)
+    args = {name: jnp.kron(w, jnp.eye(4)) for name, w in W.items()}, jnp.kron(X, jnp.ones((1, 4)))
+    measured = amp.debug.compare(loss_fn, ["float16"], loss_scale=2.0**8)(*args).gradient["float16"]
+    budget = amp.debug.error_budget(loss_fn, loss_scale=2.0**8)(*args)
+    assert budget.total > 0.02
+    assert budget.total == pytest.approx(measured, rel=0.1)
+    assert budget.by_primitive()[0].name == "float8_dot_general"
+
+
+def test_what_cannot_be_seen_into_is_listed():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def mapped(params, x):
+        mean = jax.shard_map(
+            lambda w, x: lax.pmean(jnp.mean(jnp.tanh(x @ w)), "d"),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P("d")),
+            out_specs=jax.P(),
+        )
+        return mean(params["a"], x)
+
+    budget = amp.debug.error_budget(lambda params, x: mapped(params, x) + layers(params, x))(W, X)
+    assert any(x.startswith("shard_map at") for x in budget.opaque)
+    assert "Not seen: roundings in shard_map at" in str(budget)
+    with pytest.raises(ValueError, match=r"rounded to float16 outside of shard_map at .*, which cannot be seen into"):
+        amp.debug.error_budget(mapped)(W, X)
+
+
+def of_integers(n):
+    return jnp.sum(n.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: amp.debug.error_budget("loss"), TypeError, "takes a function, got str"),
+        (lambda: amp.debug.error_budget(amp.autocast(layers)), TypeError, "already under `autocast`"),
+        (
+            lambda: amp.debug.error_budget(layers, probes=0),
+            ValueError,
+            "`probes` must be an integer of at least 1, got 0",
+        ),
+        (lambda: amp.debug.error_budget(layers, W, X), TypeError, "after the function"),
+        (
+            lambda: amp.debug.error_budget(lambda w: X @ w)(W["a"]),
+            TypeError,
+            "the loss must be a scalar, got shape (16, 8)",
+        ),
+        (lambda: amp.debug.error_budget(of_integers)(jnp.arange(3)), TypeError, "there are no floating arrays"),
+        (
+            lambda: amp.debug.error_budget(lambda w: jnp.sum(w**2))(jnp.ones(3)),
+            ValueError,
+            "nothing in `fun` is rounded",
+        ),
+        (lambda: jax.jit(amp.debug.error_budget(layers))(W, X), TypeError, "inside `jit`"),
+        (
+            lambda: amp.debug.error_budget(layers)(W, X.at[0, 0].set(jnp.inf)),
+            ValueError,
+            "not finite in float32 either",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
