@@ -508,7 +508,6 @@ def distance_to_self(w, x):
 
 
 def distance_with_safe_root(w, x):
-    squares = jnp.sum((x @ w)[:, None] - (x @ w)[None], axis=-1)
     squares = jnp.sum(((x @ w)[:, None] - (x @ w)[None]) ** 2, axis=-1)
     return jnp.mean(jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares))))
 

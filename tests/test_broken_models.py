@@ -39,6 +39,7 @@ def test_each_model_marks_its_lines():
 KINDS = [name for name, model in MODELS.items() if model.broken.__module__ == "broken_kinds"]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, as it traces a constant
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize("name", KINDS)
 def test_broken_kind(name):
@@ -52,9 +53,13 @@ def test_broken_kind(name):
     if model.fixed is not model.broken:
         fixed = in_float64(model.fixed, model.dtype)
         assert is_finite(fixed(*model.args()))
-        exact = in_float64(model.broken, model.dtype)(*model.near())
-        assert is_finite(exact)
-        assert_near(fixed(*model.near()), exact, 1e-2 if "float16" in name or name in broken_kinds.HIDDEN else 1e-5)
+        value, *grads = jax.tree.leaves(in_float64(model.broken, model.dtype)(*model.near()))
+        assert is_finite(value)
+        if name == "distance_to_self":  # whose gradient is finite nowhere
+            grads = []
+        assert is_finite(grads)
+        found = jax.tree.leaves(fixed(*model.near()))[: 1 + len(grads)]
+        assert_near(found, [value, *grads], 1e-2 if "float16" in name or name in broken_kinds.HIDDEN else 1e-5)
 
 
 @pytest.mark.sweep(7)
