@@ -87,6 +87,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_estimated(name, dtype):
