@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.debug import compare
@@ -355,3 +356,16 @@ def test_parameters_in_16_bits_are_read_in_float32_by_the_reference(args):
     report = compare(lambda params, x: mlp()(params, x.astype(jnp.float16)))(params, args[1])
     assert report.is_lifted
     assert 1e-5 < report.gradient["float16"] < 1e-1
+
+
+def test_a_callback_has_the_name_of_its_scope_in_a_reference_without_casts():
+    def loss_fn(x):
+        with jax.named_scope("outer"):
+            y = jnp.tanh(x.astype(jnp.float16)).astype(jnp.float32)
+            with jax.named_scope("call"):
+                called = jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.stop_gradient(y))
+        return jnp.sum(y * called)
+
+    report = compare(loss_fn)(jnp.linspace(0, 1, 8))
+    assert report.is_lifted
+    assert {"outer", "outer/call"} <= rows_of(report, "activation").keys()

@@ -132,10 +132,10 @@ def compare(
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
-        is_lifted = _reads_low(fun, args, kwargs)
-        exact = measure_reference(fun, args, kwargs, reference, **options)
+        wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
+        exact = measure_reference(fun, args, kwargs, reference, wide=wide, **options)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        expected = exact.results | run_exactly(activations, fun, args, kwargs, reference)
+        expected = exact.results | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
         found = {name: x.results | activations(programs[name], args, kwargs) for name, x in measured.items()}
         rows = []
         for key, x in expected.items():
@@ -145,7 +145,7 @@ def compare(
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
         gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
         scales = {name: x.loss_scale for name, x in measured.items()}
-        return Comparison(tuple(rows), gradient, scales, reference, is_lifted)
+        return Comparison(tuple(rows), gradient, scales, reference, wide is not None)
 
     return compared
 
@@ -404,12 +404,7 @@ def check_finite(measured: Any, dtype: str) -> None:
 def run_exactly(
     tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
 ) -> R:
-    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`.
-
-    What `fun` itself computes in 16 bits is computed in that dtype, too.
-    """
-    if _reads_low(fun, args, kwargs):
-        options["wide"] = np.dtype(dtype)
+    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
     with jax.default_matmul_precision("highest"):
         if dtype == "float32":
             return tool(fun, args, kwargs, **options)

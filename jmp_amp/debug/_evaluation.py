@@ -208,12 +208,13 @@ class Evaluation:
         return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        is_retraced = self._is_traced and self.wide is not None
-        with jx.versions.origin_of(place.eqn) if is_retraced else contextlib.nullcontext():
-            return self._evaluated(operands, place)
+        structure = jx.structure_of(place.eqn)
+        is_entered = structure is not None and self._is_traced and self.wide is not None
+        with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
+            return self._evaluated(structure, operands, place)
 
-    def _evaluated(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        structure, depth = jx.structure_of(place.eqn), len(place.key)
+    def _evaluated(self, structure: Any, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        depth = len(place.key)
         is_split = self.wide is not None or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
         match structure:
             # A derivative rule is kept unless a part of the function is replaced.
@@ -474,6 +475,7 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
         params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}
         if rule.is_product and "precision" in params:
             params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-        return place.on_devices(lambda *xs: jx.bind(eqn, xs, **params))(*(widened(x, wide) for x in operands))
+        with jx.versions.origin_of(eqn):
+            return place.on_devices(lambda *xs: jx.bind(eqn, xs, **params))(*(widened(x, wide) for x in operands))
     except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
         return None
