@@ -167,3 +167,10 @@ def new_figure(feature: str, width: float, height: float) -> Any:
         ImportError: matplotlib is not installed; see `extra`.
     """
     return extra("matplotlib.figure", feature).Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def saved(figure: Any, path: Any) -> Any:
+    """Returns a figure, which is saved to a path unless that is None."""
+    if path is not None:
+        figure.savefig(path)
+    return figure

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import extra, new_figure, quote, shorten
+from jmp_amp._calls import extra, new_figure, quote, saved, shorten
 
 __all__ = ["LiveView", "live", "plot_history"]
 
@@ -198,9 +198,7 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8)
     all_axes[-1].set_xlabel("step")
-    if path is not None:
-        figure.savefig(path)
-    return figure
+    return saved(figure, path)
 
 
 def _plot_run(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:

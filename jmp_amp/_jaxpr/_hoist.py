@@ -90,12 +90,12 @@ def _peak(jaxpr: Any, first: Sequence[Any] = ()) -> int:
     return peak
 
 
-def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], moves: Callable[..., bool]) -> Sequence[Any]:
+def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], selects: Callable[..., bool]) -> Sequence[Any]:
     """Runs a loop with other functions in place of its jaxprs, and some ops on its constants before it; see `hoist`."""
     loop, (*cond, body) = structure_of(eqn), bodies
     assert isinstance(loop, Loop)
     consts, carry, n = args[loop.consts], tuple(args[loop.carry]), loop.n_carry
-    hoisted = hoist(body.jaxpr, consts, moves)
+    hoisted = hoist(body.jaxpr, consts, selects)
     if cond:
         goes_on = functools.partial(cond[0], *args[loop.cond_consts])
         return lax.while_loop(lambda carry: goes_on(*carry)[0], lambda carry: tuple(hoisted(*consts, *carry)), carry)

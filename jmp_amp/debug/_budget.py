@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_amp._autocast import parse_settings
-from jmp_amp._calls import check_concrete, new_figure, transformation
+from jmp_amp._calls import check_concrete, new_figure, saved, transformation
 from jmp_amp._loss_scale import to_number
 from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Run
@@ -393,9 +393,7 @@ class ErrorBudget:
             axes.set(title=title, xlabel="share of the squared error, %")
         figure.suptitle(self._head)
         figure.axes[0].legend(frameon=False, loc="lower right")
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(figure, path)
 
 
 def _sum(name: Any, rows: Sequence[Any]) -> BudgetShare:

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import check_concrete, new_figure, quote, transformation
+from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
@@ -293,9 +293,7 @@ class Comparison:
             _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim[1])
             axes.set(title=title, xlabel=f"relative error against {self.reference}", xscale="log", xlim=xlim)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(figure, path)
 
 
 def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: float) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, new_figure, quote, transformation
+from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
 from jmp_amp.debug._budget import error_of, estimate, run_scaled
 from jmp_amp.debug._compare import check_finite, floating_value_and_grad
 from jmp_amp.debug._emulation import Emulation, Site
@@ -234,9 +234,7 @@ class SuggestionReport:
             axes.annotate(_name(step.key), at, (6, -9), textcoords="offset points", fontsize=7)
         axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(figure, path)
 
 
 def _name(key: Any) -> str:

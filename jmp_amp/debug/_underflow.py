@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import check_concrete, new_figure
+from jmp_amp._calls import check_concrete, new_figure, saved
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
@@ -209,9 +209,7 @@ class Underflow:
         rows[-1].set_xlabel("log2 of the magnitude of the unscaled gradients")
         scale = "the scale of each module" if self.loss_scale is None else f"loss scale 2^{np.log2(self.loss_scale):g}"
         figure.suptitle(f"Shaded: the range of {self.dtype} at {scale} (light: subnormal)", size=10)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(figure, path)
 
     def _plot_module(self, axes: Any, name: str, counts: Mapping[int | None, int]) -> None:
         limits, largest = _range_of(self.dtype), _largest(counts) or 0
