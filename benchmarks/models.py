@@ -122,9 +122,11 @@ def cross_entropy_without_scatter(logits, labels, low):
     return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(is_label, logits, 0), -1))
 
 
-def attention(p, x, low, heads, causal):
+def attention(p, x, low, heads, causal, kernel=None):
     batch, length, dim = x.shape
     q, k, v = jnp.moveaxis(dense(p["qkv"], x, low).reshape(batch, length, 3, heads, -1), 2, 0)
+    if kernel:
+        return dense(p["proj"], kernel(q, k, v).reshape(x.shape), low)
     scores = full(jnp.einsum("bqhd,bkhd->bhqk", q, k) / (dim // heads) ** 0.5, low)
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
@@ -132,8 +134,14 @@ def attention(p, x, low, heads, causal):
     return dense(p["proj"], jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape), low)
 
 
-def transformer_layer(p, x, low, heads, causal=True, dropout=lambda i, x: x):
-    x = x + dropout(0, attention(p, norm(p["norm1"], x, low), low, heads, causal))
+def fused_attention(implementation, dtype):
+    """Returns causal attention that writes no scores to memory, such as cuDNN's, in `dtype` under `autocast`."""
+    kernel = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    return amp.cast_inputs(dtype)(kernel)
+
+
+def transformer_layer(p, x, low, heads, causal=True, dropout=lambda i, x: x, kernel=None):
+    x = x + dropout(0, attention(p, norm(p["norm1"], x, low), low, heads, causal, kernel))
     h = jax.nn.gelu(dense(p["up"], norm(p["norm2"], x, low), low))
     return x + dropout(1, dense(p["down"], h, low))
 
@@ -156,13 +164,13 @@ def transformer_shapes(dim, layers, stacked):
     return [layer] * layers, norm
 
 
-def gpt_case(low, layers=12, scan=False, remat=None, batch=8, length=1024, dim=768, heads=12, vocab=50257):
-    """GPT-2 small: token and position embeddings, tied output."""
+def gpt_case(low, layers=12, scan=False, remat=None, batch=8, length=1024, dim=768, heads=12, vocab=50257, kernel=None):
+    """GPT-2 small: token and position embeddings, tied output. `kernel(q, k, v)` computes its attention, if given."""
     blocks, last = transformer_shapes(dim, layers, scan)
     params = {"token": Shape((vocab, dim), F32), "position": Shape((length, dim), F32), "blocks": blocks, "norm": last}
 
     def body(x, p):
-        return transformer_layer(p, x, low, heads), None
+        return transformer_layer(p, x, low, heads, kernel=kernel), None
 
     if remat:
         policy = getattr(jax.checkpoint_policies, remat)
