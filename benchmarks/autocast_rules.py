@@ -14,7 +14,7 @@ from autocast_cost import autocast, measure
 from report import arguments, head, report, row
 
 from jmp_amp._autocast import RULES, Rule, _api, _rewrites
-from jmp_amp._autocast._primitives import Makes
+from jmp_amp._autocast._primitives import ResultKind
 
 CASES = {
     "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),
@@ -35,7 +35,7 @@ def changed(change):
 
 def without_biases(rule):
     """A sum whose operands are never biases."""
-    return rule._replace(makes=Makes.DIFFERENCE) if rule.makes is Makes.SUM else rule
+    return rule._replace(kind=ResultKind.DIFFERENCE) if rule.kind is ResultKind.SUM else rule
 
 
 def without_label_logit():

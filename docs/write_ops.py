@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._autocast import RULES, OpClass, Rule
-from jmp_amp._autocast._primitives import Reads, rule_of
+from jmp_amp._autocast._primitives import Demand, rule_of
 from jmp_amp._jaxpr import HIGHER_ORDER
 
 PAGE = pathlib.Path(__file__).parent / "reference/ops.md"
@@ -113,11 +113,11 @@ USUAL = {  # of a primitive whose class depends on its parameters or shapes: a u
     ),
 }
 READ = {
-    Reads.ANGLE: "float32 products in front, if only sines and cosines read them",
-    Reads.MATRIX: "float32 products in front",
-    Reads.RANGE: "in float16, float32 products in front",
-    Reads.EDGE: "float32 products in front",
-    Reads.ROOT: "in `sqrt(1 - x)`, float32 products in front",
+    Demand.ANGLE: "float32 products in front, if only sines and cosines read them",
+    Demand.MATRIX: "float32 products in front",
+    Demand.RANGE: "in float16, float32 products in front",
+    Demand.EDGE: "float32 products in front",
+    Demand.ROOT: "in `sqrt(1 - x)`, float32 products in front",
 }
 
 
@@ -139,7 +139,7 @@ def notes(name: str, rule: Rule) -> str:
     parts = [
         "moves" if rule.moves else "",
         "fuses" if rule.fuses else "",
-        READ.get(rule.reads, ""),
+        READ.get(rule.demand, ""),
         USUAL[name][1] if name in USUAL else "",
     ]
     return "; ".join(filter(None, parts))

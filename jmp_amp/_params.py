@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from jmp_amp._calls import quote, takes_options
-from jmp_amp._loss_scale import check_inner, is_hole
+from jmp_amp._loss_scale import check_inner, is_frozen
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._trees import cast_floating, is_inexact, wide_dtype
 
@@ -99,7 +99,7 @@ class LowPrecisionParamsState(NamedTuple):
 
     def with_float32(self, params: optax.Params) -> "LowPrecisionParamsState":
         """Returns the state with float32 masters in place of remainders, for a run with `remainder=False`."""
-        masters = jax.tree.map(lambda p, m: m if is_hole(m) else _master(p, m), params, self.masters)
+        masters = jax.tree.map(lambda p, m: m if is_frozen(m) else _master(p, m), params, self.masters)
         return self._replace(masters=masters)
 
     def with_remainders(self, params: optax.Params) -> tuple[optax.Params, "LowPrecisionParamsState"]:
@@ -309,7 +309,7 @@ def _where_frozen(grads: Any, frozen: Any, trained: Any) -> Any:
 
     Each entry of `frozen` may be a subtree.
     """
-    return jax.tree.map(lambda g, f, t: f if is_hole(g) else t, grads, frozen, trained, is_leaf=is_hole)
+    return jax.tree.map(lambda g, f, t: f if is_frozen(g) else t, grads, frozen, trained, is_leaf=is_frozen)
 
 
 def _upcast(tree: Any) -> Any:

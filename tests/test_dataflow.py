@@ -11,29 +11,29 @@ from jax import lax
 from jaxprs import dtypes
 
 import jmp_amp as amp
-from jmp_amp._autocast._analyses import Knowledge, Paths, Readers
-from jmp_amp._autocast._planner import _Draft
-from jmp_amp._autocast._primitives import ORIGINAL, RULES, Facts
-from jmp_amp._autocast._values import NOTHING, Known, Moment, Squares, Whole
+from jmp_amp._autocast._analyses import Demands, Knowledge, Paths
+from jmp_amp._autocast._planner import _PlanBuilder
+from jmp_amp._autocast._primitives import ORIGINAL, RULES, EqnInfo
+from jmp_amp._autocast._values import NOTHING, IntegerKind, Moment, Squares, ValueFacts
 from jmp_amp._jaxpr import Forward, structure_of
 
 X = jnp.ones((4, 4))
 W = jnp.eye(4) / 2
 
 KNOWN = st.builds(
-    Known,
+    ValueFacts,
     st.sampled_from([1.0, 4.0, 2.0**20]),
     st.booleans(),
     st.sampled_from(Squares),
     st.sampled_from(Moment),
-    st.sampled_from(Whole),
+    st.sampled_from(IntegerKind),
     *[st.booleans()] * 4,
 )
 PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 15)), max_size=4)
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "reads": (Readers.join, st.integers(0, 2**14 - 1), Readers.bottom),
+    "reads": (Demands.join, st.integers(0, 2**14 - 1), Demands.bottom),
 }
 
 
@@ -48,12 +48,12 @@ def test_a_join_is_that_of_a_lattice(name, data):
     assert name == "known" or join(None, a, bottom) == a  # data are no whole numbers
 
 
-def facts_of(jaxpr):
+def infos_of(jaxpr):
     """The facts of equations, each an op of its own."""
     rules = [RULES.get(eqn.primitive.name, ORIGINAL) for eqn in jaxpr.eqns]
     pairs = zip(jaxpr.eqns, rules, strict=True)
     found = [r if not callable(r) else r(e.params, [a.aval for a in e.invars]) for e, r in pairs]
-    return [Facts(e, r, structure_of(e), (), tuple(e.invars), id(e)) for e, r in zip(jaxpr.eqns, found, strict=True)]
+    return [EqnInfo(e, r, structure_of(e), (), tuple(e.invars), id(e)) for e, r in zip(jaxpr.eqns, found, strict=True)]
 
 
 class Depth(Forward):
@@ -62,7 +62,7 @@ class Depth(Forward):
     bottom = 0
 
     def __init__(self):
-        super().__init__(facts_of)
+        super().__init__(infos_of)
         self.read = collections.Counter()
 
     def join(self, a, b):
@@ -136,7 +136,7 @@ def test_a_while_loop_may_run_not_at_all():
 def planned(fun, *args):
     """How often each jaxpr is planned, and each equation decided."""
     plans, decisions = collections.Counter(), collections.Counter()
-    plan, decide = _Draft.plan, _Draft._decide
+    plan, decide = _PlanBuilder.plan, _PlanBuilder._decide
 
     def counted_plan(self):
         plans[id(self._jaxpr)] += 1
@@ -147,8 +147,8 @@ def planned(fun, *args):
         return decide(self, i)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Draft, "plan", counted_plan)
-        patch.setattr(_Draft, "_decide", counted_decide)
+        patch.setattr(_PlanBuilder, "plan", counted_plan)
+        patch.setattr(_PlanBuilder, "_decide", counted_decide)
         jaxpr = jax.make_jaxpr(amp.autocast(lambda *args: fun(*args)))(*args)
     assert jaxpr is not None
     return max(plans.values()), max(decisions.values())

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 import jmp_amp as amp
 from jmp_amp._autocast._plan import Plan, Step
-from jmp_amp._autocast._primitives import Facts
+from jmp_amp._autocast._primitives import EqnInfo
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -265,7 +265,7 @@ def test_nothing_is_kept_of_functions_that_are_gone(name):
             jax.make_jaxpr(amp.autocast(lambda x, fun=fun: jnp.sin(jax.jit(fun)(x @ x))))(X)
             if n % 10 == 0:
                 gc.collect()
-        return sum(isinstance(x, Facts | Step | Plan) for x in gc.get_objects())
+        return sum(isinstance(x, EqnInfo | Step | Plan) for x in gc.get_objects())
 
     before = kept_after(201)  # caches of JAX and of autocast keep some of the newest
     assert kept_after(101) - before < 50

@@ -1,4 +1,4 @@
-"""The analyses that say why a product is float32: what is known of values, and how values are read."""
+"""The analyses that find why a product is float32: what is known of values, and how values are read."""
 
 import functools
 import math
@@ -11,79 +11,80 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Facts, Makes, OpClass, Reads, Rule, varying
-from jmp_amp._autocast._values import NOTHING, Known, Moment, Squares, Whole, constant, constants
+from jmp_amp._autocast._primitives import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
+from jmp_amp._autocast._values import NOTHING, IntegerKind, Moment, Squares, ValueFacts, constant, constants
 from jmp_amp._formats import Format
 
 
-class Knowledge(jx.Forward[Facts, Known]):
+class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
     """The analysis that finds what is known of values."""
 
     bottom = NOTHING
 
-    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
+    def __init__(self, infos_of: Callable[[Jaxpr], Sequence[EqnInfo]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
-        super().__init__(facts_of)
-        self.paths = Paths(facts_of)
+        super().__init__(infos_of)
+        self.paths = Paths(infos_of)
 
-    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[Known]:
+    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[ValueFacts]:
         """Returns what is known of the constants of an open jaxpr."""
         return [value.known for value in constants(jaxpr, consts)]
 
-    def constant(self, x: Any) -> Known:
+    def constant(self, x: Any) -> ValueFacts:
         """Returns what is known of a literal."""
         return constant(x).known
 
-    def join(self, a: Known, b: Known) -> Known:
+    def join(self, a: ValueFacts, b: ValueFacts) -> ValueFacts:
         """Returns what is known of a value that is either of two."""
-        return a if a == b else Known._make(map(max, a, b))._replace(whole=min(a.whole, b.whole))
+        return a if a == b else ValueFacts._make(map(max, a, b))._replace(integers=min(a.integers, b.integers))
 
-    def widen(self, old: Known, new: Known) -> Known:
+    def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
         return new._replace(size=old.size)
 
-    def enter_loop(self, loop: jx.Loop, carry: Sequence[Known]) -> Sequence[Known]:
+    def enter_loop(self, loop: jx.Loop, carry: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Marks the accumulators and the recurrences of a loop."""
-        facts = zip(carry, self.paths.carries(loop), strict=True)
-        return [known._replace(adds_up=adds_up, recurs=recurs) for known, (adds_up, recurs) in facts]
+        marks = zip(carry, self.paths.carries(loop), strict=True)
+        return [known._replace(adds_up=adds_up, recurs=recurs) for known, (adds_up, recurs) in marks]
 
-    def leave_loop(self, loop: jx.Loop, outs: Sequence[Known]) -> Sequence[Known]:
+    def leave_loop(self, loop: jx.Loop, outs: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of a loop; outside, they are no accumulators."""
         return [known._replace(adds_up=False, recurs=False) for known in outs]
 
-    def transfer(self, facts: Facts, operands: Sequence[Known]) -> Sequence[Known]:
+    def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
-        eqn, rule = facts.eqn, facts.rule
-        if all(known is NOTHING for known in operands) and not _is_source(facts):
+        eqn, rule = info.eqn, info.rule
+        if all(known is NOTHING for known in operands) and not _is_source(info):
             return [NOTHING] * len(eqn.outvars)
         if rule.moves and len(operands) == 1 and jx.dtype_of(eqn.invars[0]) in _FLOATING:
             return [_of(var, operands[0]) for var in eqn.outvars]
         read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in _FLOATING]
-        joined = read[0] if len(read) == 1 else Known._make(map(max, *read)) if read else NOTHING
+        joined = read[0] if len(read) == 1 else ValueFacts._make(map(max, *read)) if read else NOTHING
         passes_on = rule.passes_on or rule.is_linear
         is_norm = rule.scales and any(each.squares in (Squares.NORM, Squares.INVERSE) for each in read)
-        known = Known(
-            1.0 if all(each.size == 1 for each in read) else _rounded(_size(facts, operands, read)),
-            rule.makes is Makes.LOGARITHM or (joined.is_log and rule.passes_on and rule.makes is not Makes.QUOTIENT),
-            _squares(facts, operands) if joined.squares or facts.is_square or facts.repeats_operand else Squares.NO,
-            _moment(facts, operands) if passes_on or facts.is_square else Moment.NO,
-            _whole(facts, read),
-            rule.reads == Reads.MATRIX or (joined.is_solution and passes_on and not is_norm),
+        known = ValueFacts(
+            1.0 if all(each.size == 1 for each in read) else _rounded(_size(info, operands, read)),
+            rule.kind is ResultKind.LOGARITHM
+            or (joined.is_log and rule.passes_on and rule.kind is not ResultKind.QUOTIENT),
+            _squares(info, operands) if joined.squares or info.is_square or info.repeats_operand else Squares.NO,
+            _moment(info, operands) if passes_on or info.is_square else Moment.NO,
+            _integer_kind(info, read),
+            rule.demand == Demand.MATRIX or (joined.is_solution and passes_on and not is_norm),
             joined.adds_up and rule.moves,
             joined.recurs and rule.is_linear,
-            joined.multiplies_slices if rule.moves else facts.multiplies_slices,
+            joined.multiplies_slices if rule.moves else info.multiplies_slices,
         )
         return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
 
 
-def _is_source(facts: Facts) -> bool:
+def _is_source(info: EqnInfo) -> bool:
     """Whether something is known of the results of an op of whose operands nothing is known."""
-    rule = facts.rule
+    rule = info.rule
     is_conversion = rule.moves and rule.is_cast
-    return rule.makes in _SOURCES or rule.reads == Reads.MATRIX or facts.is_square or is_conversion
+    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or is_conversion
 
 
-def _of(var: Any, known: Known) -> Known:
+def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
         return NOTHING
@@ -92,17 +93,17 @@ def _of(var: Any, known: Known) -> Known:
 
 
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
-_SOURCES = {Makes.LOGARITHM, Makes.PRODUCT, Makes.MATRIX_PRODUCT}
+_SOURCES = {ResultKind.LOGARITHM, ResultKind.PRODUCT, ResultKind.MATRIX_PRODUCT}
 
 
-def _size(facts: Facts, operands: Sequence[Known], read: Sequence[Known]) -> float:
+def _size(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFacts]) -> float:
     """Estimates the largest magnitude of a result. Means count as large as their terms, whatever their number."""
-    eqn, rule = facts.eqn, facts.rule
+    eqn, rule = info.eqn, info.rule
     if rule.power is not None:
         return _power(read[0].size, rule.power)
-    if rule.makes is Makes.QUOTIENT:
+    if rule.kind is ResultKind.QUOTIENT:
         return _scaled(eqn, operands, _power(operands[1].size, -1))
-    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT) or rule.is_product:
+    if rule.kind in (ResultKind.PRODUCT, ResultKind.OUTER_PRODUCT) or rule.is_product:
         return _scaled(eqn, operands, operands[1].size)
     if rule.passes_on or rule.sums:
         return max(known.size for known in read)
@@ -114,7 +115,7 @@ def _rounded(size: float) -> float:
     return 4.0 ** int(math.log2(size) / 2) if 0 < size < math.inf else size
 
 
-def _scaled(eqn: JaxprEqn, operands: Sequence[Known], factor: float) -> float:
+def _scaled(eqn: JaxprEqn, operands: Sequence[ValueFacts], factor: float) -> float:
     """Returns the size of a value times a factor. A constant does not make it smaller: data may be as large anyway."""
     size = operands[0].size
     if isinstance(eqn.invars[1], Literal):
@@ -131,45 +132,45 @@ def _power(size: float, power: float) -> float:
     return 2.0 ** min(max(log, -126), 128)
 
 
-def _moment(facts: Facts, operands: Sequence[Known]) -> Moment:
-    eqn, rule = facts.eqn, facts.rule
+def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
+    eqn, rule = info.eqn, info.rule
     moments = [known.moment for known in operands]
     if rule.can_run_as_traced:
         is_second = any(known.moment is Moment.PAIR or known.squares is Squares.SQUARE for known in operands)
         return Moment.SECOND if is_second else Moment.PRODUCT
-    if facts.is_square or rule.makes is Makes.PRODUCT:
+    if info.is_square or rule.kind is ResultKind.PRODUCT:
         arrays = [moment for moment, atom in zip(moments, eqn.invars, strict=True) if varying(jx.shape_of(atom))]
-        if len(arrays) < 2 and not facts.is_square:
+        if len(arrays) < 2 and not info.is_square:
             return max(arrays, default=Moment.NO)
         if all(moment in (Moment.PRODUCT, Moment.SECOND) for moment in arrays):
             return Moment.SQUARED
         # A norm and its scale are no arrays of the same size.
-        sizes = {math.prod(jx.shape_of(atom) or ()) for atom in (*facts.sources, *eqn.outvars) if atom is not None}
+        sizes = {math.prod(jx.shape_of(atom) or ()) for atom in (*info.sources, *eqn.outvars) if atom is not None}
         return Moment.PAIR if len(sizes) == 1 else Moment.NO
     different = set(moments) - {Moment.NO}
     return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
 
 
-def _whole(facts: Facts, read: Sequence[Known]) -> Whole:
-    rule = facts.rule
+def _integer_kind(info: EqnInfo, read: Sequence[ValueFacts]) -> IntegerKind:
+    rule = info.rule
     if not read:
-        return Whole.COUNT if rule.is_cast else Whole.NO
-    counts = [known.whole for known in read]
-    if Whole.NO in counts or not (rule.is_linear or rule.passes_on) or rule.makes is Makes.QUOTIENT:
-        return Whole.NO
-    return Whole.COUNT if rule.makes is Makes.SELECTED else max(counts)
+        return IntegerKind.COUNT if rule.is_cast else IntegerKind.NO
+    counts = [known.integers for known in read]
+    if IntegerKind.NO in counts or not (rule.is_linear or rule.passes_on) or rule.kind is ResultKind.QUOTIENT:
+        return IntegerKind.NO
+    return IntegerKind.COUNT if rule.kind is ResultKind.SELECTED else max(counts)
 
 
-def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
+def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     """Returns how the result of an op is made of squares."""
-    rule = facts.rule
+    rule = info.rule
     squares = [known.squares for known in operands]
     if not rule.moves:
         squares = [Squares.NO if each is Squares.INVERSE else each for each in squares]
     first = squares[0] if squares else Squares.NO
-    if facts.is_square:
+    if info.is_square:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
-    if rule.makes in (Makes.MATRIX_PRODUCT, Makes.OUTER_PRODUCT) and facts.repeats_operand:
+    if rule.kind in (ResultKind.MATRIX_PRODUCT, ResultKind.OUTER_PRODUCT) and info.repeats_operand:
         return Squares.GRAM if rule.can_run_as_traced else Squares.SUM
     if rule.sums:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
@@ -181,7 +182,7 @@ def _squares(facts: Facts, operands: Sequence[Known]) -> Squares:
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO
     if Squares.GRAM in squares and rule.passes_on:
         return Squares.SUM if rule.takes else Squares.GRAM  # the diagonal, or the matrix times a mask
-    others = [source for source, each in zip(facts.sources, squares, strict=True) if not each]
+    others = [source for source, each in zip(info.sources, squares, strict=True) if not each]
     # A multiplication with another array makes another quantity.
     alone = not any(
         varying(jx.shape_of(atom)) for atom in others if atom is not None and jx.dtype_of(atom) == np.float32
@@ -206,7 +207,7 @@ _RECURS = Path.PRODUCT | Path.ARITHMETIC | Path.VARIES  # and from a recurrence
 Sources = frozenset[tuple[int, int]]
 
 
-class Paths(jx.Forward[Facts, Sources]):
+class Paths(jx.Forward[EqnInfo, Sources]):
     """The analysis that follows the inputs of the body of a loop. Paths compose, so it enters each body once."""
 
     bottom: Sources = frozenset()
@@ -238,7 +239,7 @@ class Paths(jx.Forward[Facts, Sources]):
             entering = [*inputs[:first], *carry, *inputs[first + loop.n_carry :]]
         return after[: loop.n_carry], [*carry, *after[loop.n_carry :]]
 
-    def _through(self, equation: Facts, operands: Sequence[Sources]) -> Sequence[Sources]:
+    def _through(self, equation: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
         if not isinstance(loop := equation.enters, jx.Loop):
             return super()._through(equation, operands)
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
@@ -248,29 +249,29 @@ class Paths(jx.Forward[Facts, Sources]):
         """Returns what reaches either of two values."""
         return a | b
 
-    def transfer(self, facts: Facts, operands: Sequence[Sources]) -> Sequence[Sources]:
+    def transfer(self, info: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
         """Returns what reaches the results of an op."""
-        rule, path = facts.rule, Path.OTHER
-        if rule.is_product or rule.sums or rule.reads == Reads.MATRIX:
+        rule, path = info.rule, Path.OTHER
+        if rule.is_product or rule.sums or rule.demand == Demand.MATRIX:
             path = Path.PRODUCT
         elif rule.arithmetic:
             path = Path.ARITHMETIC
         elif rule.passes_on:
             path = 0 if rule.moves else Path.CHOICE
         if rule.scales:
-            gated = [_is_gated(facts, k, operands) for k in range(len(operands))]
+            gated = [_is_gated(info, k, operands) for k in range(len(operands))]
             operands = [_after(of, Path.CHOICE) if gate else of for of, gate in zip(operands, gated, strict=True)]
         reached = _after(self.bottom.union(*operands), path)
-        return [reached if jx.dtype_of(var) == np.float32 else self.bottom for var in facts.eqn.outvars]
+        return [reached if jx.dtype_of(var) == np.float32 else self.bottom for var in info.eqn.outvars]
 
 
 def _after(sources: Sources, path: int) -> Sources:
     return frozenset([(i, before | path) for i, before in sources])
 
 
-def _is_gated(facts: Facts, k: int, operands: Sequence[Sources]) -> bool:
+def _is_gated(info: EqnInfo, k: int, operands: Sequence[Sources]) -> bool:
     """Whether operand `k` of a multiplication is multiplied by an array that is another one in each iteration."""
-    others = zip(facts.eqn.invars[:k] + facts.eqn.invars[k + 1 :], (*operands[:k], *operands[k + 1 :]), strict=True)
+    others = zip(info.eqn.invars[:k] + info.eqn.invars[k + 1 :], (*operands[:k], *operands[k + 1 :]), strict=True)
     return any(varying(jx.shape_of(atom)) and any(path & Path.VARIES for _, path in of) for atom, of in others)
 
 
@@ -279,120 +280,120 @@ def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> So
     return frozenset([(i, before | path) for k, path in paths for i, before in inputs[k]])
 
 
-class Readers(jx.Backward[Facts, Known, int]):
+class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
     """The analysis that finds how the readers of each value read it."""
 
-    bottom = Reads.NOBODY
-    condition = Reads.ENDS_LOOP
+    bottom = Demand.NONE
+    condition = Demand.ENDS_LOOP
 
     def join(self, a: int, b: int) -> int:
         """Returns how two readers read a value."""
         return a | b
 
-    def enter_loop(self, loop: jx.Loop, inputs: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
+    def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of the accumulators and the recurrences of a loop."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-        marks = [Reads.TERM * known.adds_up | Reads.RECURRENCE * known.recurs for known in carry]
-        return [reads | mark for reads, mark in zip(outs, marks, strict=True)]
+        marks = [Demand.TERM * known.adds_up | Demand.RECURRENCE * known.recurs for known in carry]
+        return [demand | mark for demand, mark in zip(outs, marks, strict=True)]
 
-    def leave(self, structure: jx.Structure, outs: Sequence[int], said: Sequence[int]) -> Sequence[int]:
+    def leave(self, structure: jx.Structure, outs: Sequence[int], demands: Sequence[int]) -> Sequence[int]:
         """Returns how calls, branches and loops read their operands.
 
         What decides when a loop ends may be rounded before it starts.
         """
-        ends_loop = joined(outs) & Reads.ENDS_LOOP
+        ends_loop = joined(outs) & Demand.ENDS_LOOP
         if isinstance(structure, jx.Branches):
-            return [ends_loop or Reads.OTHERWISE, *said[1:]]
+            return [ends_loop or Demand.ANY, *demands[1:]]
         if isinstance(structure, jx.Call):
-            return said
-        gates = [Reads.GATE if reads & (Reads.GATE | Reads.MAKES_GATE) else Reads.NOBODY for reads in said]
-        return [(reads & ~_OF_A_BODY) | gate | ends_loop for reads, gate in zip(said, gates, strict=True)]
+            return demands
+        gates = [Demand.GATE if demand & (Demand.GATE | Demand.MAKES_GATE) else Demand.NONE for demand in demands]
+        return [(demand & ~_OF_A_BODY) | gate | ends_loop for demand, gate in zip(demands, gates, strict=True)]
 
-    def transfer(self, facts: Facts, operands: Sequence[Known], outs: Sequence[int]) -> Sequence[int]:
+    def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns how an op reads its operands."""
-        rule, reads = facts.rule, joined(outs)
-        of_all = rule.reads
-        if rule.moves or reads & ~Reads.OTHERS:
-            of_all |= _passed_on(facts, reads)
-        if rule.makes in (Makes.SUM, Makes.DIFFERENCE):
+        rule, demand = info.rule, joined(outs)
+        of_all = rule.demand
+        if rule.moves or demand & ~Demand.OTHERS:
+            of_all |= _passed_on(info, demand)
+        if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(operands)
-        if reads & Reads.INDEX and _is_elementwise(rule):
-            indices = [var for var, of in zip(facts.eqn.outvars, outs, strict=True) if of & Reads.INDEX]
-            of_all |= Reads.INDEX * any(map(jx.is_floating, indices))  # a comparison with a threshold is no index
-        each = [of_all or Reads.OTHERWISE] * len(operands)
-        if gate := _gate(facts, operands, reads):
+        if demand & Demand.INDEX and _is_elementwise(rule):
+            indices = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.INDEX]
+            of_all |= Demand.INDEX * any(map(jx.is_floating, indices))  # a comparison with a threshold is no index
+        each = [of_all or Demand.ANY] * len(operands)
+        if gate := _gate(info, operands, demand):
             each = [of if known.adds_up else of | gate for of, known in zip(each, operands, strict=True)]
-        if reads & Reads.RECURRENCE:
-            each = [of | Reads.RECURRENCE if known.recurs else of for of, known in zip(each, operands, strict=True)]
-        if reads & Reads.ENDS_LOOP:
+        if demand & Demand.RECURRENCE:
+            each = [of | Demand.RECURRENCE if known.recurs else of for of, known in zip(each, operands, strict=True)]
+        if demand & Demand.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
-            deciding = [var for var, of in zip(facts.eqn.outvars, outs, strict=True) if of & Reads.ENDS_LOOP]
+            deciding = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.ENDS_LOOP]
             rounds = all(jnp.issubdtype(jx.dtype_of(var), np.integer) for var in deciding)
-            pairs = zip(each, facts.eqn.invars, strict=True)
-            each = [of if rounds and jx.is_floating(atom) else of | Reads.ENDS_LOOP for of, atom in pairs]
+            pairs = zip(each, info.eqn.invars, strict=True)
+            each = [of if rounds and jx.is_floating(atom) else of | Demand.ENDS_LOOP for of, atom in pairs]
         return each
 
 
-def why_as_traced(facts: Facts, reads: int, operands: Sequence[Known], form: Format) -> str | None:
-    """Returns why an equation runs as it was traced: for its readers, or for what it reads; None if it does not.
+def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], form: Format) -> str | None:
+    """Returns why an equation runs as it was traced: for its readers, or for what it demand; None if it does not.
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
-    if reads & Reads.ENDS_LOOP and not isinstance(facts.structure, jx.Call | jx.Branches):
+    if demand & Demand.ENDS_LOOP and not isinstance(info.structure, jx.Call | jx.Branches):
         return "loop"
-    if not facts.rule.can_run_as_traced:
+    if not info.rule.can_run_as_traced:
         return None
-    if reads & Reads.RECURRENCE and any(known.recurs for known in operands):
+    if demand & Demand.RECURRENCE and any(known.recurs for known in operands):
         return "recurrence"
     if any(known.is_solution for known in operands):
         return "solution"
-    counts = [known.whole for known in operands]
-    if min(counts) > Whole.NO and max(counts) is Whole.COUNT:
+    counts = [known.integers for known in operands]
+    if min(counts) > IntegerKind.NO and max(counts) is IntegerKind.COUNT:
         return "count"
-    if reads & Reads.OTHERS:
-        reads &= ~Reads.ANGLE
+    if demand & Demand.OTHERS:
+        demand &= ~Demand.ANGLE
     if not form.needs_loss_scale:
-        reads &= ~Reads.RANGE
-    return next((reason for way, reason in _REASONS.items() if reads & way), None)
+        demand &= ~Demand.RANGE
+    return next((reason for way, reason in _REASONS.items() if demand & way), None)
 
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
-_OF_A_BODY = Reads.ENDS_LOOP | Reads.TERM | Reads.RECURRENCE | Reads.FACTOR | Reads.MAKES_GATE
+_OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.FACTOR | Demand.MAKES_GATE
 
 _REASONS = {
-    Reads.INDEX: "index",
-    Reads.MATRIX: "decomposition",
-    Reads.DISTANCE: "distance",
-    Reads.ANGLE: "angle",
-    Reads.EDGE: "edge",
-    Reads.RANGE: "logarithm",
+    Demand.INDEX: "index",
+    Demand.MATRIX: "decomposition",
+    Demand.DISTANCE: "distance",
+    Demand.ANGLE: "angle",
+    Demand.EDGE: "edge",
+    Demand.RANGE: "logarithm",
 }
 
 
 def joined(several: Sequence[int]) -> int:
     """Returns how several readers read a value."""
-    return several[0] if len(several) == 1 else functools.reduce(operator.or_, several, Reads.NOBODY)
+    return several[0] if len(several) == 1 else functools.reduce(operator.or_, several, Demand.NONE)
 
 
-def _passed_on(facts: Facts, reads: int) -> int:
+def _passed_on(info: EqnInfo, demand: int) -> int:
     """Returns how an op whose results are read in this way reads its operands for that."""
-    rule = facts.rule
+    rule = info.rule
     if rule.op_class is OpClass.LOWER:
-        return Reads.NOBODY
+        return Demand.NONE
     if rule.passes_on or rule.can_run_as_traced:
         is_sum = rule.arithmetic or rule.is_product
-        ways = Reads.LINEAR | Reads.TERM if is_sum else Reads.LINEAR | Reads.TERM | Reads.ROOT
+        ways = Demand.LINEAR | Demand.TERM if is_sum else Demand.LINEAR | Demand.TERM | Demand.ROOT
         if rule.moves:
-            ways |= Reads.OTHERS
-        if reads & Reads.OTHERS:
-            ways &= ~Reads.ANGLE
+            ways |= Demand.OTHERS
+        if demand & Demand.OTHERS:
+            ways &= ~Demand.ANGLE
         # sqrt(1 - x)
-        takes_from_a_number = rule.makes is Makes.DIFFERENCE and isinstance(facts.eqn.invars[0], Literal)
-        edge = Reads.EDGE if takes_from_a_number and reads & Reads.ROOT else Reads.NOBODY
-        return (reads & ways) | edge
-    if facts.is_square:
-        return reads & (Reads.MATRIX | Reads.DISTANCE | Reads.EDGE)
-    return reads & (Reads.MATRIX | Reads.RANGE if rule.sums else Reads.MATRIX)
+        takes_from_a_number = rule.kind is ResultKind.DIFFERENCE and isinstance(info.eqn.invars[0], Literal)
+        edge = Demand.EDGE if takes_from_a_number and demand & Demand.ROOT else Demand.NONE
+        return (demand & ways) | edge
+    if info.is_square:
+        return demand & (Demand.MATRIX | Demand.DISTANCE | Demand.EDGE)
+    return demand & (Demand.MATRIX | Demand.RANGE if rule.sums else Demand.MATRIX)
 
 
 def _is_elementwise(rule: Rule) -> bool:
@@ -402,7 +403,7 @@ def _is_elementwise(rule: Rule) -> bool:
     return not (rule.sums or (rule.is_product and rule.op_class is OpClass.FULL))
 
 
-def _cancels(operands: Sequence[Known]) -> int:
+def _cancels(operands: Sequence[ValueFacts]) -> int:
     """Says that a sum or a difference reads its operands as terms that may cancel, if it does.
 
     The terms are sums of squares, or a mean of products beside the product of means. PyTorch has `cdist` on its fp32
@@ -410,18 +411,18 @@ def _cancels(operands: Sequence[Known]) -> int:
     """
     is_distance = any(known.squares is Squares.SUM for known in operands)
     is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
-    return Reads.DISTANCE if is_distance or is_variance else Reads.NOBODY
+    return Demand.DISTANCE if is_distance or is_variance else Demand.NONE
 
 
-def _gate(facts: Facts, operands: Sequence[Known], reads: int) -> int:
+def _gate(info: EqnInfo, operands: Sequence[ValueFacts], demand: int) -> int:
     """Says that the operands of an op multiply an accumulator, or each other as in an associative scan, if they do."""
-    rule = facts.rule
+    rule = info.rule
     if rule.scales and any(known.adds_up for known in operands):
-        return Reads.GATE if reads & Reads.TERM else Reads.FACTOR
-    if facts.multiplies_slices and any(known.multiplies_slices for known in operands):
-        return Reads.GATE
-    if rule.moves or facts.multiplies_slices:
-        return reads & (Reads.GATE | Reads.MAKES_GATE)
-    of_a_gate = reads & (Reads.GATE | Reads.MAKES_GATE) and len(facts.operands) == 1
+        return Demand.GATE if demand & Demand.TERM else Demand.FACTOR
+    if info.multiplies_slices and any(known.multiplies_slices for known in operands):
+        return Demand.GATE
+    if rule.moves or info.multiplies_slices:
+        return demand & (Demand.GATE | Demand.MAKES_GATE)
+    of_a_gate = demand & (Demand.GATE | Demand.MAKES_GATE) and len(info.operands) == 1
     is_simple = rule.arithmetic or rule.makes_gates
-    return Reads.MAKES_GATE if of_a_gate and is_simple else Reads.NOBODY
+    return Demand.MAKES_GATE if of_a_gate and is_simple else Demand.NONE

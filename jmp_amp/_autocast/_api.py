@@ -13,7 +13,7 @@ from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, Reads
+from jmp_amp._autocast._primitives import RULES, Demand
 from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import quote, shorten, transformation, warn
 from jmp_amp._cast_inputs import note_refusal
@@ -341,8 +341,8 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
                 note_refusal(error, form.dtype, lambda cast: jx.trace_call(fun, args, kwargs, jax.Ref, cast=cast))
             raise
         jaxpr, _ = jx.open_jaxpr(closed)
-        reads = Reads.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Reads.OTHERWISE
-        use = Use(reads, Stream.RETURNED if options.has_low_stream else Stream.NONE)
+        demand = Demand.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Demand.ANY
+        use = Use(demand, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
         region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
         plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)

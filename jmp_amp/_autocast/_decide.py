@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
-from jmp_amp._autocast._primitives import ORIGINAL, Axes, Facts, Makes, OpClass, Rule, operand_dtypes, varying
+from jmp_amp._autocast._primitives import ORIGINAL, Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, magnitudes, merged_magnitudes, widest
 from jmp_amp._formats import FLOAT32, Format
 
@@ -22,24 +22,24 @@ class Context(NamedTuple):
     """An equation, and everything that its decision depends on.
 
     Attributes:
-        facts: the facts of the equation.
+        info: the facts of the equation.
         region: its format, and the scopes around it.
         options: the arguments of `autocast`.
         values: what is known of its operands.
-        in_float32: whether all readers of its results read float32, so that it is evaluated in float32.
+        needs_float32: whether all readers of its results read float32, so that it is evaluated in float32.
         overflows: whether its results may be too large for the low dtype, because of a constant.
         reads_stored_norm: whether it reads a norm of low-precision data that a product reads too.
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         uses: how each of its results is used, if it holds jaxprs.
-        inside: its jaxprs, with facts, if it holds some and does not run as it was traced.
+        inside: its jaxprs, with info, if it holds some and does not run as it was traced.
         as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
     """
 
-    facts: Facts
+    info: EqnInfo
     region: Region
     options: Options
     values: tuple[Value, ...]
-    in_float32: bool = False
+    needs_float32: bool = False
     overflows: bool = False
     reads_stored_norm: bool = False
     stream: Stream = Stream.NONE
@@ -50,12 +50,12 @@ class Context(NamedTuple):
     @property
     def eqn(self) -> JaxprEqn:
         """The equation."""
-        return self.facts.eqn
+        return self.info.eqn
 
     @property
     def rule(self) -> Rule:
         """The rule of its op; in a float32 region each op runs as it was traced."""
-        return self.facts.rule if self.region.format.is_low else ORIGINAL
+        return self.info.rule if self.region.format.is_low else ORIGINAL
 
     @property
     def format(self) -> Format:
@@ -106,7 +106,7 @@ def decide(op: Context) -> tuple[Any, str]:
         return (FLOAT32, "constant") if op.overflows else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
         return None, "traced" if is_traced else "rule"
-    if op.overflows or (op.in_float32 and not _is_exact(op)):
+    if op.overflows or (op.needs_float32 and not _is_exact(op)):
         return FLOAT32, _why_float32(op, values)
     stored = [value.as_data() for value in values] if op.reads_stored_norm or rule.stores else values
     dtype = common_dtype(stored) if rule.op_class is OpClass.PROMOTE else widest(value.dtype for value in stored)
@@ -138,7 +138,7 @@ def _is_exact(op: Context) -> bool:
     if not op.rule.scales or op.format.needs_loss_scale:
         return False
     array, factor = op.values
-    if op.rule.makes is Makes.PRODUCT and array.scalar is not None:
+    if op.rule.kind is ResultKind.PRODUCT and array.scalar is not None:
         array, factor = factor, array
     return array.origin is Origin.PRODUCT and factor.scalar is not None and abs(math.frexp(factor.scalar)[0]) == 0.5
 
@@ -163,7 +163,7 @@ def for_promotion(op: Context) -> Sequence[Value]:
     if rule.op_class is not OpClass.PROMOTE:
         return values
     features: list[Axes] = []
-    if rule.makes is Makes.SUM:
+    if rule.kind is ResultKind.SUM:
         products = [(a, v) for a, v in zip(eqn.invars, values, strict=True) if v.origin.takes_bias]
         features = [varying(jx.shape_of(atom)) - rows for atom, value in products for rows in value.axes]
     result = jx.shape_of(eqn.outvars[0])
@@ -194,7 +194,7 @@ def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
     rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
     dtype = widest(eligible) if eligible else FLOAT32
     if dtype == FLOAT32:
-        is_product = eqn.primitive is lax.dot_general_p and op.facts.rule.can_run_as_traced
+        is_product = eqn.primitive is lax.dot_general_p and op.info.rule.can_run_as_traced
         is_free = is_product and eqn.params["precision"] is None and len(eligible) == len(operands)
         return {"precision": op.format.precision} if is_free and op.format.precision is not None else {}
     params: dict[str, Any] = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
@@ -278,7 +278,7 @@ def _computed(op: Context) -> Value:
         return Value(None, Origin.PRODUCT, axes=axes) if axes else Value(None)
     products = [value for value in values if value.origin.takes_bias]
     others = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
-    if rule.makes is Makes.SUM and products and len(products) == len(others):
+    if rule.kind is ResultKind.SUM and products and len(products) == len(others):
         axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
         return Value(None, Origin.SUM, axes=axes)
     return Value(None)
@@ -286,7 +286,7 @@ def _computed(op: Context) -> Value:
 
 def _folded(op: Context, out: Value) -> Value:
     """Computes a scalar from known scalars on the host, so that `-1e9` is known however it was written."""
-    fold, known = op.facts.rule.fold, [value.scalar for value in op.values]
+    fold, known = op.info.rule.fold, [value.scalar for value in op.values]
     if fold is None or None in known:
         return out
     with np.errstate(all="ignore"):
@@ -305,7 +305,7 @@ def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
         for value, is_float32, each in zip(for_promotion(op), op.is_float32, before, strict=True)
         if is_float32 and not _is_broadcast(value, each) and (rule.moves or each == shape)
     ]
-    if op.facts.enlarges and len(data) < 2:
+    if op.info.enlarges and len(data) < 2:
         return op.format.dtype
     return widest(map(dtype, data)) if data else None
 

@@ -12,10 +12,10 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
-from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_same_in_loops, with_results
+from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant, with_results
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import Reads
-from jmp_amp._autocast._values import Known, Origin, Stream, Use, Value, join
+from jmp_amp._autocast._primitives import Demand
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
 
@@ -100,7 +100,7 @@ def _first_carry(value: Value, atom: Any) -> Value:
 
 def plan_higher_order(planner: Planner, op: Context) -> Step:
     """Decides an equation that holds jaxprs."""
-    match op.facts.structure:
+    match op.info.structure:
         case jx.Call() as call:
             return _call(planner, call, op)
         case jx.Branches() as branches:
@@ -109,7 +109,7 @@ def plan_higher_order(planner: Planner, op: Context) -> Step:
             return _scan(planner, loop, op)
         case jx.Loop() as loop:
             return _while(planner, loop, op)
-    raise TypeError(op.facts.structure)
+    raise TypeError(op.info.structure)
 
 
 def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
@@ -128,21 +128,21 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
         return _as_traced(planner, entry.enter_low(eqn), op, eqn)
     if entry.run is None or has_references:
         return _as_traced(planner, call, op, eqn)
-    ((jaxpr, known, reads),) = op.inside
+    ((jaxpr, known, demands),) = op.inside
     values = _known_as(values, known)
-    uses = tuple(use._replace(reads=each) for use, each in zip(uses, reads, strict=True))
+    uses = tuple(use._replace(demand=each) for use, each in zip(uses, demands, strict=True))
     region = op.region
     is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
     if is_checkpoint:
         region = region._replace(is_checkpointed=True)
     plan = planner.plan(jaxpr, values, uses, region)
-    reads_float32 = (False,) * len(values) if entry.keeps_inputs else plan.reads_float32
+    needs_float32 = (False,) * len(values) if entry.keeps_inputs else plan.needs_float32
     cast = tuple(
-        value.as_float32() if in_float32 and jx.dtype_of(atom) == FLOAT32 else value
-        for value, in_float32, atom in zip(values, reads_float32, eqn.invars, strict=True)
+        value.as_float32() if needs and jx.dtype_of(atom) == FLOAT32 else value
+        for value, needs, atom in zip(values, needs_float32, eqn.invars, strict=True)
     )
     plan = planner.plan(jaxpr, cast, uses, region)
-    step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])._replace(reads_float32=reads_float32)
+    step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])._replace(needs_float32=needs_float32)
     if is_checkpoint and not planner.options.keeps_checkpoints:
         return step._replace(run=functools.partial(_run_inline, plan), changed=True)
     if call.rule is None or not plan.changed:
@@ -169,15 +169,17 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> S
     plan = planner.plan(call.jaxpr, inputs, uses, op.region._replace(format=AS_TRACED))
     outs = tuple(Value(jx.dtype_of(atom)) for atom in opened.outvars)
     step = _step(eqn, op.values, cast, outs, [], [(plan, 1)])
-    return step._replace(reads_float32=(True,) * len(cast), run=functools.partial(jx.bind, eqn))
+    return step._replace(needs_float32=(True,) * len(cast), run=functools.partial(jx.bind, eqn))
 
 
 def _branches(planner: Planner, branches: jx.Branches, op: Context) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
     inputs, plans = tuple(op.values[i] for i in branches.operands), []
-    for branch, known, reads in op.inside:
+    for branch, known, demands in op.inside:
         # The results are stored, so float32 would cost memory, even if all readers read float32.
-        stored = tuple(use._replace(reads=each, in_float32=False) for use, each in zip(op.uses, reads, strict=True))
+        stored = tuple(
+            use._replace(demand=each, needs_float32=False) for use, each in zip(op.uses, demands, strict=True)
+        )
         plans.append(planner.plan(branch, _known_as(inputs, known), stored, op.region))
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
@@ -188,7 +190,7 @@ def _branches(planner: Planner, branches: jx.Branches, op: Context) -> Step:
 def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Gives each carry of a `scan` the dtype that the body returns for it."""
     eqn, values, uses = op.eqn, op.values, op.uses
-    ((body, known, reads),) = op.inside
+    ((body, known, demands),) = op.inside
     consts = tuple(value._replace(save_cast=True) for value in values[loop.consts])
     inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
     first, last = loop.n_consts, loop.n_consts + loop.n_carry
@@ -197,7 +199,7 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
         streams = planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in uses])
     read_as = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
     read_as = [use.stream if use.stream is Stream.RETURNED else each for use, each in zip(uses, read_as, strict=False)]
-    of_body = tuple(map(Use, reads, read_as))
+    of_body = tuple(map(Use, demands, read_as))
 
     def plan_body(carry: Values) -> Plan:
         return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)
@@ -231,8 +233,8 @@ def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
 def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Plans `while_loop` and `fori_loop`; carries are as in `scan`."""
     eqn, values = op.eqn, op.values
-    (_, known_of_cond, _), (_, known, reads) = op.inside
-    uses, first, streams = tuple(map(Use, reads)), loop.n_consts, [False] * loop.n_carry
+    (_, known_of_cond, _), (_, known, demands) = op.inside
+    uses, first, streams = tuple(map(Use, demands)), loop.n_consts, [False] * loop.n_carry
     consts = tuple(value._replace(save_cast=True) for value in values[loop.consts])
     inputs = _known_as((*consts, *values[loop.carry]), known)
 
@@ -241,7 +243,7 @@ def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
 
     carry, body = _plan_carries(plan_body, inputs[first:], eqn.invars[loop.carry], streams, op.format.dtype)
     of_cond = _known_as((*values[loop.cond_consts], *carry), known_of_cond)
-    cond = planner.plan(loop.cond, of_cond, (Use(Reads.ENDS_LOOP),), op.region)
+    cond = planner.plan(loop.cond, of_cond, (Use(Demand.ENDS_LOOP),), op.region)
     cast = (*values[loop.cond_consts], *values[loop.consts], *carry)
     return _step(eqn, values, cast, carry, [cond.body(), body.body(carry)], [(cond, 1), (body, 1)])
 
@@ -251,7 +253,7 @@ def _step(
 ) -> Step:
     """Returns the decision for an equation: the casts of its operands, and other bodies if a plan changes one.
 
-    Its operands are stored, so float32 would cost memory. So `reads_float32` is false, even if the body reads float32.
+    Its operands are stored, so float32 would cost memory. So `needs_float32` is false, even if the body reads float32.
     """
     casts = tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(values, cast, strict=True))
     run_with, changed = jx.HIGHER_ORDER[eqn.primitive.name].run, any(plan.changed for plan, _ in inner)
@@ -265,8 +267,8 @@ def _step(
 
 def _run_loop(run_with: Any, eqn: JaxprEqn, bodies: Sequence[jx.Body], args: Sequence[Any]) -> Sequence[Any]:
     """Runs a loop; arrays that it does not change are cast once, before it."""
-    if jx.holds(bodies[-1].jaxpr, is_same_in_loops):
-        return jx.run_loop(eqn, bodies, args, is_same_in_loops)
+    if jx.holds(bodies[-1].jaxpr, is_loop_invariant):
+        return jx.run_loop(eqn, bodies, args, is_loop_invariant)
     return run_with(eqn, bodies, args)
 
 
@@ -278,7 +280,7 @@ def _sliced(value: Value) -> Value:
     return value._replace(origin=Origin.SCALAR) if is_scalar else value
 
 
-def _known_as(values: Values, known: Sequence[Known]) -> Values:
+def _known_as(values: Values, known: Sequence[ValueFacts]) -> Values:
     return tuple(value._replace(known=each) for value, each in zip(values, known, strict=True))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import RULES, Makes, OpClass, Reads, Rule, RuleOf, Rules
+from jmp_amp._autocast._primitives import RULES, Demand, OpClass, ResultKind, Rule, RuleOf, Rules
 from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 
@@ -104,9 +104,9 @@ def _override(name: str, value: Any) -> RuleOf:
 
 
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    rule = rule._replace(reads=Reads.NOBODY)  # the class is all that the user asks for
+    rule = rule._replace(demand=Demand.NONE)  # the class is all that the user asks for
     if op_class is OpClass.LOWER:  # rounds the result, even if its readers read float32
-        return rule._replace(op_class=op_class, makes=Makes.OTHER if rule.moves else rule.makes, fuses=False)
+        return rule._replace(op_class=op_class, kind=ResultKind.OTHER if rule.moves else rule.kind, fuses=False)
     several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1
     if op_class is OpClass.FOLLOW and rule.op_class is not OpClass.FOLLOW and several:
         op_class = OpClass.PROMOTE  # all operands of an op must have one dtype

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._values import Known, Value
+from jmp_amp._autocast._values import Value, ValueFacts
 from jmp_amp._float8 import is_scale
 from jmp_amp._formats import Format
 
@@ -81,7 +81,7 @@ def _jvp_of_cast(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, 
 _with_derivative_of.defjvp(_jvp_of_cast, symbolic_zeros=True)
 
 
-def is_same_in_loops(primitive: Primitive, *args: Any, **params: Any) -> bool:
+def is_loop_invariant(primitive: Primitive, *args: Any, **params: Any) -> bool:
     """Whether an op computes a cast, or the scale of one, that a loop computes once if it does not change the array."""
     return params.get("name") == SAVED or is_scale(primitive)
 
@@ -101,7 +101,7 @@ class Step(NamedTuple):
         outs: what is known of the results.
         run: evaluates the equation on its cast operands.
         changed: whether a dtype in it differs from the traced one.
-        reads_float32: whether it reads each operand only in float32, so that the operand may be computed in float32.
+        needs_float32: whether it reads each operand only in float32, so that the operand may be computed in float32.
         why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
         inner: the plans of its jaxprs, and how often each runs; 1 if that is not known.
         as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
@@ -113,7 +113,7 @@ class Step(NamedTuple):
     outs: tuple[Value, ...]
     run: Run
     changed: bool
-    reads_float32: tuple[bool, ...]
+    needs_float32: tuple[bool, ...]
     why: str = ""
     inner: "tuple[tuple[Plan, Any], ...]" = ()
     as_traced: str | None = None
@@ -135,7 +135,7 @@ class Region(NamedTuple):
 
 
 # A jaxpr of an equation, what is known of its inputs, and how its results are read.
-Inside = tuple[Any, tuple[Known, ...], tuple[int, ...]]
+Inside = tuple[Any, tuple[ValueFacts, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ class Plan:
         values: what is known of each variable.
         steps: the decision for each equation.
         outs: what is known of the results.
-        reads_float32: whether each input is read in float32 only.
+        needs_float32: whether each input is read in float32 only.
         region: the surroundings of the jaxpr.
         scopes: the paths of its equations; empty if no rule has a pattern.
         opaque: the primitives that hold products and have no rule, so that these stay as they were traced.
@@ -160,7 +160,7 @@ class Plan:
     values: Mapping[Var, Value]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
-    reads_float32: tuple[bool, ...]
+    needs_float32: tuple[bool, ...]
     region: Region
     scopes: frozenset[str]
     opaque: frozenset[str]

@@ -9,11 +9,11 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._analyses import Knowledge, Readers, joined, why_as_traced
+from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
 from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
-from jmp_amp._autocast._plan import Op, Plan, Region, Run, Step, differs, is_same_in_loops
-from jmp_amp._autocast._primitives import RULES, Facts, Makes, OpClass, Reads, Rule, find_rule, rule_of
+from jmp_amp._autocast._plan import Op, Plan, Region, Run, Step, differs, is_loop_invariant
+from jmp_amp._autocast._primitives import RULES, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant, constants
@@ -28,10 +28,10 @@ class Planner:
         self._rules: Mapping[str, Any] = {**RULES, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.knowledge = Knowledge(self.facts_of)
-        self.readers = Readers(self.facts_of, self.knowledge)
-        self.streams = Streams(self.facts_of)
-        self._plans, self._facts = jx.Cache(), jx.Cache()
+        self.knowledge = Knowledge(self.infos_of)
+        self.demands = Demands(self.infos_of, self.knowledge)
+        self.streams = Streams(self.infos_of)
+        self._plans, self._infos = jx.Cache(), jx.Cache()
         self._bodies = jx.Cache(drop=dict.clear)  # a plan refers to its functions, and these to the plan
         self._steps, self._numbers, self._counter = jx.Cache(2**14), jx.Cache(2**14), itertools.count()
 
@@ -49,7 +49,7 @@ class Planner:
         return self._plans(opened, key, lambda: self._plan(jaxpr, values, uses, region))
 
     def _plan(self, jaxpr: Any, *args: Any) -> Plan:
-        plan = _Draft(self, jaxpr, *args).plan()
+        plan = _PlanBuilder(self, jaxpr, *args).plan()
         key = tuple(map(id, plan.consts)), plan.decisions
         return dataclasses.replace(plan, bodies=self._bodies(jx.open_jaxpr(jaxpr)[0], key, dict))
 
@@ -57,12 +57,12 @@ class Planner:
         """Returns the rule for a first-order equation."""
         return rule_of(eqn, self._rules)
 
-    def facts_of(self, jaxpr: Jaxpr) -> list[Facts]:
+    def infos_of(self, jaxpr: Jaxpr) -> list[EqnInfo]:
         """Returns the facts of each equation of an open jaxpr."""
-        return self._facts(jaxpr, (), lambda: self._read_facts(jaxpr))
+        return self._infos(jaxpr, (), lambda: self._read_infos(jaxpr))
 
-    def _read_facts(self, jaxpr: Jaxpr) -> list[Facts]:
-        facts, moved = [], dict[Any, Var]()
+    def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
+        infos, moved = [], dict[Any, Var]()
         for eqn in jaxpr.eqns:
             rule, atoms = self.rule_of(eqn), eqn.invars
             operands = dict.fromkeys([atom for atom in atoms if isinstance(atom, Var)])
@@ -70,8 +70,8 @@ class Planner:
             if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
                 moved[eqn.outvars[0]] = sources[0]
             number = self._number_of(eqn, sources)
-            facts.append(Facts(eqn, rule, jx.structure_of(eqn), tuple(operands), sources, number))
-        return facts
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), tuple(operands), sources, number))
+        return infos
 
     def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int | None:
         if eqn.primitive.name not in self._rules or jx.holds_jaxprs(eqn):  # which these numbers would keep alive
@@ -94,7 +94,7 @@ class Planner:
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
-        return is_same_in_loops(primitive, **params) or self._is_costly(primitive, params, avals)
+        return is_loop_invariant(primitive, **params) or self._is_costly(primitive, params, avals)
 
     def _is_costly(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
         """Whether an op is costly: by its rule, by what is in it, or because it may be a kernel.
@@ -123,12 +123,12 @@ class Planner:
 
     def decide(self, op: Context) -> Step:
         """Decides an equation."""
-        if op.facts.structure is not None:
+        if op.info.structure is not None:
             return self._plan_higher_order(self, op)
-        if op.facts.op is None:
+        if op.info.op is None:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
-        step = self._steps(self, (op.facts.op, *op.decision_key), lambda: self._first_order(op))
+        step = self._steps(self, (op.info.op, *op.decision_key), lambda: self._first_order(op))
         return step._replace(eqn=op.eqn)
 
     def _first_order(self, op: Context) -> Step:
@@ -154,8 +154,8 @@ class Planner:
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
-        reads_float32 = tuple(d == FLOAT32 or not shows for d in dtypes)
-        return Step(eqn, shared, outs, run, changed, reads_float32, why)
+        needs_float32 = tuple(d == FLOAT32 or not shows for d in dtypes)
+        return Step(eqn, shared, outs, run, changed, needs_float32, why)
 
 
 @dataclasses.dataclass(slots=True)
@@ -167,7 +167,7 @@ class _Variable:
         producer: the equation that computes it; None for an input.
         readers: the equations that read it.
         low_readers: those of them that may read it in low precision, and -1 if a result of the jaxpr may.
-        reads: how its readers read it.
+        demand: how its readers read it.
         stream: how it is read as a residual stream.
     """
 
@@ -175,16 +175,18 @@ class _Variable:
     producer: int | None = None
     readers: list[int] = dataclasses.field(default_factory=list)
     low_readers: set[int] = dataclasses.field(default_factory=set)
-    reads: int = Reads.NOBODY
+    demand: int = Demand.NONE
     stream: Stream = Stream.NONE
 
     @property
     def needs_float32(self) -> bool:
         """Whether all its readers read float32, or it is a gate."""
-        return (self.reads != Reads.NOBODY and not self.low_readers) or bool(self.reads & (Reads.FACTOR | Reads.GATE))
+        return (self.demand != Demand.NONE and not self.low_readers) or bool(
+            self.demand & (Demand.FACTOR | Demand.GATE)
+        )
 
 
-class _Draft:
+class _PlanBuilder:
     """A plan in the making.
 
     Equations are decided in order, so the readers of a result are decided after it. Once all readers of a cheap op turn
@@ -200,46 +202,47 @@ class _Draft:
         self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
         given = zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True)
         self._variables = {var: _Variable(value) for var, value in given}
-        facts = planner.facts_of(opened)
-        for i, each in enumerate(facts):
+        infos = planner.infos_of(opened)
+        for i, each in enumerate(infos):
             for var in each.operands:
                 self._variables[var].readers.append(i)
                 self._variables[var].low_readers.add(i)
             self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
         for use, atom in zip(uses, opened.outvars, strict=True):
-            if isinstance(atom, Var) and not use.needs_float32:
+            is_low = use.demand != Demand.RETURNED and not use.demand & Demand.SENSITIVE
+            if isinstance(atom, Var) and is_low and not use.needs_float32:
                 self._variables[atom].low_readers.add(-1)
         known = [value.known for value in values]
         self._known = planner.knowledge.find(jaxpr, known)
-        for var, reads in planner.readers.find(jaxpr, known, [use.reads for use in uses]).items():
-            self._variables[var].reads = reads
+        for var, demand in planner.demands.find(jaxpr, known, [use.demand for use in uses]).items():
+            self._variables[var].demand = demand
         if planner.options.has_low_stream:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
             streams = planner.streams.find(opened, is_computed, [use.stream for use in uses])
             for var, stream in streams.items():
                 self._variables[var].stream = stream
-        self._contexts = list(map(self._context, facts))
-        self._steps: list[Step | None] = [None] * len(facts)
+        self._contexts = list(map(self._context, infos))
+        self._steps: list[Step | None] = [None] * len(infos)
 
-    def _context(self, facts: Facts) -> Context:
+    def _context(self, info: EqnInfo) -> Context:
         """Returns what is known of an equation before its operands are decided."""
-        eqn, rule = facts.eqn, facts.rule
+        eqn, rule = info.eqn, info.rule
         region = self._planner.enter(self._region, eqn)
-        op = Context(facts, region, self._planner.options, ())
-        outs = [self._variables[var].reads for var in eqn.outvars]
-        reads = joined(outs)
-        if facts.structure is not None or rule.can_run_as_traced or reads & Reads.ENDS_LOOP:
+        op = Context(info, region, self._planner.options, ())
+        outs = [self._variables[var].demand for var in eqn.outvars]
+        demand = joined(outs)
+        if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
             is_marked = format_in(eqn.source_info.name_stack) is not None
-            if facts.enters is not None:
-                given = [Reads.OTHERWISE] * len(outs) if is_marked else outs
-                op = op._replace(inside=self._planner.readers.inside(facts, operands, given))
-            reason = why_as_traced(facts, reads, operands, region.format)
+            if info.enters is not None:
+                given = [Demand.ANY] * len(outs) if is_marked else outs
+                op = op._replace(inside=self._planner.demands.inside(info, operands, given))
+            reason = why_as_traced(info, demand, operands, region.format)
             if reason is not None and region.format.is_low and not is_marked:  # a region in the code takes precedence
                 op = op._replace(region=region._replace(format=FORMATS["float32"]), as_traced=reason)
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
-        stream = self._variables[eqn.outvars[0]].stream if rule.makes is Makes.SUM else Stream.NONE
+        stream = self._variables[eqn.outvars[0]].stream if rule.kind is ResultKind.SUM else Stream.NONE
         return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
 
     def plan(self) -> Plan:
@@ -249,7 +252,7 @@ class _Draft:
             while pending:
                 pending += self._decide(pending.pop())
         known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
-        reads_float32 = tuple([self._variables[var].needs_float32 for var in self._jaxpr.invars])
+        needs_float32 = tuple([self._variables[var].needs_float32 for var in self._jaxpr.invars])
         pairs = zip(filter(None, self._steps), self._contexts, strict=True)
         steps = [step._replace(as_traced=op.as_traced) for step, op in pairs]
         inner = [plan for step in steps for plan, _ in step.inner]
@@ -257,7 +260,7 @@ class _Draft:
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
         frame, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
-        return Plan(frame, self._consts, known, steps, outs, reads_float32, self._region, scopes, opaque)
+        return Plan(frame, self._consts, known, steps, outs, needs_float32, self._region, scopes, opaque)
 
     def _read(self, atom: Any) -> Value:
         if isinstance(atom, Literal):
@@ -267,20 +270,20 @@ class _Draft:
     def _decide(self, i: int) -> list[int]:
         """Decides an equation, and returns those to decide again because of it."""
         old, old_step = self._contexts[i], self._steps[i]
-        facts, eqn, rule = old.facts, old.eqn, old.facts.rule
+        info, eqn, rule = old.info, old.eqn, old.info.rule
         outs = [self._variables[var] for var in eqn.outvars]
         uses: tuple[Use, ...] = ()
-        if facts.structure is not None:
-            uses = tuple([Use(out.reads or Reads.OTHERWISE, out.stream, out.needs_float32) for out in outs])
+        if info.structure is not None:
+            uses = tuple([Use(out.demand or Demand.ANY, out.stream, out.needs_float32) for out in outs])
         values = tuple([self._read(atom) for atom in eqn.invars])
         has_copy = False
-        if facts.uses_copies:
+        if info.uses_copies:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
             has_copy = any(value.has_float32_copy for value in values)
         op = old._replace(
             values=values,
-            in_float32=(rule.fuses or (rule.moves and has_copy)) and _need_float32(outs),
-            reads_stored_norm=self._reads_stored_norm(facts, values),
+            needs_float32=(rule.fuses or (rule.moves and has_copy)) and _need_float32(outs),
+            reads_stored_norm=self._reads_stored_norm(info, values),
             uses=uses,
         )
         if old_step is not None and op == old:
@@ -305,17 +308,17 @@ class _Draft:
 
     def _affected(self, i: int, step: Step) -> Iterator[int]:
         """Records the operands that an equation reads in float32, and yields the equations to decide again."""
-        pairs = zip(step.eqn.invars, step.reads_float32, strict=True)
+        pairs = zip(step.eqn.invars, step.needs_float32, strict=True)
         low = {atom for atom, is_float32 in pairs if not is_float32 and isinstance(atom, Var)}
-        for var in self._contexts[i].facts.operands:
+        for var in self._contexts[i].info.operands:
             operand = self._variables[var]
             if var not in low and i in operand.low_readers:
                 operand.low_readers.remove(i)
                 if operand.needs_float32 and operand.producer is not None:
                     yield operand.producer
-                yield from [reader for reader in operand.readers if self._contexts[reader].facts.uses_copies]
+                yield from [reader for reader in operand.readers if self._contexts[reader].info.uses_copies]
 
-    def _reads_stored_norm(self, facts: Facts, values: tuple[Value, ...]) -> bool:
+    def _reads_stored_norm(self, info: EqnInfo, values: tuple[Value, ...]) -> bool:
         """Whether an equation reads a norm of low-precision data that a product reads too.
 
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
@@ -323,9 +326,9 @@ class _Draft:
         """
 
         def is_stored(var: Var) -> bool:
-            return any(self._contexts[i].facts.rule.stores for i in self._variables[var].readers)
+            return any(self._contexts[i].info.rule.stores for i in self._variables[var].readers)
 
-        pairs = zip(facts.eqn.invars, values, strict=True)
+        pairs = zip(info.eqn.invars, values, strict=True)
         norms = [atom for atom, value in pairs if value.data_dtype is not None and value.data_dtype != value.dtype]
         return any(isinstance(atom, Var) and is_stored(atom) for atom in norms)
 

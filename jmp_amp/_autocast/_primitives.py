@@ -105,7 +105,7 @@ class OpClass(enum.StrEnum):
     ORIGINAL = "original"  # the dtypes that they were traced in
 
 
-class Makes(enum.StrEnum):
+class ResultKind(enum.StrEnum):
     """How the elements of the result come from the elements of the operands."""
 
     MOVED = "moved"  # the same elements in other places
@@ -123,11 +123,11 @@ class Makes(enum.StrEnum):
     OTHER = "other"
 
 
-class Reads:
-    """How the readers of a value read it; several are joined by `|`. Plain integers, since there are many."""
+class Demand:
+    """What the readers of a value demand of it; several are joined by `|`. Plain integers, since there are many."""
 
-    NOBODY = 0
-    OTHERWISE = 1 << 0  # in a way that is none of these
+    NONE = 0
+    ANY = 1 << 0  # in a way that is none of these
     RETURNED = 1 << 1  # by the caller of the program, in float32
     ANGLE = 1 << 2  # as an angle: one of 100 is off by 0.03 rad in float16, and by 0.25 in bfloat16
     DISTANCE = 1 << 3  # as a term of a difference that cancels: of a squared distance, or of a variance
@@ -143,7 +143,7 @@ class Reads:
     ENDS_LOOP = 1 << 13  # to decide when a loop ends
     INDEX = 1 << 14  # as an index or a code: it is converted to an integer of more than 8 bits
 
-    OTHERS = OTHERWISE | RETURNED
+    OTHERS = ANY | RETURNED
     LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
     SENSITIVE = LINEAR | ENDS_LOOP | INDEX  # those that float32 is for
 
@@ -153,8 +153,8 @@ class Rule(NamedTuple):
 
     Attributes:
         op_class: the dtype in which the op reads its operands.
-        makes: how the elements of the result come from the elements of the operands.
-        reads: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NOBODY` if they do not.
+        kind: how the elements of the result come from the elements of the operands.
+        demand: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NONE` if they do not.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         rows: for a product, the axes of the result that come from the other operand, if the first or the second operand
@@ -174,8 +174,8 @@ class Rule(NamedTuple):
     """
 
     op_class: OpClass
-    makes: Makes = Makes.OTHER
-    reads: int = Reads.NOBODY
+    kind: ResultKind = ResultKind.OTHER
+    demand: int = Demand.NONE
     fuses: bool = False
     rows: tuple[Axes | None, Axes | None] = (None, None)
     costly: bool = False
@@ -194,27 +194,27 @@ class Rule(NamedTuple):
     @property
     def moves(self) -> bool:
         """Whether the op only moves elements."""
-        return self.makes is Makes.MOVED
+        return self.kind is ResultKind.MOVED
 
     @property
     def scales(self) -> bool:
         """Whether the op multiplies or divides two arrays element by element."""
-        return self.makes in (Makes.PRODUCT, Makes.QUOTIENT)
+        return self.kind in (ResultKind.PRODUCT, ResultKind.QUOTIENT)
 
     @property
     def arithmetic(self) -> bool:
         """Whether the op adds, subtracts, multiplies or divides."""
-        return self.makes in _ARITHMETIC
+        return self.kind in _ARITHMETIC
 
     @property
     def passes_on(self) -> bool:
         """Whether the result holds the elements of the operands, or their sums, products or quotients."""
-        return self.makes in _PASSES_ON
+        return self.kind in _PASSES_ON
 
     @property
     def is_product(self) -> bool:
         """Whether the op multiplies matrices or convolves, in any dtype."""
-        return self.makes is Makes.MATRIX_PRODUCT
+        return self.kind is ResultKind.MATRIX_PRODUCT
 
     @property
     def can_run_as_traced(self) -> bool:
@@ -224,7 +224,7 @@ class Rule(NamedTuple):
     @property
     def sums(self) -> bool:
         """Whether the op sums along axes."""
-        return self.makes is Makes.TOTAL
+        return self.kind is ResultKind.TOTAL
 
     @property
     def is_cast(self) -> bool:
@@ -234,7 +234,7 @@ class Rule(NamedTuple):
     @property
     def is_root(self) -> bool:
         """Whether the op is a root, the reciprocal of one, or a power that the program computes."""
-        return self.makes is Makes.POWER and (self.power is None or self.power % 1 != 0)
+        return self.kind is ResultKind.POWER and (self.power is None or self.power % 1 != 0)
 
     @property
     def is_linear(self) -> bool:
@@ -242,8 +242,8 @@ class Rule(NamedTuple):
         return self.moves or self.arithmetic or self.is_product or self.sums
 
 
-_ARITHMETIC = {Makes.SUM, Makes.DIFFERENCE, Makes.PRODUCT, Makes.QUOTIENT, Makes.OUTER_PRODUCT}
-_PASSES_ON = {Makes.MOVED, Makes.CHOSEN, Makes.SELECTED, *_ARITHMETIC}
+_ARITHMETIC = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT}
+_PASSES_ON = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED, *_ARITHMETIC}
 
 # The rule of a primitive, or a function of the parameters of the op and the types of its operands.
 RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
@@ -253,19 +253,21 @@ ORIGINAL = Rule(OpClass.ORIGINAL)
 _FULL = Rule(OpClass.FULL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_LOWER = Rule(OpClass.LOWER, Makes.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",))
+_LOWER = Rule(
+    OpClass.LOWER, ResultKind.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",)
+)
 _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
-_LOGARITHM = Rule(OpClass.FULL, Makes.LOGARITHM, Reads.RANGE)
-_POWER = Rule(OpClass.FULL, Makes.POWER)
-_SQUARE = Rule(OpClass.FOLLOW, Makes.POWER, fuses=True, power=2, fold=lambda _, x: x * x)
-_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED)
-_FUSED_MOVE = Rule(OpClass.FOLLOW, Makes.MOVED, fuses=True)
+_LOGARITHM = Rule(OpClass.FULL, ResultKind.LOGARITHM, Demand.RANGE)
+_POWER = Rule(OpClass.FULL, ResultKind.POWER)
+_SQUARE = Rule(OpClass.FOLLOW, ResultKind.POWER, fuses=True, power=2, fold=lambda _, x: x * x)
+_MOVE = Rule(OpClass.FOLLOW, ResultKind.MOVED)
+_FUSED_MOVE = Rule(OpClass.FOLLOW, ResultKind.MOVED, fuses=True)
 _CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda _, x: x)
-_SCATTER = _PROMOTE._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",))
+_SCATTER = _PROMOTE._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",))
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _KERNEL = _COSTLY._replace(is_kernel=True)
-_DECOMPOSITION = Rule(OpClass.ORIGINAL, reads=Reads.MATRIX, costly=True)
+_DECOMPOSITION = Rule(OpClass.ORIGINAL, demand=Demand.MATRIX, costly=True)
 
 
 def operand_dtypes(precision: Any) -> set[np.dtype] | None:
@@ -293,11 +295,11 @@ def _product(
     precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
     if lax.Precision.HIGHEST in asked or operand_dtypes(precision) == {np.dtype(np.float32)}:
-        return Rule(OpClass.ORIGINAL, Makes.MATRIX_PRODUCT, costly=True)
+        return Rule(OpClass.ORIGINAL, ResultKind.MATRIX_PRODUCT, costly=True)
     if all(n == 1 for n in terms):
-        return Rule(OpClass.PROMOTE, Makes.OUTER_PRODUCT, dtype_params=_LOWER.dtype_params)
+        return Rule(OpClass.PROMOTE, ResultKind.OUTER_PRODUCT, dtype_params=_LOWER.dtype_params)
     if _is_geometry(terms, left, right):
-        return Rule(OpClass.PROMOTE, Makes.MATRIX_PRODUCT, rows=rows, dtype_params=_LOWER.dtype_params)
+        return Rule(OpClass.PROMOTE, ResultKind.MATRIX_PRODUCT, rows=rows, dtype_params=_LOWER.dtype_params)
     return _LOWER._replace(rows=rows)
 
 
@@ -330,7 +332,7 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     # A layer with one input or one output is a layer, not a product of vectors.
     is_of_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
     if is_of_vectors and rule.can_run_as_traced:
-        return Rule(OpClass.FULL, Makes.MATRIX_PRODUCT, dtype_params=_LOWER.dtype_params)
+        return Rule(OpClass.FULL, ResultKind.MATRIX_PRODUCT, dtype_params=_LOWER.dtype_params)
     return rule
 
 
@@ -370,7 +372,7 @@ def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     if dtype == np.float32:
         return _CAST
     is_wide = jnp.issubdtype(dtype, np.integer) and jnp.iinfo(dtype).bits > 8
-    return ORIGINAL._replace(reads=Reads.INDEX if is_wide else Reads.NOBODY, dtype_params=_CAST.dtype_params)
+    return ORIGINAL._replace(demand=Demand.INDEX if is_wide else Demand.NONE, dtype_params=_CAST.dtype_params)
 
 
 def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -390,7 +392,7 @@ def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    product = _PAIRWISE._replace(makes=Makes.PRODUCT, fold=lambda _, x, y: x * y)
+    product = _PAIRWISE._replace(kind=ResultKind.PRODUCT, fold=lambda _, x, y: x * y)
     return product if params.get("out_dtype") is None else ORIGINAL
 
 
@@ -417,50 +419,52 @@ RULES: Rules = _table(
         "rsqrt": _POWER._replace(power=-0.5, fold=lambda _, x: 1 / np.sqrt(x)),
         "log": _LOGARITHM._replace(fold=lambda _, x: np.log(x)),
         "log2": _LOGARITHM,
-        "log1p": _FULL._replace(reads=Reads.RANGE),
-        "acos acosh asin atanh erf_inv": _FULL._replace(reads=Reads.EDGE),
+        "log1p": _FULL._replace(demand=Demand.RANGE),
+        "acos acosh asin atanh erf_inv": _FULL._replace(demand=Demand.EDGE),
         "asinh atan cosh sinh tan": _FULL,
         "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
         "regularized_incomplete_beta zeta": _FULL,
         # Sums over many terms.
-        "reduce_sum cumsum reduce_window_sum": _FULL._replace(makes=Makes.TOTAL),
+        "reduce_sum cumsum reduce_window_sum": _FULL._replace(kind=ResultKind.TOTAL),
         "reduce_prod cumprod cumlogsumexp": _FULL,
-        "scatter-add scatter-sub scatter-mul": _FULL._replace(makes=Makes.CHOSEN, jaxpr_params=("update_jaxpr",)),
+        "scatter-add scatter-sub scatter-mul": _FULL._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",)),
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
-        "add": _PAIRWISE._replace(makes=Makes.SUM, fold=lambda _, x, y: x + y),
-        "sub": _PAIRWISE._replace(makes=Makes.DIFFERENCE, fold=lambda _, x, y: x - y),
-        "add_any": _PAIRWISE._replace(makes=Makes.DIFFERENCE),
+        "add": _PAIRWISE._replace(kind=ResultKind.SUM, fold=lambda _, x, y: x + y),
+        "sub": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE, fold=lambda _, x, y: x - y),
+        "add_any": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE),
         "mul": _mul,
-        "div": _PAIRWISE._replace(makes=Makes.QUOTIENT, fold=lambda _, x, y: x / y),
-        "max": _PAIRWISE._replace(makes=Makes.CHOSEN, fold=lambda _, x, y: np.maximum(x, y)),
-        "min": _PAIRWISE._replace(makes=Makes.CHOSEN, fold=lambda _, x, y: np.minimum(x, y)),
-        "clamp": _PAIRWISE._replace(makes=Makes.CHOSEN),
-        "select_n": _PAIRWISE._replace(makes=Makes.SELECTED),
+        "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=lambda _, x, y: x / y),
+        "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x, y: np.maximum(x, y)),
+        "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x, y: np.minimum(x, y)),
+        "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN),
+        "select_n": _PAIRWISE._replace(kind=ResultKind.SELECTED),
         "eq ne lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
         "rem nextafter": _PROMOTE._replace(keeps_unit=True),
         "atan2": _PROMOTE,
         "scatter": _scatter,
         "scatter-min scatter-max": _SCATTER,
-        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(makes=Makes.CHOSEN),
-        "concatenate pad": _PROMOTE._replace(makes=Makes.MOVED, move_axes=no_axes),
-        "stack": _PROMOTE._replace(makes=Makes.MOVED),
+        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(kind=ResultKind.CHOSEN),
+        "concatenate pad": _PROMOTE._replace(kind=ResultKind.MOVED, move_axes=no_axes),
+        "stack": _PROMOTE._replace(kind=ResultKind.MOVED),
         # Bounded or exact in any dtype.
-        "neg": _ELEMENTWISE._replace(makes=Makes.CHOSEN, makes_gates=True, fold=lambda _, x: -x),
-        "abs": _ELEMENTWISE._replace(makes=Makes.CHOSEN, fold=lambda _, x: np.abs(x)),
-        "reduce_max reduce_min": _ELEMENTWISE._replace(makes=Makes.CHOSEN),
+        "neg": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, makes_gates=True, fold=lambda _, x: -x),
+        "abs": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x: np.abs(x)),
+        "reduce_max reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN),
         "square": _SQUARE,
         "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
         "one_minus_square": _ELEMENTWISE,
-        "sin cos": _ELEMENTWISE._replace(reads=Reads.ANGLE),
-        "sqrt": _ELEMENTWISE._replace(makes=Makes.POWER, reads=Reads.ROOT, power=0.5, fold=lambda _, x: np.sqrt(x)),
+        "sin cos": _ELEMENTWISE._replace(demand=Demand.ANGLE),
+        "sqrt": _ELEMENTWISE._replace(
+            kind=ResultKind.POWER, demand=Demand.ROOT, power=0.5, fold=lambda _, x: np.sqrt(x)
+        ),
         "cbrt": _ELEMENTWISE._replace(power=1 / 3),
         "floor ceil round tanh logistic erf erfc": _ELEMENTWISE,
         "argmax argmin": _FOLLOW._replace(drops_unit=True),
         "cummax cummin sort top_k": _FOLLOW._replace(keeps_unit=True),
         "approx_top_k": _FOLLOW,
         "reduce_window_max reduce_window_min": _FOLLOW._replace(stores=True),
-        "psum psum_invariant": _FOLLOW._replace(makes=Makes.TOTAL),
+        "psum psum_invariant": _FOLLOW._replace(kind=ResultKind.TOTAL),
         "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
@@ -498,8 +502,8 @@ def find_rule(primitive: Primitive, params: Mapping[str, Any], avals: Sequence[A
     return rule if isinstance(rule, Rule) else rule(params, avals)
 
 
-class Facts(NamedTuple):
-    """Facts about an equation.
+class EqnInfo(NamedTuple):
+    """What is known of an equation.
 
     Attributes:
         eqn: the equation.
@@ -521,7 +525,7 @@ class Facts(NamedTuple):
     @property
     def enters(self) -> jx.Structure | None:
         """How analyses enter its jaxprs: a solver is one op to them."""
-        return None if self.rule.reads else self.structure
+        return None if self.rule.demand else self.structure
 
     @property
     def uses_copies(self) -> bool:
@@ -542,7 +546,7 @@ class Facts(NamedTuple):
     @property
     def is_square(self) -> bool:
         """Whether its result is the square of an array, element by element."""
-        return self.rule.power == 2 or (self.rule.makes is Makes.PRODUCT and self.repeats_operand)
+        return self.rule.power == 2 or (self.rule.kind is ResultKind.PRODUCT and self.repeats_operand)
 
     @property
     def multiplies_slices(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Facts, Makes, OpClass
+from jmp_amp._autocast._primitives import EqnInfo, OpClass, ResultKind
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
 
@@ -82,10 +82,10 @@ class _Norms(NamedTuple):
 class Streams:
     """Finds the residual streams of jaxprs; a jaxpr that many equations hold is read once."""
 
-    def __init__(self, facts_of: Callable[[Jaxpr], Sequence[Facts]]) -> None:
+    def __init__(self, infos_of: Callable[[Jaxpr], Sequence[EqnInfo]]) -> None:
         """Takes a function that returns the facts of each equation of an open jaxpr."""
-        self._facts_of = facts_of
-        self._norms, self._layers = jx.Cache(), _Layers(facts_of)
+        self._infos_of = infos_of
+        self._norms, self._layers = jx.Cache(), _Layers(infos_of)
 
     def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], uses: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
@@ -139,19 +139,19 @@ class Streams:
     def _find(self, jaxpr: Jaxpr, inputs: tuple[_Part | None, ...]) -> _Norms:
         parts = dict(zip(jaxpr.invars, inputs, strict=True))
         norms = _Norms((), {}, set(), {}, {})
-        for facts in self._facts_of(jaxpr):
-            eqn = facts.eqn
+        for info in self._infos_of(jaxpr):
+            eqn = info.eqn
             operands = [parts.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
             outs: Sequence[_Part | None]
-            if isinstance(facts.structure, jx.Loop):
-                outs = self._enter_loop(eqn, facts.structure, operands, norms)
-            elif facts.structure is not None:
-                outs = self._enter(eqn, facts.structure, operands, norms)
+            if isinstance(info.structure, jx.Loop):
+                outs = self._enter_loop(eqn, info.structure, operands, norms)
+            elif info.structure is not None:
+                outs = self._enter(eqn, info.structure, operands, norms)
             elif len(eqn.outvars) == 1:
-                outs = [_first_order(facts, operands, norms)]
+                outs = [_first_order(info, operands, norms)]
             else:
                 outs = list(map(_Part, eqn.outvars))
-            if facts.rule.op_class is OpClass.LOWER or any(part and part.is_layers for part in operands):
+            if info.rule.op_class is OpClass.LOWER or any(part and part.is_layers for part in operands):
                 outs = [part and part._replace(is_layers=True) for part in outs]
             norms.layers.update(part.root for part in outs if part and part.is_layers)
             for part in filter(None, outs):
@@ -203,13 +203,13 @@ class Streams:
         return [_Part(var, is_layers=bool(found.layers)) for var in eqn.outvars]
 
 
-def _first_order(facts: Facts, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
+def _first_order(info: EqnInfo, operands: Sequence[_Part | None], norms: _Norms) -> _Part | None:
     """Returns what the result of an op holds, and notes sums and residual streams."""
-    eqn, rule, (result,) = facts.eqn, facts.rule, facts.eqn.outvars
+    eqn, rule, (result,) = info.eqn, info.rule, info.eqn.outvars
     if jx.dtype_of(result) != FLOAT32:
         return None
     known = [part for part in operands if part]
-    if rule.passes_on and (not known or facts.enlarges):
+    if rule.passes_on and (not known or info.enlarges):
         return None if all(part.holds is _Holds.ELEMENTS for part in known) else known[0]
     statistics = [part for part in known if part.holds is not _Holds.ELEMENTS]
     elements = [
@@ -225,7 +225,7 @@ def _first_order(facts: Facts, operands: Sequence[_Part | None], norms: _Norms) 
     for part in known:
         if part.adds_norm and rule.op_class is OpClass.LOWER:
             norms.add(part.root, Stream.RESNET)
-    if not (rule.passes_on or (rule.makes is Makes.POWER and not rule.is_root)):
+    if not (rule.passes_on or (rule.kind is ResultKind.POWER and not rule.is_root)):
         return _Part(result)
     scaled = [part.root for part in statistics if part.holds is _Holds.DEVIATION and part.root in roots]
     if rule.scales and scaled:
@@ -233,7 +233,7 @@ def _first_order(facts: Facts, operands: Sequence[_Part | None], norms: _Norms) 
         return _Part(scaled[0], is_normal=True)
     if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
-    if rule.makes is Makes.SUM:
+    if rule.kind is ResultKind.SUM:
         norms.terms[result] = {part.root for part in elements if not part.is_normal}
         # The output of a layer is computed after the stream that it is added to.
         last = max(elements, key=lambda part: norms.order.get(part.root, -1), default=None)
@@ -252,7 +252,7 @@ class _From(enum.IntEnum):
     LAYERS = 3  # a product of a carry, or what is made of one, with a slice of a weight
 
 
-class _Layers(jx.Forward[Facts, _From]):
+class _Layers(jx.Forward[EqnInfo, _From]):
     """The analysis that finds the layers in the body of a scan."""
 
     bottom = _From.CONSTANTS
@@ -260,6 +260,6 @@ class _Layers(jx.Forward[Facts, _From]):
     def join(self, a: _From, b: _From) -> _From:
         return max(a, b)
 
-    def transfer(self, facts: Facts, operands: Sequence[_From]) -> Sequence[_From]:
-        is_layer = facts.rule.op_class is OpClass.LOWER and {_From.SLICES, _From.CARRIES}.issubset(operands)
-        return [_From.LAYERS if is_layer else max(operands, default=self.bottom)] * len(facts.eqn.outvars)
+    def transfer(self, info: EqnInfo, operands: Sequence[_From]) -> Sequence[_From]:
+        is_layer = info.rule.op_class is OpClass.LOWER and {_From.SLICES, _From.CARRIES}.issubset(operands)
+        return [_From.LAYERS if is_layer else max(operands, default=self.bottom)] * len(info.eqn.outvars)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Axes, Reads, varying
+from jmp_amp._autocast._primitives import Axes, Demand, varying
 from jmp_amp._formats import FLOAT32
 
 
@@ -43,19 +43,14 @@ class Use(NamedTuple):
     """How a result of a jaxpr is used.
 
     Attributes:
-        reads: how its readers read it.
-        stream: as which residual stream.
-        in_float32: whether all readers read float32.
+        demand: what its readers demand.
+        stream: as which residual stream they read it.
+        needs_float32: whether all readers read float32.
     """
 
-    reads: int = Reads.OTHERWISE
+    demand: int = Demand.ANY
     stream: Stream = Stream.NONE
-    in_float32: bool = False
-
-    @property
-    def needs_float32(self) -> bool:
-        """Whether all readers read float32, or float32 is for one of them."""
-        return self.in_float32 or self.reads == Reads.RETURNED or bool(self.reads & Reads.SENSITIVE)
+    needs_float32: bool = False
 
 
 class Squares(enum.IntEnum):
@@ -79,7 +74,7 @@ class Moment(enum.IntEnum):
     SQUARED = 4  # a multiplication of two such products, as the square of a mean
 
 
-class Whole(enum.IntEnum):
+class IntegerKind(enum.IntEnum):
     """Whether a value holds whole numbers."""
 
     NO = 0
@@ -87,7 +82,7 @@ class Whole(enum.IntEnum):
     COUNT = 2  # sums and products of comparisons and integers
 
 
-class Known(NamedTuple):
+class ValueFacts(NamedTuple):
     """What is known of a value.
 
     Attributes:
@@ -106,14 +101,14 @@ class Known(NamedTuple):
     is_log: bool = False
     squares: Squares = Squares.NO
     moment: Moment = Moment.NO
-    whole: Whole = Whole.NO
+    integers: IntegerKind = IntegerKind.NO
     is_solution: bool = False
     adds_up: bool = False
     recurs: bool = False
     multiplies_slices: bool = False
 
 
-NOTHING = Known()
+NOTHING = ValueFacts()
 
 
 class Value(NamedTuple):
@@ -149,7 +144,7 @@ class Value(NamedTuple):
     save_cast: bool = False
     axes: tuple[Axes, ...] = ()
     filled: bool = False
-    known: Known = NOTHING
+    known: ValueFacts = NOTHING
 
     def as_data(self) -> "Value":
         """Returns the value as it would be in the dtype of its data."""
@@ -220,9 +215,9 @@ def _constant(x: Any) -> Value:
     if read.dtype != FLOAT32:
         return value
     with np.errstate(all="ignore"):
-        whole = Whole.CONSTANT if np.all(read == np.rint(read)) else Whole.NO
+        whole = IntegerKind.CONSTANT if np.all(read == np.rint(read)) else IntegerKind.NO
     sizes = magnitudes(read)
-    return value._replace(magnitudes=sizes, known=Known(size=sizes[1], whole=whole))
+    return value._replace(magnitudes=sizes, known=ValueFacts(size=sizes[1], integers=whole))
 
 
 # Constants of up to so many elements are read, at trace time, to find out whether a low dtype can hold them: vectors,

@@ -143,11 +143,11 @@ class Forward(_Analysis[E, T]):
 class Backward(_Analysis[E, T], Generic[E, S, T]):
     """An analysis that goes from the results of a jaxpr to its inputs, and reads what a `Forward` one found.
 
-    A fact is what readers say of a value, and `join` returns what two readers say of it.
+    A fact is what readers demand of a value, and `join` returns what two readers demand of it.
 
     Attributes:
-        bottom: what is said of a value that nothing reads.
-        condition: what is said of the result of the condition of a loop.
+        bottom: what is demanded of a value that nothing reads.
+        condition: what is demanded of the result of the condition of a loop.
     """
 
     condition: T
@@ -158,30 +158,30 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         self.known = known
 
     def transfer(self, equation: E, operands: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
-        """Returns what a first-order equation says of its operands; `operands` is what is known of them."""
+        """Returns what a first-order equation demands of its operands; `operands` is what is known of them."""
         raise NotImplementedError
 
     def enter_loop(self, loop: Loop, inputs: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
-        """Returns what is said of the carries that the body of a loop returns."""
+        """Returns what is demanded of the carries that the body of a loop returns."""
         return outs
 
-    def leave(self, structure: Structure, outs: Sequence[T], said: Sequence[T]) -> Sequence[T]:
-        """Returns what an equation that holds jaxprs says of its operands.
+    def leave(self, structure: Structure, outs: Sequence[T], demands: Sequence[T]) -> Sequence[T]:
+        """Returns what an equation that holds jaxprs demands of its operands.
 
         Args:
             structure: how it holds them.
-            outs: what is said of its results.
-            said: what its jaxprs say of its operands; `bottom` of the index of branches.
+            outs: what is demanded of its results.
+            demands: what its jaxprs demand of its operands; `bottom` of the index of branches.
         """
-        return said
+        return demands
 
     def find(self, jaxpr: Any, inputs: Sequence[S], outs: Sequence[T]) -> Mapping[Var, T]:
-        """Returns what is said of the variables of a jaxpr; `bottom` of those that it leaves out.
+        """Returns what is demanded of the variables of a jaxpr; `bottom` of those that it leaves out.
 
         Args:
             jaxpr: the jaxpr.
             inputs: what is known of its inputs.
-            outs: what is said of its results.
+            outs: what is demanded of its results.
         """
         opened, consts = open_jaxpr(jaxpr)
         key = tuple(map(id, consts)), tuple(inputs), tuple(outs)
@@ -189,24 +189,24 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         return self._found(opened, key, lambda: (self._find(opened, known, outs), consts))[0]
 
     def _find(self, opened: Jaxpr, known: Mapping[Var, S], outs: Sequence[T]) -> Mapping[Var, T]:
-        said: dict[Var, T] = {}
+        demands: dict[Var, T] = {}
 
-        def say(atoms: Sequence[Any], facts: Sequence[T]) -> None:
+        def demand(atoms: Sequence[Any], facts: Sequence[T]) -> None:
             for atom, fact in zip(atoms, facts, strict=True):
                 if isinstance(atom, Var):
-                    said[atom] = self.join(said[atom], fact) if atom in said else fact
+                    demands[atom] = self.join(demands[atom], fact) if atom in demands else fact
 
-        say(opened.outvars, outs)
+        demand(opened.outvars, outs)
         for equation in reversed(self._equations_of(opened)):
             operands = self.known.of(known, equation.eqn.invars)
-            of_results = tuple([said.get(var, self.bottom) for var in equation.eqn.outvars])
-            say(equation.eqn.invars, self._pass(equation, operands, of_results))
-        return said
+            of_results = tuple([demands.get(var, self.bottom) for var in equation.eqn.outvars])
+            demand(equation.eqn.invars, self._pass(equation, operands, of_results))
+        return demands
 
     def inside(
         self, equation: E, operands: Sequence[S], outs: Sequence[T]
     ) -> list[tuple[Any, tuple[S, ...], tuple[T, ...]]]:
-        """Returns the jaxprs of an equation, what is known of the inputs of each, and what is said of its results."""
+        """Returns the jaxprs of an equation, what is known of the inputs of each, and the demands on its results."""
         entered, loop = self.known.inside(equation, operands), equation.enters
         if not isinstance(loop, Loop):
             return [(*each, tuple(outs)) for each in entered]
@@ -222,14 +222,14 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
             carry = new
 
     def _of_operands(self, equation: E, inside: Sequence[tuple[Any, tuple[S, ...], tuple[T, ...]]]) -> list[T]:
-        """Returns what jaxprs of an equation say of its operands."""
-        said = [self.bottom] * len(equation.eqn.invars)
+        """Returns what jaxprs of an equation demand of its operands."""
+        demands = [self.bottom] * len(equation.eqn.invars)
         for (jaxpr, inputs, outs), (_, places) in zip(inside, entries(equation.enters), strict=False):
             of_inputs = self.find(jaxpr, inputs, outs)
             for i, var in zip(places, open_jaxpr(jaxpr)[0].invars, strict=True):
-                said[i] = self.join(said[i], of_inputs.get(var, self.bottom))
-        return said
+                demands[i] = self.join(demands[i], of_inputs.get(var, self.bottom))
+        return demands
 
     def _through(self, equation: E, operands: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
-        said = self._of_operands(equation, self.inside(equation, operands, outs))
-        return self.leave(equation.enters, outs, said)
+        demands = self._of_operands(equation, self.inside(equation, operands, outs))
+        return self.leave(equation.enters, outs, demands)

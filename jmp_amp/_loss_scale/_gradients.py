@@ -156,13 +156,13 @@ def check_shapes(name: str, tree: Any, params: Any, cure: str) -> None:
             )
 
 
-def is_hole(x: Any) -> bool:
+def is_frozen(x: Any) -> bool:
     """Returns whether `x` takes the place of a gradient that a frozen parameter does not have."""
     return x is None or isinstance(x, optax.MaskedNode)
 
 
 def _leaves_by_path(tree: Any) -> dict[tuple[Any, ...], Any]:
-    return dict(jax.tree.leaves_with_path(tree, is_leaf=is_hole))
+    return dict(jax.tree.leaves_with_path(tree, is_leaf=is_frozen))
 
 
 def check_scaled(grads: Any, scale: Any = None) -> None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import Makes, OpClass, autocast_with, parse_settings, rule_of
+from jmp_amp._autocast import OpClass, ResultKind, autocast_with, parse_settings, rule_of
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
@@ -242,7 +242,10 @@ class Emulation:
         if keeps_dtypes(eqn):
             return self._opaque(place, operands, compute)
         outs = list(compute(operands))
-        moves = rule.makes in (Makes.MOVED, Makes.CHOSEN, Makes.SELECTED) and rule.op_class is not OpClass.FULL
+        moves = (
+            rule.kind in (ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED)
+            and rule.op_class is not OpClass.FULL
+        )
         # A sum by scatter is `CHOSEN` and in float32; what reads nothing is a placeholder.
         if name in _EXACT or (moves and not rule.is_cast) or not operands:
             return outs

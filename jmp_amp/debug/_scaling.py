@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import Makes, OpClass, Rule, rule_of
+from jmp_amp._autocast import OpClass, ResultKind, Rule, rule_of
 from jmp_amp._calls import transformation, warn
 from jmp_amp._loss_scale import LossScaleState
 from jmp_amp.debug._report import check_callable, location_of
@@ -31,10 +31,10 @@ def _powers(eqn: JaxprEqn, rule: Rule) -> Sequence[int | Fraction] | None:
 
     The exponent of a `pow` counts if it is a constant. float32 rounds 1/3.
     """
-    if rule.makes in (Makes.PRODUCT, Makes.OUTER_PRODUCT, Makes.MATRIX_PRODUCT, Makes.QUOTIENT):
-        return 1, -1 if rule.makes is Makes.QUOTIENT else 1
+    if rule.kind in (ResultKind.PRODUCT, ResultKind.OUTER_PRODUCT, ResultKind.MATRIX_PRODUCT, ResultKind.QUOTIENT):
+        return 1, -1 if rule.kind is ResultKind.QUOTIENT else 1
     power = rule.power
-    if rule.makes is Makes.POWER and power is None and isinstance(eqn.invars[1], Literal):
+    if rule.kind is ResultKind.POWER and power is None and isinstance(eqn.invars[1], Literal):
         power = float(eqn.invars[1].val)
     return None if power is None else [Fraction(power).limit_denominator(100)]
 
@@ -193,7 +193,7 @@ class UnitChecker:
     def _infer_equation(self, eqn: JaxprEqn, operands: list[OptionalUnit]) -> list[OptionalUnit]:
         rule = rule_of(eqn)
         # A linear solve counts as one op: its result is linear in the right-hand side, however it iterates.
-        match None if rule.reads else jx.structure_of(eqn):
+        match None if rule.demand else jx.structure_of(eqn):
             case jx.Call(jaxpr, inputs):
                 return self.infer(jaxpr, [operands[i] for i in inputs])
             case jx.Branches(jaxprs, inputs):
@@ -205,7 +205,7 @@ class UnitChecker:
         if casts_integers or (rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1):
             return operands
         units = [unit for unit, atom in zip(operands, eqn.invars, strict=True) if jx.is_inexact(atom)]
-        replaces_nonfinite = rule.makes is Makes.SELECTED and any(x and x.finds_nonfinite for x in operands)
+        replaces_nonfinite = rule.kind is ResultKind.SELECTED and any(x and x.finds_nonfinite for x in operands)
         if replaces_nonfinite and any(map(_is_scaled, units)):
             self.warnings[f"{location_of(self._path).where}, `step` {_HIDES}"] = None
         unit = self._infer_op(eqn, rule, units)
@@ -224,7 +224,7 @@ class UnitChecker:
                 return None
             factors = [[power * n for power in unit.powers] for unit, n in zip(units, exponents, strict=False) if unit]
             return Unit(tuple(sum(each, Fraction(0)) for each in zip(*factors, strict=True)), is_data_free)
-        if rule.makes is Makes.SELECTED:  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
+        if rule.kind is ResultKind.SELECTED:  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
             units = [unit for unit in units if not (unit and unit.is_data_free and not any(unit.powers))] or units
         predicate = _PREDICATES.get(name, f"applies `{name}` to {{}}")
         if rule.passes_on or rule.sums or rule.is_cast or rule.keeps_unit:
