@@ -181,6 +181,27 @@ def kalman_filter(observed):
     return lax.scan(step, (jnp.zeros((3, 1)), jnp.eye(3)), observed)[1]
 
 
+TRANSITION, SEEN = jnp.eye(6) + 0.1 * jnp.eye(6, k=1), jnp.eye(2, 6, 2)
+
+
+def log_likelihood(noise, unroll):
+    """Of two observations, by a Kalman filter with a diffuse prior."""
+
+    def step(cov, y):
+        cov = TRANSITION @ cov @ TRANSITION.T + noise * jnp.eye(6)
+        innovation = SEEN @ cov @ SEEN.T + jnp.eye(2)
+        gain = jnp.linalg.solve(innovation, SEEN @ cov).T
+        return cov - gain @ innovation @ gain.T, y @ jnp.linalg.solve(innovation, y) + jnp.linalg.slogdet(innovation)[1]
+
+    cov = TRANSITION @ (1e4 * jnp.eye(6)) @ TRANSITION.T + noise * jnp.eye(6)
+    return lax.scan(step, cov, jnp.ones((4, 2)), unroll=unroll)[1].sum()
+
+
+def unrolled_filter(noise):
+    with jax.disable_jit():
+        return log_likelihood(noise, 4)
+
+
 def unrolled(x):
     (gate, value), h = gates(x), jnp.zeros((4, 8))
     for i in range(16):
@@ -220,6 +241,8 @@ PROGRAMS = {
     ),
     "a thousand rotations": (lambda a: lax.scan(lambda x, _: (a @ x, None), jnp.eye(2), length=1000)[0], ROTATION),
     "a Kalman filter": (kalman_filter, normal(50, 2, 1)),
+    "the gradient of a Kalman filter with a diffuse prior": (jax.grad(lambda s: log_likelihood(s, 1)), jnp.float32(0.3)),
+    "the same without a loop": (jax.grad(unrolled_filter), jnp.float32(0.3)),
     "a Gaussian process": (
         lambda x: kernel(x[:5] + 0.1, x) @ jnp.linalg.solve(kernel(x, x) + 1e-4 * jnp.eye(40), jnp.sin(x[:, 0])),
         POINTS,
@@ -236,6 +259,8 @@ PROGRAMS = {
     "the logarithm of a small product": (lambda p: jnp.log(1e-9 * p**2 @ p.T**2 + 1e-12), Y),
     "the logarithm of a large product": (lambda p: jnp.log(1e3 * p**2 @ (1e2 * p.T**2) + 1e-6), Y),
     "counts of 200,000": (counted, TOKENS),
+    "sums of 200,000 by a one-hot matrix": (lambda x: jax.nn.one_hot(TOKENS, 4).T @ x, jnp.ones((len(TOKENS), 2))),
+    "a sum of 200,000 by a matrix of ones": (lambda x: jnp.ones((2, len(TOKENS))) @ x, jnp.ones((len(TOKENS), 2))),
     "a returned value of 130,000": (lambda x: 4e4 * (x @ W) + 1e3, Y),
     "a variance of a window": (lambda x: blurred(x * x) - blurred(x) ** 2, IMAGE),
     "a covariance of windows": (lambda x: blurred(x * x**2) - blurred(x) * blurred(x**2), IMAGE),
@@ -252,6 +277,18 @@ def test_is_that_of_float32(name):
     want, *both = jax.jit(lambda x: [fun(x), *[amp.autocast(fun, low)(x) for low in EPSILON]])(arg)
     for low, got in zip(EPSILON, both, strict=True):
         assert error(got, want) < 2 * EPSILON[low], low
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jax.nn.one_hot(TOKENS[:512], 4).T @ jnp.tile(x, (128, 1))[:512],
+        lambda x: (x @ W) @ W.T,  # what an autoencoder with one matrix computes
+        lambda x: x.T @ (x @ W),
+    ],
+)
+def test_other_products_of_a_matrix_and_its_transpose_and_short_sums_are_low(fun):
+    assert "float16 float16 -> float16" in dtypes(amp.autocast(fun), Y, primitive="dot_general")
 
 
 def test_a_product_of_what_only_one_branch_counts_is_low():

@@ -53,7 +53,9 @@ def infos_of(jaxpr):
     rules = [RULES.get(eqn.primitive.name, ORIGINAL) for eqn in jaxpr.eqns]
     pairs = zip(jaxpr.eqns, rules, strict=True)
     found = [r if not callable(r) else r(e.params, [a.aval for a in e.invars]) for e, r in pairs]
-    return [EqnInfo(e, r, structure_of(e), (), tuple(e.invars), id(e)) for e, r in zip(jaxpr.eqns, found, strict=True)]
+    return [
+        EqnInfo(e, r, structure_of(e), (), tuple(e.invars), None, id(e)) for e, r in zip(jaxpr.eqns, found, strict=True)
+    ]
 
 
 class Depth(Forward):

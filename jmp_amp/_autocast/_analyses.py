@@ -321,6 +321,8 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
             indices = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.INDEX]
             of_all |= Demand.INDEX * any(map(jx.is_floating, indices))  # a comparison with a threshold is no index
         each = [of_all or Demand.ANY] * len(operands)
+        if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
+            each[info.between] |= demand & Demand.MATRIX
         if gate := _gate(info, operands, demand):
             each = [of if known.adds_up else of | gate for of, known in zip(each, operands, strict=True)]
         if demand & Demand.RECURRENCE:
@@ -350,6 +352,10 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     counts = [known.integers for known in operands]
     if min(counts) > IntegerKind.NO and max(counts) is IntegerKind.COUNT:
         return "count"
+    # A sum by a matrix of zeros and ones: `jax.nn.one_hot(ids, n).T @ x` of 100,000 ones is inf in float16.
+    is_long = isinstance(info.rule.terms, int) and info.rule.terms * math.prod(k.size for k in operands) > form.largest
+    if max(counts) > IntegerKind.NO and is_long:
+        return "sum"
     if demand & Demand.OTHERS:
         demand &= ~Demand.ANGLE
     if not form.needs_loss_scale:

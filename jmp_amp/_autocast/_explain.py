@@ -86,6 +86,7 @@ REASONS = {
     "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
     "index": "its result is converted to an integer",
     "count": "it counts: both operands come from comparisons or integers",
+    "sum": "it sums so many terms by a matrix of whole numbers, such as a one-hot one, that float16 may overflow",
     "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
     "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
     "loop": "it decides when a loop ends",

@@ -62,24 +62,35 @@ class Planner:
         return self._infos(jaxpr, (), lambda: self._read_infos(jaxpr))
 
     def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
-        infos, moved = [], dict[Any, Var]()
-        for eqn in jaxpr.eqns:
-            rule, atoms = self.rule_of(eqn), eqn.invars
-            operands = dict.fromkeys([atom for atom in atoms if isinstance(atom, Var)])
-            sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in atoms])
-            if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
-                moved[eqn.outvars[0]] = sources[0]
-            number = self._number_of(eqn, sources)
-            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), tuple(operands), sources, number))
-        return infos
+        moved, products = dict[Any, Var](), dict[Any, int]()
+        rules, sources, between = list(map(self.rule_of, jaxpr.eqns)), [], dict[int, int]()
+        for i, (eqn, rule) in enumerate(zip(jaxpr.eqns, rules, strict=True)):
+            read = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars])
+            sources.append(read)
+            if rule.moves and len(eqn.outvars) == 1 and read[0] is not None:
+                moved[eqn.outvars[0]] = read[0]
+            if rule.is_product:
+                products[eqn.outvars[0]] = i
+                for k in (0, 1):
+                    first = products.get(read[k])
+                    if first is not None and read[1 - k] is not None and sources[first][k] is read[1 - k]:
+                        between |= {i: k, first: 1 - k}
+        return [
+            self._info(*each, between.get(i)) for i, each in enumerate(zip(jaxpr.eqns, rules, sources, strict=True))
+        ]
 
-    def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any]) -> int | None:
+    def _info(self, eqn: JaxprEqn, rule: Rule, sources: tuple[Var | None, ...], between: int | None) -> EqnInfo:
+        operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
+        number = self._number_of(eqn, sources, between)
+        return EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between, number)
+
+    def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> int | None:
         if eqn.primitive.name not in self._rules or jx.holds_jaxprs(eqn):  # which these numbers would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
-        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, len(set(map(id, eqn.invars)))
+        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, between, len(set(map(id, eqn.invars)))
         try:
             return self._numbers(self, key, lambda: next(self._counter))
         except TypeError:  # a parameter that cannot be hashed

@@ -157,6 +157,7 @@ class Rule(NamedTuple):
         demand: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NONE` if they do not.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
+        terms: how many elements a product sums for each of its result; 0 for other ops.
         rows: for a product, the axes of the result that come from the other operand, if the first or the second operand
             is the weight. None if that operand cannot be the weight.
         costly: `jax.checkpoint` saves the result instead of computing it again.
@@ -177,6 +178,7 @@ class Rule(NamedTuple):
     kind: ResultKind = ResultKind.OTHER
     demand: int = Demand.NONE
     fuses: bool = False
+    terms: Any = 0
     rows: tuple[Axes | None, Axes | None] = (None, None)
     costly: bool = False
     stores: bool = False
@@ -300,7 +302,7 @@ def _product(
         return Rule(OpClass.PROMOTE, ResultKind.OUTER_PRODUCT, dtype_params=_LOWER.dtype_params)
     if _is_geometry(terms, left, right):
         return Rule(OpClass.PROMOTE, ResultKind.MATRIX_PRODUCT, rows=rows, dtype_params=_LOWER.dtype_params)
-    return _LOWER._replace(rows=rows)
+    return _LOWER._replace(rows=rows, terms=math.prod(terms))
 
 
 def _is_geometry(terms: Sequence[Any], *others: Sequence[Any]) -> bool:
@@ -511,6 +513,7 @@ class EqnInfo(NamedTuple):
         structure: how it holds jaxprs; None if it holds none.
         operands: the variables that it reads, each once.
         sources: what each operand was before it was only moved; None for a literal.
+        between: for each of the two products in `A @ P @ A.T`, the operand that is or holds `P`; None for other ops.
         op: a number for the primitive, its parameters and the types of its operands and results: the same op of another
             layer has the same. None if it holds jaxprs or what cannot be hashed.
     """
@@ -520,6 +523,7 @@ class EqnInfo(NamedTuple):
     structure: jx.Structure | None
     operands: tuple[Var, ...]
     sources: tuple[Var | None, ...]
+    between: int | None
     op: int | None
 
     @property
