@@ -241,7 +241,10 @@ PROGRAMS = {
     ),
     "a thousand rotations": (lambda a: lax.scan(lambda x, _: (a @ x, None), jnp.eye(2), length=1000)[0], ROTATION),
     "a Kalman filter": (kalman_filter, normal(50, 2, 1)),
-    "the gradient of a Kalman filter with a diffuse prior": (jax.grad(lambda s: log_likelihood(s, 1)), jnp.float32(0.3)),
+    "the gradient of a Kalman filter with a diffuse prior": (
+        jax.grad(lambda s: log_likelihood(s, 1)),
+        jnp.float32(0.3),
+    ),
     "the same without a loop": (jax.grad(unrolled_filter), jnp.float32(0.3)),
     "a Gaussian process": (
         lambda x: kernel(x[:5] + 0.1, x) @ jnp.linalg.solve(kernel(x, x) + 1e-4 * jnp.eye(40), jnp.sin(x[:, 0])),

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress, count
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -24,21 +24,6 @@ from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._modules import unbound
 
 
-class Operand(NamedTuple):
-    """A floating operand of a product.
-
-    Attributes:
-        shape: its shape.
-        array: a number; operands with the same number are the same array.
-        is_argument: whether it is an argument of the function, such as a weight, as it is or reshaped. In a backward
-            pass this is not known, and False.
-    """
-
-    shape: tuple[int, ...]
-    array: int
-    is_argument: bool
-
-
 class OpSite(NamedTuple):
     """An op of the program at one place in the code.
 
@@ -50,7 +35,6 @@ class OpSite(NamedTuple):
         op_class: the class of the primitive, see `autocast`.
         why: a key of `REASONS`.
         inputs: the dtypes of its floating operands before they are cast.
-        operands: an `Operand` for each of these, of products and convolutions only.
         compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
         output: the dtype of its result.
         runs: how often it runs; a `while_loop` counts as one iteration, and of a `cond` each branch counts.
@@ -65,7 +49,6 @@ class OpSite(NamedTuple):
     op_class: str
     why: str
     inputs: tuple[str, ...]
-    operands: tuple[Operand, ...]
     compute: str
     output: str
     runs: int
@@ -188,7 +171,7 @@ def _forward_site(
         why = "opaque" if planner.hides_products(eqn) else "unknown"
     elif rule.is_kernel:
         why = "kernel"
-    inputs = [(value.dtype, value.origin <= Origin.INPUT) for value in compress(values, is_float)]
+    inputs = [value.dtype for value in compress(values, is_float)]
     return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
 
 
@@ -202,26 +185,19 @@ def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpS
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))
-    read = [(dtype, False) for dtype in inputs]
-    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", read, compute, results)
+    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", inputs, compute, results)
 
 
 def _site(
     direction: str, eqn: Any, provenance: jx.Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
 ) -> OpSite:
-    """Returns the site of an op.
-
-    `inputs` holds, for each floating operand, its dtype and whether it is an argument; `outs` its results and their
-    dtypes.
-    """
+    """Returns the site of an op; `inputs` holds the dtypes of its floating operands, `outs` its results and theirs."""
     times, floating = provenance.times, [dtype for var, dtype in outs if jx.is_floating(var)]
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    flops, pairs = _flops(eqn), zip(filter(jx.is_floating, eqn.invars), inputs, strict=True)
-    operands = tuple(Operand(x.aval.shape, id(x), is_argument) for x, (_, is_argument) in pairs) if flops else ()
-    dtypes, costs = tuple(str(dtype) for dtype, _ in inputs), (times, times * flops, times * nbytes)
-    return OpSite(direction, *where, why, dtypes, operands, compute, str(output), *costs)
+    costs = times, times * _flops(eqn), times * nbytes
+    return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
 
 
 def _nbytes(var: Any, dtype: Any) -> int:
@@ -269,7 +245,7 @@ def explain_call(
     forward = _forward(planner, plans[-1], settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
-    sites = list(_with_numbers([*forward, *filter(None, backward)]))
+    sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
     for keeper, line in dict.fromkeys(_keepers(plans[-1], jx.Provenance())):
         scans[keeper].append(line)
@@ -284,16 +260,6 @@ def _keepers(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[str, str]]:
             yield step.keeper, provenance.source
         for inner, _ in step.inner:
             yield from _keepers(inner, provenance)
-
-
-def _with_numbers(sites: Sequence[OpSite]) -> Iterator[OpSite]:
-    """Yields the sites with operands numbered from 0, in place of the identities of their variables."""
-    numbers: dict[Any, int] = defaultdict(count().__next__)
-    calls: Counter[Any] = Counter()
-    for site in sites:
-        op = site.module, site.source, site.operands
-        calls[op] += 1  # each call of one jaxpr has other values
-        yield site._replace(operands=tuple(x._replace(array=numbers[x.array, calls[op]]) for x in site.operands))
 
 
 def _kept(program: Any) -> dict[str, int]:

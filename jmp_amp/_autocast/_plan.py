@@ -280,22 +280,19 @@ def _is_hashable(x: Any) -> bool:
     return True
 
 
-class _Cast(NamedTuple):
-    """A cast that several ops share."""
-
-    dtype: Any
-
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
-        return [lax.convert_element_type(args[0], self.dtype)]
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)
-def _run(ops: tuple[tuple[Op | _Cast, tuple[int, ...]], ...], results: tuple[int, ...], *args: Any) -> list[Any]:
+def _run(ops: tuple[tuple[Op, tuple[int, ...]], ...], results: tuple[int, ...], *args: Any) -> list[Any]:
     """Runs ops, each of which reads by index from the arguments and all results so far."""
     values = list(args)
     for op, places in ops:
         values += op([values[place] for place in places])
     return [values[place] for place in results]
+
+
+def _cast_op(dtype: Any) -> Op:
+    """Returns a cast that several ops share."""
+    params = ("new_dtype", np.dtype(dtype)), ("weak_type", False), ("sharding", None)
+    return Op(lax.convert_element_type_p, params, casts=(None,))
 
 
 def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
@@ -308,7 +305,7 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     for step, each in zip(steps, read, strict=True):
         for (atom, cast), _ in each:
             if (atom, cast) not in places:  # computed in this group
-                ops.append((_Cast(cast), (places[atom, None],)))
+                ops.append((_cast_op(cast), (places[atom, None],)))
                 places[atom, cast] = len(places)
         ops.append((step.run, tuple([places[key] for key, _ in each])))
         for var in step.eqn.outvars:

@@ -242,34 +242,29 @@ def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
         return None
     shape, pairs = jx.shape_of(eqn.outvars[0]), zip(eqn.invars, casts, strict=True)
     is_broadcast = any(dtype is not None and jx.shape_of(atom) != shape for atom, dtype in pairs)
-    return _BroadcastFirst(shape) if is_broadcast and shape is not None else None
+    return _broadcast_first if is_broadcast else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _BroadcastFirst:
-    """Differentiates the op as if the operand were broadcast before it is cast.
+def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
+    """Differentiates the op as if the operands were broadcast before they are cast.
 
     The op itself casts first: the large array would be kept in front of a loop, and read in every iteration.
     """
+    call = jax.custom_jvp(lambda *args: op.apply(op.cast(args)))
+    shape = jnp.broadcast_shapes(*map(np.shape, args))
 
-    shape: tuple[int, ...]
+    def broadcast(x: Any, dtype: Any) -> Any:
+        is_smaller = dtype is not None and np.shape(x) != shape
+        return lax.broadcast_in_dim(x, shape, range(np.ndim(x))) if is_smaller else x
 
-    def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
-        call = jax.custom_jvp(lambda *args: op.apply(op.cast(args)))
+    def broadcast_first(*args: Any) -> list[Any]:
+        return op.apply(op.cast(list(map(broadcast, args, op.casts))))
 
-        def broadcast_first(*args: Any) -> list[Any]:
-            return op.apply(op.cast(list(map(self._broadcast, args, op.casts))))
+    @call.defjvp
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return call(*primals), jax.jvp(broadcast_first, primals, tangents)[1]
 
-        @call.defjvp
-        def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            return call(*primals), jax.jvp(broadcast_first, primals, tangents)[1]
-
-        return call(*args)
-
-    def _broadcast(self, x: Any, dtype: Any) -> Any:
-        if dtype is None or np.shape(x) == self.shape:
-            return x
-        return lax.broadcast_in_dim(x, self.shape, range(np.ndim(x)))
+    return call(*args)
 
 
 _REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)

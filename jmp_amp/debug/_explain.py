@@ -264,7 +264,7 @@ def _grouped_rows(sites: Iterable[OpSite]) -> Iterator[tuple[str, list[tuple[str
     """
     groups: dict[tuple[str, str], dict[OpSite, list[OpSite]]] = defaultdict(lambda: defaultdict(list))
     for site in sites:
-        decision = site._replace(module="", operands=(), runs=0, flops=0, bytes=0)
+        decision = site._replace(module="", runs=0, flops=0, bytes=0)
         groups[without_numbers(_module_or_function(site)), site.direction][decision].append(site)
     for (_, direction), group in groups.items():
         modules = [_module_or_function(site) for equal in group.values() for site in equal]
