@@ -11,10 +11,18 @@ from jax import lax
 from jaxprs import dtypes
 
 import jmp_amp as amp
-from jmp_amp._autocast._analyses import Demands, Knowledge, Paths
+from jmp_amp._autocast._analyses import (
+    NOTHING,
+    Demands,
+    IntegerKind,
+    Knowledge,
+    Moment,
+    Paths,
+    Squares,
+    ValueFacts,
+)
 from jmp_amp._autocast._planner import _PlanBuilder
 from jmp_amp._autocast._primitives import ORIGINAL, RULES, EqnInfo
-from jmp_amp._autocast._values import NOTHING, IntegerKind, Moment, Squares, ValueFacts
 from jmp_amp._jaxpr import Forward, structure_of
 
 X = jnp.ones((4, 4))
@@ -33,7 +41,7 @@ PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 15)), max_size
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "reads": (Demands.join, st.integers(0, 2**14 - 1), Demands.bottom),
+    "demands": (Demands.join, st.integers(0, 2**14 - 1), Demands.bottom),
 }
 
 
@@ -49,7 +57,7 @@ def test_a_join_is_that_of_a_lattice(name, data):
 
 
 def infos_of(jaxpr):
-    """The facts of equations, each an op of its own."""
+    """What is known of equations, each an op of its own."""
     rules = [RULES.get(eqn.primitive.name, ORIGINAL) for eqn in jaxpr.eqns]
     pairs = zip(jaxpr.eqns, rules, strict=True)
     found = [r if not callable(r) else r(e.params, [a.aval for a in e.invars]) for e, r in pairs]

@@ -1,10 +1,11 @@
 """The analyses that find why a product is float32: what is known of values, and how values are read."""
 
+import enum
 import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,67 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
-from jmp_amp._autocast._values import NOTHING, IntegerKind, Moment, Squares, ValueFacts, constant, constants
 from jmp_amp._formats import Format
+
+InfosOf = Callable[[Jaxpr], Sequence[EqnInfo]]
+
+
+class Squares(enum.IntEnum):
+    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
+
+    NO = 0
+    SQUARE = 1  # each element is a square
+    SUM = 2  # each element is a sum of squares
+    NORM = 3  # each element is the square root of a sum of squares
+    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
+    INVERSE = 5  # each element is the reciprocal of a norm
+
+
+class Moment(enum.IntEnum):
+    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
+
+    NO = 0
+    PAIR = 1  # a multiplication of two arrays
+    PRODUCT = 2  # a product of matrices, or a convolution
+    SECOND = 3  # such a product of a multiplication, as a mean of squares
+    SQUARED = 4  # a multiplication of two such products, as the square of a mean
+
+
+class IntegerKind(enum.IntEnum):
+    """Whether a value holds whole numbers."""
+
+    NO = 0
+    CONSTANT = 1  # a constant of whole numbers
+    COUNT = 2  # sums and products of comparisons and integers
+
+
+class ValueFacts(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are.
+        is_log: whether it is a logarithm.
+        squares: how it is made of squares.
+        moment: how it is made of products.
+        whole: whether it holds whole numbers.
+        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
+        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
+        recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
+        multiplies_slices: whether it was made by multiplying parts of one array, as in an associative scan.
+    """
+
+    size: float = 1.0
+    is_log: bool = False
+    squares: Squares = Squares.NO
+    moment: Moment = Moment.NO
+    integers: IntegerKind = IntegerKind.NO
+    is_solution: bool = False
+    adds_up: bool = False
+    recurs: bool = False
+    multiplies_slices: bool = False
+
+
+NOTHING = ValueFacts()
 
 
 class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
@@ -21,18 +81,19 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     bottom = NOTHING
 
-    def __init__(self, infos_of: Callable[[Jaxpr], Sequence[EqnInfo]]) -> None:
-        """Takes a function that returns the facts of each equation of an open jaxpr."""
+    def __init__(self, infos_of: InfosOf, constant: Callable[..., Any], constants: Callable[..., Any]) -> None:
+        """Takes functions that describe the equations of an open jaxpr, a literal, and the constants of a jaxpr."""
         super().__init__(infos_of)
         self.paths = Paths(infos_of)
-
-    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[ValueFacts]:
-        """Returns what is known of the constants of an open jaxpr."""
-        return [value.known for value in constants(jaxpr, consts)]
+        self._constant, self._constants = constant, constants
 
     def constant(self, x: Any) -> ValueFacts:
         """Returns what is known of a literal."""
-        return constant(x).known
+        return self._constant(x).known
+
+    def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[ValueFacts]:
+        """Returns what is known of the constants of an open jaxpr."""
+        return [value.known for value in self._constants(jaxpr, consts)]
 
     def join(self, a: ValueFacts, b: ValueFacts) -> ValueFacts:
         """Returns what is known of a value that is either of two."""
@@ -360,19 +421,33 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         demand &= ~Demand.ANGLE
     if not form.needs_loss_scale:
         demand &= ~Demand.RANGE
-    return next((reason for way, reason in _REASONS.items() if demand & way), None)
+    return next((reason for way, reason in _NAMES.items() if demand & way), None)
 
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.FACTOR | Demand.MAKES_GATE
 
-_REASONS = {
+_NAMES = {
     Demand.INDEX: "index",
     Demand.MATRIX: "decomposition",
     Demand.DISTANCE: "distance",
     Demand.ANGLE: "angle",
     Demand.EDGE: "edge",
     Demand.RANGE: "logarithm",
+}
+
+WHY_AS_TRACED = {  # what `why_as_traced` returns, in words
+    "angle": "only sines and cosines read its result",
+    "distance": "a term of a squared distance or of a variance, which cancels with the others",
+    "decomposition": "a matrix decomposition or a solver reads its result",
+    "solution": "it reads what a decomposition or a solver returned",
+    "recurrence": "a loop replaces a carry with products and sums of it",
+    "logarithm": "a logarithm reads its result, which may be smaller or larger than float16 holds",
+    "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
+    "index": "its result is converted to an integer",
+    "count": "it counts: both operands come from comparisons or integers",
+    "sum": "it sums so many terms by a matrix of whole numbers, such as a one-hot one, that float16 may overflow",
+    "loop": "it decides when a loop ends",
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
@@ -60,19 +61,9 @@ REASONS = {
     "rule": "the class of its primitive",
     "bias": "a bias does not widen a product, nor a scalar an array",
     "stream": "it is a part of a residual stream, which `residual_stream` asks to be low",
-    "angle": "only sines and cosines read its result",
-    "distance": "a term of a squared distance or of a variance, which cancels with the others",
-    "decomposition": "a matrix decomposition or a solver reads its result",
-    "solution": "it reads what a decomposition or a solver returned",
-    "recurrence": "a loop replaces a carry with products and sums of it",
-    "logarithm": "a logarithm reads its result, which may be smaller or larger than float16 holds",
-    "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
-    "index": "its result is converted to an integer",
-    "count": "it counts: both operands come from comparisons or integers",
-    "sum": "it sums so many terms by a matrix of whole numbers, such as a one-hot one, that float16 may overflow",
+    **WHY_AS_TRACED,
     "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
     "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
-    "loop": "it decides when a loop ends",
     "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",

@@ -28,9 +28,9 @@ class Planner:
         self._rules: Mapping[str, Any] = {**RULES, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.knowledge = Knowledge(self.infos_of)
+        self.knowledge = Knowledge(self.infos_of, constant, constants)
         self.demands = Demands(self.infos_of, self.knowledge)
-        self.streams = Streams(self.infos_of)
+        self.streams = Streams(self.infos_of, self.knowledge.paths)
         self._plans, self._infos = jx.Cache(), jx.Cache()
         self._bodies = jx.Cache(drop=dict.clear)  # a plan refers to its functions, and these to the plan
         self._steps, self._numbers, self._counter = jx.Cache(2**14), jx.Cache(2**14), itertools.count()

@@ -8,15 +8,18 @@ of it add up over many steps.
 """
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._analyses import InfosOf, Paths, Sources
 from jmp_amp._autocast._primitives import EqnInfo, OpClass, ResultKind
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
+
+_CARRY, _SLICE = frozenset({(0, 0)}), frozenset({(1, 0)})  # the inputs of a body, for `Paths`
 
 # The value that another is made of, element by element: a result of an op, or the index of an input of the jaxpr.
 _Root = Var | int
@@ -82,10 +85,9 @@ class _Norms(NamedTuple):
 class Streams:
     """Finds the residual streams of jaxprs; a jaxpr that many equations hold is read once."""
 
-    def __init__(self, infos_of: Callable[[Jaxpr], Sequence[EqnInfo]]) -> None:
-        """Takes a function that returns the facts of each equation of an open jaxpr."""
-        self._infos_of = infos_of
-        self._norms, self._layers = jx.Cache(), _Layers(infos_of)
+    def __init__(self, infos_of: InfosOf, paths: Paths) -> None:
+        """Takes a function that describes the equations of an open jaxpr, and the analysis that follows inputs."""
+        self._infos_of, self._paths, self._norms = infos_of, paths, jx.Cache()
 
     def find(self, jaxpr: Jaxpr, is_computed: Sequence[bool], uses: Sequence[Stream]) -> dict[Var, Stream]:
         """Returns the residual streams, and the values that are returned, as themselves or in a sum.
@@ -116,9 +118,9 @@ class Streams:
             is_weight: whether each of its `xs` is an input of the program.
             uses: how its results are read.
         """
-        slices = [_From.SLICES if weight else _From.CONSTANTS for weight in is_weight]
-        inputs = [*[_From.CONSTANTS] * loop.n_consts, *[_From.CARRIES] * loop.n_carry, *slices]
-        if _From.LAYERS not in self._layers.outs(loop.body, inputs):
+        slices = [_SLICE if weight else Paths.bottom for weight in is_weight]
+        inputs = [*[Paths.bottom] * loop.n_consts, *[_CARRY] * loop.n_carry, *slices]
+        if not self._has_layer(loop.body, inputs):
             return [False] * loop.n_carry
         norms = self._of(loop.body)
         pairs = zip(norms.outs, uses, strict=True)
@@ -129,6 +131,18 @@ class Streams:
             and (out.is_normal or out.adds_norm or loop.n_consts + i in norms.streams)
             for i, out in enumerate(norms.outs[: loop.n_carry])
         ]
+
+    def _has_layer(self, jaxpr: Any, inputs: Sequence[Sources]) -> bool:
+        """Whether a jaxpr multiplies what is made of a carry, as a matrix, by a slice of a weight."""
+        known = self._paths.find(jaxpr, inputs)
+        for info in self._infos_of(jx.open_jaxpr(jaxpr)[0]):
+            operands = self._paths.of(known, info.eqn.invars)
+            made_of = [{i for i, _ in of} for of in operands]
+            if info.rule.op_class is OpClass.LOWER and {1} in made_of and any(0 in of for of in made_of):
+                return True
+            if info.enters is not None and any(self._has_layer(*each) for each in self._paths.inside(info, operands)):
+                return True
+        return False
 
     def _of(self, jaxpr: Any, inputs: tuple[_Part | None, ...] = ()) -> _Norms:
         """Returns the norms of a jaxpr. By default, its inputs are values of their own, which no layer computes."""
@@ -241,25 +255,3 @@ def _first_order(info: EqnInfo, operands: Sequence[_Part | None], norms: _Norms)
         is_bias = len(elements) == 1
         return _Part(result, is_normal=adds_norm and is_bias, adds_norm=adds_norm and not is_bias)
     return elements[0] if len(roots) == 1 else _Part(result)
-
-
-class _From(enum.IntEnum):
-    """What a value of the body of a scan depends on; where several meet, the largest counts."""
-
-    CONSTANTS = 0
-    SLICES = 1
-    CARRIES = 2
-    LAYERS = 3  # a product of a carry, or what is made of one, with a slice of a weight
-
-
-class _Layers(jx.Forward[EqnInfo, _From]):
-    """The analysis that finds the layers in the body of a scan."""
-
-    bottom = _From.CONSTANTS
-
-    def join(self, a: _From, b: _From) -> _From:
-        return max(a, b)
-
-    def transfer(self, info: EqnInfo, operands: Sequence[_From]) -> Sequence[_From]:
-        is_layer = info.rule.op_class is OpClass.LOWER and {_From.SLICES, _From.CARRIES}.issubset(operands)
-        return [_From.LAYERS if is_layer else max(operands, default=self.bottom)] * len(info.eqn.outvars)

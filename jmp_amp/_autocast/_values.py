@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._analyses import NOTHING, IntegerKind, ValueFacts
 from jmp_amp._autocast._primitives import Axes, Demand, varying
 from jmp_amp._formats import FLOAT32
 
@@ -51,64 +52,6 @@ class Use(NamedTuple):
     demand: int = Demand.ANY
     stream: Stream = Stream.NONE
     needs_float32: bool = False
-
-
-class Squares(enum.IntEnum):
-    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
-
-    NO = 0
-    SQUARE = 1  # each element is a square
-    SUM = 2  # each element is a sum of squares
-    NORM = 3  # each element is the square root of a sum of squares
-    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
-    INVERSE = 5  # each element is the reciprocal of a norm
-
-
-class Moment(enum.IntEnum):
-    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
-
-    NO = 0
-    PAIR = 1  # a multiplication of two arrays
-    PRODUCT = 2  # a product of matrices, or a convolution
-    SECOND = 3  # such a product of a multiplication, as a mean of squares
-    SQUARED = 4  # a multiplication of two such products, as the square of a mean
-
-
-class IntegerKind(enum.IntEnum):
-    """Whether a value holds whole numbers."""
-
-    NO = 0
-    CONSTANT = 1  # a constant of whole numbers
-    COUNT = 2  # sums and products of comparisons and integers
-
-
-class ValueFacts(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are.
-        is_log: whether it is a logarithm.
-        squares: how it is made of squares.
-        moment: how it is made of products.
-        whole: whether it holds whole numbers.
-        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
-        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
-        recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
-        multiplies_slices: whether it was made by multiplying parts of one array, as in an associative scan.
-    """
-
-    size: float = 1.0
-    is_log: bool = False
-    squares: Squares = Squares.NO
-    moment: Moment = Moment.NO
-    integers: IntegerKind = IntegerKind.NO
-    is_solution: bool = False
-    adds_up: bool = False
-    recurs: bool = False
-    multiplies_slices: bool = False
-
-
-NOTHING = ValueFacts()
 
 
 class Value(NamedTuple):
