@@ -414,7 +414,7 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     if min(counts) > IntegerKind.NO and max(counts) is IntegerKind.COUNT:
         return "count"
     # A sum by a matrix of zeros and ones: `jax.nn.one_hot(ids, n).T @ x` of 100,000 ones is inf in float16.
-    is_long = isinstance(info.rule.terms, int) and info.rule.terms * math.prod(k.size for k in operands) > form.largest
+    is_long = isinstance(info.rule.terms, int) and info.rule.terms > form.largest
     if max(counts) > IntegerKind.NO and is_long:
         return "sum"
     if demand & Demand.OTHERS:
