@@ -22,44 +22,47 @@ class Squares(enum.IntEnum):
     """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
 
     NO = 0
-    SQUARE = 1  # each element is a square
-    SUM = 2  # each element is a sum of squares
-    NORM = 3  # each element is the square root of a sum of squares
-    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares
-    INVERSE = 5  # each element is the reciprocal of a norm
+    SQUARE = 1  # each element is a square: `x * x`
+    SUM = 2  # each element is a sum of squares: `x2 = jnp.sum(x * x, -1)`
+    NORM = 3  # each element is the square root of a sum of squares: `jnp.sqrt(x2)`
+    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares: `x @ x.T`
+    INVERSE = 5  # each element is the reciprocal of a norm: `lax.rsqrt(x2)`
 
 
 class Moment(enum.IntEnum):
     """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
 
     NO = 0
-    PAIR = 1  # a multiplication of two arrays
-    PRODUCT = 2  # a product of matrices, or a convolution
-    SECOND = 3  # such a product of a multiplication, as a mean of squares
-    SQUARED = 4  # a multiplication of two such products, as the square of a mean
+    PAIR = 1  # a multiplication of two arrays: `x * y`
+    PRODUCT = 2  # a product of matrices, or a convolution: `blur(x)`
+    SECOND = 3  # such a product of a multiplication: `blur(x * y)`
+    SQUARED = 4  # a multiplication of two such products: `blur(x) * blur(y)`
 
 
 class IntegerKind(enum.IntEnum):
     """Whether a value holds whole numbers."""
 
     NO = 0
-    CONSTANT = 1  # a constant of whole numbers
-    COUNT = 2  # sums and products of comparisons and integers
+    CONSTANT = 1  # a constant of whole numbers: `jnp.ones(n)`
+    COUNT = 2  # sums and products of comparisons and integers: `jax.nn.one_hot(ids, n)`
 
 
 class ValueFacts(NamedTuple):
-    """What is known of a value.
+    """What is known of a value. Each field is False, 0 or 1 where nothing is known, and `join` takes the larger one.
 
     Attributes:
-        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are.
-        is_log: whether it is a logarithm.
+        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
+            `q * 1e3 * 1e4` it is 1e7, and so is that of the product that reads it.
+        is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
         squares: how it is made of squares.
         moment: how it is made of products.
-        whole: whether it holds whole numbers.
-        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it.
-        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not.
-        recurs: whether it was made of a carry that the loop replaces with products and sums of itself.
-        multiplies_slices: whether it was made by multiplying parts of one array, as in an associative scan.
+        integers: whether it holds whole numbers.
+        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it, as the
+            residual `b - a @ jnp.linalg.solve(a, b)`.
+        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not: `h` in `h + x`.
+        recurs: whether it was made of a carry that the loop replaces with products and sums of itself: `x` in `a @ x`.
+        multiplies_slices: whether it was made by multiplying parts of one array, as `gate[:-1] * gate[1:]` in an
+            associative scan.
     """
 
     size: float = 1.0
@@ -406,10 +409,13 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         return "loop"
     if not info.rule.can_run_as_traced:
         return None
+    # The errors of 1000 steps add up: `lax.scan(lambda x, _: (a @ x, None), x, length=1000)`.
     if demand & Demand.RECURRENCE and any(known.recurs for known in operands):
         return "recurrence"
+    # A residual is what is left of two equal numbers: `b - a @ x`, where `x = jnp.linalg.solve(a, b)`.
     if any(known.is_solution for known in operands):
         return "solution"
+    # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
     counts = [known.integers for known in operands]
     if min(counts) > IntegerKind.NO and max(counts) is IntegerKind.COUNT:
         return "count"
@@ -417,7 +423,7 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     is_long = isinstance(info.rule.terms, int) and info.rule.terms > form.largest
     if max(counts) > IntegerKind.NO and is_long:
         return "sum"
-    if demand & Demand.OTHERS:
+    if demand & Demand.OTHERS:  # `x = h @ w; jnp.sin(x) * x` rounds `x` anyway
         demand &= ~Demand.ANGLE
     if not form.needs_loss_scale:
         demand &= ~Demand.RANGE
@@ -457,8 +463,10 @@ def joined(several: Sequence[int]) -> int:
 
 
 def _passed_on(info: EqnInfo, demand: int) -> int:
-    """Returns how an op whose results are read in this way reads its operands for that."""
+    """Returns what an op demands of its operands for the sake of those who read its results."""
     rule = info.rule
+    # `jnp.sin(h @ w)` makes this product float32, and not those that compute `h`: rounding an operand is an error of
+    # 0.4% of it, and the sum of many averages these.
     if rule.op_class is OpClass.LOWER:
         return Demand.NONE
     if rule.passes_on or rule.can_run_as_traced:
@@ -468,7 +476,7 @@ def _passed_on(info: EqnInfo, demand: int) -> int:
             ways |= Demand.OTHERS
         if demand & Demand.OTHERS:
             ways &= ~Demand.ANGLE
-        # sqrt(1 - x)
+        # The slope of `jnp.sqrt(1 - c * c)` is infinite where `c`, a cosine, is 1.
         takes_from_a_number = rule.kind is ResultKind.DIFFERENCE and isinstance(info.eqn.invars[0], Literal)
         edge = Demand.EDGE if takes_from_a_number and demand & Demand.ROOT else Demand.NONE
         return (demand & ways) | edge
@@ -487,9 +495,9 @@ def _is_elementwise(rule: Rule) -> bool:
 def _cancels(operands: Sequence[ValueFacts]) -> int:
     """Says that a sum or a difference reads its operands as terms that may cancel, if it does.
 
-    The terms are sums of squares, or a mean of products beside the product of means. PyTorch has `cdist` on its fp32
-    list.
+    PyTorch has `cdist` on its fp32 list.
     """
+    # `x2[:, None] + y2 - 2 * x @ y.T`, and `blur(x * y) - blur(x) * blur(y)`.
     is_distance = any(known.squares is Squares.SUM for known in operands)
     is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
     return Demand.DISTANCE if is_distance or is_variance else Demand.NONE
@@ -498,6 +506,7 @@ def _cancels(operands: Sequence[ValueFacts]) -> int:
 def _gate(info: EqnInfo, operands: Sequence[ValueFacts], demand: int) -> int:
     """Says that the operands of an op multiply an accumulator, or each other as in an associative scan, if they do."""
     rule = info.rule
+    # `h = gate * h + x` with a gate of 0.998, which is 1 in bfloat16: `h` would not forget.
     if rule.scales and any(known.adds_up for known in operands):
         return Demand.GATE if demand & Demand.TERM else Demand.FACTOR
     if info.multiplies_slices and any(known.multiplies_slices for known in operands):

@@ -93,12 +93,14 @@ def decide(op: Context) -> tuple[Any, str]:
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
     values = list(compress(for_promotion(op), op.is_float32))
+    # `x = x + mlp(norm(x))`, with `residual_stream="low"`.
     if _joins_stream(op):
         return low, "stream"
     if rule.op_class is OpClass.FULL:
         return FLOAT32, "traced" if is_traced else "rule"
     if rule.op_class is OpClass.LOWER:
         allowed = operand_dtypes(op.eqn.params.get("precision"))
+        # `jnp.where(mask, x, -1e9) @ w`, and a loss such as `labels @ jax.nn.log_softmax(logits).T`.
         if any(value.overflows(low) or value.is_lost(low) for value in values):
             return FLOAT32, "constant"
         if not op.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
@@ -106,6 +108,7 @@ def decide(op: Context) -> tuple[Any, str]:
         return (FLOAT32, "constant") if op.overflows else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
         return None, "traced" if is_traced else "rule"
+    # In `jnp.exp(x @ w - 1)` the subtraction fuses with the exponential, which is float32.
     if op.overflows or (op.needs_float32 and not _is_exact(op)):
         return FLOAT32, _why_float32(op, values)
     stored = [value.as_data() for value in values] if op.reads_stored_norm or rule.stores else values
@@ -147,6 +150,7 @@ def _joins_stream(op: Context) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
     if op.stream is Stream.NONE:
         return False
+    # `tokens[ids] + positions`: two inputs of the program, which only a norm reads, count as low-precision data.
     terms = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
     dtypes = [op.stream_dtype(value) if op.stream is Stream.NORM else value.as_data().dtype for value in terms]
     is_low = all(dtype == op.format.dtype for dtype in dtypes)
@@ -159,6 +163,7 @@ def for_promotion(op: Context) -> Sequence[Value]:
 
     These are scalars beside an array, arrays that hold one number in an op that only selects values, and biases.
     """
+    # `0.5 * h`, `jnp.where(mask, h, jnp.zeros_like(h))`, and `x @ w + b`, whose `b` is a float32 parameter.
     rule, eqn, values = op.rule, op.eqn, op.values
     if rule.op_class is not OpClass.PROMOTE:
         return values
@@ -263,7 +268,8 @@ def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | Non
 
     if not value.origin.takes_bias:
         return tuple(map(move, value.axes))
-    # The axes of the weight move. A bias varies along none of the others, nor along new ones.
+    # `(x @ w).reshape(batch, length, heads, -1) + b`: the axes of the weight move. A bias varies along none of the
+    # others, nor along new ones.
     places = [(move(varying(before)), move(rows)) for rows in value.axes]
     return tuple(None if every is None or rows is None else varying(after) - (every - rows) for every, rows in places)
 
@@ -285,7 +291,10 @@ def _computed(op: Context) -> Value:
 
 
 def _folded(op: Context, out: Value) -> Value:
-    """Computes a scalar from known scalars on the host, so that `-1e9` is known however it was written."""
+    """Computes a scalar from known scalars on the host.
+
+    So `-1e9` is known however it was written: `-jnp.float32(10) ** 9`, or `jnp.finfo(x.dtype).min / 2`.
+    """
     fold, known = op.info.rule.fold, [value.scalar for value in op.values]
     if fold is None or None in known:
         return out
@@ -295,7 +304,10 @@ def _folded(op: Context, out: Value) -> Value:
 
 
 def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
-    """Returns the data dtype of a float32 result: the `dtype` of the operands whose elements it holds."""
+    """Returns the data dtype of a float32 result: the `dtype` of the operands whose elements it holds.
+
+    A norm is `(x - mean) * rsqrt(variance) * scale + bias`: computed in float32, it holds the data of a float16 `x`.
+    """
     rule, shape = op.rule, jx.shape_of(var) or ()
     if jx.dtype_of(var) != FLOAT32 or rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None

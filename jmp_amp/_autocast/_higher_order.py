@@ -28,8 +28,8 @@ def _plan_carries(
     """Plans the body of a loop again and again until its carries have the dtypes that it returns.
 
     This ends because `join` only widens. An array that the caller passes in is state, not a bias, and keeps its dtype.
-    A constant, such as zeros, takes the dtype of the values that replace it. Accumulators and recurrences keep the
-    dtypes that they were traced in.
+    A constant takes the dtype of the values that replace it, as `jnp.zeros(n)` in front of `h = jnp.tanh(x + h @ w)`.
+    Accumulators (`c + x`) and recurrences (`a @ c`) keep the dtypes that they were traced in.
 
     Args:
         plan_body: plans the body for the carries that enter it.
@@ -77,7 +77,8 @@ def _plan_carries(
     carry, plan = settled(start, none, none)
     if not any(fixed):
         return carry, plan
-    # A carry computed from an accumulator is stored in the dtype that it would have if the accumulator were rounded.
+    # In an LSTM, `c = f * c + i * g; h = o * jnp.tanh(c)`: the cell `c` is an accumulator, and `h` is low precision. A
+    # carry computed from an accumulator is stored in the dtype that it would have if the accumulator were rounded.
     rounded = [value.dtype != jx.dtype_of(atom) for value, atom in zip(carry, atoms, strict=True)]
     return settled(carry, fixed, rounded)
 

@@ -32,10 +32,10 @@ class Overrides:
         """Returns the patterns that match a scope or one around it."""
         starts = [i for i, c in enumerate("/" + path) if c == "/"]
         paths = [f"{path[start:]}/" for start in starts]
-        return [pattern for pattern in self.scopes if any(matches(p, f"{pattern}/*") for p in paths)]
+        return [pattern for pattern in self.scopes if any(matches_scope(p, f"{pattern}/*") for p in paths)]
 
 
-def matches(scope: str, pattern: str) -> bool:
+def matches_scope(scope: str, pattern: str) -> bool:
     """Whether a pattern matches a whole scope: `*` is any characters, `?` one, and `[12]` one of two, or itself."""
     as_names = pattern.replace("[", "[[]")  # `layers[0]`
     return fnmatch.fnmatchcase(scope, pattern) or fnmatch.fnmatchcase(scope, as_names)

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._values import Value, ValueFacts
-from jmp_amp._float8 import is_scale
+from jmp_amp._float8 import is_float8_scale
 from jmp_amp._formats import Format
 
 SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
@@ -83,7 +83,7 @@ _with_derivative_of.defjvp(_jvp_of_cast, symbolic_zeros=True)
 
 def is_loop_invariant(primitive: Primitive, *args: Any, **params: Any) -> bool:
     """Whether an op computes a cast, or the scale of one, that a loop computes once if it does not change the array."""
-    return params.get("name") == SAVED or is_scale(primitive)
+    return params.get("name") == SAVED or is_float8_scale(primitive)
 
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equation to its results

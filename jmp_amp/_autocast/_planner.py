@@ -71,7 +71,7 @@ class Planner:
                 moved[eqn.outvars[0]] = read[0]
             if rule.is_product:
                 products[eqn.outvars[0]] = i
-                for k in (0, 1):
+                for k in (0, 1):  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
                     first = products.get(read[k])
                     if first is not None and read[1 - k] is not None and sources[first][k] is read[1 - k]:
                         between |= {i: k, first: 1 - k}
@@ -149,7 +149,8 @@ class Planner:
         casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
-        # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype.
+        # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
+        # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
         has_rule = eqn.primitive.name in self._rules
         own = [
             has_rule and isinstance(a, Var) and is_input for a, is_input in zip(eqn.invars, op.is_input, strict=True)
@@ -163,7 +164,7 @@ class Planner:
         run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
-        # The dtype of the operands does not show in the result of a comparison.
+        # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
         needs_float32 = tuple(d == FLOAT32 or not shows for d in dtypes)
         return Step(eqn, shared, outs, run, changed, needs_float32, why)
@@ -333,7 +334,7 @@ class _PlanBuilder:
         """Whether an equation reads a norm of low-precision data that a product reads too.
 
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
-        be stored twice.
+        be stored twice: `h = norm(x); h + mlp(h)`.
         """
 
         def is_stored(var: Var) -> bool:

@@ -129,19 +129,19 @@ class Demand:
     NONE = 0
     ANY = 1 << 0  # in a way that is none of these
     RETURNED = 1 << 1  # by the caller of the program, in float32
-    ANGLE = 1 << 2  # as an angle: one of 100 is off by 0.03 rad in float16, and by 0.25 in bfloat16
-    DISTANCE = 1 << 3  # as a term of a difference that cancels: of a squared distance, or of a variance
-    MATRIX = 1 << 4  # as a matrix to decompose, or as an operand of a solver
-    RANGE = 1 << 5  # as the operand of a logarithm, which small and large values reach
-    EDGE = 1 << 6  # near the edge of the domain of a function, whose slope is infinite there
-    ROOT = 1 << 7  # as the operand of a square root
+    ANGLE = 1 << 2  # as an angle, `jnp.sin(x @ w)`: one of 100 is off by 0.03 rad in float16, by 0.25 in bfloat16
+    DISTANCE = 1 << 3  # as a term of a difference that cancels, `x2[:, None] + y2 - 2 * x @ y.T`
+    MATRIX = 1 << 4  # as a matrix to decompose, or as an operand of a solver: `jnp.linalg.cholesky(f @ f.T)`
+    RANGE = 1 << 5  # as the operand of a logarithm, which small and large values reach: `jnp.log(p @ q)`
+    EDGE = 1 << 6  # near the edge of the domain of a function, whose slope is infinite there: `jnp.acos(u @ v)`
+    ROOT = 1 << 7  # as the operand of a square root, `jnp.sqrt(1 - c * c)`
     FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
-    GATE = 1 << 9  # as such a factor, where the result is a term of the next value of an accumulator
-    MAKES_GATE = 1 << 10  # as `z` in a gate `1 - z` or `exp(-z)`
-    TERM = 1 << 11  # as a term of the next value of an accumulator
-    RECURRENCE = 1 << 12  # as the next value of a recurrence by products
-    ENDS_LOOP = 1 << 13  # to decide when a loop ends
-    INDEX = 1 << 14  # as an index or a code: it is converted to an integer of more than 8 bits
+    GATE = 1 << 9  # as such a factor, where the result is a term of the next value: `gate` in `h = gate * h + x`
+    MAKES_GATE = 1 << 10  # as `z` in a gate `1 - z` or `jnp.exp(-z)`
+    TERM = 1 << 11  # as a term of the next value of an accumulator: `x` in `h = gate * h + x`
+    RECURRENCE = 1 << 12  # as the next value of a recurrence by products: `x = a @ x`
+    ENDS_LOOP = 1 << 13  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
+    INDEX = 1 << 14  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
 
     OTHERS = ANY | RETURNED
     LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on

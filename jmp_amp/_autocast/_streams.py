@@ -232,22 +232,23 @@ def _first_order(info: EqnInfo, operands: Sequence[_Part | None], norms: _Norms)
         if part and part.holds is _Holds.ELEMENTS and (rule.moves or jx.shape_of(atom) == jx.shape_of(result))
     ]
     roots = {part.root for part in elements}
+    # `variance = jnp.mean(x * x, -1)`, then `lax.rsqrt(variance + eps)`.
     if rule.sums and len(known) == 1:
         return known[0]._replace(holds=_Holds.STATISTIC)
     if rule.is_root and statistics:
         return statistics[0]._replace(holds=_Holds.DEVIATION)
-    for part in known:
+    for part in known:  # a ResNet: `x = x + batch_norm(conv(x)); conv(x)`
         if part.adds_norm and rule.op_class is OpClass.LOWER:
             norms.add(part.root, Stream.RESNET)
     if not (rule.passes_on or (rule.kind is ResultKind.POWER and not rule.is_root)):
         return _Part(result)
     scaled = [part.root for part in statistics if part.holds is _Holds.DEVIATION and part.root in roots]
-    if rule.scales and scaled:
+    if rule.scales and scaled:  # `(x - mean) * deviation`
         norms.add(scaled[0], Stream.NORM)
         return _Part(scaled[0], is_normal=True)
     if statistics and (not elements or (rule.scales and not any(part.is_layers for part in elements))):
         return max(statistics, key=lambda part: part.holds is _Holds.DEVIATION)
-    if rule.kind is ResultKind.SUM:
+    if rule.kind is ResultKind.SUM:  # `x + attention(norm(x))`, or `norm(x) + bias`
         norms.terms[result] = {part.root for part in elements if not part.is_normal}
         # The output of a layer is computed after the stream that it is added to.
         last = max(elements, key=lambda part: norms.order.get(part.root, -1), default=None)

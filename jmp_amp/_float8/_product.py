@@ -393,7 +393,7 @@ def _primitive(name: str, abstract_eval: Callable[..., Any], batch: Callable[...
     return primitive
 
 
-def is_scale(primitive: Primitive, *args: Any, **params: Any) -> bool:
+def is_float8_scale(primitive: Primitive, *args: Any, **params: Any) -> bool:
     """Whether an equation computes the scale of a weight; a policy for `jax.checkpoint` and `jx.hoist`."""
     return primitive is _scale_p
 

@@ -184,14 +184,14 @@ class Body:
 _traced = Cache()
 
 
-Run = Callable[[JaxprEqn, Sequence[Body], Sequence[Any]], Sequence[Any]]
+RunWith = Callable[[JaxprEqn, Sequence[Body], Sequence[Any]], Sequence[Any]]
 
 
 def _run_inline(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     return bodies[0](*args)
 
 
-def _run_with(*params: str) -> Run:
+def _run_with(*params: str) -> RunWith:
     """Returns a function that binds the primitive again, with new jaxprs as these parameters, and all others kept."""
     return lambda eqn, bodies, args: bind(eqn, args, **{k: b.jaxpr for k, b in zip(params, bodies, strict=True)})
 
@@ -248,7 +248,7 @@ class HigherOrder(NamedTuple):
     """
 
     enter: Callable[[JaxprEqn], Structure | None]
-    run: Run | None = None
+    run: RunWith | None = None
     keeps_inputs: bool = False
     enter_low: Callable[[JaxprEqn], Call] | None = None
 

@@ -15,7 +15,7 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp import _modules
 from jmp_amp._calls import describe, quote, transformation
-from jmp_amp._float8 import is_scale
+from jmp_amp._float8 import is_float8_scale
 from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
 from jmp_amp._loss_scale._state import find_state
 from jmp_amp._trees import multiply_wide, wide_dtype
@@ -262,7 +262,7 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         leaves, opened = jax.tree.leaves(state), jx.open_jaxpr(closed)[0]
         pairs = zip(leaves, opened.invars, opened.outvars[len(opened.outvars) - len(leaves) :], strict=False)
         known = [x if var is out else None for x, var, out in pairs]
-        selects = is_scale if jx.holds(closed, is_scale) else _is_cast  # in float8, both save little more
+        selects = is_float8_scale if jx.holds(closed, is_float8_scale) else _is_cast  # in float8, both save little more
         hoisted = jx.hoist(closed, known, selects, growth=_GROWTH)
 
         def evaluate_hoisted(*args: Any) -> Any:

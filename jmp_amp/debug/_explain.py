@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches, parse_settings
+from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp.debug._report import check_callable, format_table, html_table, without_numbers
 
@@ -150,7 +150,7 @@ class PrecisionReport:
             >>> [row.compute for row in report.select(primitive="dot_general").rows]
             ['float16', 'float16', 'float16']
         """
-        matching = (row for row in self.rows if matches(row.module, pattern))
+        matching = (row for row in self.rows if matches_scope(row.module, pattern))
         rows = tuple(row for row in matching if all(getattr(row, name) == value for name, value in fields.items()))
         return dataclasses.replace(self, rows=rows)
 
