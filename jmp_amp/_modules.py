@@ -12,7 +12,7 @@ from jmp_amp import _jaxpr as jx
 
 
 def is_module(x: Any) -> bool:
-    """Returns whether `x` is an NNX module (an optimizer, random streams and metrics are ones too) or a variable."""
+    """Returns whether `x` is a Flax NNX module or variable. Optimizers, random streams and metrics are modules."""
     nnx = sys.modules.get("flax.nnx")  # a program with modules has imported it
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 

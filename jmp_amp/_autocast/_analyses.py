@@ -345,13 +345,13 @@ def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> So
 
 
 class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
-    """The analysis that finds how the readers of each value read it."""
+    """The analysis that finds what the readers of each value demand of it."""
 
     bottom = Demand.NONE
     condition = Demand.ENDS_LOOP
 
     def join(self, a: int, b: int) -> int:
-        """Returns how two readers read a value."""
+        """Returns what two readers demand of a value."""
         return a | b
 
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
@@ -361,9 +361,9 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         return [demand | mark for demand, mark in zip(outs, marks, strict=True)]
 
     def leave(self, structure: jx.Structure, outs: Sequence[int], demands: Sequence[int]) -> Sequence[int]:
-        """Returns how calls, branches and loops read their operands.
+        """Returns what calls, branches and loops demand of their operands.
 
-        What decides when a loop ends may be rounded before it starts.
+        Operands of a loop may be rounded, even where they decide when it ends: rounded once, they do not change in it.
         """
         ends_loop = joined(outs) & Demand.ENDS_LOOP
         if isinstance(structure, jx.Branches):
@@ -374,7 +374,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         return [(demand & ~_OF_A_BODY) | gate | ends_loop for demand, gate in zip(demands, gates, strict=True)]
 
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
-        """Returns how an op reads its operands."""
+        """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
         of_all = rule.demand
         if rule.moves or demand & ~Demand.OTHERS:
@@ -458,7 +458,7 @@ WHY_AS_TRACED = {  # what `why_as_traced` returns, in words
 
 
 def joined(several: Sequence[int]) -> int:
-    """Returns how several readers read a value."""
+    """Returns what several readers demand of a value."""
     return several[0] if len(several) == 1 else functools.reduce(operator.or_, several, Demand.NONE)
 
 

@@ -82,7 +82,7 @@ _with_derivative_of.defjvp(_jvp_of_cast, symbolic_zeros=True)
 
 
 def is_loop_invariant(primitive: Primitive, *args: Any, **params: Any) -> bool:
-    """Whether an op computes a cast, or the scale of one, that a loop computes once if it does not change the array."""
+    """Whether an op is a cast by `_cast_once`, or computes the scale of such a cast, which a loop computes once."""
     return params.get("name") == SAVED or is_float8_scale(primitive)
 
 

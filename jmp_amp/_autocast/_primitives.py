@@ -127,7 +127,7 @@ class Demand:
     """What the readers of a value demand of it; several are joined by `|`. Plain integers, since there are many."""
 
     NONE = 0
-    ANY = 1 << 0  # in a way that is none of these
+    ANY = 1 << 0  # nothing of what follows
     RETURNED = 1 << 1  # by the caller of the program, in float32
     ANGLE = 1 << 2  # as an angle, `jnp.sin(x @ w)`: one of 100 is off by 0.03 rad in float16, by 0.25 in bfloat16
     DISTANCE = 1 << 3  # as a term of a difference that cancels, `x2[:, None] + y2 - 2 * x @ y.T`

@@ -1,4 +1,4 @@
-"""What is read of the scaled gradients: unscaled values, whether they are finite, scaled, and match the parameters."""
+"""Unscales gradients, and checks that they are finite, come from a scaled loss, and match the parameters."""
 
 import collections
 from collections.abc import Hashable, Iterable, Iterator, Sequence
