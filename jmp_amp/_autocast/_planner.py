@@ -73,8 +73,8 @@ class Planner:
                 products[eqn.outvars[0]] = i
                 for k in (0, 1):  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
                     first = products.get(read[k])
-                    if first is not None and read[1 - k] is not None and sources[first][k] is read[1 - k]:
-                        between |= {i: k, first: 1 - k}
+                    if first is not None and read[1 - k] is not None and read[1 - k] in sources[first]:
+                        between |= {i: k, first: 1 - sources[first].index(read[1 - k])}
         return [
             self._info(*each, between.get(i)) for i, each in enumerate(zip(jaxpr.eqns, rules, sources, strict=True))
         ]
