@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jaxprs import dtypes, equations
 from rounding import EPSILON, error
 
@@ -310,6 +311,51 @@ def test_a_product_of_what_only_one_branch_counts_is_low():
         return mask.T @ mask
 
     assert dtypes(amp.autocast(fun), Y, primitive="dot_general") == ["float16 float16 -> float16"]
+
+
+def local_energy(product, params, positions):
+    """Of a trial wave function: its Laplacian, by forward over reverse."""
+
+    def log_wave(x):
+        h = x
+        for w in params:
+            h = jnp.tanh(product(h[None], w)[0])
+        return jnp.sum(h) - jnp.sum(x**2) / 2
+
+    def of_one(x):
+        gradient = jax.grad(log_wave)
+        laplacian = sum(jax.jvp(gradient, (x,), (e,))[1] @ e for e in jnp.eye(6))
+        return (jnp.sum(x**2) - laplacian - jnp.sum(gradient(x) ** 2)) / 2
+
+    return jnp.var(jax.vmap(of_one)(positions))
+
+
+def crps(product, weights, inputs):
+    """Of forecasts near 288 K by an ensemble."""
+    forecast = product(inputs, weights)
+    spread = jnp.abs(forecast[:, :, None] - forecast[:, None])
+    return jnp.mean(jnp.abs(forecast - 288)) - jnp.mean(spread) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low", EPSILON)
+@pytest.mark.parametrize(
+    ("loss_fn", "args"),
+    [
+        (local_energy, ([normal(6, 32) / 3, normal(32, 32) / 6, normal(32, 8) / 6], normal(64, 6))),
+        (crps, (1 / 16 + 0.01 * normal(16, 8), 288 + 5 * normal(256, 16))),
+    ],
+)
+def test_a_loss_that_magnifies_the_errors_of_a_network_is_as_good_as_with_casts_by_hand(loss_fn, args, low):
+    def by_hand(a, b):
+        return jnp.matmul(a.astype(low), b.astype(low)).astype(jnp.float32)
+
+    def gradient(product, transform=lambda fun: fun):
+        return ravel_pytree(jax.jit(jax.grad(transform(functools.partial(loss_fn, product))))(*args))[0]
+
+    want = gradient(jnp.matmul)
+    got = gradient(jnp.matmul, lambda fun: amp.autocast(fun, low))
+    assert jnp.linalg.norm(got - want) < 1.5 * jnp.linalg.norm(gradient(by_hand) - want)
 
 
 GATES = {
