@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from broken_models import normal, uniform
 from cured import norm
@@ -62,7 +63,7 @@ def test_a_printed_cure_is_right_in_each_context(formula, tmp_path):
             continue
         n_cured += 1
         new, old = use.groups()
-        code, scope = inspect.getsource(broken), {"jax": jax, "jnp": jnp}
+        code, scope = inspect.getsource(broken), {"jax": jax, "jnp": jnp, "optax": optax}
         assert code.count(old) == 1
         exec(code.replace(old, new), scope)
         cured = scope[broken.__name__]

@@ -1,7 +1,6 @@
 """`first_nonfinite`: the op that made the results of a program non-finite, and its cure."""
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import math
@@ -18,7 +17,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp.debug._causes import GUIDE, SECTIONS, Cause, cause_of
+from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, nearest, values_of
@@ -204,7 +203,7 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
                 f"within {seconds:g} s, {n:,} values were computed, and no op made one non-finite; pass a larger "
                 "`max_seconds`"
             )
-        return _report(evaluation, node)
+        return _report(evaluation, node, rest="the ops that follow")
     if evaluation.is_finite:
         return _hidden(evaluation)
     cause = _cause(evaluation)
@@ -219,30 +218,35 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         name, source, result = "argument", names[cause[1]], values_of(array)
         index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
         text = f"`{source}{[*index] if index else ''}` is {np.asarray(array)[index]}"
-    return NonFinite(name, source, "", "", False, (), (), result, text, _guide("argument"))
+    return NonFinite(
+        name, source, "", "", False, (), (), result, text, Cause("an-argument-that-is-not-finite", "").guide
+    )
 
 
-def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> NonFinite:
-    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes."""
+def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
+    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes.
+
+    Args:
+        evaluation: of the program.
+        node: the result of the op.
+        hider: the first result that is finite again, if all results of the program are finite.
+        rest: what was not evaluated, for lack of time, although it tells whether the infinity is intended.
+    """
     trials, late, cured = Trials(evaluation, node), evaluation.evaluator.clock, Cured()
-    cause, finite_in_float32, sentence = cause_of(evaluation, trials.node, trials.node in trials.primal), None, ""
+    cause, finite_in_float32, sentence = diagnose_op(evaluation, trials.node, trials.node in trials.primal), None, ""
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
-        cause = Cause(
-            "loss scale", f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
-        )
-    elif late.is_late:
-        rest = "the ops that follow, so this infinity may be intended; " * evaluation.is_stopped
+        text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
+        cause = Cause("too-large-a-loss-scale", text)
+    elif rest or late.is_late:
+        rest = f"{rest}, so this infinity may be intended; " if rest else ""
         cured = Cured(left_out=f"{rest}the program in float32, and cures: the time was over")
-    else:
-        if cause.kind != "constant":
-            finite_in_float32, sentence = _in_float32(trials)
-        is_formula = cause.kind not in ("constant", "integer", "index", "matrix", "kernel")
-        if is_formula and not rule_of(node.eqn).is_product and not hider:
+    elif cause.section != CONSTANT:
+        finite_in_float32, sentence = _in_float32(trials)
+        if not rule_of(node.eqn).is_product and not hider:
             cured = trials.cure()
-        if finite_in_float32 and not cured.cure:
-            with contextlib.suppress(TimeoutError):
-                cured = trials.in_float32(cause.place or node.place, node.place)
+    if finite_in_float32 and not cured.cure:
+        cured = trials.line_in_float32(cause.place or node.place, node.place)
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
     names: Any = jx.open_jaxpr(evaluation.evaluator.program)[0].debug_info.arg_names
     leaf = next((x for x in (names[i] for i in read) if x.endswith("]") or "." in x), "")
@@ -253,7 +257,7 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> No
         tuple(x.values for x in node.operands if x.is_floating),
         node.values,
         cause.text,
-        _guide("hidden" if hider else cause.kind),
+        cause._replace(section="an-overflow-that-a-later-op-hides" if hider else cause.section).guide,
         cured.cure,
         cured.tried,
         leaf,
@@ -262,10 +266,6 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> No
         sentence,
         cured.left_out,
     )
-
-
-def _guide(kind: str) -> str:
-    return GUIDE + SECTIONS[kind]
 
 
 def _cause(evaluation: Evaluation) -> Id | None:
@@ -314,7 +314,7 @@ def _hidden(evaluation: Evaluation) -> NonFinite | None:
             return None
         traced = _again(evaluation, holds=holds)
         if exact.is_stopped or traced.is_stopped:
-            return None
+            return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
             return None
         (result, kept), (exact_result, exact_kept) = ([_held(x, y) for y in (node, hider)] for x in (traced, exact))
@@ -364,7 +364,7 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str]:
     if any(x.values.infs for x in node.operands) and any(is_low(np.dtype(x.dtype)) for x in constants):
         return None, ""  # the constant of the code is not known
     try:
-        if all(np.isfinite(x).all() for x in trials.results(wide=FLOAT32)):
+        if trials.is_finite_in_float32:
             return True, "in float32 all results are finite: precision is the cause"
         wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
     except Exception:  # a custom primitive may reject other dtypes with any error
