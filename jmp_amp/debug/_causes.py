@@ -38,11 +38,6 @@ class Cause(NamedTuple):
     text: str
     place: Any = None
 
-    @property
-    def guide(self) -> str:
-        """The section, with its page."""
-        return f"docs/my-loss-is-nan.md#{self.section}"
-
 
 class Element(NamedTuple):
     """An element of a value: the value, the index, and the number that is there; None if it is not known."""
@@ -99,7 +94,10 @@ def _cause(e: Element, names: Sequence[str], derivative: str) -> Cause:
         section = "a-derivative-that-is-not-finite" if derivative else section
         origin = _origin(guilty, node, lambda x, y: x == y, names)
     else:
-        exact, large = None if name == "convert_element_type" else _exact(e), max(reads, key=_size, default=None)
+        exact, large = (
+            None if name == "convert_element_type" else _exact(e),
+            max(reads, key=lambda x: abs(x.number), default=None),
+        )
         text += f"{e.number if exact is None else exact:.4g}, beyond {_range(node)}"
         if name == "convert_element_type" and large and large.node.is_constant:
             return Cause(CONSTANT, text)
@@ -119,7 +117,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         same = [x for x in same if not x.node.is_constant]
         if not same:
             break
-        e = max(same, key=_size) if np.isfinite(e.number) else same[0]
+        e = max(same, key=lambda x: abs(x.number)) if np.isfinite(e.number) else same[0]
         dtype = getattr(e.node.held, "dtype", np.dtype(bool))
         exact = _exact(e) if jnp.issubdtype(dtype, jnp.integer) else None
         if exact is not None and not jnp.iinfo(dtype).min <= exact <= jnp.iinfo(dtype).max:
@@ -133,13 +131,15 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
     if not e.node.eqn:
         return Cause("", f"{value} is a constant of the program")
     text, exact = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is", _exact(e)
-    if exact is not None and np.isfinite(exact) and e.node.is_floating:
-        if e.number == 0 and 0 < abs(exact) < jnp.finfo(e.node.values.dtype).smallest_subnormal:
-            text = f"{text} {exact:.4g}{_at(e.at)}, which is 0 in {_range(e.node, 'smallest positive')}"
-            return Cause("a-value-that-rounds-to-0", text, e.node.place)
-        if not np.isfinite(e.number):
-            return Cause("", f"{text} {exact:.4g}{_at(e.at)}, beyond {_range(e.node)}")
-    return Cause("", f"{text} {value}")
+    if (
+        e.number
+        or not exact
+        or not e.node.is_floating
+        or abs(exact) >= jnp.finfo(e.node.values.dtype).smallest_subnormal
+    ):
+        return Cause("", f"{text} {value}")
+    text = f"{text} {exact:.4g}{_at(e.at)}, which is 0 in {_range(e.node, 'smallest positive')}"
+    return Cause("a-value-that-rounds-to-0", text, e.node.place)
 
 
 def _written(reader: Node, constant: Element) -> str:
@@ -177,7 +177,7 @@ def _reads(e: Element) -> list[Element]:
 
 def _terms(e: Element) -> list[Element]:
     """Returns the element of each operand that an element depends on most: derivative times value is the largest."""
-    large = [np.nan_to_num(x, nan=1e100, posinf=1e100, neginf=-1e100) if y else x for x, y in _wide(e.node)]
+    large = [np.nan_to_num(x, nan=1e100, posinf=1e100, neginf=-1e100) for x in _wide(e.node)]
     try:
         with precise(FLOAT64):
             out, pullback = jax.vjp(lambda *xs: _run_wide(e.node, xs), *map(jnp.asarray, large))
@@ -188,9 +188,8 @@ def _terms(e: Element) -> list[Element]:
     for x, array, slope in zip(e.node.operands, large, map(np.asarray, slopes), strict=True):
         if slope.dtype.kind in "fc" and slope.any():
             with np.errstate(all="ignore"):
-                terms = np.nan_to_num(np.abs(slope * array))
-            largest = np.argmax(terms if terms.any() else slope != 0)
-            found.append(_element(x, tuple(map(int, np.unravel_index(largest, slope.shape)))))
+                terms = np.nan_to_num(np.abs(slope * array)) + 1e-300 * (slope != 0)
+            found.append(_element(x, tuple(map(int, np.unravel_index(np.argmax(terms), slope.shape)))))
     return found
 
 
@@ -199,18 +198,17 @@ def _exact(e: Element) -> Any:
     if not e.node.eqn or not _is_known(e.node):
         return None
     with precise(FLOAT64):
-        out = _run_wide(e.node, [jnp.asarray(x) for x, _ in _wide(e.node)])
+        out = _run_wide(e.node, [*map(jnp.asarray, _wide(e.node))])
     return None if out is None else np.asarray(out)[e.at].item()
 
 
-def _wide(node: Node) -> list[tuple[np.ndarray, bool]]:
-    """Returns the operands of an op in float64, and which are: floats, and the integers that an integer is made of."""
-    moves, dtype = rule_of(node.eqn).moves, node.held.dtype
-    found = []
-    for i, x in enumerate(np.asarray(x.held) for x in node.operands):
-        is_wide = jnp.issubdtype(x.dtype, jnp.inexact) or (x.dtype == dtype and not (moves and i))  # but no index
-        found.append((x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) if is_wide else x, is_wide))
-    return found
+def _wide(node: Node) -> list[np.ndarray]:
+    """Returns the operands of an op, with floats in float64, and the integers that an integer is made of, too."""
+    arrays, dtype = [np.asarray(x.held) for x in node.operands], node.held.dtype
+    made_of = arrays[:1] if rule_of(node.eqn).moves else arrays  # but no index
+    ints = [x for x in made_of if x.dtype == dtype and dtype.kind in "iu"]
+    is_wide = lambda x: jnp.issubdtype(x.dtype, jnp.floating) or any(x is y for y in ints)  # noqa: E731
+    return [x.astype(np.float64) if is_wide(x) else x for x in arrays]
 
 
 def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
@@ -225,24 +223,19 @@ def _is_known(node: Node) -> bool:
 
 
 def _element(node: Node, index: tuple[int, ...]) -> Element:
-    is_array = isinstance(getattr(node.held, "dtype", None), np.dtype)
-    if not is_array or np.ndim(node.held) != len(index):
-        return Element(node, index, None)
-    number = np.asarray(node.held)[index].item()
-    return Element(node, index, number if isinstance(number, complex) else float(number))
+    is_array = isinstance(getattr(node.held, "dtype", None), np.dtype) and np.ndim(node.held) == len(index)
+    return Element(node, index, np.asarray(node.held)[index].item() if is_array else None)
 
 
 def _of_matrix(e: Element) -> str:
     matrix = np.asarray(e.node.operands[0].held, np.float64)
-    matrix, name = matrix[e.at[: matrix.ndim - 2]], "eigenvalues of the matrix are"
-    if not np.isfinite(matrix).all():
+    matrix = matrix[e.at[: matrix.ndim - 2]]
+    if not np.isfinite(matrix).all() or matrix.shape[0] != matrix.shape[1]:
         return f"the matrix that `{e.node.primitive}` reads is not finite"
     if e.node.primitive == "triangular_solve":
         values, name = np.abs(np.diagonal(matrix)), "diagonal of the triangular matrix is"
-    elif e.node.primitive in ("cholesky", "eigh"):
-        values = np.linalg.eigvalsh(matrix)
     else:
-        values, name = np.linalg.svd(matrix, compute_uv=False), "singular values of the matrix are"
+        values, name = np.linalg.eigvals(matrix).real, "eigenvalues of the matrix are"
     return f"the {name} from {values.min():.4g} to {values.max():.4g}"
 
 
@@ -258,10 +251,6 @@ def _at(index: tuple[int, ...]) -> str:
 def _of(reads: Sequence[Element]) -> str:
     numbers = [f"{x.number:.4g}" for x in reads if x.number is not None]
     return f" of {' and '.join(numbers)}" if numbers else ""
-
-
-def _size(e: Element) -> float:
-    return abs(e.number)
 
 
 def _range(node: Node, which: str = "largest finite") -> str:

@@ -4,7 +4,7 @@ import ast
 import functools
 import linecache
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jmp_amp import _jaxpr as jx
@@ -27,26 +27,24 @@ def numbers_in(node: Node) -> Iterator[tuple[str, float]]:
             yield from ((name, float(x)) for x in re.findall(rf"\b{name}(?:: *\w+)? *= *{_NUMBER}", file))
 
 
-def in_users_names(text: str, root: Node, nodes: Sequence[Node], inputs: Mapping[str, Node]) -> tuple[str, str] | None:
-    """Returns an expression of the user's code, and its replacement; None if the names of its inputs are not known.
+def in_users_names(text: str, root: Node, value: Node, nodes: Sequence[Node]) -> tuple[str, str] | None:
+    """Returns an expression of the user's code, and its replacement; None if the name of what it reads is not known.
 
     Args:
-        text: the replacement, an expression of the names of the inputs.
+        text: the replacement, an expression of `x`.
         root: the value of the expression.
-        nodes: the values on the way from the inputs to it.
-        inputs: the values that it is computed from.
+        value: what it is computed from.
+        nodes: the values on the way from there to the root.
     """
     at = span_of(root)
     old = at and _source(at[0])[1].get(at)
-    if not at or not old:
-        return None
-    names = {name: _name(x, at, nodes) for name, x in inputs.items()}
-    if None in names.values():
+    name = at and _name(value, at, nodes)
+    if not at or not old or not name:
         return None
 
     class Writer(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> Any:
-            return names.get(node.id, node)
+            return name if node.id == "x" else node
 
     new = Writer().visit(ast.parse(text, mode="eval")).body
     written = ast.unparse(new) if isinstance(new, ast.Call | ast.Name) else f"({ast.unparse(new)})"
@@ -60,49 +58,32 @@ def is_inner(value: Node, readers: Collection[Node]) -> bool:
 
 
 def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
-    """Returns what the code calls a value where it reads it, if it means the same in another place."""
-    for reader in nodes:
-        span = span_of(reader)
-        if span and span != span_of(value.uncast) and value in (x.outside for x in reader.operands):
-            same = [x for x in nodes if span_of(x) == span]
-            arrays = (y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant)
-            arrays = (x.uncast if x in same else x for x in arrays)  # in the order in which they are written
-            reads = [x for x in dict.fromkeys(arrays) if x not in same]
-            expression = _source(span[0])[1].get(span)
-            names = _operands(expression)
-            # Functions of several arrays may read them in another order, as `jnp.clip` does.
-            is_known = len(reads) == len(names) and (len(reads) == 1 or isinstance(expression, ast.BinOp))
-            if is_known and value in reads and _is_same(names[reads.index(value)], span, at):
-                return names[reads.index(value)]
+    """Returns what the code calls a value where it alone is read, if it means the same in another place of a scope."""
+    scope = _scope(at)
+    stores = (x for x in ast.walk(scope) if isinstance(getattr(x, "ctx", None), ast.Store))
+    bound = [y.id for x in stores for y in ast.walk(x) if isinstance(y, ast.Name)]
+    bound += [x.arg for x in ast.walk(scope) if isinstance(x, ast.arg)]
+    for span in filter(None, map(span_of, nodes)):
+        same = [x for x in nodes if span_of(x) == span]
+        reads = {y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant}
+        reads = {x.uncast if x in same else x for x in reads}.difference(same)
+        expression: Any = _source(span[0])[1].get(span)
+        is_call = isinstance(expression, ast.Call)
+        parts = [getattr(expression.func, "value", None), *expression.args] if is_call else [*_children(expression)]
+        named = {ast.unparse(x): x for x in parts if set(_names(x)) & {*bound}}
+        is_inside = at[1:3] <= span[1:3] and span[3:] <= at[3:]
+        is_before = span[1] <= at[1] and all(bound.count(x) < 2 for x in _names(expression))
+        if reads == {value} and len(named) == 1 and _scope(span) is scope and (is_inside or is_before):
+            return next(iter(named.values()))
     return None
 
 
-def _operands(expression: Any) -> list[ast.expr]:
-    """Returns what an operator or a call reads, but for numbers; that is the array, if it calls a method of one."""
-    match expression:
-        case ast.BinOp(left, _, right):
-            found = [left, right]
-        case ast.UnaryOp(_, array) | ast.Call(ast.Attribute(array), []):
-            found = [array]
-        case ast.Call(_, arguments):
-            found = arguments
-        case _:
-            found = []
-    named = (x for x in found if any(isinstance(y, ast.Name) for y in ast.walk(x)))
-    return list({ast.unparse(x): x for x in named}.values())
+def _children(tree: ast.AST | None) -> list[ast.AST]:
+    return [*ast.iter_child_nodes(tree)] if tree else []
 
 
-def _is_same(expression: ast.expr, span: Span, at: Span) -> bool:
-    """Whether an expression of one place means the same in another, further down in the same function."""
-    scope = _scope(at)
-    if span[0] != at[0] or _scope(span) is not scope:
-        return False
-    if at[1:3] <= span[1:3] and span[3:] <= at[3:]:  # one is a part of the other
-        return True
-    stores = (x for x in ast.walk(scope) if isinstance(getattr(x, "ctx", None), ast.Store))
-    stored = [y.id for x in stores for y in ast.walk(x) if isinstance(y, ast.Name)]
-    stored += [x.arg for x in ast.walk(scope) if isinstance(x, ast.arg)]
-    return span[1] <= at[1] and all(stored.count(x.id) < 2 for x in ast.walk(expression) if isinstance(x, ast.Name))
+def _names(tree: ast.AST | None) -> list[str]:
+    return [x.id for x in ast.walk(tree) if isinstance(x, ast.Name)] if tree else []
 
 
 def _scope(span: Span) -> ast.AST:

@@ -24,6 +24,8 @@ from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, nearest,
 from jmp_amp.debug._report import Location, check_callable, location_of
 from jmp_amp.debug._trials import Cured, Trials
 
+_GUIDE = "docs/my-loss-is-nan.md#"
+
 
 @transformation
 def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..., NonFinite | None]":
@@ -257,7 +259,7 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
         tuple(x.values for x in node.operands if x.is_floating),
         node.values,
         cause.text,
-        cause._replace(section="an-overflow-that-a-later-op-hides" if hider else cause.section).guide,
+        _GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
         cured.cure,
         cured.tried,
         leaf,
@@ -364,7 +366,7 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str]:
     if any(x.values.infs for x in node.operands) and any(is_low(np.dtype(x.dtype)) for x in constants):
         return None, ""  # the constant of the code is not known
     try:
-        if trials.is_finite_in_float32:
+        if all(np.isfinite(x).all() for x in trials.in_float32):
             return True, "in float32 all results are finite: precision is the cause"
         wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
     except Exception:  # a custom primitive may reject other dtypes with any error

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,22 +70,17 @@ class Trials:
 
     def cure(self) -> Cured:
         """Returns the equal functions with which the program is finite; the first is for the op at hand."""
-        lines, replacements, n_trials = list[str](), list[Replacement](), 0
-        clock = self.evaluation.evaluator.clock
+        lines, replacements, n_trials, clock = list[str](), list[Replacement](), 0, self.evaluation.evaluator.clock
         for fault in self._faults:
-            for match in self._matches(fault):
+            for match, (old, new) in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
-                    reason = "the time was over" if clock.is_late else f"{n_trials} were tried"
-                    return Cured(left_out=f"other formulas: {reason}")
-                if not (written := self._written(match)):
-                    continue
+                    return Cured(left_out=f"other formulas than the first {n_trials}")
                 clock.tick("ops and trials")
                 n_trials += 1
-                new = [*replacements, match.replacement()]
-                is_cured, seen = self._tried(new)
+                is_cured, seen = self._tried([*replacements, match.replacement()])
                 if seen or (is_cured and self._contains(match.part, fault)):
-                    replacements = new
-                    lines.append(f"use `{written[1]}` in place of `{written[0]}`")
+                    replacements.append(match.replacement())
+                    lines.append(f"use `{new}` in place of `{old}`")
                     if seen:
                         return Cured("; ".join(lines), seen)
                     break
@@ -93,26 +88,23 @@ class Trials:
                 break
         return Cured()
 
-    def _matches(self, fault: Node) -> Iterator[Match]:
-        """Yields the parts of the program near a non-finite op that are equal to formulas; those with the op first."""
+    def _matches(self, fault: Node) -> Iterator[tuple[Match, tuple[str, str]]]:
+        """Yields the parts near a non-finite op that are equal to formulas and that the user can write otherwise."""
         at = span_of(fault)
         start = [fault] if fault in self.primal else [x for x in self.primal if at and span_of(x) == at]
         start = [x for x in nearest(start, lambda x: x.operands, 3) if x in self.primal]  # what was lost before the op
         near = nearest(start, lambda x: [y for y in x.readers if y in self.primal], _DEPTH)
         roots = [x for x in near if x.eqn and x.is_floating and x.uncast is x][:_MOST_ROOTS]  # a cast is not written
         found = [part for root in roots for part in parts(root)]
-        for is_inside in (True, False):
-            yield from matches([part for part in found if self._contains(part, fault) == is_inside])
+        for match in matches(sorted(found, key=lambda x: not self._contains(x, fault))):
+            root = match.part.root
+            same = (x for x in self.primal if x.primitive == root.primitive and span_of(x) == span_of(root))
+            if all(x.key == root.key for x in same) and (written := match.written(self.primal)):  # once, not per layer
+                yield match, written
 
     def _contains(self, part: Part, fault: Node) -> bool:
         """Whether a part has an op, or the line of its derivative."""
         return any(x is fault or (fault not in self.primal and span_of(x) == span_of(fault)) for x in part.nodes)
-
-    def _written(self, match: Match) -> tuple[str, str] | None:
-        """Returns an expression of the user, and its replacement; None if the line computes others, as in a layer."""
-        root = match.part.root
-        same = (x for x in self.primal if x.primitive == root.primitive and span_of(x) == span_of(root))
-        return match.written(self.primal) if all(x.key == root.key for x in same) else None
 
     def _values(self, moves: Sequence[Any] = _MOVES[:1], has_targets: bool = True, **changes: Any) -> list[list[Any]]:
         """Returns the targets and their gradients, or the floating results, for each of some moves of the arguments.
@@ -167,12 +159,10 @@ class Trials:
             (found,), n = self._values(replacements=replacements), len(self.targets)
             # A program that is not differentiated may have an infinite derivative, as x * log(x) has at 0.
             groups = [slice(n), slice(n, None)][: 1 + self._is_differentiated]
-            if all(_are_finite(found[group]) for group in groups):
-                # What depends on rounding errors of the arguments is not known.
-                known = [np.where(abs(x - y) <= 0.01 * abs(x), x, z) for x, y, z in zip(*exact[:2], found, strict=True)]
-                error = max(_error(found[group], known[group]) for group in groups)
-                what = "value and gradient are" if self._is_differentiated else "all results are"
-                return error < 0.1, f"{what} finite, within {error:.0e} of float64" * (error < 0.1)
+            # What depends on rounding errors of the arguments is not known.
+            known = [np.where(abs(x - y) <= 0.01 * abs(x), x, z) for x, y, z in zip(*exact[:2], found, strict=True)]
+            if (error := max(_error(found[group], known[group]) for group in groups)) < 0.1:
+                return True, f"finite, within {error:.0e} of float64"
             variant = dataclasses.replace(self.evaluation.evaluator, replacements=replacements).run()
             roots = {x.root for x in replacements}
             return all(x.values.is_finite for x in variant.nodes if x.key in roots), ""
@@ -184,42 +174,21 @@ class Trials:
         """The floating results of the program in float32."""
         return self._values(has_targets=False, wide=FLOAT32)[0]
 
-    @property
-    def is_finite_in_float32(self) -> bool:
-        """Whether all results of the program are finite in float32."""
-        return _are_finite(self.in_float32)
-
     def line_in_float32(self, *places: Any) -> Cured:
-        """Returns the line, or the scope, of the first of some places that is enough to compute in float32."""
-        for location in dict.fromkeys(location_of(x.eqns) for x in places):
-            scope, line = location.scope, _line(location)
-            ways: dict[str, Callable[[Any], bool]] = {
-                "`with amp.full_precision():`": lambda x, line=line: _line(x) == line,
-                f'`rules={{"{scope}": "full"}}`': lambda x, scope=scope: bool(scope) and scope in x.scope,
-            }
-            errors = {way: self._error_of(region) for way, region in ways.items()}
-            if passed := [way for way, error in errors.items() if error < 0.1]:
-                text = f"compute {location.source} in float32: {' or '.join(passed)} if autocast chose the dtype, "
-                tried = f"all results are finite, within {max(map(errors.get, passed)):.0e} of float32"
-                return Cured(f"{text}`.astype(jnp.float32)` if the code did", tried)
+        """Returns the line of the first of some places that is enough to compute in float32."""
+        for source in dict.fromkeys(location_of(x.eqns).source for x in places):
+            line = source.partition("(")[0]  # without the function: a lambda is one of its own
+            region = functools.cache(lambda eqns, line=line: location_of(eqns).source.startswith(line))
+            try:
+                error = _error(self._values(has_targets=False, wide=FLOAT32, region=region)[0], self.in_float32)
+            except Exception:  # branches of two dtypes, or the time is over
+                continue
+            if error < 0.1:
+                text = (
+                    "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
+                )
+                return Cured(f"compute {source} in float32: {text}", f"finite, within {error:.0e} of float32")
         return Cured()
-
-    def _error_of(self, region: Callable[[Any], bool]) -> float:
-        """Returns the error of the results if a region is computed in float32; infinite if it cannot be."""
-        changes = {"wide": FLOAT32, "region": functools.cache(lambda eqns: region(location_of(eqns)))}
-        try:
-            return _error(self._values(has_targets=False, **changes)[0], self.in_float32)
-        except Exception:  # branches of two dtypes, or the time is over
-            return math.inf
-
-
-def _line(location: Any) -> str:
-    """Returns the file and the number of a line, without the function: a lambda is one of its own."""
-    return location.source.partition(" (")[0]
-
-
-def _are_finite(arrays: Sequence[np.ndarray]) -> bool:
-    return all(np.isfinite(x).all() for x in arrays)
 
 
 def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
