@@ -94,12 +94,10 @@ def _cause(e: Element, names: Sequence[str], derivative: str) -> Cause:
         section = "a-derivative-that-is-not-finite" if derivative else section
         origin = _origin(guilty, node, lambda x, y: x == y, names)
     else:
-        exact, large = (
-            None if name == "convert_element_type" else _exact(e),
-            max(reads, key=lambda x: abs(x.number), default=None),
-        )
+        is_cast, large = name == "convert_element_type", max(reads, key=lambda x: abs(x.number), default=None)
+        exact = None if is_cast else _exact(e)
         text += f"{e.number if exact is None else exact:.4g}, beyond {_range(node)}"
-        if name == "convert_element_type" and large and large.node.is_constant:
+        if is_cast and large and large.node.is_constant:
             return Cause(CONSTANT, text)
         section = f"an-overflow-in-float{16 if np.dtype(node.values.dtype).itemsize < 4 else 32}"
         origin = _origin(large, node, lambda x, y: abs(x) >= 0.1 * abs(y), names) if large else Cause("", "")
@@ -130,16 +128,12 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
     value = f"{e.number:.4g}{_at(e.at)}"
     if not e.node.eqn:
         return Cause("", f"{value} is a constant of the program")
-    text, exact = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is", _exact(e)
-    if (
-        e.number
-        or not exact
-        or not e.node.is_floating
-        or abs(exact) >= jnp.finfo(e.node.values.dtype).smallest_subnormal
-    ):
-        return Cause("", f"{text} {value}")
-    text = f"{text} {exact:.4g}{_at(e.at)}, which is 0 in {_range(e.node, 'smallest positive')}"
-    return Cause("a-value-that-rounds-to-0", text, e.node.place)
+    text = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is"
+    exact = _exact(e) if e.node.is_floating and e.number == 0 else None
+    if exact and abs(exact) < jnp.finfo(e.node.values.dtype).smallest_subnormal:
+        text = f"{text} {exact:.4g}{_at(e.at)}, which is 0 in {_range(e.node, 'smallest positive')}"
+        return Cause("a-value-that-rounds-to-0", text, e.node.place)
+    return Cause("", f"{text} {value}")
 
 
 def _written(reader: Node, constant: Element) -> str:
@@ -229,13 +223,11 @@ def _element(node: Node, index: tuple[int, ...]) -> Element:
 
 def _of_matrix(e: Element) -> str:
     matrix = np.asarray(e.node.operands[0].held, np.float64)
-    matrix = matrix[e.at[: matrix.ndim - 2]]
+    matrix, is_triangular = matrix[e.at[: matrix.ndim - 2]], e.node.primitive == "triangular_solve"
     if not np.isfinite(matrix).all() or matrix.shape[0] != matrix.shape[1]:
-        return f"the matrix that `{e.node.primitive}` reads is not finite"
-    if e.node.primitive == "triangular_solve":
-        values, name = np.abs(np.diagonal(matrix)), "diagonal of the triangular matrix is"
-    else:
-        values, name = np.linalg.eigvals(matrix).real, "eigenvalues of the matrix are"
+        return f"the matrix that `{e.node.primitive}` reads is not finite, or not square"
+    values = np.abs(np.diagonal(matrix)) if is_triangular else np.linalg.eigvals(matrix).real
+    name = "diagonal of the triangular matrix is" if is_triangular else "eigenvalues of the matrix are"
     return f"the {name} from {values.min():.4g} to {values.max():.4g}"
 
 

@@ -6,72 +6,40 @@ float64 to the formula of a row. `_trials.py` then runs the program with the rep
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jmp_amp.debug._evaluation import FLOAT64, Replacement, evaluate_in, precise, widened
-from jmp_amp.debug._expressions import in_users_names, is_inner
+from jmp_amp.debug._evaluation import FLOAT64, evaluate_in, precise, widened
 from jmp_amp.debug._nodes import Node
 
 _MOST_CUTS, _MOST_INPUTS, _MOST_ELEMENTS = 40, 5, 2**20
 
-# The names in formulas: those of NumPy, and these.
-_NUMPY = vars(np) | {
-    "det": np.linalg.det,
-    "softmax": lambda x, axis: np.exp(x) / np.sum(np.exp(x), axis, keepdims=True),
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+# By formula, a Python expression of `x` and the axis with functions of NumPy, an expression with functions of JAX that
+# is equal to it where it is finite. Those of more ops come before those of fewer.
+CURES = {
+    "log(exp(x) / sum(exp(x), axis, keepdims=True))": "jax.nn.log_softmax(x, axis)",
+    "log(sum(exp(x), axis))": "jax.nn.logsumexp(x, axis)",
+    "log(mean(exp(x), axis))": "jax.nn.logmeanexp(x, axis)",
+    "log(cumsum(exp(x), axis))": "jax.lax.cumlogsumexp(x, axis)",
+    "exp(x) / sum(exp(x), axis, keepdims=True)": "jax.nn.softmax(x, axis)",
+    "log(1 / (1 + exp(-x)))": "jax.nn.log_sigmoid(x)",
+    "log(1 - 1 / (1 + exp(-x)))": "jax.nn.log_sigmoid(-x)",
+    "log(1 + exp(x))": "jax.nn.softplus(x)",
+    "log(1 - tanh(x)**2)": "2 * (jnp.log(2.0) - x - jax.nn.softplus(-2 * x))",
+    "log(1 - exp(x))": "jnp.log(-jnp.expm1(x))",
+    "log(1 + x)": "jnp.log1p(x)",
+    "log(exp(x))": "x",
+    "x * log(x)": "jax.scipy.special.xlogy(x, x)",
+    "log(abs(linalg.det(x)))": "jnp.linalg.slogdet(x)[1]",
+    "log(prod(x, axis))": "jnp.sum(jnp.log(x), axis)",
+    "sin(x) / x": "jnp.sinc(x / jnp.pi)",
+    "mean(x**2, axis) - mean(x, axis)**2": "jnp.var(x, axis)",
+    "sqrt(sum(x**2, axis))": "optax.safe_norm(x, 0.0, axis)",
+    "sqrt(mean(x**2))": "optax.safe_root_mean_squares(x, 0.0)",
 }
-
-
-class Cure(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        formula: a Python expression of `x` and the axis, with functions of NumPy.
-        replacement: an expression with functions of JAX that is equal to it where it is finite.
-    """
-
-    formula: str
-    replacement: str
-
-    def exact(self, x: Any, axis: int | None) -> Any:
-        """Returns the formula of a NumPy array."""
-        with np.errstate(all="ignore"):
-            return eval(self.formula, _NUMPY, {"x": x, "axis": axis})
-
-    def written(self, axis: int | None, keeps: bool = False) -> str:
-        """Returns the replacement along an axis, which sums may keep."""
-        chosen = f", axis={axis}" if axis is not None or "softmax" in self.replacement else ""
-        return self.replacement.replace(", axis", chosen + ", keepdims=True" * keeps)
-
-
-# Those of more ops come before those of fewer.
-CURES = [
-    Cure("log(softmax(x, axis))", "jax.nn.log_softmax(x, axis)"),
-    Cure("log(sum(exp(x), axis))", "jax.nn.logsumexp(x, axis)"),
-    Cure("log(mean(exp(x), axis))", "jax.nn.logmeanexp(x, axis)"),
-    Cure("log(cumsum(exp(x), axis))", "jax.lax.cumlogsumexp(x, axis)"),
-    Cure("exp(x) / sum(exp(x), axis, keepdims=True)", "jax.nn.softmax(x, axis)"),
-    Cure("log(sigmoid(x))", "jax.nn.log_sigmoid(x)"),
-    Cure("log(1 - sigmoid(x))", "jax.nn.log_sigmoid(-x)"),
-    Cure("log(1 + exp(x))", "jax.nn.softplus(x)"),
-    Cure("log(1 - tanh(x)**2)", "2 * (jnp.log(2.0) - x - jax.nn.softplus(-2 * x))"),
-    Cure("log(1 - exp(x))", "jnp.log(-jnp.expm1(x))"),
-    Cure("log(1 + x)", "jnp.log1p(x)"),
-    Cure("log(exp(x))", "x"),
-    Cure("x * log(x)", "jax.scipy.special.xlogy(x, x)"),
-    Cure("log(abs(det(x)))", "jnp.linalg.slogdet(x)[1]"),
-    Cure("log(prod(x, axis))", "jnp.sum(jnp.log(x), axis)"),
-    Cure("sin(x) / x", "jnp.sinc(x / jnp.pi)"),
-    Cure("mean(x**2, axis) - mean(x, axis)**2", "jnp.var(x, axis)"),
-    Cure("sqrt(sum(x**2, axis))", "optax.safe_norm(x, 0.0, axis)"),
-    Cure("sqrt(mean(x**2))", "optax.safe_root_mean_squares(x, 0.0)"),
-]
 
 
 class Part:
@@ -88,7 +56,7 @@ class Part:
     def __init__(self, root: Node, x: Node) -> None:
         self.root, self.x, self.nodes, self.draw = root, x, [root], functools.cache(self._draw)
         for node in self.nodes:
-            self.nodes += [y for y in _reads(node) if y.eqn and y not in (*self.nodes, x)]
+            self.nodes += [y for y in node.reads if y.eqn and y not in (*self.nodes, x)]
         rng, constants = (
             np.random.default_rng(0),
             [y.values.min for z in self.nodes for y in z.operands if y.is_constant],
@@ -102,7 +70,7 @@ class Part:
             with precise(FLOAT64):
                 found = {self.x: jnp.asarray(self.samples[i])}
                 for node in sorted(self.nodes, key=lambda x: x.number):
-                    operands = [found[x] if x in found else widened(jnp.asarray(x.held), FLOAT64) for x in _reads(node)]
+                    operands = [found[x] if x in found else widened(jnp.asarray(x.held), FLOAT64) for x in node.reads]
                     outs = evaluate_in(FLOAT64, node.place, operands) or ()  # an op may not run in float64
                     found[node] = outs[node.index[0]]
                 return np.asarray(found[self.root])
@@ -115,10 +83,6 @@ class Part:
         params, n = [x.eqn.params for x in self.nodes], len(self.x.values.shape)
         reduced = [x["axes"] for x in params if "axes" in x] + [(x["axis"],) for x in params if "axis" in x]
         return [*dict.fromkeys(None if len(x) == n else x[0] for x in reduced if len(x) in (1, n))] or [None]
-
-
-def _reads(node: Node) -> list[Node]:
-    return [x.outside for x in node.operands]
 
 
 def parts(root: Node) -> Iterator[Part]:
@@ -142,38 +106,31 @@ def _inputs(nodes: Iterable[Node]) -> frozenset[Node]:
     return found
 
 
-class Match(NamedTuple):
-    """A part of a program that is equal to the formula of a cure, and the replacement of `x` that fits it."""
-
-    part: Part
-    text: str
-
-    def replacement(self) -> Replacement:
-        """Returns the replacement, for an evaluation."""
-        function = lambda x: eval(self.text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})  # noqa: E731
-        return Replacement(self.part.root.key, [self.part.x.key], function)
-
-    def written(self, primal: Collection[Node]) -> tuple[str, str] | None:
-        """Returns an expression of the user, and what to write in its place; None if their names are not known."""
-        root = self.part.root
-        is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
-        is_written = not is_batched and not is_inner(root, primal)
-        return in_users_names(self.text, root, self.part.x, self.part.nodes) if is_written else None
+def matches(found: Sequence[Part]) -> Iterator[tuple[Part, str]]:
+    """Yields the parts of a program that are equal to formulas, and the replacements, in the order of the cures."""
+    for (formula, replacement), part in itertools.product(CURES.items(), found):
+        for axis in part.axes if "axis" in formula else [None]:
+            if all(_is_equal(formula, axis, x, part.draw, i) for i, x in enumerate(part.samples)):
+                keeps = np.shape(exact(formula, part.samples[0], axis)) != part.root.values.shape
+                yield part, written(replacement, axis, keeps)
 
 
-def matches(found: Sequence[Part]) -> Iterator[Match]:
-    """Yields the parts of a program that are equal to formulas, in the order of the cures."""
-    for cure, part in itertools.product(CURES, found):
-        for axis in part.axes if "axis" in cure.formula else [None]:
-            if all(_is_equal(cure.exact, axis, x, part.draw, i) for i, x in enumerate(part.samples)):
-                keeps = np.shape(cure.exact(part.samples[0], axis)) != part.root.values.shape
-                yield Match(part, cure.written(axis, keeps))
+def exact(formula: str, x: Any, axis: int | None) -> Any:
+    """Returns a formula of a NumPy array."""
+    with np.errstate(all="ignore"):
+        return eval(formula, vars(np), {"x": x, "axis": axis})
 
 
-def _is_equal(formula: Callable[..., Any], axis: int | None, x: np.ndarray, draw: Callable[..., Any], i: int) -> bool:
+def written(replacement: str, axis: int | None, keeps: bool = False) -> str:
+    """Returns a replacement along an axis, which sums may keep."""
+    chosen = f", axis={axis}" if axis is not None or "softmax" in replacement else ""
+    return replacement.replace(", axis", chosen + ", keepdims=True" * keeps)
+
+
+def _is_equal(formula: str, axis: int | None, x: np.ndarray, draw: Callable[..., Any], i: int) -> bool:
     """Whether a formula of a sample is what a part of a program computes; an axis may be kept."""
     try:
-        result, expected = np.asarray(formula(x, axis)), draw(i)
+        result, expected = np.asarray(exact(formula, x, axis)), draw(i)
         is_same = np.squeeze(result).shape == np.squeeze(expected).shape and (i or np.isfinite(expected).any())
         return is_same and np.allclose(result.reshape(expected.shape), expected, 1e-6, 1e-7, equal_nan=True)
     except Exception:  # a shape that the formula does not take, or an op that has no float64

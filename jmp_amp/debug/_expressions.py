@@ -4,7 +4,7 @@ import ast
 import functools
 import linecache
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jmp_amp import _jaxpr as jx
@@ -41,49 +41,33 @@ def in_users_names(text: str, root: Node, value: Node, nodes: Sequence[Node]) ->
     name = at and _name(value, at, nodes)
     if not at or not old or not name:
         return None
-
-    class Writer(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> Any:
-            return name if node.id == "x" else node
-
-    new = Writer().visit(ast.parse(text, mode="eval")).body
+    new = ast.parse(re.sub(r"\bx\b", lambda _: f"({name})", text), mode="eval").body
     written = ast.unparse(new) if isinstance(new, ast.Call | ast.Name) else f"({ast.unparse(new)})"
     return " ".join((ast.get_source_segment(_source(at[0])[0], old) or "").split()), written
 
 
-def is_inner(value: Node, readers: Collection[Node]) -> bool:
-    """Whether a value, as some of its readers, is inside of an expression, such as a call of the library."""
-    span = span_of(value.uncast)  # a cast of autocast belongs to its reader
-    return span is not None and any(span_of(x) == span for x in value.readers if x in readers)
-
-
-def _name(value: Node, at: Span, nodes: Sequence[Node]) -> ast.expr | None:
+def _name(value: Node, at: Span, nodes: Sequence[Node]) -> str | None:
     """Returns what the code calls a value where it alone is read, if it means the same in another place of a scope."""
     scope = _scope(at)
     stores = (x for x in ast.walk(scope) if isinstance(getattr(x, "ctx", None), ast.Store))
-    bound = [y.id for x in stores for y in ast.walk(x) if isinstance(y, ast.Name)]
-    bound += [x.arg for x in ast.walk(scope) if isinstance(x, ast.arg)]
+    bound = [y for x in stores for y in _names(x)] + [x.arg for x in ast.walk(scope) if isinstance(x, ast.arg)]
     for span in filter(None, map(span_of, nodes)):
         same = [x for x in nodes if span_of(x) == span]
         reads = {y.outside for x in same for y in x.operands if y.is_floating and not y.is_constant}
         reads = {x.uncast if x in same else x for x in reads}.difference(same)
-        expression: Any = _source(span[0])[1].get(span)
-        is_call = isinstance(expression, ast.Call)
-        parts = [getattr(expression.func, "value", None), *expression.args] if is_call else [*_children(expression)]
-        named = {ast.unparse(x): x for x in parts if set(_names(x)) & {*bound}}
+        expression: Any = _source(span[0])[1].get(span, ast.Tuple([]))
+        called = getattr(expression, "func", None)  # a method reads its array
+        parts = [x if x is not called else getattr(x, "value", x) for x in ast.iter_child_nodes(expression)]
+        names = {ast.unparse(x) for x in parts if {*_names(x)} & {*bound}}
         is_inside = at[1:3] <= span[1:3] and span[3:] <= at[3:]
         is_before = span[1] <= at[1] and all(bound.count(x) < 2 for x in _names(expression))
-        if reads == {value} and len(named) == 1 and _scope(span) is scope and (is_inside or is_before):
-            return next(iter(named.values()))
+        if reads == {value} and len(names) == 1 and _scope(span) is scope and (is_inside or is_before):
+            return names.pop()
     return None
 
 
-def _children(tree: ast.AST | None) -> list[ast.AST]:
-    return [*ast.iter_child_nodes(tree)] if tree else []
-
-
-def _names(tree: ast.AST | None) -> list[str]:
-    return [x.id for x in ast.walk(tree) if isinstance(x, ast.Name)] if tree else []
+def _names(tree: ast.AST) -> list[str]:
+    return [x.id for x in ast.walk(tree) if isinstance(x, ast.Name)]
 
 
 def _scope(span: Span) -> ast.AST:

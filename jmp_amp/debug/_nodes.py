@@ -197,6 +197,11 @@ class Node:
         return bool(self.values.dtype)
 
     @property
+    def reads(self) -> list["Node"]:
+        """The values that it was computed from, outside of the branch that reads them."""
+        return [x.outside for x in self.operands]
+
+    @property
     def parents(self) -> list["Node"]:
         """The values that it was computed from."""
         return [*self.operands, *([self.source] if self.source else [])]

@@ -22,7 +22,7 @@ from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, nearest, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
-from jmp_amp.debug._trials import Cured, Trials
+from jmp_amp.debug._trials import Trials, lines_in_float32
 
 _GUIDE = "docs/my-loss-is-nan.md#"
 
@@ -220,9 +220,7 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         name, source, result = "argument", names[cause[1]], values_of(array)
         index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
         text = f"`{source}{[*index] if index else ''}` is {np.asarray(array)[index]}"
-    return NonFinite(
-        name, source, "", "", False, (), (), result, text, Cause("an-argument-that-is-not-finite", "").guide
-    )
+    return NonFinite(name, source, "", "", False, (), (), result, text, _GUIDE + "an-argument-that-is-not-finite")
 
 
 def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
@@ -234,21 +232,24 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
         hider: the first result that is finite again, if all results of the program are finite.
         rest: what was not evaluated, for lack of time, although it tells whether the infinity is intended.
     """
-    trials, late, cured = Trials(evaluation, node), evaluation.evaluator.clock, Cured()
-    cause, finite_in_float32, sentence = diagnose_op(evaluation, trials.node, trials.node in trials.primal), None, ""
+    trials, clock, cure, tried, left_out = Trials(evaluation, node), evaluation.evaluator.clock, "", "", ""
+    cause = diagnose_op(evaluation, trials.node, trials.node in trials.primal)
+    finite_in_float32, sentence, exact = None, "", list[Any]()
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
         text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
         cause = Cause("too-large-a-loss-scale", text)
-    elif rest or late.is_late:
+    elif rest or clock.is_late:
         rest = f"{rest}, so this infinity may be intended; " if rest else ""
-        cured = Cured(left_out=f"{rest}the program in float32, and cures: the time was over")
+        left_out = f"{rest}the program in float32, and cures: the time was over"
     elif cause.section != CONSTANT:
-        finite_in_float32, sentence = _in_float32(trials)
+        finite_in_float32, sentence, exact = _in_float32(trials)
         if not rule_of(node.eqn).is_product and not hider:
-            cured = trials.cure()
-    if finite_in_float32 and not cured.cure:
-        cured = trials.line_in_float32(cause.place or node.place, node.place)
+            cure, tried, left_out = trials.cure()
+    for place in (cause.place or node.place, node.place) if finite_in_float32 else ():
+        if not cure:
+            lines = [location_of(place.eqns).source]
+            cure, tried, left_out = lines_in_float32(evaluation.evaluator, exact, lines)
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
     names: Any = jx.open_jaxpr(evaluation.evaluator.program)[0].debug_info.arg_names
     leaf = next((x for x in (names[i] for i in read) if x.endswith("]") or "." in x), "")
@@ -260,13 +261,13 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
         node.values,
         cause.text,
         _GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
-        cured.cure,
-        cured.tried,
+        cure,
+        tried,
         leaf,
         f"`{hider.primitive}` {location_of(hider.place.eqns).where}" if hider else "",
         finite_in_float32,
         sentence,
-        cured.left_out,
+        left_out,
     )
 
 
@@ -356,26 +357,27 @@ def _smaller_loss_scale(evaluation: Evaluation, node: Node) -> int | None:
     return None if k == len(steps) else steps[k]
 
 
-def _in_float32(trials: Trials) -> tuple[bool | None, str]:
-    """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
+def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
+    """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
     evaluator, node = trials.evaluation.evaluator, trials.node
     equations = (eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance()))
     if not any(is_low(jx.dtype_of(atom)) for eqn in equations for atom in (*eqn.invars, *eqn.outvars)):
-        return False, "the program computes nothing in low precision: precision is not the cause"
+        return False, "the program computes nothing in low precision: precision is not the cause", []
     constants = (x.values for x in nearest(node.operands) if x.is_constant and x.values.infs)
     if any(x.values.infs for x in node.operands) and any(is_low(np.dtype(x.dtype)) for x in constants):
-        return None, ""  # the constant of the code is not known
+        return None, "", []  # the constant of the code is not known
     try:
-        if all(np.isfinite(x).all() for x in trials.in_float32):
-            return True, "in float32 all results are finite: precision is the cause"
         wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
     except Exception:  # a custom primitive may reject other dtypes with any error
-        return None, ""
+        return None, "", []
+    if wide.is_finite:
+        results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
+        return True, "in float32 all results are finite: precision is the cause", results
     other = wide.nonfinite.get(_cause(wide) or ())
-    if other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
-        return None, ""
+    if wide.is_stopped or other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
+        return None, "", []
     kind = "NaN" if other.values.nans else "inf"
     if other.key == node.key:
-        return False, f"in float32 the same op gives {kind}: precision is not the cause"
+        return False, f"in float32 the same op gives {kind}: precision is not the cause", []
     where = location_of(other.place.eqns).where
-    return False, f"in float32 `{other.primitive}` {where} gives {kind}: precision is not the only cause"
+    return False, f"in float32 `{other.primitive}` {where} gives {kind}: precision is not the only cause", []

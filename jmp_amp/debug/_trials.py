@@ -5,16 +5,17 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp.debug._cures import Match, Part, matches, parts
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Replacement, precise
-from jmp_amp.debug._expressions import span_of
+from jmp_amp.debug._cures import Part, matches, parts
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, Replacement, precise
+from jmp_amp.debug._expressions import in_users_names, span_of
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 from jmp_amp.debug._report import location_of
 
@@ -25,18 +26,7 @@ _MOVES = ((0.0, math.inf), (1e-7, math.inf), (1e-2, math.inf), (1.0, 1.0), (-1.0
 _TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be 0 in float32
 
 
-class Cured(NamedTuple):
-    """What the user is told of a cure.
-
-    Attributes:
-        cure: what to write.
-        tried: what was seen when the program ran so.
-        left_out: what was not tried, for lack of time.
-    """
-
-    cure: str = ""
-    tried: str = ""
-    left_out: str = ""
+Cured = tuple[str, str, str]  # what to write, what was seen when the program ran so, and what was not tried
 
 
 class Trials:
@@ -72,68 +62,64 @@ class Trials:
         """Returns the equal functions with which the program is finite; the first is for the op at hand."""
         lines, replacements, n_trials, clock = list[str](), list[Replacement](), 0, self.evaluation.evaluator.clock
         for fault in self._faults:
-            for match, (old, new) in self._matches(fault):
+            for part, text, (old, new) in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
-                    return Cured(left_out=f"other formulas than the first {n_trials}")
+                    return "", "", f"other formulas than the first {n_trials}"
                 clock.tick("ops and trials")
                 n_trials += 1
-                is_cured, seen = self._tried([*replacements, match.replacement()])
-                if seen or (is_cured and self._contains(match.part, fault)):
-                    replacements.append(match.replacement())
+                function = lambda x, text=text: eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})  # noqa: E731
+                tried = [*replacements, Replacement(part.root.key, [part.x.key], function)]
+                is_cured, seen = self._tried(tried)
+                if seen or (is_cured and self._contains(part, fault)):
+                    replacements = tried
                     lines.append(f"use `{new}` in place of `{old}`")
                     if seen:
-                        return Cured("; ".join(lines), seen)
+                        return "; ".join(lines), seen, ""
                     break
             else:
                 break
-        return Cured()
+        return "", "", ""
 
-    def _matches(self, fault: Node) -> Iterator[tuple[Match, tuple[str, str]]]:
+    def _matches(self, fault: Node) -> Iterator[tuple[Part, str, tuple[str, str]]]:
         """Yields the parts near a non-finite op that are equal to formulas and that the user can write otherwise."""
         at = span_of(fault)
         start = [fault] if fault in self.primal else [x for x in self.primal if at and span_of(x) == at]
         start = [x for x in nearest(start, lambda x: x.operands, 3) if x in self.primal]  # what was lost before the op
         near = nearest(start, lambda x: [y for y in x.readers if y in self.primal], _DEPTH)
         roots = [x for x in near if x.eqn and x.is_floating and x.uncast is x][:_MOST_ROOTS]  # a cast is not written
-        found = [part for root in roots for part in parts(root)]
-        for match in matches(sorted(found, key=lambda x: not self._contains(x, fault))):
-            root = match.part.root
-            same = (x for x in self.primal if x.primitive == root.primitive and span_of(x) == span_of(root))
-            if all(x.key == root.key for x in same) and (written := match.written(self.primal)):  # once, not per layer
-                yield match, written
+        found = [part for root in roots if self._is_alone(root) for part in parts(root)]
+        for part, text in matches(sorted(found, key=lambda x: not self._contains(x, fault))):
+            if written := in_users_names(text, part.root, part.x, part.nodes):
+                yield part, text, written
+
+    def _is_alone(self, root: Node) -> bool:
+        """Whether an expression is no part of another one, as of a call of the library, or of another layer."""
+        same = [x for x in self.primal if x.primitive == root.primitive or x in root.readers]
+        is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
+        return not is_batched and all(span_of(x) != span_of(root) or x.key == root.key for x in same)
 
     def _contains(self, part: Part, fault: Node) -> bool:
         """Whether a part has an op, or the line of its derivative."""
         return any(x is fault or (fault not in self.primal and span_of(x) == span_of(fault)) for x in part.nodes)
 
-    def _values(self, moves: Sequence[Any] = _MOVES[:1], has_targets: bool = True, **changes: Any) -> list[list[Any]]:
-        """Returns the targets and their gradients, or the floating results, for each of some moves of the arguments.
+    def _values(self, moves: Sequence[Any] = _MOVES[:1], **changes: Any) -> list[list[np.ndarray]]:
+        """Returns the targets and their gradients for each of some moves of the arguments.
 
         The program is compiled as a whole, which is faster than its ops are.
-
-        Raises:
-            TimeoutError: it runs op by op, as `shard_map` does, and the time was over.
         """
-        evaluator, wide, keeps = (
-            self.evaluation.evaluator,
-            changes.get("wide"),
-            [x.key for x in self.targets * has_targets],
-        )
+        evaluator, wide = self.evaluation.evaluator, changes.get("wide")
+        keeps = [x.key for x in self.targets]
         arrays = [*map(jnp.asarray, evaluator.arrays)]
         is_floating, found = [*map(jx.is_floating, arrays)], list[list[Any]]()
 
         def values(floats: Sequence[Any]) -> tuple[Any, Any]:
             inputs = jx.combine(is_floating, floats, arrays)
-            run = dataclasses.replace(evaluator, arrays=inputs, keeps=keeps, **changes).run()
-            if run.is_stopped:
-                raise TimeoutError
-            outs = [run.kept[key] for key in keeps] if has_targets else [x.value for x in run.results]
-            outs = [*filter(jx.is_inexact, outs)]
+            kept = dataclasses.replace(evaluator, arrays=inputs, keeps=keeps, **changes).run().kept
+            outs = [kept[key] for key in keeps]
             return sum(jnp.sum(jnp.real(x).astype(wide or FLOAT32)) for x in outs), outs
 
-        call = jax.value_and_grad(values, has_aux=True) if self.has_gradient and has_targets else values
-        is_sharded = any(x.place and x.place.mesh for x in self.evaluation.nodes)
-        run = call if is_sharded else jax.jit(call, compiler_options=QUICK)
+        call = jax.value_and_grad(values, has_aux=True) if self.has_gradient else values
+        run = jax.jit(call, compiler_options=QUICK)
         for by, most in moves:
             rng, floats = np.random.default_rng(0), [*itertools.compress(arrays, is_floating)]
             if by:
@@ -146,6 +132,7 @@ class Trials:
     def _exact(self) -> list[list[np.ndarray]]:
         return self._values(_MOVES, wide=FLOAT64)
 
+    @np.errstate(all="ignore")
     def _tried(self, replacements: Sequence[Replacement]) -> tuple[bool, str]:
         """Returns whether replacements are equal to the program, and finite; and what is seen if the targets are, too.
 
@@ -169,31 +156,24 @@ class Trials:
         except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
             return False, ""
 
-    @functools.cached_property
-    def in_float32(self) -> list[np.ndarray]:
-        """The floating results of the program in float32."""
-        return self._values(has_targets=False, wide=FLOAT32)[0]
 
-    def line_in_float32(self, *places: Any) -> Cured:
-        """Returns the line of the first of some places that is enough to compute in float32."""
-        for source in dict.fromkeys(location_of(x.eqns).source for x in places):
-            line = source.partition("(")[0]  # without the function: a lambda is one of its own
-            region = functools.cache(lambda eqns, line=line: location_of(eqns).source.startswith(line))
-            try:
-                error = _error(self._values(has_targets=False, wide=FLOAT32, region=region)[0], self.in_float32)
-            except Exception:  # branches of two dtypes, or the time is over
-                continue
-            if error < 0.1:
-                text = (
-                    "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
-                )
-                return Cured(f"compute {source} in float32: {text}", f"finite, within {error:.0e} of float32")
-        return Cured()
+def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> Cured:
+    """Returns the lines that are enough to compute in float32 for some results: these, and that of the next fault."""
+    numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
+    region = functools.cache(lambda eqns: location_of(eqns).source.partition(" (")[0] in numbers)
+    run = dataclasses.replace(evaluator, wide=FLOAT32, region=region).run()
+    if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
+        text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
+        return f"compute {' and '.join(lines)} in float32: {text}", f"finite, within {error:.0e} of float32", ""
+    others = [x for x in (location_of(x.place.eqns).source for x in run.nonfinite.values()) if x not in lines]
+    is_last = len(lines) == 2 or not others or run.is_stopped
+    return ("", "", "") if is_last else lines_in_float32(evaluator, exact, [*lines, others[0]])
 
 
+@np.errstate(all="ignore")
 def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
     """Returns the relative error of arrays, by their norms, and at least that of float32; infinite if not finite."""
-    flat, exact_flat = (np.concatenate([np.zeros(1), *map(np.ravel, x)]) for x in (arrays, exact))
+    flat, exact_flat = (np.concatenate([np.zeros(1), *(np.ravel(x) for x in y)]) for y in (arrays, exact))
     error = np.linalg.norm(flat - exact_flat) / max(np.linalg.norm(exact_flat), _TINY)
     return max(float(error), 1e-7) if np.isfinite(flat).all() else math.inf
 
