@@ -643,6 +643,22 @@ def test_an_overflow_that_a_division_hides_is_named_with_its_hider():
     assert first_nonfinite(model)(np.float16([3, 4])) is None
 
 
+@pytest.mark.parametrize("n", range(1, 40, 2))
+def test_a_hidden_overflow_is_reported_if_there_is_no_time_to_tell_whether_it_matters(n, monkeypatch):
+    def model(x):
+        return x / jnp.sum(x * x)  # planted: hidden
+
+    monkeypatch.setattr(Clock, "is_late", property(lambda self: self._n >= n))
+    try:
+        found = first_nonfinite(model)(np.float16([300, 400]))
+    except TimeoutError:
+        return
+    assert line(found) == planted("hidden")
+    left_out = ("the ops that follow, so", "the program in float64, so", "the program in float32", "")
+    assert found.left_out.startswith(left_out)
+    assert found.left_out or n > 10
+
+
 # Time
 
 

@@ -74,8 +74,8 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.values}")
-    names: Any = jx.open_jaxpr(evaluation.evaluator.program)[0].debug_info.arg_names
-    return _cause(_element(node, tuple(bad[0].tolist())), names, "" if is_primal else "in the derivative, ")
+    element, derivative = _element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
+    return _cause(element, evaluation.evaluator.names, derivative)
 
 
 def _cause(e: Element, names: Sequence[str], derivative: str) -> Cause:

@@ -85,6 +85,11 @@ class Evaluator:
     until: Id | None = None
     clock: Clock = dataclasses.field(default_factory=Clock)
 
+    @property
+    def names(self) -> Any:
+        """The paths of the arguments."""
+        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
+
     def run(self) -> "Evaluation":
         """Evaluates the program."""
         evaluation = Evaluation(self, any(isinstance(x, jax.core.Tracer) for x in self.arrays))
@@ -230,7 +235,8 @@ class Evaluation:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if not self._is_traced:
-                is_long = loop.length is None or loop.length * _number_of_ops(loop.body) > _LONG
+                times = (provenance.times for _, provenance in jx.equations_in(loop.body, jx.Provenance()))
+                is_long = loop.length is None or loop.length * sum(times) > _LONG
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts and not is_split:
                     results = self._apply(operands, place)
@@ -326,7 +332,8 @@ class Evaluation:
     def _apply(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
         eqn = place.eqn
         compute = functools.partial(self._computed, place)
-        outs = (self.evaluator.around or _plainly)(place, [x.value for x in operands], compute)
+        values, around = [x.value for x in operands], self.evaluator.around
+        outs = compute(values) if around is None else around(place, values, compute)
         if self.evaluator.loss_factor != 1 and applies_loss_scale(eqn):
             outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
@@ -403,14 +410,6 @@ class Evaluation:
             return new
         predicate = lax.broadcast_in_dim(predicate, np.shape(new.value), range(np.ndim(predicate)))
         return self._cell(lax.select(predicate, new.value, old.value.astype(new.value.dtype)), [new, old])
-
-
-def _plainly(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-    return compute(operands)
-
-
-def _number_of_ops(jaxpr: Any) -> int:
-    return sum(provenance.times for _, provenance in jx.equations_in(jaxpr, jx.Provenance()))
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:

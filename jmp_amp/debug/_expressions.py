@@ -10,8 +10,7 @@ from typing import Any
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._nodes import Node
 
-_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp
-_SCOPES |= ast.GeneratorExp
+_SCOPES = ast.FunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _NUMBER = r"(-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 
 Span = tuple[str, int, int, int, int]  # a file, a line and column, and those of the end

@@ -215,9 +215,8 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         name, source, text = "constant", "", "search the code for `jnp.inf` and `jnp.nan`"
         result = next(x.node.values for x in evaluation.results if not x.is_finite)
     else:
-        names: Any = jx.open_jaxpr(evaluator.program)[0].debug_info.arg_names
         array = evaluator.arrays[cause[1]]
-        name, source, result = "argument", names[cause[1]], values_of(array)
+        name, source, result = "argument", evaluator.names[cause[1]], values_of(array)
         index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
         text = f"`{source}{[*index] if index else ''}` is {np.asarray(array)[index]}"
     return NonFinite(name, source, "", "", False, (), (), result, text, _GUIDE + "an-argument-that-is-not-finite")
@@ -251,8 +250,7 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
             lines = [location_of(place.eqns).source]
             cure, tried, left_out = lines_in_float32(evaluation.evaluator, exact, lines)
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
-    names: Any = jx.open_jaxpr(evaluation.evaluator.program)[0].debug_info.arg_names
-    leaf = next((x for x in (names[i] for i in read) if x.endswith("]") or "." in x), "")
+    leaf = next((x for x in (evaluation.evaluator.names[i] for i in read) if x.endswith("]") or "." in x), "")
     return NonFinite(
         node.primitive,
         *location_of(node.place.eqns),
@@ -376,8 +374,6 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
     other = wide.nonfinite.get(_cause(wide) or ())
     if wide.is_stopped or other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
         return None, "", []
-    kind = "NaN" if other.values.nans else "inf"
-    if other.key == node.key:
-        return False, f"in float32 the same op gives {kind}: precision is not the cause", []
-    where = location_of(other.place.eqns).where
-    return False, f"in float32 `{other.primitive}` {where} gives {kind}: precision is not the only cause", []
+    same, kind = other.key == node.key, "NaN" if other.values.nans else "inf"
+    op = "the same op" if same else f"`{other.primitive}` {location_of(other.place.eqns).where}"
+    return False, f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause", []

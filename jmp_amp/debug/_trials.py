@@ -62,15 +62,15 @@ class Trials:
         """Returns the equal functions with which the program is finite; the first is for the op at hand."""
         lines, replacements, n_trials, clock = list[str](), list[Replacement](), 0, self.evaluation.evaluator.clock
         for fault in self._faults:
-            for part, text, (old, new) in self._matches(fault):
+            for copies, text, (old, new) in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
                     return "", "", f"other formulas than the first {n_trials}"
                 clock.tick("ops and trials")
                 n_trials += 1
                 function = lambda x, text=text: eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})  # noqa: E731
-                tried = [*replacements, Replacement(part.root.key, [part.x.key], function)]
+                tried = [*replacements, *(Replacement(x.root.key, [x.x.key], function) for x in copies)]
                 is_cured, seen = self._tried(tried)
-                if seen or (is_cured and self._contains(part, fault)):
+                if seen or (is_cured and any(self._contains(x, fault) for x in copies)):
                     replacements = tried
                     lines.append(f"use `{new}` in place of `{old}`")
                     if seen:
@@ -80,23 +80,28 @@ class Trials:
                 break
         return "", "", ""
 
-    def _matches(self, fault: Node) -> Iterator[tuple[Part, str, tuple[str, str]]]:
+    def _matches(self, fault: Node) -> Iterator[tuple[list[Part], str, tuple[str, str]]]:
         """Yields the parts near a non-finite op that are equal to formulas and that the user can write otherwise."""
         at = span_of(fault)
         start = [fault] if fault in self.primal else [x for x in self.primal if at and span_of(x) == at]
         start = [x for x in nearest(start, lambda x: x.operands, 3) if x in self.primal]  # what was lost before the op
         near = nearest(start, lambda x: [y for y in x.readers if y in self.primal], _DEPTH)
         roots = [x for x in near if x.eqn and x.is_floating and x.uncast is x][:_MOST_ROOTS]  # a cast is not written
-        found = [part for root in roots if self._is_alone(root) for part in parts(root)]
-        for part, text in matches(sorted(found, key=lambda x: not self._contains(x, fault))):
-            if written := in_users_names(text, part.root, part.x, part.nodes):
-                yield part, text, written
+        found = [part for root in roots for part in parts(root)]
+        inside = [part for part in found if self._contains(part, fault)]
+        for part, text in itertools.chain(matches(inside), matches([x for x in found if x not in inside])):
+            written = in_users_names(text, part.root, part.x, part.nodes)
+            if written and (copies := self._copies(part)):
+                yield copies, text, written
 
-    def _is_alone(self, root: Node) -> bool:
-        """Whether an expression is no part of another one, as of a call of the library, or of another layer."""
-        same = [x for x in self.primal if x.primitive == root.primitive or x in root.readers]
+    def _copies(self, part: Part) -> list[Part]:
+        """Returns what the expression of a part computes, as in other layers; none if one differs, or is in another."""
+        ops, root, at = lambda y: [(x.primitive, len(x.values.shape)) for x in y.nodes], part.root, span_of(part.root)
+        same = {x.key: x for x in self.primal if x.primitive == root.primitive and span_of(x) == at}.values()
+        found = [[y for y in parts(x) if ops(y) == ops(part)][:1] for x in same]
+        is_inner = any(x in self.primal and span_of(x) == at for x in root.readers)
         is_batched = any("vmap" in str(x.source_info.name_stack) for x in root.place.eqns)
-        return not is_batched and all(span_of(x) != span_of(root) or x.key == root.key for x in same)
+        return [] if is_inner or is_batched or not all(found) else [x[0] for x in found]
 
     def _contains(self, part: Part, fault: Node) -> bool:
         """Whether a part has an op, or the line of its derivative."""
@@ -107,8 +112,7 @@ class Trials:
 
         The program is compiled as a whole, which is faster than its ops are.
         """
-        evaluator, wide = self.evaluation.evaluator, changes.get("wide")
-        keeps = [x.key for x in self.targets]
+        evaluator, wide, keeps = self.evaluation.evaluator, changes.get("wide"), [x.key for x in self.targets]
         arrays = [*map(jnp.asarray, evaluator.arrays)]
         is_floating, found = [*map(jx.is_floating, arrays)], list[list[Any]]()
 
