@@ -125,7 +125,7 @@ class Trials:
         call = jax.value_and_grad(values, has_aux=True) if self.has_gradient else values
         run = jax.jit(call, compiler_options=QUICK)
         for by, most in moves:
-            rng, floats = np.random.default_rng(0), [*itertools.compress(arrays, is_floating)]
+            rng, floats = np.random.default_rng(0), list[Any](itertools.compress(arrays, is_floating))
             if by:
                 floats = [_moved(np.asarray(x, wide), rng, by, most) for x in floats]
             with precise(wide):
@@ -178,8 +178,8 @@ def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: S
 def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
     """Returns the relative error of arrays, by their norms, and at least that of float32; infinite if not finite."""
     flat, exact_flat = (np.concatenate([np.zeros(1), *(np.ravel(x) for x in y)]) for y in (arrays, exact))
-    error = np.linalg.norm(flat - exact_flat) / max(np.linalg.norm(exact_flat), _TINY)
-    return max(float(error), 1e-7) if np.isfinite(flat).all() else math.inf
+    error = float(np.linalg.norm(flat - exact_flat)) / max(float(np.linalg.norm(exact_flat)), _TINY)
+    return max(error, 1e-7) if np.isfinite(flat).all() else math.inf
 
 
 def _are_close(new: Sequence[np.ndarray], old: Sequence[np.ndarray]) -> bool:
