@@ -57,11 +57,9 @@ class Part:
         self.root, self.x, self.nodes, self.draw = root, x, [root], functools.cache(self._draw)
         for node in self.nodes:
             self.nodes += [y for y in node.reads if y.eqn and y not in (*self.nodes, x)]
-        rng, constants = (
-            np.random.default_rng(0),
-            [y.values.min for z in self.nodes for y in z.operands if y.is_constant],
-        )
-        edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([c / 2, c, 2 * c] for c in dict.fromkeys(constants) if c)]
+        rng, constants = np.random.default_rng(0), [y for z in self.nodes for y in z.operands if y.is_constant]
+        numbers = dict.fromkeys(y.values.min for y in constants if y.values.min)
+        edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([y / 2, y, 2 * y] for y in numbers)]
         self.samples = [rng.normal(size=x.values.shape) for _ in range(4)]
         self.samples += [np.resize(np.roll(y, k), x.values.shape) for y in edges for k in range(3)]
 

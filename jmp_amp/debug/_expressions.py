@@ -60,7 +60,8 @@ def _name(value: Node, at: Span, nodes: Sequence[Node]) -> str | None:
         names = {ast.unparse(x) for x in parts if {*_names(x)} & {*bound}}
         is_inside = at[1:3] <= span[1:3] and span[3:] <= at[3:]
         is_before = span[1] <= at[1] and all(bound.count(x) < 2 for x in _names(expression))
-        if reads == {value} and len(names) == 1 and _scope(span) is scope and (is_inside or is_before):
+        is_read = reads == {value} and len(names) == 1 and span != span_of(value.uncast)
+        if is_read and _scope(span) is scope and (is_inside or is_before):
             return names.pop()
     return None
 

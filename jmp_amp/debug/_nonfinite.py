@@ -247,8 +247,8 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
             cure, tried, left_out = trials.cure()
     for place in (cause.place or node.place, node.place) if finite_in_float32 else ():
         if not cure:
-            lines = [location_of(place.eqns).source]
-            cure, tried, left_out = lines_in_float32(evaluation.evaluator, exact, lines)
+            cure, tried, more = lines_in_float32(evaluation.evaluator, exact, [location_of(place.eqns).source])
+            left_out = left_out or more
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
     leaf = next((x for x in (evaluation.evaluator.names[i] for i in read) if x.endswith("]") or "." in x), "")
     return NonFinite(

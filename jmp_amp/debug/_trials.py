@@ -23,7 +23,6 @@ _DEPTH, _MOST_ROOTS, _MOST_TRIALS = 7, 24, 4
 # How much the arguments are moved, and how large they are then at most. By -1, each is moved the other way than by 1,
 # so that both signs are met.
 _MOVES = ((0.0, math.inf), (1e-7, math.inf), (1e-2, math.inf), (1.0, 1.0), (-1.0, 1.0))
-_TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be 0 in float32
 
 
 Cured = tuple[str, str, str]  # what to write, what was seen when the program ran so, and what was not tried
@@ -64,7 +63,7 @@ class Trials:
         for fault in self._faults:
             for copies, text, (old, new) in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
-                    return "", "", f"other formulas than the first {n_trials}"
+                    return "", "", f"other formulas than the first {n_trials}{': the time was over' * clock.is_late}"
                 clock.tick("ops and trials")
                 n_trials += 1
                 function = lambda x, text=text: eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})  # noqa: E731
@@ -170,15 +169,17 @@ def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: S
         text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
         return f"compute {' and '.join(lines)} in float32: {text}", f"finite, within {error:.0e} of float32", ""
     others = [x for x in (location_of(x.place.eqns).source for x in run.nonfinite.values()) if x not in lines]
-    is_last = len(lines) == 2 or not others or run.is_stopped
-    return ("", "", "") if is_last else lines_in_float32(evaluator, exact, [*lines, others[0]])
+    if len(lines) == 2 or not others or run.is_stopped:
+        return "", "", "lines in float32: the time was over" * run.is_stopped
+    return lines_in_float32(evaluator, exact, [*lines, others[0]])
 
 
 @np.errstate(all="ignore")
 def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
     """Returns the relative error of arrays, by their norms, and at least that of float32; infinite if not finite."""
     flat, exact_flat = (np.concatenate([np.zeros(1), *(np.ravel(x) for x in y)]) for y in (arrays, exact))
-    error = float(np.linalg.norm(flat - exact_flat)) / max(float(np.linalg.norm(exact_flat)), _TINY)
+    norm = max(float(np.linalg.norm(exact_flat)), float(jnp.finfo(jnp.float32).tiny))  # what is smaller may be 0
+    error = float(np.linalg.norm(flat - exact_flat)) / norm
     return max(error, 1e-7) if np.isfinite(flat).all() else math.inf
 
 
