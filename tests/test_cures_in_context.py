@@ -22,10 +22,6 @@ LARGE, ZEROS, ONE_ZERO = X + 100, X * np.float32([[0], [1], [1]]), np.float32([[
 CONTEXTS = ["jnp.mean({})", "jnp.mean(2 * {})", "jnp.mean(-{})", "jnp.mean(2 - {})", "{}.mean()", "jnp.mean({} ** 2)"]
 # Formulas of `x` and `y`, and these.
 FORMULAS = {
-    "jnp.log(x / y)": (abs(X) * 1e18 + 1e18, Y * 1e-30),
-    "jnp.log(x * y)": (abs(X) * 1e18 + 1e18, Y * 1e30),
-    "jnp.log(jnp.cosh(x))": (LARGE, Y),
-    "jnp.log(jnp.exp(x) - 1)": (LARGE, Y),
     "jnp.log(1 + jnp.exp(x))": (LARGE, Y),
     "jnp.log(jnp.mean(jnp.exp(x), -1))": (LARGE, Y),
     "jnp.log(jnp.sum(jnp.exp(x), -1))": (LARGE, Y),
@@ -36,7 +32,7 @@ FORMULAS = {
     "jnp.sqrt(jnp.sum(x ** 2, -1))": (ZEROS, Y),
     "jnp.linalg.norm(x, axis=-1)": (ZEROS, Y),
 }
-QUICK = ("jnp.log(x / y)", "(jnp.sin(x) / x)")
+QUICK = ("jnp.log(1 + jnp.exp(x))", "(jnp.sin(x) / x)")
 # None of these is near 0, or where two of them are equal.
 NEAR = [(scale * uniform(3, 4, low=0.05), uniform(3, 4, seed=1, low=0.05)) for scale in (0.9, 8)]
 
