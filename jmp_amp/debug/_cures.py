@@ -88,7 +88,7 @@ def parts(root: Node) -> Iterator[Part]:
     cuts = [_inputs(root.operands)]
     for cut in cuts:
         nodes = sorted(cut, key=lambda x: x.number)
-        if len(nodes) == 1 and np.prod(nodes[0].values.shape) < _MOST_ELEMENTS:
+        if len(nodes) == 1 and 0 < np.prod(nodes[0].values.shape) < _MOST_ELEMENTS:
             yield Part(root, nodes[0])
         for node in nodes if len(nodes) <= 2 else nodes[-1:]:
             new = _inputs([*(cut - {node}), *node.operands]) if node.eqn else cut

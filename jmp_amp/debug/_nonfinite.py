@@ -45,7 +45,8 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
     If all results are finite, but an op overflowed and a later op hides that, as a division by the infinity does, the
-    program is evaluated in float64, too. If the results differ, the op is reported.
+    program is evaluated in float64, too. If the results differ, or the time is over before that is known, the op is
+    reported.
 
     The cause is what was seen: the element that is 0, outside of the domain or too large, and where it comes from. A
     cure is a function that is equal to a part of the program, such as `jax.nn.softplus(x)` for `log(1 + exp(x))`, or a
