@@ -12,6 +12,7 @@ import textwrap
 
 import jax
 import numpy as np
+import optax
 from test_broken_models import TOLERANCE, assert_near, in_float64, is_finite
 
 # Parts of the cause, each of which must be there; from what is known of the program.
@@ -147,7 +148,8 @@ CASTS = {
 def with_cure(model, cure, cause=""):
     """Returns a model in which a cure that is printed is followed to the letter."""
     lines, first = inspect.getsourcelines(model.broken)
-    code, scope, changes = "".join(lines), dict(vars(sys.modules[model.broken.__module__])), {}
+    code, changes = "".join(lines), {}
+    scope = vars(sys.modules[model.broken.__module__]) | {"optax": optax}
     for new, old in re.findall(r"use `([^`]*)` in place of `([^`]*)`", cure):
         code, n = re.subn(re.escape(old).replace(r"\ ", r"\s+"), lambda _, new=new: new, code)
         assert n == 1, f"{old} is in the program {n} times"

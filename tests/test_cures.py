@@ -1,57 +1,57 @@
 """What `first_nonfinite` says is true: the line, the cause, and a cure as it is printed."""
 
 import dataclasses
+import pathlib
+import re
 
 import broken_kinds
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from broken_models import MODELS, lines_at_fault
 from cured import SEEN, assert_cure_is_right, assert_right, is_cause_right, is_line_right, with_cure
 
 from jmp_amp.debug import first_nonfinite
-from jmp_amp.debug._cures import CURES
+from jmp_amp.debug._cures import CURES, exact, written
+
+GUIDE = pathlib.Path(__file__).parents[1] / "docs/my-loss-is-nan.md"
+SECTIONS = {re.sub(r"[^a-z0-9]+", "-", x.lower()) for x in re.findall(r"^## (.*)$", GUIDE.read_text(), re.MULTILINE)}
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-# The table. A root of squares has a walrus, which a lambda takes, but not `eval` in a class.
+# The table
 
-# These are equal to their replacements for positive values only; the program is tried with others, too.
-OF_POSITIVE = (
-    *("log(x * y)", "log(x / y)", "log(prod(x, axis))", "arctan(x / y)", "x * log(x / y)"),
-    *("exp(x * log(y))", "x * log(y)"),
-)
+OF_POSITIVE = ("log(prod(x, axis))",)  # equal for positive values only; the program is tried with others, too
 
 
-@pytest.mark.parametrize("cure", CURES, ids=lambda x: f"{x.formula} -> {x.replacement}")
-def test_a_replacement_is_equal_wherever_its_formula_is_finite(cure):
+@pytest.mark.parametrize("formula", CURES)
+def test_a_replacement_is_equal_wherever_its_formula_is_finite(formula):
     rng, scales = np.random.default_rng(0), np.float64([0, 0.1, 1, 3, 9])  # others are rounding further out
-    x, y = scales[:, None, None] * rng.normal(size=(2, 5, 3, 3)) + 0.0
-    if cure.formula in OF_POSITIVE:
-        x, y = abs(x), abs(y)
-    axis, n_known = 1 if cure.has_axis else None, 0
-    for values in zip(*(x, y)[: cure.arity], strict=True):
+    samples = scales[:, None, None] * rng.normal(size=(5, 3, 3)) + 0.0
+    axis, n_known = 1 if "axis" in formula else None, 0
+    for x in abs(samples) if formula in OF_POSITIVE else samples:
         with jax.enable_x64(True):
-            names = dict(zip("xy", map(jnp.asarray, values), strict=False))
-            replaced = eval(cure.written(axis, 2, False), {"jax": jax, "jnp": jnp, **names})
-        exact = cure.exact(*values, axis=axis)
-        known = np.abs(exact) < np.finfo(np.float32).max
+            names = {"jax": jax, "jnp": jnp, "optax": optax, "x": jnp.asarray(x)}
+            replaced = eval(written(CURES[formula], axis), names)
+        expected = exact(formula, x, axis)
+        known = np.abs(expected) < np.finfo(np.float32).max
         n_known += known.sum()
         np.testing.assert_allclose(
-            np.reshape(np.asarray(replaced), np.shape(exact))[known], exact[known], rtol=1e-6, atol=1e-7
+            np.reshape(np.asarray(replaced), np.shape(expected))[known], expected[known], rtol=1e-6, atol=1e-7
         )
     assert n_known
 
 
 def test_a_replacement_chooses_no_number():
-    for cure in CURES:
-        assert not {"clip", "eps", "nan_to_num", "finfo"} & set(cure.replacement.replace("(", " ").split())
+    for replacement in CURES.values():
+        assert not {"clip", "eps", "nan_to_num", "finfo"} & set(replacement.replace("(", " ").split())
 
 
 # Programs, and what their reports say
 
-QUICK = ("rmse", "mean_by_prod", "log_of_relu", "adam", "deep", "squared_relu", "distillation", "cross_entropy_by_hand")
+QUICK = ("rmse", "mean_by_prod", "log_of_relu", "adam", "deep", "squared_relu", "distillation", "one_hot_cross_entropy")
 SEEN_AGAIN = (  # by a user of an earlier version
     *("layer_norm_in_float16", "rms_norm_of_zeros", "variance_that_overflows", "entropy_by_hand"),
     *("binary_cross_entropy_in_float16", "transformer"),
@@ -76,6 +76,7 @@ def test_the_line_and_the_cause_are_right_and_the_printed_cure_is_right_in_the_s
     found = first_nonfinite(fun)(*args)
     assert is_line_right(model, found)
     assert is_cause_right(model, found)
+    assert found.guide.partition("#")[2] in SECTIONS
     assert bool(found.tried) == bool(found.cure)
     assert_cure_is_right(model, found)
 
@@ -122,7 +123,7 @@ def test_several_faults_are_cured_one_after_the_other():
     x = np.float32([[300, 0], [0, 300], [-300, 0]])
     found = first_nonfinite(jax.value_and_grad(loss))(np.float32([1, -1]), x, np.float32([0, 1, 1]))
     assert found.cure.count("in place of") == 3
-    assert found.tried.startswith("value and gradient are finite")
+    assert found.tried.startswith("finite, within")
 
 
 def test_common_subexpressions_are_merged():
@@ -131,16 +132,6 @@ def test_common_subexpressions_are_merged():
 
     found = first_nonfinite(jax.grad(loss))(100 * np.eye(2, dtype=np.float32), np.float32([[1, 1.01], [3, 3.02]]))
     assert "use `jax.nn.softmax(x @ w, axis=1)` in place of" in found.cure
-
-
-def test_a_name_of_the_user_is_not_overwritten():
-    def loss(x):
-        square = 2.0
-        return square * jnp.linalg.norm(x)
-
-    found = first_nonfinite(jax.grad(loss))(np.zeros(3, np.float32))
-    assert "`div` of 0.5 and 0" in found.cause
-    assert found.cure == ""
 
 
 # Names

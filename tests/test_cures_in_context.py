@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from broken_models import normal, uniform
 from cured import norm
@@ -21,10 +22,6 @@ LARGE, ZEROS, ONE_ZERO = X + 100, X * np.float32([[0], [1], [1]]), np.float32([[
 CONTEXTS = ["jnp.mean({})", "jnp.mean(2 * {})", "jnp.mean(-{})", "jnp.mean(2 - {})", "{}.mean()", "jnp.mean({} ** 2)"]
 # Formulas of `x` and `y`, and these.
 FORMULAS = {
-    "jnp.log(x / y)": (abs(X) * 1e18 + 1e18, Y * 1e-30),
-    "jnp.log(x * y)": (abs(X) * 1e18 + 1e18, Y * 1e30),
-    "jnp.log(jnp.cosh(x))": (LARGE, Y),
-    "jnp.log(jnp.exp(x) - 1)": (LARGE, Y),
     "jnp.log(1 + jnp.exp(x))": (LARGE, Y),
     "jnp.log(jnp.mean(jnp.exp(x), -1))": (LARGE, Y),
     "jnp.log(jnp.sum(jnp.exp(x), -1))": (LARGE, Y),
@@ -35,7 +32,7 @@ FORMULAS = {
     "jnp.sqrt(jnp.sum(x ** 2, -1))": (ZEROS, Y),
     "jnp.linalg.norm(x, axis=-1)": (ZEROS, Y),
 }
-QUICK = ("jnp.log(x / y)", "(jnp.sin(x) / x)")
+QUICK = ("jnp.log(1 + jnp.exp(x))", "(jnp.sin(x) / x)")
 # None of these is near 0, or where two of them are equal.
 NEAR = [(scale * uniform(3, 4, low=0.05), uniform(3, 4, seed=1, low=0.05)) for scale in (0.9, 8)]
 
@@ -62,7 +59,7 @@ def test_a_printed_cure_is_right_in_each_context(formula, tmp_path):
             continue
         n_cured += 1
         new, old = use.groups()
-        code, scope = inspect.getsource(broken), {"jax": jax, "jnp": jnp}
+        code, scope = inspect.getsource(broken), {"jax": jax, "jnp": jnp, "optax": optax}
         assert code.count(old) == 1
         exec(code.replace(old, new), scope)
         cured = scope[broken.__name__]

@@ -14,7 +14,6 @@ from jax import lax
 
 import jmp_amp as amp
 from jmp_amp.debug import NonFinite, first_nonfinite
-from jmp_amp.debug._causes import SECTIONS
 from jmp_amp.debug._clock import Clock
 
 pytestmark = pytest.mark.usefixtures("users_code")
@@ -166,7 +165,7 @@ def nested_jit(w, x):
 # The arguments, the op, its iteration, and a part of the cause or the cure.
 CASES = {
     mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
-    attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), 'rules={"attention": "full"}'),
+    attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), "full_precision"),
     softmax_by_hand: ((EYE[:4, :4], X[:, :4]), "exp", (), "`jax.nn.softmax(scores, axis=1)` in place of"),
     eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "1e-08 is 0 in float16, whose smallest positive value is 6e-8"),
     log_of_probability: ((EYE, X * [1, 0.8, *[1] * 6]), "log", (), "full_precision"),
@@ -217,12 +216,6 @@ def test_the_cure_cures(model):
     args = CASES[model][0]
     assert first_nonfinite(amp.autocast(model, rules={lax.dot_general_p: "original"}))(*args) is None
     assert first_nonfinite(model)(*args) is None
-
-
-def test_the_rule_that_is_proposed_cures():
-    args = CASES[attention_logits][0]
-    (rule,) = re.findall(r"`rules=(.*?)`", first_nonfinite(amp.autocast(attention_logits))(*args).cure)
-    assert first_nonfinite(amp.autocast(attention_logits, rules=eval(rule)))(*args) is None
 
 
 def test_the_line_that_made_the_zeros_is_named_too():
@@ -289,7 +282,7 @@ def test_the_gradient_of_a_square_root_of_zero():
     assert line(found) == planted("distance")
     assert (found.primitive, found.backward) == ("div", False)
     assert "in the derivative, `div` of 0.5 and 0 is inf; `x[0]` is 0" in found.cause
-    assert "`sqrt(sum(x**2, axis))` has an infinite derivative at 0" in found.cure
+    assert found.cure == "use `optax.safe_norm(x, 0.0)` in place of `jnp.sqrt(jnp.sum(x**2))`"
 
 
 def test_values_beyond_float32_are_no_matter_of_precision():
@@ -615,12 +608,6 @@ def test_a_callback_keeps_its_dtype():
     assert (found.primitive, found.finite_in_float32) == ("exp", True)
 
 
-def test_each_kind_of_cause_has_a_section_in_the_guide():
-    guide = pathlib.Path(__file__).parents[1] / "docs/my-loss-is-nan.md"
-    headings = re.findall(r"^## (.*)$", guide.read_text(), re.MULTILINE)
-    assert {re.sub(r"[^a-z0-9]+", "-", x.lower()) for x in headings} >= set(SECTIONS.values())
-
-
 def test_it_is_a_frozen_record_that_prints_as_a_paragraph():
     found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
     assert isinstance(found, NonFinite)
@@ -636,7 +623,7 @@ def test_it_is_a_frozen_record_that_prints_as_a_paragraph():
         "65504; `layers[2, 0, 0]` is 1e+04"
     )
     assert cure.startswith("  cure     compute tests/test_first_nonfinite.py:")
-    assert tried == "  tried    all results are finite, within 1e-07 of float32"
+    assert tried == "  tried    finite, within 1e-07 of float32"
     assert guide == "  guide    docs/my-loss-is-nan.md#an-overflow-in-float16"
 
 
@@ -654,6 +641,22 @@ def test_an_overflow_that_a_division_hides_is_named_with_its_hider():
     assert f"hidden by `div` at tests/test_first_nonfinite.py:{planted('hider')}" in str(found).splitlines()[0]
     assert found.guide == "docs/my-loss-is-nan.md#an-overflow-that-a-later-op-hides"
     assert first_nonfinite(model)(np.float16([3, 4])) is None
+
+
+@pytest.mark.parametrize("n", range(1, 40, 2))
+def test_a_hidden_overflow_is_reported_if_there_is_no_time_to_tell_whether_it_matters(n, monkeypatch):
+    def model(x):
+        return x / jnp.sum(x * x)  # planted: hidden
+
+    monkeypatch.setattr(Clock, "is_late", property(lambda self: self._n >= n))
+    try:
+        found = first_nonfinite(model)(np.float16([300, 400]))
+    except TimeoutError:
+        return
+    assert line(found) == planted("hidden")
+    left_out = ("the ops that follow, so", "the program in float64, so", "the program in float32", "")
+    assert found.left_out.startswith(left_out)
+    assert found.left_out or n > 10
 
 
 # Time
@@ -739,7 +742,7 @@ def test_flax_linen_names_the_module_and_the_users_line():
     assert (line(found), found.scope) == (planted("linen"), "Model/Dense_1")
     assert re.fullmatch(r"flax.linen.linear.py:\d+ \(Dense.__call__\)", found.library)
     assert f"{found.source}, in {found.library}, scope Model/Dense_1" in str(found)
-    assert 'rules={"Model/Dense_1": "full"}' in found.cure
+    assert f"compute {found.source} in float32" in found.cure
 
 
 def test_flax_nnx_modules_are_not_changed():

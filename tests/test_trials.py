@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp.debug import first_nonfinite
-from jmp_amp.debug._evaluation import Evaluator, Rewrite
+from jmp_amp.debug._evaluation import Evaluator, Replacement
 from jmp_amp.debug._trials import Trials
 
 pytestmark = pytest.mark.usefixtures("users_code")
@@ -55,8 +54,8 @@ def test_only_equal_functions_pass(name):
     trials = Trials(evaluation, next(iter(evaluation.nonfinite.values())))
     key = next(x.key for x in trials.primal if x.primitive == root)
     inputs = [next(x.key for x in evaluation.nodes if x.primitive == read and x.place)]
-    is_cured, seen = trials._is_cured([Rewrite(key, inputs, replacement)])
-    assert bool(is_cured and seen) == is_equal
+    is_cured, seen = trials._tried([Replacement(key, inputs, replacement)])
+    assert is_cured == bool(seen) == is_equal
 
 
 def test_a_variant_is_not_run_before_it_is_asked_to():
@@ -67,13 +66,3 @@ def test_a_variant_is_not_run_before_it_is_asked_to():
     n_calls = len(calls)
     dataclasses.replace(evaluator, wide=None)
     assert len(calls) == n_calls == 1
-
-
-def test_the_probability_of_a_label():
-    def loss(w, x, labels):
-        probabilities = jax.nn.softmax(x @ w)
-        return -jnp.mean(jnp.log(probabilities[jnp.arange(4), labels]))
-
-    found = first_nonfinite(jax.grad(loss))(500 * np.eye(2, dtype=np.float32), X, np.array([0, 0, 1, 1]))
-    assert "use `jax.nn.log_softmax(x @ w, axis=1)[jnp.arange(4), labels]` in place of" in found.cure
-    assert found.tried

@@ -133,7 +133,10 @@ def compare(
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
         wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
-        exact = measure_reference(fun, args, kwargs, reference, wide=wide, **options)
+        exact = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
+        if not exact.all_grads.size:
+            raise TypeError(NO_GRADIENTS)
+        check_finite(exact, reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
         expected = exact.results | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
         found = {name: x.results | activations(programs[name], args, kwargs) for name, x in measured.items()}
@@ -371,22 +374,6 @@ def measure(
         measurement = Measurement(results, scale)
         if measurement.is_finite:
             break
-    return measurement
-
-
-def measure_reference(
-    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
-) -> Measurement:
-    """Evaluates the loss and its gradients in float32 or float64, with `precision="highest"`, at loss scale 1.
-
-    Raises:
-        TypeError: there are no gradients.
-        ValueError: the loss or its gradients are not finite.
-    """
-    measurement = run_exactly(measure, fun, args, kwargs, dtype, loss_scale=1.0, **options)
-    if not measurement.all_grads.size:
-        raise TypeError(NO_GRADIENTS)
-    check_finite(measurement, dtype)
     return measurement
 
 

@@ -31,7 +31,7 @@ _LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by i
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
-class Rewrite(NamedTuple):
+class Replacement(NamedTuple):
     """A function that computes one value of a program in another way.
 
     Attributes:
@@ -63,7 +63,7 @@ class Evaluator:
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
             `shard_map` is one op, since not all that is in it can be traced outside of it.
-        rewrites: compute values in another way.
+        replacements: compute values in another way.
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
         until: the id of the last op to evaluate; None evaluates all.
@@ -79,11 +79,16 @@ class Evaluator:
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
-    rewrites: Sequence[Rewrite] = ()
+    replacements: Sequence[Replacement] = ()
     keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
     until: Id | None = None
     clock: Clock = dataclasses.field(default_factory=Clock)
+
+    @property
+    def names(self) -> Any:
+        """The paths of the arguments."""
+        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
 
     def run(self) -> "Evaluation":
         """Evaluates the program."""
@@ -120,8 +125,8 @@ class Evaluation:
         self.nonfinite: dict[Id, Node] = {}
         self.trip_counts = dict(evaluator.trip_counts)
         self._bodies: dict[Id, Callable[..., Any]] = {}
-        self._rewrites = {x.root: x for x in evaluator.rewrites}
-        self._keys = {*evaluator.keeps, *self._rewrites, *(key for x in evaluator.rewrites for key in x.inputs)}
+        self._replacements = {x.root: x for x in evaluator.replacements}
+        self._keys = {*evaluator.keeps, *self._replacements, *(key for x in evaluator.replacements for key in x.inputs)}
 
     def run(self) -> None:
         """Evaluates the whole program."""
@@ -177,8 +182,8 @@ class Evaluation:
         reads = [x.node for x in operands]
         if place and (key := (*place.key, *index)) in self._keys:
             self.kept[key] = value
-            if key in self._rewrites:
-                self.kept[key] = value = self._rewritten(self._rewrites[key], value)
+            if key in self._replacements:
+                self.kept[key] = value = self._replaced(self._replacements[key], value)
         values = NO_VALUES if self._is_traced else values_of(value)
         node = Node(values, place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
@@ -190,10 +195,12 @@ class Evaluation:
         nonfinite = [] if node.values.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
-    def _rewritten(self, rewrite: Rewrite, value: Any) -> Any:
+    def _replaced(self, replacement: Replacement, value: Any) -> Any:
         # Autocast reads low precision where it computes the value in float32.
-        inputs = [self.kept[key] for key in rewrite.inputs]
-        return rewrite.function(*(x.astype(value.dtype) if is_low(x.dtype) else x for x in inputs)).astype(value.dtype)
+        inputs = [self.kept[key] for key in replacement.inputs]
+        return replacement.function(*(x.astype(value.dtype) if is_low(x.dtype) else x for x in inputs)).astype(
+            value.dtype
+        )
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.evaluator.allowed is None or cause in self.evaluator.allowed
@@ -228,7 +235,8 @@ class Evaluation:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if not self._is_traced:
-                is_long = loop.length is None or loop.length * _number_of_ops(loop.body) > _LONG
+                times = (provenance.times for _, provenance in jx.equations_in(loop.body, jx.Provenance()))
+                is_long = loop.length is None or loop.length * sum(times) > _LONG
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts and not is_split:
                     results = self._apply(operands, place)
@@ -324,7 +332,8 @@ class Evaluation:
     def _apply(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
         eqn = place.eqn
         compute = functools.partial(self._computed, place)
-        outs = (self.evaluator.around or _plainly)(place, [x.value for x in operands], compute)
+        values, around = [x.value for x in operands], self.evaluator.around
+        outs = compute(values) if around is None else around(place, values, compute)
         if self.evaluator.loss_factor != 1 and applies_loss_scale(eqn):
             outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
@@ -401,14 +410,6 @@ class Evaluation:
             return new
         predicate = lax.broadcast_in_dim(predicate, np.shape(new.value), range(np.ndim(predicate)))
         return self._cell(lax.select(predicate, new.value, old.value.astype(new.value.dtype)), [new, old])
-
-
-def _plainly(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-    return compute(operands)
-
-
-def _number_of_ops(jaxpr: Any) -> int:
-    return sum(provenance.times for _, provenance in jx.equations_in(jaxpr, jx.Provenance()))
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:

@@ -66,29 +66,19 @@ def values_of(x: Any) -> Values:
     """Returns the summary of an array; an empty one, without a dtype, unless it is floating or complex."""
     if not jx.is_inexact(x):
         return NO_VALUES
-    counts, (low, high) = _summary_on_host(np.asarray(x)) if x.size <= _SMALL else map(np.asarray, _summary(x))
+    # NumPy compiles nothing.
+    counts, (low, high) = _summary(np.asarray(x), np) if x.size <= _SMALL else jax.jit(_summary)(x)
     extremes = (float(low), float(high)) if low <= high else (None, None)
     return Values(x.dtype.name, x.shape, *extremes, *map(int, counts))
 
 
-def _summary_on_host(x: np.ndarray) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Computes `_summary` without compiling anything."""
-    x = x.astype(np.float32) if is_low(x.dtype) else x
-    finite = x.real[np.isfinite(x)]
-    extremes = (finite.min(), finite.max()) if finite.size else (np.inf, -np.inf)
-    return [np.sum(flags) for flags in (x == 0, np.isinf(x), np.isnan(x))], extremes
-
-
-@jax.jit
-def _summary(x: Any) -> tuple[jax.Array, jax.Array]:
+def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
     """Returns the numbers of zeros, infinities and NaNs, and the smallest and the largest finite value."""
-    counts = [jnp.sum(flags, dtype=jnp.int32) for flags in (x == jnp.zeros((), x.dtype), jnp.isinf(x), jnp.isnan(x))]
-    real, is_finite = jnp.real(x), jnp.isfinite(x)
-    real = real.astype(jnp.float32) if is_low(real.dtype) else real
-    inf = jnp.asarray(jnp.inf, real.dtype)
-    low = jnp.min(jnp.where(is_finite, real, inf), initial=inf)
-    high = jnp.max(jnp.where(is_finite, real, -inf), initial=-inf)
-    return jnp.stack(counts), jnp.stack([low, high])
+    x = x.astype(np.float32) if is_low(x.dtype) else x
+    counts = [xp.sum(flags, dtype=np.int32) for flags in (x == 0, xp.isinf(x), xp.isnan(x))]
+    inf, finite = np.asarray(np.inf, x.real.dtype), xp.isfinite(x)
+    low, high = xp.where(finite, x.real, inf), xp.where(finite, x.real, -inf)
+    return counts, (xp.min(low, initial=inf), xp.max(high, initial=-inf))
 
 
 Id = tuple[int, ...]
@@ -195,6 +185,11 @@ class Node:
     def is_floating(self) -> bool:
         """Whether it is floating or complex."""
         return bool(self.values.dtype)
+
+    @property
+    def reads(self) -> list["Node"]:
+        """The values that it was computed from, outside of the branch that reads them."""
+        return [x.outside for x in self.operands]
 
     @property
     def parents(self) -> list["Node"]:

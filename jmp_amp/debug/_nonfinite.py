@@ -1,7 +1,6 @@
 """`first_nonfinite`: the op that made the results of a program non-finite, and its cure."""
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import math
@@ -18,12 +17,14 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp.debug._causes import GUIDE, SECTIONS, Cause, cause_of
+from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, nearest, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
-from jmp_amp.debug._trials import Cured, Trials
+from jmp_amp.debug._trials import Trials, lines_in_float32
+
+_GUIDE = "docs/my-loss-is-nan.md#"
 
 
 @transformation
@@ -44,7 +45,8 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
     If all results are finite, but an op overflowed and a later op hides that, as a division by the infinity does, the
-    program is evaluated in float64, too. If the results differ, the op is reported.
+    program is evaluated in float64, too. If the results differ, or the time is over before that is known, the op is
+    reported.
 
     The cause is what was seen: the element that is 0, outside of the domain or too large, and where it comes from. A
     cure is a function that is equal to a part of the program, such as `jax.nn.softplus(x)` for `log(1 + exp(x))`, or a
@@ -204,7 +206,7 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
                 f"within {seconds:g} s, {n:,} values were computed, and no op made one non-finite; pass a larger "
                 "`max_seconds`"
             )
-        return _report(evaluation, node)
+        return _report(evaluation, node, rest="the ops that follow")
     if evaluation.is_finite:
         return _hidden(evaluation)
     cause = _cause(evaluation)
@@ -214,38 +216,42 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         name, source, text = "constant", "", "search the code for `jnp.inf` and `jnp.nan`"
         result = next(x.node.values for x in evaluation.results if not x.is_finite)
     else:
-        names: Any = jx.open_jaxpr(evaluator.program)[0].debug_info.arg_names
         array = evaluator.arrays[cause[1]]
-        name, source, result = "argument", names[cause[1]], values_of(array)
+        name, source, result = "argument", evaluator.names[cause[1]], values_of(array)
         index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
         text = f"`{source}{[*index] if index else ''}` is {np.asarray(array)[index]}"
-    return NonFinite(name, source, "", "", False, (), (), result, text, _guide("argument"))
+    return NonFinite(name, source, "", "", False, (), (), result, text, _GUIDE + "an-argument-that-is-not-finite")
 
 
-def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> NonFinite:
-    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes."""
-    trials, late, cured = Trials(evaluation, node), evaluation.evaluator.clock, Cured()
-    cause, finite_in_float32, sentence = cause_of(evaluation, trials.node, trials.node in trials.primal), None, ""
+def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
+    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes.
+
+    Args:
+        evaluation: of the program.
+        node: the result of the op.
+        hider: the first result that is finite again, if all results of the program are finite.
+        rest: what was not evaluated, for lack of time, although it tells whether the infinity is intended.
+    """
+    trials, clock, cure, tried, left_out = Trials(evaluation, node), evaluation.evaluator.clock, "", "", ""
+    cause = diagnose_op(evaluation, trials.node, trials.node in trials.primal)
+    finite_in_float32, sentence, exact = None, "", list[Any]()
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
-        cause = Cause(
-            "loss scale", f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
-        )
-    elif late.is_late:
-        rest = "the ops that follow, so this infinity may be intended; " * evaluation.is_stopped
-        cured = Cured(left_out=f"{rest}the program in float32, and cures: the time was over")
-    else:
-        if cause.kind != "constant":
-            finite_in_float32, sentence = _in_float32(trials)
-        is_formula = cause.kind not in ("constant", "integer", "index", "matrix", "kernel")
-        if is_formula and not rule_of(node.eqn).is_product and not hider:
-            cured = trials.cure()
-        if finite_in_float32 and not cured.cure:
-            with contextlib.suppress(TimeoutError):
-                cured = trials.in_float32(cause.place or node.place, node.place)
+        text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
+        cause = Cause("too-large-a-loss-scale", text)
+    elif rest or clock.is_late:
+        rest = f"{rest}, so this infinity may be intended; " if rest else ""
+        left_out = f"{rest}the program in float32, and cures: the time was over"
+    elif cause.section != CONSTANT:
+        finite_in_float32, sentence, exact = _in_float32(trials)
+        if not rule_of(node.eqn).is_product and not hider:
+            cure, tried, left_out = trials.cure()
+    for place in (cause.place or node.place, node.place) if finite_in_float32 else ():
+        if not cure:
+            cure, tried, more = lines_in_float32(evaluation.evaluator, exact, [location_of(place.eqns).source])
+            left_out = left_out or more
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
-    names: Any = jx.open_jaxpr(evaluation.evaluator.program)[0].debug_info.arg_names
-    leaf = next((x for x in (names[i] for i in read) if x.endswith("]") or "." in x), "")
+    leaf = next((x for x in (evaluation.evaluator.names[i] for i in read) if x.endswith("]") or "." in x), "")
     return NonFinite(
         node.primitive,
         *location_of(node.place.eqns),
@@ -253,19 +259,15 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None) -> No
         tuple(x.values for x in node.operands if x.is_floating),
         node.values,
         cause.text,
-        _guide("hidden" if hider else cause.kind),
-        cured.cure,
-        cured.tried,
+        _GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
+        cure,
+        tried,
         leaf,
         f"`{hider.primitive}` {location_of(hider.place.eqns).where}" if hider else "",
         finite_in_float32,
         sentence,
-        cured.left_out,
+        left_out,
     )
-
-
-def _guide(kind: str) -> str:
-    return GUIDE + SECTIONS[kind]
 
 
 def _cause(evaluation: Evaluation) -> Id | None:
@@ -314,7 +316,7 @@ def _hidden(evaluation: Evaluation) -> NonFinite | None:
             return None
         traced = _again(evaluation, holds=holds)
         if exact.is_stopped or traced.is_stopped:
-            return None
+            return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
             return None
         (result, kept), (exact_result, exact_kept) = ([_held(x, y) for y in (node, hider)] for x in (traced, exact))
@@ -354,26 +356,25 @@ def _smaller_loss_scale(evaluation: Evaluation, node: Node) -> int | None:
     return None if k == len(steps) else steps[k]
 
 
-def _in_float32(trials: Trials) -> tuple[bool | None, str]:
-    """Returns whether all results are finite in float32, and a sentence; None if the program does not run so."""
+def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
+    """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
     evaluator, node = trials.evaluation.evaluator, trials.node
     equations = (eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance()))
     if not any(is_low(jx.dtype_of(atom)) for eqn in equations for atom in (*eqn.invars, *eqn.outvars)):
-        return False, "the program computes nothing in low precision: precision is not the cause"
+        return False, "the program computes nothing in low precision: precision is not the cause", []
     constants = (x.values for x in nearest(node.operands) if x.is_constant and x.values.infs)
     if any(x.values.infs for x in node.operands) and any(is_low(np.dtype(x.dtype)) for x in constants):
-        return None, ""  # the constant of the code is not known
+        return None, "", []  # the constant of the code is not known
     try:
-        if all(np.isfinite(x).all() for x in trials.results(wide=FLOAT32)):
-            return True, "in float32 all results are finite: precision is the cause"
         wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
     except Exception:  # a custom primitive may reject other dtypes with any error
-        return None, ""
+        return None, "", []
+    if wide.is_finite:
+        results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
+        return True, "in float32 all results are finite: precision is the cause", results
     other = wide.nonfinite.get(_cause(wide) or ())
-    if other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
-        return None, ""
-    kind = "NaN" if other.values.nans else "inf"
-    if other.key == node.key:
-        return False, f"in float32 the same op gives {kind}: precision is not the cause"
-    where = location_of(other.place.eqns).where
-    return False, f"in float32 `{other.primitive}` {where} gives {kind}: precision is not the only cause"
+    if wide.is_stopped or other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
+        return None, "", []
+    same, kind = other.key == node.key, "NaN" if other.values.nans else "inf"
+    op = "the same op" if same else f"`{other.primitive}` {location_of(other.place.eqns).where}"
+    return False, f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause", []
