@@ -93,6 +93,23 @@ def test_a_bad_field_is_named_with_its_value(field, value, error):
     assert repr(value)[:40] in str(info.value)
 
 
+BOUNDS = dict.fromkeys(("growth_interval", "hysteresis"), (1, NEVER)) | dict.fromkeys(
+    ("overflow_delay", "growth_delay"), (0, NEVER)
+)
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+def test_a_count_may_be_what_int32_holds_from_its_minimum_on(field):
+    lower, upper = BOUNDS[field]
+    for value in (lower, lower + 1, upper - 1, upper):
+        state = LossScale(**{field: value}).init()
+        assert state.growth_tracker == (-value if field == "overflow_delay" else 0)
+        assert state.hysteresis_tracker == (value if field == "hysteresis" else 1)
+    for value in (lower - 1, upper + 1):
+        with pytest.raises(ValueError, match=f"`{field}` must be an integer from {lower} to 2\\^31 - 1, got {value}"):
+            LossScale(**{field: value})
+
+
 @pytest.mark.parametrize(
     "fields",
     [
