@@ -1,6 +1,7 @@
 """A bias, added to a product over the features of its weight, gives way; any other float32 input widens its op."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,26 @@ COMMITTED = {
 @pytest.mark.parametrize("name", COMMITTED)
 def test_any_other_input_makes_its_op_float32(name):
     assert sums_and_multiplications(COMMITTED[name], X, W, V)[-1] == FULL
+
+
+TERMS = {
+    "product": lambda x, w, v: x @ w,
+    "other product": lambda x, w, v: jnp.sin(x) @ w.T,
+    "bias": lambda x, w, v: v,
+    "computed": lambda x, w, v: jnp.tanh(x @ w),
+}
+
+
+@pytest.mark.parametrize("terms", [terms for n in (2, 3) for terms in itertools.product(TERMS, repeat=n)])
+def test_a_bias_gives_way_in_sums_of_products_and_biases_only(terms):
+    def fun(x, w, v):
+        return functools.reduce(jnp.add, [jnp.broadcast_to(TERMS[term](x, w, v), x.shape) for term in terms])
+
+    # A bias that does not give way makes its sum float32, and with it the sums that this reads and that read it.
+    biases = [i for i, term in enumerate(terms) if term == "bias"]
+    summed = terms[: max([*biases, 1]) + 1]  # up to the last bias, with a term that the first one is added to
+    gives_way = "computed" not in summed and terms[:2] != ("bias", "bias")
+    assert set(sums_and_multiplications(fun, X, W, V)) == {LOW if gives_way or not biases else FULL}
 
 
 SCALARS = {

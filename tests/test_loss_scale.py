@@ -16,6 +16,7 @@ from jmp_amp import LossScale
 
 TINY = float(np.finfo(np.float32).tiny)
 HUGE = 2.0**126
+NEVER = 2**31 - 1  # the largest count, and the hysteresis of a static scale
 PRESETS = ["torch", "apex", "deepspeed", "deepspeed_consecutive", "megatron", "keras", "flax", "jmp"]
 
 
@@ -90,6 +91,23 @@ def test_a_bad_field_is_named_with_its_value(field, value, error):
         LossScale(**{field: value})
     assert f"`{field}`" in str(info.value)
     assert repr(value)[:40] in str(info.value)
+
+
+BOUNDS = dict.fromkeys(("growth_interval", "hysteresis"), (1, NEVER)) | dict.fromkeys(
+    ("overflow_delay", "growth_delay"), (0, NEVER)
+)
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+def test_a_count_may_be_what_int32_holds_from_its_minimum_on(field):
+    lower, upper = BOUNDS[field]
+    for value in (lower, lower + 1, upper - 1, upper):
+        state = LossScale(**{field: value}).init()
+        assert state.growth_tracker == (-value if field == "overflow_delay" else 0)
+        assert state.hysteresis_tracker == (value if field == "hysteresis" else 1)
+    for value in (lower - 1, upper + 1):
+        with pytest.raises(ValueError, match=f"`{field}` must be an integer from {lower} to 2\\^31 - 1, got {value}"):
+            LossScale(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -421,6 +439,84 @@ def test_presets_follow_the_code_of_their_systems(system, runs, init, interval, 
 def _prefixes(finite):
     steps = "".join("." if ok else "x" for ok in finite)
     return [steps[: i + 1] for i in range(len(steps))]
+
+
+# Any rule, from any state
+
+
+def random_rule(rng):
+    floor, init, ceiling = sorted(2.0 ** rng.uniform(-6, 6, 3))
+    return LossScale(
+        init_scale=init,
+        growth_factor=rng.uniform(1.1, 4.0),
+        backoff_factor=rng.uniform(0.1, 0.9),
+        growth_interval=rng.integers(1, 4),
+        min_scale=floor,
+        max_scale=ceiling,
+        hysteresis=rng.integers(1, 4),
+        consecutive_hysteresis=bool(rng.integers(2)),
+        overflow_delay=rng.integers(3),
+        growth_delay=rng.integers(3),
+        clamp_growth=bool(rng.integers(2)),
+    )
+
+
+def random_states(rule, rng, n):
+    """States that the rule may have reached, and restored ones that it never would; `NEVER` is also the last count."""
+    limits = [rule.min_scale, rule.max_scale, rule.max_scale / rule.growth_factor, TINY, HUGE]
+    invalid = [0.0, -1.0, TINY / 2, 2 * HUGE, math.inf, math.nan]
+    counts = [*range(-2, 5), NEVER - 1, NEVER]
+    return amp.LossScaleState(
+        np.where(rng.random(n) < 0.5, 2.0 ** rng.uniform(-8, 8, n), rng.choice(limits + invalid, n)).astype(np.float32),
+        rng.choice(counts, n).astype(np.int32),
+        rng.choice(counts[2:], n).astype(np.int32),
+        rng.random(n) < 0.5,
+        rng.choice(counts[2:], n).astype(np.int32),
+        rng.choice(counts[2:], n).astype(np.int32),
+    )
+
+
+def step_as_described(rule, state, finite):
+    """One step as the docstrings of `LossScale` and `LossScaleState` say, in Python numbers."""
+    scale, tracker, left, _, in_a_row, total = state
+    after, left = scale, min(left, rule.hysteresis)
+    if finite:
+        tracker, in_a_row = min(tracker + 1, NEVER), 0
+        grows = tracker >= rule.growth_interval
+        if grows:
+            tracker, grown = -rule.growth_delay, scale * np.float32(rule.growth_factor)
+            refused = max(scale, np.float32(rule.max_scale)) if rule.clamp_growth else scale
+            after = grown if grown <= np.float32(rule.max_scale) else refused
+        if grows or rule.consecutive_hysteresis:
+            left = rule.hysteresis
+    else:
+        tracker, left = -rule.overflow_delay, max(left - 1, 0)
+        in_a_row, total = min(in_a_row + 1, NEVER), min(total + 1, NEVER)
+        if not left:
+            after = max(scale * np.float32(rule.backoff_factor), np.float32(rule.min_scale))
+    if rule.min_scale == rule.max_scale:
+        after, left = scale, NEVER
+    if not TINY <= scale <= HUGE:
+        after = np.float32(rule.init_scale)
+    return after, tracker, left, finite, in_a_row, total
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_rule_steps_from_any_state_as_it_is_described(seed):
+    rng = np.random.default_rng(seed)
+    rule = random_rule(rng) if seed else LossScale.static(3.0)
+    states, finite = random_states(rule, rng, 500), rng.random(500) < 0.5
+    stepped = jax.jit(jax.vmap(rule.update))(states, finite)
+    with np.errstate(all="ignore"):
+        expected = [
+            step_as_described(rule, state, ok) for *state, ok in zip(*map(_python_numbers, states), finite, strict=True)
+        ]
+    for name, leaf, column in zip(states._fields, stepped, zip(*expected, strict=True), strict=True):
+        np.testing.assert_array_equal(leaf, np.array(column, leaf.dtype), err_msg=name)
+
+
+def _python_numbers(leaf):
+    return leaf if leaf.dtype == np.float32 else leaf.tolist()
 
 
 # Floor and ceiling

@@ -1,6 +1,7 @@
 """One read of the gradients gives the flag, the norm and, with `clip_global_norm`, the clipping."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -197,12 +198,18 @@ def test_leaves_that_are_not_finite_are_remembered_until_the_next_step(skip):
     jax.tree.map(np.testing.assert_array_equal, after._replace(nonfinite_leaves=None), expected_state)
 
 
-def test_a_frozen_parameter_without_a_gradient_is_not_flagged():
+@pytest.mark.parametrize("hole", [None, optax.MaskedNode()], ids=["none", "masked"])
+def test_a_frozen_parameter_without_a_gradient_is_not_flagged(hole):
     tx = amp.dynamic_loss_scale(optax.sgd(0.1), nonfinite_leaves=True)
-    params = {"w": jnp.ones(2), "frozen": jnp.ones(2)}
+    params = {name: jnp.ones(2) for name in "abc"}
     state = tx.init(params)
-    _, after = tx.update({"w": jnp.full(2, jnp.inf), "frozen": None}, state, params)
-    assert {name: bool(flag) for name, flag in after.nonfinite_leaves.items()} == {"w": True, "frozen": False}
+    for n_frozen in range(3):
+        for frozen in itertools.combinations(params, n_frozen):
+            for bad in set(params) - {*frozen}:
+                grads = params | {bad: jnp.full(2, jnp.inf)} | dict.fromkeys(frozen, hole)
+                _, after = tx.update(grads, state, params)
+                assert jax.tree.structure(after) == jax.tree.structure(state)
+                assert after.nonfinite_leaves == {name: name == bad for name in params}
 
 
 def test_flags_of_leaves_read_the_gradients_once():
