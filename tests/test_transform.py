@@ -156,6 +156,7 @@ def test_unscale_and_check_finds_gradients_that_overflow_when_unscaled():
 def test_the_state_of_unscale_and_check_is_strongly_typed():
     state = amp.unscale_and_check().init(None)
     assert (state.last_finite.shape, state.last_finite.dtype) == ((), jnp.bool_)
+    assert state.last_finite  # before the first step
 
 
 # Skipping
@@ -673,21 +674,21 @@ def test_an_inner_that_changes_the_form_of_its_state_is_refused(skip, change, me
 
 
 def test_an_inner_that_widens_its_state_from_16_bits_is_told_of_masters_and_no_other():
-    forms = [
-        (dtype, shape) for dtype in ("float16", "bfloat16", "float32", "int32", "bool") for shape in ((2,), (1, 2))
-    ]
+    dtypes = ("float16", "bfloat16", "float32", "float64", "int32", "bool")
+    forms = list(itertools.product(dtypes, ((2,), (1, 2))))
     for before, after in itertools.product(forms, forms):
         inner = optax.GradientTransformation(
-            lambda params, before=before: jnp.zeros(before[1], before[0]),
+            lambda params, before=before: jax.ShapeDtypeStruct(before[1], before[0]),
             lambda updates, state, params=None, after=after: (updates, jnp.ones(after[1], after[0])),
         )
         tx = amp.dynamic_loss_scale(inner)
-        args = tx.update, jnp.ones(2), tx.init(None)
-        if before == after:
-            assert jax.eval_shape(*args)[1].inner_state.dtype == before[0]
-            continue
-        with pytest.raises(TypeError, match="`inner` changes its state from") as info:
-            jax.eval_shape(*args)
+        with jax.enable_x64(True):
+            args = tx.update, jnp.ones(2, jnp.float32), tx.init(None)
+            if before == after:
+                assert jax.eval_shape(*args)[1].inner_state.dtype == before[0]
+                continue
+            with pytest.raises(TypeError, match="`inner` changes its state from") as info:
+                jax.eval_shape(*args)
         is_widened = before[0] in ("float16", "bfloat16") and after[0] == "float32"
         assert ("low_precision_params(inner)" in str(info.value)) == is_widened
         assert ("initialize it with the dtype and shape" in str(info.value)) != is_widened
