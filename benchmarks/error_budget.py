@@ -139,8 +139,8 @@ def measure(make, dtype):
     ranks.append(rank_correlation(again[known], alone[known]))
     ratios = np.sqrt(estimate(runs[:1])[known]) / np.linalg.norm(exact.grads) / alone[known]
     factor = np.exp(np.median(np.abs(np.log(ratios))))
-    signs = np.ones((program._signs, program._size), np.float32)
-    inputs = np.zeros(program._most, np.float32), program._arrays, jnp.float32(scale), signs
+    vectors = np.ones((program._count, program._size), np.float32)
+    inputs = np.zeros(program._most, np.float32), program._arrays, jnp.float32(scale), vectors
     own, plain = cpu_seconds(program._run, *inputs), cpu_seconds(step, *args)
     total = relative_error(every.grads, exact.grads)
     rows = np.sqrt(estimate(runs[:1]).sum()) / np.linalg.norm(exact.grads) / total
@@ -181,8 +181,8 @@ def table(programs):
         for dtype in LOSS_SCALE:
             results.append((name, dtype, *measure(make, dtype)))
     results.sort(key=lambda x: x[3])
-    roundings, one, four, again, factor, total, _, ms, steps, build, mb, memory = map(
-        np.array, list(zip(*results, strict=True))[2:]
+    one, four, again, factor, total, _, ms, steps, build, mb, memory = map(
+        np.array, list(zip(*results, strict=True))[3:]
     )
     off = np.exp(np.abs(np.log(total)))
     yield from head("", "goal", "median", "worst", "reached by")
@@ -233,7 +233,7 @@ Where the goals are missed:
 - **Compiling.** Each rounding is two to three kernels that XLA fuses otherwise. Where a program is elementwise ops in
   low precision, as a GELU or a flow, that is more than 3 times the work.
 - **Memory.** The reverse pass keeps every rounded value in float32, where a step keeps some of them in 16 bits. A
-  program of small arrays runs with up to 64 sets of signs at once, so that none has more than 4096 numbers.
+  program of small arrays runs with up to 64 random vectors at once, each array then of up to 4096 numbers.
 """
 
 

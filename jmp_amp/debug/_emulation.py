@@ -26,10 +26,10 @@ from jmp_amp.debug._nodes import Place, is_low
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
-_QUICK = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
+_QUICK: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 _EXACT = {"name", "copy", "optimization_barrier", "stop_gradient"}  # besides the ops that `RULES` says to move values
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
-_SMALL = 2**12  # elements; a program whose arrays are smaller runs with several sets of signs at once
+_SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
 
 
 class Rounding(NamedTuple):
@@ -164,7 +164,7 @@ class Emulation:
             self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in _LOW}
         equations = [eqn for eqn, _ in jx.equations_in(self._program, jx.Provenance())]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
-        self._signs = min(self._size, max(_SMALL // largest, 1))
+        self._count = min(self._size, max(_SMALL // largest, 1))
         self._most = 1  # switches
         for eqn in equations:
             all_floating = rounds_float32 or eqn.primitive.name in _FLOAT8
@@ -184,13 +184,13 @@ class Emulation:
     def _run(self) -> Callable[..., Any]:
         """The compiled program."""
 
-        def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, signs: jax.Array) -> Any:
+        def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, vectors: jax.Array) -> Any:
             gradient = lambda *on: self._gradient(on, arrays, scale, trip_counts=self._trips)  # noqa: E731
             grads, pull, loss = jax.vjp(gradient, on, on, has_aux=True)
             # So that no square overflows or underflows:
             largest = jnp.max(jnp.abs(grads), initial=0)
             largest = lax.select(largest > 0, largest, jnp.ones_like(largest))
-            return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(signs / largest)
+            return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest)
 
         if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
             count = lambda on, *args: self._gradient((on, on), *args, counted=self._trips)  # noqa: E731
@@ -198,8 +198,8 @@ class Emulation:
             jax.block_until_ready([count(jnp.full(self._most, on), *self._example[1:]) for on in (0.0, 1.0)])
             jax.effects_barrier()
         self._found.clear()
-        signs = jax.ShapeDtypeStruct((self._signs, self._size), FLOAT32)
-        return jax.jit(run).lower(*self._example, signs).compile(_QUICK)
+        vectors = jax.ShapeDtypeStruct((self._count, self._size), FLOAT32)
+        return jax.jit(run).lower(*self._example, vectors).compile(_QUICK)
 
     def trace(self) -> list[Rounding]:
         """Returns the roundings without compiling; a `while` counts as one iteration."""
@@ -220,15 +220,17 @@ class Emulation:
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0) -> "Probe":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow."""
-        normal = np.random.default_rng(seed).standard_normal((self._size, self._signs), np.float32)
-        signs = np.linalg.qr(normal)[0].T * self._size**0.5  # of all its rows at most, the sum is exact
+        normal = np.random.default_rng(seed).standard_normal((self._size, self._count), np.float32)
+        vectors = (
+            np.linalg.qr(normal)[0].T * self._size**0.5
+        )  # orthogonal; with as many as there are gradients, the mean is exact
         switches = np.zeros(self._most, np.float32)
         switches[: len(on)] = on
-        results = jax.device_get(self._run(switches, self._arrays, jnp.float32(scale), signs))
+        results = jax.device_get(self._run(switches, self._arrays, jnp.float32(scale), vectors))
         grads, size, signed, squares = (np.asarray(x, np.float64) for x in jax.tree.leaves(results))
         with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
-            sums = (np.mean(x, 0)[: len(on)] * size**2 for x in (signed**2, squares))
-            return Probe(grads, *sums, self._signs * self._size / (self._size + 1 - self._signs))
+            signed, squares = (np.mean(x, 0)[: len(on)] * size**2 for x in (signed**2, squares))
+            return Probe(grads, signed, squares, self._count * self._size / (self._size + 1 - self._count))
 
     def _round(self, x: Any, to: Any, place: Place, index: int, low: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns `x`, rounded to a dtype if its switch is on: by a cast, or to `low(x, *args)`.
@@ -313,15 +315,15 @@ class Probe(NamedTuple):
 
     Attributes:
         grads: float64[size], all gradients; NaN if the loss is not finite.
-        signed: float64[n], the mean square of what each rounding adds to the product of the gradient and random signs.
+        signed: float64[n], the mean square of what each rounding adds to the gradient times a random vector.
         squares: float64[n], the mean sum of the squares of what its elements add; not finite if one overflows.
-        signs: how many independent sets of signs have as much noise.
+        vectors: how many independent vectors have as much noise.
     """
 
     grads: np.ndarray
     signed: np.ndarray
     squares: np.ndarray
-    signs: float
+    vectors: float
 
     @property
     def is_finite(self) -> bool:
