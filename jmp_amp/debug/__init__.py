@@ -1,8 +1,9 @@
 """Tools that debug precision: they run on the host, outside of `jit`."""
 
 from jmp_amp._loss_scale import count_nonfinite, describe_nonfinite
-from jmp_amp.debug._budget import BudgetShare, ErrorBudget, Lowering, Rounding, error_budget
+from jmp_amp.debug._budget import ErrorBudget, Lowering, error_budget
 from jmp_amp.debug._compare import Comparison, ErrorRow, compare
+from jmp_amp.debug._emulation import Rounding
 from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
 from jmp_amp.debug._explain import explain as explain  # public as `jmp_amp.explain`
 from jmp_amp.debug._nodes import Values
@@ -12,7 +13,6 @@ from jmp_amp.debug._suggest import suggest_rules
 from jmp_amp.debug._underflow import LeafUnderflow, Underflow, underflow
 
 __all__ = [
-    "BudgetShare",
     "Comparison",
     "ErrorBudget",
     "ErrorRow",

@@ -21,27 +21,41 @@ from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
 from jmp_amp.debug._compare import NO_GRADIENTS
-from jmp_amp.debug._evaluation import Evaluator, keeps_dtypes
-from jmp_amp.debug._nodes import Place
+from jmp_amp.debug._evaluation import QUICK, Evaluator, keeps_dtypes
+from jmp_amp.debug._nodes import Place, is_low
 
-LOW = [form.dtype for form in FORMATS.values() if form.is_low]
-# It runs a few times, so it is compiled quickly.
-_QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "1", **jx.versions.WITHOUT_FUSION_EMITTERS}
+_LOW = [form.dtype for form in FORMATS.values() if form.is_low]
+# A run takes longer than to compile without any optimization saves.
+_QUICK: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 _EXACT = {"name", "copy", "optimization_barrier", "stop_gradient"}  # besides the ops that `RULES` says to move values
+_FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
+_SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
 
 
-class Site(NamedTuple):
-    """An op whose result is rounded.
+class Rounding(NamedTuple):
+    """A rounding, and what it adds to the error of the gradient; or the sum of several.
 
     Attributes:
-        source: the line of the user's code.
-        module: the named scopes around it.
-        primitive: the op; `"constant"` for a constant of the program.
+        source: the line of code; for a backward pass, that of the forward pass. In a sum, a text that differs is empty.
+        module: the named scopes around it, such as the modules of Flax and Haiku.
+        primitive: the op whose result is rounded; `"convert_element_type"` for a cast, `"constant"` for a number in the
+            code.
         direction: `"forward"` or `"backward"`.
-        dtype: the dtype that the result is rounded to.
+        dtype: the dtype that it rounds to.
         runs: how often it runs.
-        size: the number of elements of all runs.
-        is_float32: whether autocast keeps the result in float32, so that its switch is off.
+        size: the number of elements that it rounds in all runs.
+        share: its part of the sum of the squared errors of all roundings.
+        error: the norm of the error of the gradient with this rounding alone, over the norm of the gradient. It is NaN,
+            and the share too, if values overflow.
+        overflows: whether values overflow, so that the gradient is not finite.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmp_amp as amp
+        >>> loss_fn = lambda w, x: jnp.mean(jax.nn.softmax(x @ w) ** 2)
+        >>> budget = amp.debug.error_budget(loss_fn)(jnp.ones((8, 8)) / 9, jnp.ones((4, 8)))
+        >>> [(row.primitive, row.dtype) for row in budget.rows if row.direction == "forward"]
+        [('convert_element_type', 'float16'), ('convert_element_type', 'float16'), ('dot_general', 'float16')]
     """
 
     source: str
@@ -51,21 +65,24 @@ class Site(NamedTuple):
     dtype: str
     runs: int
     size: int
-    is_float32: bool = False
+    share: float = 0.0
+    error: float = 0.0
+    overflows: bool = False
 
 
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds float32 to a dtype and returns float32: in one loop with other ops, as two casts would not be."""
-    info = jnp.finfo(dtype)
-    y = lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.nexp == 8:
-        return y
-    step = float(info.smallest_subnormal)  # `reduce_precision` returns 0 for subnormal numbers
-    small = lax.round(x * (1 / step), lax.RoundingMethod.TO_NEAREST_EVEN) * step
-    return lax.select(lax.abs(x) < float(info.tiny), small, y)
+@functools.cache
+def _cast_to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that rounds float32 to a dtype, and returns float32."""
+    if dtype == jnp.bfloat16:
+        return lambda x: lax.reduce_precision(x, 8, 7)  # in one loop with other ops, as two casts would not be
+    return lambda x: x.astype(dtype).astype(FLOAT32)
+
+
+_traced_once = functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@_traced_once
 def _rounded(low: Callable[..., jax.Array], x: jax.Array, on: jax.Array, squares: jax.Array, *args: Any) -> jax.Array:
     """Returns `low(x, *args)`, the rounded value of `x`, if the switch is on; at 2, it keeps what would overflow."""
     y = low(x, *args)
@@ -76,12 +93,11 @@ def _rounded_forward(low: Callable[..., jax.Array], x: jax.Array, on: Any, squar
     return _rounded(low, x, on, squares, *args), (x, on, args)
 
 
+@_traced_once
 def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Array) -> tuple[Any, ...]:
     # Not derivatives in the switches: the sum of what the elements add, and the sum of its squares. They are not finite
-    # if an element overflows; unless the switch is 2, one that the gradient depends on. Without the barrier, XLA would
-    # compute the adjoint once more for each sum.
+    # if an element overflows; unless the switch is 2, one that the gradient depends on.
     x, on, args = kept
-    adjoint = lax.optimization_barrier(adjoint)
     is_zero = ~jnp.isfinite(x) | ((adjoint == 0) & (on != 2))
     parts = lax.select(is_zero, lax.full_like(x, 0), adjoint * (low(x, *args) - x))
     zero = jnp.float32(0)
@@ -119,7 +135,7 @@ class Emulation:
             grad_options: those of `amp.value_and_grad`.
             rounds_float32: whether results that autocast keeps in float32 have switches, too, which are off.
         """
-        self._found: dict[Any, tuple[int, Site]] = {}
+        self._found: dict[Any, tuple[int, Rounding, bool]] = {}
         self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
         self.opaque = dict[str, None]()
         self._arrays, rebuild = jx.split_arrays((args, kwargs))
@@ -138,38 +154,43 @@ class Emulation:
                 jax.make_jaxpr(functools.partial(gradient, f))(self._arrays, jnp.float32(1))
                 for f in (fun, autocast_with(fun, settings))
             )
-        self._shapes = [var.shape for var in self._program.out_avals[1:]]
-        if not self._shapes:
+        self._size = sum(x.size for x in self._program.out_avals[1:])
+        if not self._program.out_avals[1:]:
             raise TypeError(NO_GRADIENTS)
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
         atoms = [atom for eqn, _ in jx.equations_in(exact, jx.Provenance()) for atom in eqn.invars]
         numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
         with np.errstate(over="ignore"):
-            self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in LOW}
-        equations = jx.equations_in(self._program, jx.Provenance())
-        self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn, _ in equations)
+            self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in _LOW}
+        equations = [eqn for eqn, _ in jx.equations_in(self._program, jx.Provenance())]
+        largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
+        self._count = min(self._size, max(_SMALL // largest, 1))
+        self._most = 1  # switches
+        for eqn in equations:
+            all_floating = rounds_float32 or eqn.primitive.name in _FLOAT8
+            self._most += sum(map(jx.is_floating if all_floating else _is_low, eqn.outvars))
+            self._most += sum(isinstance(x, Literal) and _is_low(x) for x in eqn.invars)
         self._example = jax.ShapeDtypeStruct((self._most,), FLOAT32), self._arrays, jnp.float32(1)
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, **counts: Any) -> Any:
-        """Returns the loss and its gradients, given both kinds of switches."""
+        """Returns all gradients in one array, and the loss, given both kinds of switches."""
         self._switches = [lax.split(each, (1,) * self._most) for each in on]
-        options = {"wide": FLOAT32, "around": self._around, **counts}
-        results = Evaluator(self._program, [*arrays, scale], **options).run().results
+        evaluator = Evaluator(self._program, [*arrays, scale], wide=FLOAT32, around=self._around, **counts)
+        loss, *grads = [x.value for x in evaluator.run().results]
         del self._switches
-        loss, *grads = [x.value for x in results]
-        return loss, [g / scale for g in grads]
+        return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, loss
 
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
         """The compiled program."""
 
-        def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, signs: Sequence[Any]) -> Any:
+        def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, vectors: jax.Array) -> Any:
             gradient = lambda *on: self._gradient(on, arrays, scale, trip_counts=self._trips)  # noqa: E731
-            (loss, grads), pull = jax.vjp(gradient, on, on)
+            grads, pull, loss = jax.vjp(gradient, on, on, has_aux=True)
             # So that no square overflows or underflows:
-            largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(g), initial=0) for g in grads])
-            size = lax.select(largest > 0, largest, jnp.ones_like(largest))
-            return loss, grads, size, pull((jnp.zeros_like(loss), [x / size for x in signs]))
+            largest = jnp.max(jnp.abs(grads), initial=0)
+            largest = lax.select(largest > 0, largest, jnp.ones_like(largest))
+            return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest)
 
         if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
             count = lambda on, *args: self._gradient((on, on), *args, counted=self._trips)  # noqa: E731
@@ -177,36 +198,39 @@ class Emulation:
             jax.block_until_ready([count(jnp.full(self._most, on), *self._example[1:]) for on in (0.0, 1.0)])
             jax.effects_barrier()
         self._found.clear()
-        signs = [jax.ShapeDtypeStruct(shape, FLOAT32) for shape in self._shapes]
-        return jax.jit(run).lower(*self._example, signs).compile(_QUICK)
+        vectors = jax.ShapeDtypeStruct((self._count, self._size), FLOAT32)
+        return jax.jit(run).lower(*self._example, vectors).compile(_QUICK)
 
-    def trace(self) -> list[Site]:
+    def trace(self) -> list[Rounding]:
         """Returns the roundings without compiling; a `while` counts as one iteration."""
         jax.eval_shape(lambda on, *args: self._gradient((on, on), *args), *self._example)
-        return [site for _, site in self._found.values()]
+        return [row for _, row, _ in self._found.values()]
 
     @functools.cached_property
-    def sites(self) -> list[Site]:
+    def rows(self) -> list[Rounding]:
         """The roundings, in program order."""
         _ = self._run
-        return [site for _, site in self._found.values()]
+        return [row for _, row, _ in self._found.values()]
 
     @functools.cached_property
     def default(self) -> np.ndarray:
         """float32[n], the switches of autocast: 1 for each value that it rounds."""
-        return np.array([not site.is_float32 for site in self.sites], np.float32)
+        _ = self._run
+        return np.array([is_low for *_, is_low in self._found.values()], np.float32)
 
-    def __call__(self, on: np.ndarray, scale: float, seed: int = 0) -> "Run":
+    def __call__(self, on: np.ndarray, scale: float, seed: int = 0) -> "Probe":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow."""
-        rng = np.random.default_rng(seed)
-        signs = [rng.integers(0, 2, shape).astype(np.float32) * 2 - 1 for shape in self._shapes]
+        normal = np.random.default_rng(seed).standard_normal((self._size, self._count), np.float32)
+        vectors = (
+            np.linalg.qr(normal)[0].T * self._size**0.5
+        )  # orthogonal; with as many as there are gradients, the mean is exact
         switches = np.zeros(self._most, np.float32)
         switches[: len(on)] = on
-        loss, grads, size, stats = jax.device_get(self._run(switches, self._arrays, jnp.float32(scale), signs))
-        flat = np.concatenate([np.ravel(g).astype(np.float64) for g in grads])
-        signed, squares = (np.asarray(x, np.float64)[: len(self.sites)] for x in stats)
+        results = jax.device_get(self._run(switches, self._arrays, jnp.float32(scale), vectors))
+        grads, size, signed, squares = (np.asarray(x, np.float64) for x in jax.tree.leaves(results))
         with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
-            return Run(float(loss), flat, signed * size, squares * float(size) ** 2)
+            signed, squares = (np.mean(x, 0)[: len(on)] * size**2 for x in (signed**2, squares))
+            return Probe(grads, signed, squares, self._count * self._size / (self._size + 1 - self._count))
 
     def _round(self, x: Any, to: Any, place: Place, index: int, low: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns `x`, rounded to a dtype if its switch is on: by a cast, or to `low(x, *args)`.
@@ -224,10 +248,10 @@ class Emulation:
         direction = "backward" if jx.is_backward(at.stack) else "forward"
         is_low = index < 0 or low is not None or _is_low(place.eqn.outvars[index])
         size = place.times * math.prod(jnp.shape(x))
-        site = Site(at.source, at.module, name, direction, jnp.dtype(to).name, place.times, size, not is_low)
-        number, _ = self._found.setdefault((*place.key, index), (len(self._found), site))
+        row = Rounding(at.source, at.module, name, direction, jnp.dtype(to).name, place.times, size)
+        number, *_ = self._found.setdefault((*place.key, index), (len(self._found), row, is_low))
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
-        return _rounded(low or functools.partial(_cast, dtype=to), x, on, squares, *args)
+        return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
     def _around(self, place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Evaluates an op in float32, and rounds its results."""
@@ -235,7 +259,7 @@ class Emulation:
         if name == "reduce_precision":  # `jax.checkpoint` rounds what is low already
             return operands if _is_low(eqn.invars[0]) else jx.bind(eqn, operands)
         operands = [self._exact(place, i, x) for i, x in enumerate(operands)]
-        if name in (PRIMITIVE, RAGGED_PRIMITIVE):
+        if name in _FLOAT8:
             low = lambda _, *args: jx.bind(eqn, _as_traced(eqn, args))[0].astype(FLOAT32)  # noqa: E731
             exact = in_base(*operands, **eqn.params | {"base": FLOAT32, "preferred_element_type": FLOAT32})
             return [self._round(exact, eqn.params["operands"][0], place, 0, low, operands)]
@@ -281,7 +305,7 @@ def _provenance(place: Place) -> jx.Provenance:
 
 
 def _is_low(x: Any) -> bool:
-    return jx.dtype_of(x) in LOW
+    return is_low(jx.dtype_of(x))
 
 
 def _as_traced(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -289,22 +313,22 @@ def _as_traced(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return [x.astype(jx.dtype_of(v)) if _is_low(v) else x for x, v in zip(operands, eqn.invars, strict=True)]
 
 
-class Run(NamedTuple):
+class Probe(NamedTuple):
     """A run of an `Emulation`.
 
     Attributes:
-        loss: the loss.
-        grads: float64[size], all gradients.
-        signed: float64[n], what each rounding adds to the product of the gradient and random signs.
-        squares: float64[n], the same as the sum of the squares of what its elements add; not finite if one overflows.
+        grads: float64[size], all gradients; NaN if the loss is not finite.
+        signed: float64[n], the mean square of what each rounding adds to the gradient times a random vector.
+        squares: float64[n], the mean sum of the squares of what its elements add; not finite if one overflows.
+        vectors: how many independent vectors have as much noise.
     """
 
-    loss: float
     grads: np.ndarray
     signed: np.ndarray
     squares: np.ndarray
+    vectors: float
 
     @property
     def is_finite(self) -> bool:
         """Whether the loss and the gradient are finite."""
-        return bool(np.isfinite(self.loss) and np.isfinite(self.grads).all())
+        return bool(np.isfinite(self.grads).all())

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,9 @@ from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
-from jmp_amp.debug._budget import error_of, estimate, run_scaled
-from jmp_amp.debug._compare import check_finite, floating_value_and_grad
-from jmp_amp.debug._emulation import Emulation, Site
+from jmp_amp.debug._budget import estimate, run_scaled
+from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
+from jmp_amp.debug._emulation import Emulation
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
@@ -99,13 +99,13 @@ def suggest_rules(
         check_concrete((args, kwargs), "suggest_rules")
 
         def search(rules: Mapping[Any, str]) -> _Search:
-            emulate = lambda rules: Emulation(fun, args, kwargs, {**options, "rules": dict(rules)}, grad_options)  # noqa: E731
-            return _Search(emulate, rules, loss_scale)
+            emulate = lambda more: Emulation(fun, args, kwargs, {**options, "rules": {**rules, **more}}, grad_options)  # noqa: E731
+            return _Search(emulate, loss_scale)
 
         first = search({})
-        before = error = first.error([])
-        keys, trade, ops, value, floor, compilations = list[Any](), list[Step](), list[OpSite](), "full", math.nan, 1
-        if tol is None or before > tol:
+        error = first.error([])
+        keys, value, floor, compilations = list[Any](), "full", math.nan, 1
+        if tol is None or error > tol:
             rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
             low = [op for op in rows if op.compute != "float32"]
             fixed = {(op.module, op.source) for op in low if op.why in _INDEPENDENT_OF_RULES}
@@ -116,45 +116,29 @@ def suggest_rules(
                 ops, value = of_float8, form.dtype.name
             floor = first.consider(ops, value, fixed)
             limit = 0.0 if tol is None else max(tol, 1.1 * floor)
-            keys, trade = first.grow(limit)
+            keys = first.choose(limit)
             if keys and tol is not None:
-                keys = first.merged(keys, limit)
                 # The ops after a rule may be rounded otherwise.
                 second, compilations = search(dict.fromkeys(keys, value)), 2
                 error = second.error([])
                 if error > limit:
                     second.consider(ops, value, fixed)
-                    more, _ = second.grow(limit)
+                    more = second.choose(limit)
                     keys, error = [*keys, *more], second.error(more)
-        keys = [] if tol is None else keys
-        found = [SuggestedRule(k, first.error([x for x in keys if x != k]), _work([k], ops)[0]) for k in keys]
-        report = SuggestionReport(tuple(found), form.name, tol, before, error, floor, compilations, value, tuple(trade))
-        return Suggestion(dict.fromkeys(keys, value), report)
+        steps = tuple(first.step(keys[:i]) for i in range(len(keys) + 1))
+        rules = {} if tol is None else dict.fromkeys(keys, value)
+        return Suggestion(rules, SuggestionReport(steps, form.name, tol, error, floor, compilations, value))
 
     return suggest
 
 
-class SuggestedRule(NamedTuple):
-    """A suggested rule, its effect and its cost.
-
-    Attributes:
-        key: a pattern of named scopes, or a primitive.
-        error_without: the gradient error with all suggested rules but this one.
-        flops: the share of the FLOPs of products and convolutions in the forward pass that the rule selects.
-    """
-
-    key: Any
-    error_without: float
-    flops: float
-
-
 class Step(NamedTuple):
-    """A step of the trade between accuracy and low precision: a rule, added to those before.
+    """A rule, and what it brings together with the rules before it.
 
     Attributes:
         key: a pattern of named scopes, or a primitive; None for no rule.
         low: the share of the FLOPs of products in the forward pass that stay in low precision.
-        error: the gradient error with all rules so far.
+        error: the gradient error.
     """
 
     key: Any
@@ -171,26 +155,22 @@ class SuggestionReport:
     gradient as `error_budget` emulates it.
 
     Attributes:
-        rows: a `SuggestedRule` for each rule.
+        rows: a `Step` without rules, and one for each rule.
         dtype: the compute dtype.
         tol: the `tol` of the call.
-        error_before: the gradient error without rules.
         error: the gradient error with the suggested rules.
-        error_floor: the gradient error with a rule for every module and primitive; NaN if `error_before` meets `tol`.
+        error_floor: the gradient error with a rule for every module and primitive; NaN if no rule is needed.
         compilations: how often the gradient was compiled: at most twice.
         value: the value of all suggested rules: `"full"`, or the base dtype of a float8 format.
-        trade: the rules in the order in which they were added, with the error of each.
     """
 
-    rows: tuple[SuggestedRule, ...]
+    rows: tuple[Step, ...]
     dtype: str
     tol: float | None
-    error_before: float
     error: float
     error_floor: float
     compilations: int
     value: str = "full"
-    trade: tuple[Step, ...] = ()
 
     @property
     def met(self) -> bool:
@@ -198,15 +178,13 @@ class SuggestionReport:
         return self.tol is not None and self.error <= self.tol
 
     def __str__(self) -> str:
-        lines = [f"gradient error in {self.dtype}: {self.error_before:.1e} without rules"]
-        if self.tol is None:
-            cells = [(_name(step.key), format_percent(step.low), f"{step.error:.1e}") for step in self.trade]
-            return "\n".join([*lines, format_table([("rules, added", "low FLOPs", "error"), *cells])])
-        if self.rows:
+        lines = [f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules"]
+        if self.tol is not None and self.rows[1:]:
             lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
-            cells = [(f"{row.key}", f"{row.error_without:.1e}", format_percent(row.flops)) for row in self.rows]
-            lines.append(format_table([(self.value, "without it", "FLOPs"), *cells]))
-        if not self.met:
+        cells = [(_name(step.key), format_percent(step.low), f"{step.error:.1e}") for step in self.rows]
+        if self.rows[1:]:
+            lines.append(format_table([(f"{self.value}, added", "low FLOPs", "error"), *cells]))
+        if self.tol is not None and not self.met:
             lines.append(
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
                 "and `precision` regions, and the gradients for overflow at every loss scale."
@@ -227,7 +205,7 @@ class SuggestionReport:
         """
         figure = new_figure("`plot`", 7, 4)
         axes = figure.subplots()
-        finite = [step for step in self.trade if 0 < step.error < math.inf]
+        finite = [step for step in self.rows if 0 < step.error < math.inf]
         axes.plot([100 * step.low for step in finite], [step.error for step in finite], "o-")
         for step in finite:
             at = 100 * step.low, step.error
@@ -253,27 +231,15 @@ class Suggestion(NamedTuple):
     report: SuggestionReport
 
 
-def _work(keys: Iterable[Any], ops: Sequence[OpSite]) -> tuple[float, float]:
-    """Returns the shares of the FLOPs and of the bytes of the ops that rules select."""
-    overrides = parse_rules(dict.fromkeys(keys, "full"))
-    selected = [op for op in ops if op.primitive in overrides.primitives or overrides.matching(op.module)]
-    flops, nbytes = (sum(getattr(x, of) for x in selected) / max(sum(getattr(x, of) for x in ops), 1) for of in _WORK)
-    return flops, nbytes
-
-
 class _Search:
     """A program with some rules, compiled once, and what rounding each rule removes that can be added."""
 
-    def __init__(
-        self, emulate: Callable[[Mapping[Any, str]], Emulation], rules: Mapping[Any, str], loss_scale: Any
-    ) -> None:
-        self._emulate, self._rules, self._loss_scale = emulate, rules, loss_scale
-        self._program = emulate(rules)
+    def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: Any) -> None:
+        self._emulate, self._loss_scale, self._program = emulate, loss_scale, emulate({})
         self._exact = self._program(0 * self._program.default, 1.0)
         check_finite(self._exact, "float32")
         self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
         self._ops: Sequence[OpSite] = ()
-        self._off: dict[Any, np.ndarray] = {}
 
     def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> float:
         """Takes the modules of ops, and their primitives, except those that only move values, as rules to add.
@@ -281,68 +247,63 @@ class _Search:
         Returns:
             The error of the gradient with all of them.
         """
-        self._ops, self._off, sites = ops, {}, self._program.sites
-        can_change = np.array([
-            (site.module, site.source) not in fixed and (value == "full" or site.dtype.startswith("float8"))
-            for site in sites
-        ], bool)  # fmt: skip
-        for key in {op.module: None for op in ops if op.module and op.module not in self._rules}:
-            matching = parse_rules({key: "full"}).matching
-            self._off[key] = can_change & [bool(matching(site.module)) for site in sites]
-        for name in {op.primitive: None for op in ops if op.primitive in _PRIMITIVES}:
-            primitive, rule = _PRIMITIVES[name], RULES[name]
-            if primitive not in self._rules and not (isinstance(rule, Rule) and rule.moves):
-                # What else is float32 with this rule, such as what only these ops read, tracing says.
-                left = Counter(site[:5] for site in self._emulate({**self._rules, primitive: value}).trace())
-                self._off[primitive] = np.array(
-                    [left[site[:5]] < n for site, n in zip(sites, _seen(sites), strict=True)]
-                )
-        return self.error([*self._off])
+        rows = self._program.rows
+
+        @functools.cache
+        def removes(key: Any) -> np.ndarray:
+            if isinstance(key, str):
+                matching = parse_rules({key: "full"}).matching
+                return is_free & np.array([bool(matching(row.module)) for row in rows], bool)
+            # What else is float32 with this rule, such as what only these ops read, tracing says.
+            left, removed = Counter(row[:5] for row in self._emulate({key: value}).trace()), []
+            for row in rows:
+                left[row[:5]] -= 1
+                removed.append(left[row[:5]] < 0)
+            return np.array(removed, bool)
+
+        is_low = lambda row: value == "full" or row.dtype.startswith("float8")  # noqa: E731
+        is_free = np.array([(row.module, row.source) not in fixed and is_low(row) for row in rows], bool)
+        moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
+        names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
+        self._keys = dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])
+        self._ops, self._removes = ops, removes
+        return self.error([*self._keys])
 
     def _on(self, keys: Iterable[Any]) -> np.ndarray:
-        off = [self._off[key] for key in keys if key in self._off]
-        return self._program.default * ~np.any(off, 0) if off else self._program.default
+        return functools.reduce(lambda on, key: on * ~self._removes(key), keys, self._program.default)
 
     def error(self, keys: Sequence[Any]) -> float:
         """Returns the error of the gradient without the roundings that these rules remove."""
-        if not self._program.sites:
-            return 0.0
-        return error_of(run_scaled(self._program, self._on(keys), self._loss_scale)[0], self._exact)
+        run = run_scaled(self._program, self._on(keys), self._loss_scale)[0]
+        return relative_error(run.grads, self._exact.grads)
 
-    def grow(self, limit: float) -> tuple[list[Any], list[Step]]:
-        """Adds rules until the error is small enough, and drops those that are not needed; returns all steps, too."""
-        keys, error = list[Any](), self.error([])
-        steps, work = [Step(None, 1.0, error)], {key: _work([key], self._ops) for key in self._off}
+    def step(self, keys: Sequence[Any]) -> Step:
+        """Returns the last of some rules, with what they bring."""
+        return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
+
+    def _work(self, keys: Sequence[Any]) -> list[float]:
+        """Returns the shares of the FLOPs and of the bytes of the ops that rules select."""
+        rules = parse_rules(dict.fromkeys(keys, "full"))
+        selected = [op for op in self._ops if op.primitive in rules.primitives or rules.matching(op.module)]
+        return [sum(getattr(x, of) for x in selected) / max(sum(getattr(x, of) for x in self._ops), 1) for of in _WORK]
+
+    def choose(self, limit: float) -> list[Any]:
+        """Adds rules until the error is small enough, and drops those that are not needed."""
+        keys, error, work = list[Any](), self.error([]), {key: self._work([key]) for key in self._keys}
         while error > limit:
-            squares = np.where(self._on(keys) > 0, self._squares, 0)
-            gains = {key: squares[off].sum() / max(sum(work[key]), 1e-9) for key, off in self._off.items()}
+            squares = self._squares * (self._on(keys) > 0)
+            gains = {key: squares[self._removes(key)].sum() / max(sum(x), 1e-9) for key, x in work.items()}
             best = max(gains, key=lambda key: gains[key], default=None)
             if best is None or not gains[best] > 0:
                 break
             keys.append(best)
             error = self.error(keys)
-            steps.append(Step(best, 1 - _work(keys, self._ops)[0], error))
+        if not limit:
+            return keys
         for key in sorted(keys, key=lambda key: work[key], reverse=True):
             rest = [x for x in keys if x != key]
-            if (without := self.error(rest)) <= max(limit, error):
-                keys, error = rest, without
-        return keys, steps
-
-    def merged(self, keys: list[Any], limit: float) -> list[Any]:
-        """Replaces modules that differ in numbers only with one pattern, `layer_*/norm`, if the result suffices."""
+            keys = rest if self.error(rest) <= max(limit, error) else keys
+        # Modules that differ in numbers only have one pattern, `layer_*/norm`.
         patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
-        merged = [p if patterns.count(p) > 1 else key for key, p in zip(keys, patterns, strict=True)]
-        for pattern in {*merged} - {*self._off}:
-            matching = parse_rules({pattern: "full"}).matching
-            same = [off for key, off in self._off.items() if isinstance(key, str) and matching(key)]
-            self._off[pattern] = np.any(same, 0)
-        merged = list(dict.fromkeys(merged))
+        merged = list(dict.fromkeys(p if patterns.count(p) > 1 else k for k, p in zip(keys, patterns, strict=True)))
         return merged if len(merged) < len(keys) and self.error(merged) <= limit else keys
-
-
-def _seen(sites: Sequence[Site]) -> Iterator[int]:
-    """Returns, for each rounding, how many are like it up to there."""
-    seen = Counter[Any]()
-    for site in sites:
-        seen[site[:5]] += 1
-        yield seen[site[:5]]
