@@ -86,7 +86,7 @@ def error_budget(
         ...         return jnp.mean((rest @ w["head"]) ** 2)
         >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
         >>> budget = amp.debug.error_budget(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3))
-        >>> budget.by_module()[0].name, budget.total > 0.01
+        >>> budget.by_module()[0].module, budget.total > 0.01
         ('rest', True)
     """
     check_without_autocast(fun, "error_budget")

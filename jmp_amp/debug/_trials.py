@@ -20,8 +20,8 @@ from jmp_amp.debug._nodes import Node, merge_equal, nearest
 from jmp_amp.debug._report import location_of
 
 _DEPTH, _MOST_ROOTS, _MOST_TRIALS = 7, 24, 4
-# How much the arguments are moved, and how large they are then at most. By -1, each is moved the other way than by 1,
-# so that both signs are met.
+# How much the arguments are moved, and how large they are then at most. -1 moves each the other way than 1 does, so
+# that both signs occur.
 _MOVES = ((0.0, math.inf), (1e-7, math.inf), (1e-2, math.inf), (1.0, 1.0), (-1.0, 1.0))
 
 
