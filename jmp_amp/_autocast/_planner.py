@@ -62,22 +62,21 @@ class Planner:
         return self._infos(jaxpr, (), lambda: self._read_infos(jaxpr))
 
     def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
-        moved, products = dict[Any, Var](), dict[Any, int]()
-        rules, sources, between = list(map(self.rule_of, jaxpr.eqns)), [], dict[int, int]()
-        for i, (eqn, rule) in enumerate(zip(jaxpr.eqns, rules, strict=True)):
-            read = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars])
-            sources.append(read)
-            if rule.moves and len(eqn.outvars) == 1 and read[0] is not None:
-                moved[eqn.outvars[0]] = read[0]
+        moved, products = dict[Any, Var](), dict[Any, tuple[int, Sequence[Any]]]()
+        read, between = list[tuple[JaxprEqn, Rule, tuple[Var | None, ...]]](), dict[int, int]()
+        for i, eqn in enumerate(jaxpr.eqns):
+            rule = self.rule_of(eqn)
+            sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars])
+            read.append((eqn, rule, sources))
+            if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
+                moved[eqn.outvars[0]] = sources[0]
             if rule.is_product:
-                products[eqn.outvars[0]] = i
+                products[eqn.outvars[0]] = i, sources
                 for k in (0, 1):  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
-                    first = products.get(read[k])
-                    if first is not None and read[1 - k] is not None and read[1 - k] in sources[first]:
-                        between |= {i: k, first: 1 - sources[first].index(read[1 - k])}
-        return [
-            self._info(*each, between.get(i)) for i, each in enumerate(zip(jaxpr.eqns, rules, sources, strict=True))
-        ]
+                    first, factors = products.get(sources[k], (i, ()))
+                    if sources[1 - k] is not None and sources[1 - k] in factors:
+                        between |= {i: k, first: 1 - factors.index(sources[1 - k])}
+        return [self._info(*each, between.get(i)) for i, each in enumerate(read)]
 
     def _info(self, eqn: JaxprEqn, rule: Rule, sources: tuple[Var | None, ...], between: int | None) -> EqnInfo:
         operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))

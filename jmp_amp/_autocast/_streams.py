@@ -19,7 +19,7 @@ from jmp_amp._autocast._primitives import EqnInfo, OpClass, ResultKind
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
 
-_CARRY, _SLICE = frozenset({(0, 0)}), frozenset({(1, 0)})  # the inputs of a body, for `Paths`
+_CARRY, _SLICE = 0, 1  # the inputs of a body for `Paths`: all carries are one, and all slices of weights
 
 # The value that another is made of, element by element: a result of an op, or the index of an input of the jaxpr.
 _Root = Var | int
@@ -118,8 +118,9 @@ class Streams:
             is_weight: whether each of its `xs` is an input of the program.
             uses: how its results are read.
         """
-        slices = [_SLICE if weight else Paths.bottom for weight in is_weight]
-        inputs = [*[Paths.bottom] * loop.n_consts, *[_CARRY] * loop.n_carry, *slices]
+        constant, carry, weight_slice = Paths.bottom, frozenset({(_CARRY, 0)}), frozenset({(_SLICE, 0)})
+        slices = [weight_slice if weight else constant for weight in is_weight]
+        inputs = [*[constant] * loop.n_consts, *[carry] * loop.n_carry, *slices]
         if not self._has_layer(loop.body, inputs):
             return [False] * loop.n_carry
         norms = self._of(loop.body)
@@ -137,11 +138,12 @@ class Streams:
         known = self._paths.find(jaxpr, inputs)
         for info in self._infos_of(jx.open_jaxpr(jaxpr)[0]):
             operands = self._paths.of(known, info.eqn.invars)
-            made_of = [{i for i, _ in of} for of in operands]
-            if info.rule.op_class is OpClass.LOWER and {1} in made_of and any(0 in of for of in made_of):
-                return True
             if info.enters is not None and any(self._has_layer(*each) for each in self._paths.inside(info, operands)):
                 return True
+            if info.rule.op_class is OpClass.LOWER:
+                made_of = [{i for i, _ in of} for of in operands]
+                if {_SLICE} in made_of and any(_CARRY in of for of in made_of):
+                    return True
         return False
 
     def _of(self, jaxpr: Any, inputs: tuple[_Part | None, ...] = ()) -> _Norms:

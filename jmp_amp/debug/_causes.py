@@ -75,10 +75,10 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.values}")
     element, derivative = _element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
-    return _cause(element, evaluation.evaluator.names, derivative)
+    return _diagnose(element, evaluation.evaluator.names, derivative)
 
 
-def _cause(e: Element, names: Sequence[str], derivative: str) -> Cause:
+def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
     node, name, reads = e.node, e.node.primitive, [x for x in _reads(e) if x.number is not None]
     if name in _MATRICES:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
@@ -201,8 +201,8 @@ def _wide(node: Node) -> list[np.ndarray]:
     arrays, dtype = [np.asarray(x.held) for x in node.operands], node.held.dtype
     made_of = arrays[:1] if rule_of(node.eqn).moves else arrays  # but no index
     ints = [x for x in made_of if x.dtype == dtype and dtype.kind in "iu"]
-    is_wide = lambda x: jnp.issubdtype(x.dtype, jnp.floating) or any(x is y for y in ints)  # noqa: E731
-    return [x.astype(np.float64) if is_wide(x) else x for x in arrays]
+    is_wide = [jnp.issubdtype(x.dtype, jnp.floating) or any(x is y for y in ints) for x in arrays]
+    return [x.astype(np.float64) if wide else x for x, wide in zip(arrays, is_wide, strict=True)]
 
 
 def _run_wide(node: Node, operands: Sequence[Any]) -> Any:

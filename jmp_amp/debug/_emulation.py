@@ -6,6 +6,7 @@ rounding adds to it, from one reverse pass through the emulation.
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
 _QUICK: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 _EXACT = {"name", "copy", "optimization_barrier", "stop_gradient"}  # besides the ops that `RULES` says to move values
+_MOVES = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED}
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
 _SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
 
@@ -101,7 +103,7 @@ def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Arr
     is_zero = ~jnp.isfinite(x) | ((adjoint == 0) & (on != 2))
     parts = lax.select(is_zero, lax.full_like(x, 0), adjoint * (low(x, *args) - x))
     zero = jnp.float32(0)
-    add = lambda a, b: (a[0] + b[0], a[1] + b[1])  # noqa: E731
+    add = functools.partial(jax.tree.map, operator.add)
     sums = lax.reduce((parts, parts * parts), (zero, zero), add, range(parts.ndim))  # in one loop
     return adjoint, *sums, *(None for _ in args)
 
@@ -185,7 +187,9 @@ class Emulation:
         """The compiled program."""
 
         def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, vectors: jax.Array) -> Any:
-            gradient = lambda *on: self._gradient(on, arrays, scale, trip_counts=self._trips)  # noqa: E731
+            def gradient(*on: jax.Array) -> Any:
+                return self._gradient(on, arrays, scale, trip_counts=self._trips)
+
             grads, pull, loss = jax.vjp(gradient, on, on, has_aux=True)
             # So that no square overflows or underflows:
             largest = jnp.max(jnp.abs(grads), initial=0)
@@ -193,8 +197,11 @@ class Emulation:
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest)
 
         if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
-            count = lambda on, *args: self._gradient((on, on), *args, counted=self._trips)  # noqa: E731
-            count = jax.jit(count, compiler_options=_QUICK)
+
+            @functools.partial(jax.jit, compiler_options=_QUICK)
+            def count(on: jax.Array, *args: Any) -> Any:
+                return self._gradient((on, on), *args, counted=self._trips)
+
             jax.block_until_ready([count(jnp.full(self._most, on), *self._example[1:]) for on in (0.0, 1.0)])
             jax.effects_barrier()
         self._found.clear()
@@ -221,9 +228,8 @@ class Emulation:
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0) -> "Probe":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow."""
         normal = np.random.default_rng(seed).standard_normal((self._size, self._count), np.float32)
-        vectors = (
-            np.linalg.qr(normal)[0].T * self._size**0.5
-        )  # orthogonal; with as many as there are gradients, the mean is exact
+        # Orthogonal: with as many as there are gradients, the mean is exact.
+        vectors = np.linalg.qr(normal)[0].T * self._size**0.5
         switches = np.zeros(self._most, np.float32)
         switches[: len(on)] = on
         results = jax.device_get(self._run(switches, self._arrays, jnp.float32(scale), vectors))
@@ -260,18 +266,18 @@ class Emulation:
             return operands if _is_low(eqn.invars[0]) else jx.bind(eqn, operands)
         operands = [self._exact(place, i, x) for i, x in enumerate(operands)]
         if name in _FLOAT8:
-            low = lambda _, *args: jx.bind(eqn, _as_traced(eqn, args))[0].astype(FLOAT32)  # noqa: E731
+
+            def low(_: Any, *args: Any) -> jax.Array:
+                return jx.bind(eqn, _as_traced(eqn, args))[0].astype(FLOAT32)
+
             exact = in_base(*operands, **eqn.params | {"base": FLOAT32, "preferred_element_type": FLOAT32})
             return [self._round(exact, eqn.params["operands"][0], place, 0, low, operands)]
         if keeps_dtypes(eqn):
             return self._opaque(place, operands, compute)
         outs = list(compute(operands))
-        moves = (
-            rule.kind in (ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED)
-            and rule.op_class is not OpClass.FULL
-        )
         # A sum by scatter is `CHOSEN` and in float32; what reads nothing is a placeholder.
-        if name in _EXACT or (moves and not rule.is_cast) or not operands:
+        moves = rule.kind in _MOVES and rule.op_class is not OpClass.FULL and not rule.is_cast
+        if name in _EXACT or moves or not operands:
             return outs
         for i, var in enumerate(eqn.outvars):
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1

@@ -163,7 +163,9 @@ class Evaluation:
             cell.node.held, cell.node.is_constant = cell.value, is_literal
             return cell
 
-        literal = lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)  # noqa: E731
+        def literal(atom: Any) -> Cell:
+            return constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)
+
         return jx.evaluate(jaxpr, args, apply, constant, literal)
 
     def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
@@ -197,10 +199,8 @@ class Evaluation:
 
     def _replaced(self, replacement: Replacement, value: Any) -> Any:
         # Autocast reads low precision where it computes the value in float32.
-        inputs = [self.kept[key] for key in replacement.inputs]
-        return replacement.function(*(x.astype(value.dtype) if is_low(x.dtype) else x for x in inputs)).astype(
-            value.dtype
-        )
+        inputs, dtype = [self.kept[key] for key in replacement.inputs], value.dtype
+        return replacement.function(*(x.astype(dtype) if is_low(x.dtype) else x for x in inputs)).astype(dtype)
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.evaluator.allowed is None or cause in self.evaluator.allowed
@@ -297,10 +297,17 @@ class Evaluation:
             outs = [*carry, *ys]
         else:
             consts, times = values[structure.cond_consts], limit or 1
-            proceeds = lambda carry: run(0, structure.cond, *consts, *carry)[0]  # noqa: E731
-            following = lambda carry: step(carry, [])[0]  # noqa: E731
+
+            def proceeds(carry: Sequence[Any]) -> Any:
+                return run(0, structure.cond, *consts, *carry)[0]
+
+            def following(carry: Sequence[Any]) -> Any:
+                return step(carry, [])[0]
+
+            def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, None]:
+                return lax.cond(proceeds(carry), following, lambda x: x, carry), None
+
             if limit is not None:
-                step_if = lambda x, _: (lax.cond(proceeds(x), following, lambda x: x, x), None)  # noqa: E731
                 outs = lax.scan(step_if, values[structure.carry], length=limit)[0]
             else:
                 outs = self._counted(place, proceeds, following, values[structure.carry])
@@ -311,7 +318,10 @@ class Evaluation:
         counted = self.evaluator.counted
         if counted is None:
             return lax.while_loop(proceeds, following, carry)
-        tell = lambda n: counted.update({place.id: max(int(n), counted.get(place.id, 0))})  # noqa: E731
+
+        def tell(n: Any) -> None:
+            counted[place.id] = max(int(n), counted.get(place.id, 0))
+
         start = jnp.int32(0), carry
         n, carry = lax.while_loop(lambda x: proceeds(x[1]), lambda x: (x[0] + 1, following(x[1])), start)
         jax.debug.callback(tell, n)

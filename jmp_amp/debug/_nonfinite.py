@@ -246,9 +246,10 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
         finite_in_float32, sentence, exact = _in_float32(trials)
         if not rule_of(node.eqn).is_product and not hider:
             cure, tried, left_out = trials.cure()
-    for place in (cause.place or node.place, node.place) if finite_in_float32 else ():
+    lines = dict.fromkeys(location_of(place.eqns).source for place in (cause.place or node.place, node.place))
+    for line in lines if finite_in_float32 else ():
         if not cure:
-            cure, tried, more = lines_in_float32(evaluation.evaluator, exact, [location_of(place.eqns).source])
+            cure, tried, more = lines_in_float32(evaluation.evaluator, exact, [line])
             left_out = left_out or more
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
     leaf = next((x for x in (evaluation.evaluator.names[i] for i in read) if x.endswith("]") or "." in x), "")

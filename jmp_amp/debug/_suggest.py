@@ -99,7 +99,9 @@ def suggest_rules(
         check_concrete((args, kwargs), "suggest_rules")
 
         def search(rules: Mapping[Any, str]) -> _Search:
-            emulate = lambda more: Emulation(fun, args, kwargs, {**options, "rules": {**rules, **more}}, grad_options)  # noqa: E731
+            def emulate(more: Mapping[Any, str]) -> Emulation:
+                return Emulation(fun, args, kwargs, {**options, "rules": {**rules, **more}}, grad_options)
+
             return _Search(emulate, loss_scale)
 
         first = search({})
@@ -261,8 +263,8 @@ class _Search:
                 removed.append(left[row[:5]] < 0)
             return np.array(removed, bool)
 
-        is_low = lambda row: value == "full" or row.dtype.startswith("float8")  # noqa: E731
-        is_free = np.array([(row.module, row.source) not in fixed and is_low(row) for row in rows], bool)
+        is_selected = [value == "full" or row.dtype.startswith("float8") for row in rows]
+        is_free = np.array([(row.module, row.source) not in fixed for row in rows], bool) & is_selected
         moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
         names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
         self._keys = dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])

@@ -66,7 +66,7 @@ class Trials:
                     return "", "", f"other formulas than the first {n_trials}{': the time was over' * clock.is_late}"
                 clock.tick("ops and trials")
                 n_trials += 1
-                function = lambda x, text=text: eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})  # noqa: E731
+                function = functools.partial(_computed, text)
                 tried = [*replacements, *(Replacement(x.root.key, [x.x.key], function) for x in copies)]
                 is_cured, seen = self._tried(tried)
                 if seen or (is_cured and any(self._contains(x, fault) for x in copies)):
@@ -158,6 +158,11 @@ class Trials:
             return all(x.values.is_finite for x in variant.nodes if x.key in roots), ""
         except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
             return False, ""
+
+
+def _computed(text: str, x: Any) -> Any:
+    """Returns what an expression of `x` computes."""
+    return eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})
 
 
 def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> Cured:
