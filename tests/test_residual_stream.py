@@ -205,6 +205,23 @@ def test_the_carry_of_layers_that_end_in_a_norm_is_low():
     assert LOW in {atom.aval.dtype.name for atom in scan.invars if atom.aval.shape == X.shape}
 
 
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("call", [lambda layer: layer, in_jit, in_remat])
+def test_a_sum_is_as_low_in_a_program_that_differentiates_itself(norm, call):
+    def loss(ws, table, position, tokens):
+        x = plus(table[tokens], position)
+        for w in ws:
+            x = call(lambda w, x: layer(w, x, norm))(w, x)
+        return jnp.mean(head(ws[0], x, norm) ** 2)
+
+    def dtypes(fun):
+        rows = amp.explain(fun, residual_stream="low")(list(WS), TABLE, POSITION, TOKENS).rows
+        return [row.compute for row in rows if row.module.endswith("sum") and row.primitive == "add"]
+
+    assert dtypes(loss)[1:] == [LOW] * len(WS)
+    assert dtypes(jax.grad(loss))[: len(WS) + 1] == dtypes(loss)
+
+
 def test_cotangents_are_low():
     def loss(ws, x):
         for w in ws:
