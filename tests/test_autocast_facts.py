@@ -12,6 +12,7 @@ from jaxprs import dtypes, equations
 from rounding import EPSILON, error
 
 import jmp_amp as amp
+from jmp_amp import _jaxpr as jx
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -291,6 +292,48 @@ def test_is_that_of_float32(name):
     want, *both = jax.jit(lambda x: [fun(x), *[amp.autocast(fun, low)(x) for low in EPSILON]])(arg)
     for low, got in zip(EPSILON, both, strict=True):
         assert error(got, want) < 2 * EPSILON[low], low
+
+
+# What changes a value, and then back.
+EDITS = {
+    "negated": lambda y: jnp.negative(-y),
+    "scaled": lambda y: 2 * (0.5 * y),
+    "divided": lambda y: (y / 4) * 4,
+    "moved": lambda y: y[None][0],
+    "shifted": lambda y: y + 0.0,
+    "selected": lambda y: jnp.where(jnp.ones(y.shape) > 0, y, 0.0),
+    "in a jit": jax.jit(lambda y: y * 1.0),
+    "in a cond": lambda y: lax.cond(True, lambda y: y * 1.0, lambda y: y, y),
+}
+BORDERS = {"selected", "in a jit", "in a cond"}  # a covariance that crosses one of these is not recognized
+
+
+def with_edit(fun, edit):
+    """Returns `fun` with an edit of the result of each product outside of loops."""
+
+    def apply(eqn, operands):
+        structure = jx.structure_of(eqn)
+        if isinstance(structure, jx.Call) and structure.is_inline and structure.rule is None:
+            return jx.evaluate(structure.jaxpr, [operands[i] for i in structure.operands], apply)
+        outs = jx.apply_as_traced(eqn, operands)
+        return list(map(edit, outs)) if eqn.primitive.name in PRODUCTS else outs
+
+    return lambda x: jx.evaluate(jax.make_jaxpr(fun)(x), [x], apply)
+
+
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_that_changes_nothing_changes_no_decision(edit):
+    def decisions(fun, arg):
+        rows = amp.explain(fun, "bfloat16")(arg).select(direction="forward").rows
+        return [(row.compute, row.why) for row in rows if row.primitive in PRODUCTS]
+
+    for name, (fun, arg) in PROGRAMS.items():
+        if edit not in BORDERS or name not in ("covariances by einsum", "the same without a loop"):
+            assert decisions(with_edit(fun, EDITS[edit]), arg) == decisions(fun, arg), name
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ class Planner:
                     first, factors = products.get(sources[k], (i, ()))
                     if sources[1 - k] is not None and sources[1 - k] in factors:
                         between |= {i: k, first: 1 - factors.index(sources[1 - k])}
+            elif rule.passes_on and len(made := [products[each] for each in sources if each in products]) == 1:
+                products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
         return [self._info(*each, between.get(i)) for i, each in enumerate(read)]
 
     def _info(self, eqn: JaxprEqn, rule: Rule, sources: tuple[Var | None, ...], between: int | None) -> EqnInfo:
