@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy_models import CASES
 from jax import lax
 from jaxprs import scoped_equations
 
@@ -203,6 +204,19 @@ def test_the_carry_of_layers_that_end_in_a_norm_is_low():
     low = amp.autocast(model, residual_stream="low")
     (scan,) = [eqn for _, eqn in scoped_equations(low, WS, X) if eqn.primitive.name == "scan"]
     assert LOW in {atom.aval.dtype.name for atom in scan.invars if atom.aval.shape == X.shape}
+
+
+@pytest.mark.parametrize("name", ["GPT block", "ViT"])
+def test_a_sum_is_as_low_in_a_program_that_differentiates_itself(name):
+    loss, init = CASES[name](None)
+    args = jax.tree.map(lambda x: jnp.asarray(x, float if x.dtype == float else int), init(np.random.default_rng(0)))
+
+    def dtypes(fun):
+        rows = amp.explain(fun, residual_stream="low")(*args).select(direction="forward").rows
+        return [row.compute for row in rows if row.primitive == "add"]
+
+    assert dtypes(loss).count(LOW) > 4
+    assert dtypes(jax.grad(loss))[: len(dtypes(loss))] == dtypes(loss)
 
 
 def test_cotangents_are_low():

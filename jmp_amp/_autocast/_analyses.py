@@ -24,9 +24,8 @@ class Squares(enum.IntEnum):
     NO = 0
     SQUARE = 1  # each element is a square: `x * x`
     SUM = 2  # each element is a sum of squares: `x2 = jnp.sum(x * x, -1)`
-    NORM = 3  # each element is the square root of a sum of squares: `jnp.sqrt(x2)`
+    NORM = 3  # each element is the square root of a sum of squares, or its reciprocal: `jnp.sqrt(x2)`
     GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares: `x @ x.T`
-    INVERSE = 5  # each element is the reciprocal of a norm: `lax.rsqrt(x2)`
 
 
 class Moment(enum.IntEnum):
@@ -125,7 +124,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in _FLOATING]
         joined = read[0] if len(read) == 1 else ValueFacts._make(map(max, *read)) if read else NOTHING
         passes_on = rule.passes_on or rule.is_linear
-        is_norm = rule.scales and any(each.squares in (Squares.NORM, Squares.INVERSE) for each in read)
+        is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         known = ValueFacts(
             1.0 if all(each.size == 1 for each in read) else _rounded(_size(info, operands, read)),
             rule.kind is ResultKind.LOGARITHM
@@ -191,7 +190,7 @@ def _scaled(eqn: JaxprEqn, operands: Sequence[ValueFacts], factor: float) -> flo
 
 def _power(size: float, power: float) -> float:
     if size == 0:
-        return 1.0 if power < 0 else 0.0
+        return 1.0
     log = power * math.log2(size) if math.isfinite(size) else power * 128
     return 2.0 ** min(max(log, -126), 128)
 
@@ -229,8 +228,6 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     """Returns how the result of an op is made of squares."""
     rule = info.rule
     squares = [known.squares for known in operands]
-    if not rule.moves:
-        squares = [Squares.NO if each is Squares.INVERSE else each for each in squares]
     first = squares[0] if squares else Squares.NO
     if info.is_square:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
@@ -239,8 +236,7 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     if rule.sums:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
     if rule.power in (0.5, -0.5):
-        norm = Squares.NORM if rule.power > 0 else Squares.INVERSE
-        return norm if first is Squares.SUM else Squares.NO
+        return Squares.NORM if first is Squares.SUM else Squares.NO
     if rule.arithmetic and not rule.scales:
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO

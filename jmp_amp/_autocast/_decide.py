@@ -42,7 +42,7 @@ class Context(NamedTuple):
     needs_float32: bool = False
     overflows: bool = False
     reads_stored_norm: bool = False
-    stream: Stream = Stream.NONE
+    stream: int = Stream.NONE
     uses: tuple[Use, ...] = ()
     inside: Sequence[Inside] = ()
     as_traced: str | None = None
@@ -148,11 +148,11 @@ def _is_exact(op: Context) -> bool:
 
 def _joins_stream(op: Context) -> bool:
     """Whether an op adds low-precision data to a residual stream, and not only a bias."""
-    if op.stream is Stream.NONE:
+    if not op.stream:
         return False
     # `tokens[ids] + positions`: two inputs of the program, which only a norm reads, count as low-precision data.
     terms = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
-    dtypes = [op.stream_dtype(value) if op.stream is Stream.NORM else value.as_data().dtype for value in terms]
+    dtypes = [op.stream_dtype(value) if op.stream == Stream.NORM else value.as_data().dtype for value in terms]
     is_low = all(dtype == op.format.dtype for dtype in dtypes)
     fits = not any(value.overflows(op.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2

@@ -199,7 +199,7 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     if planner.options.has_low_stream and op.format.is_low:
         streams = planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in uses])
     read_as = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
-    read_as = [use.stream if use.stream is Stream.RETURNED else each for use, each in zip(uses, read_as, strict=False)]
+    read_as = [use.stream if use.stream & Stream.RETURNED else each for use, each in zip(uses, read_as, strict=False)]
     of_body = tuple(map(Use, demands, read_as))
 
     def plan_body(carry: Values) -> Plan:

@@ -15,7 +15,7 @@ from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import Op, Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._primitives import RULES, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
-from jmp_amp._autocast._streams import Streams
+from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
 
@@ -187,7 +187,7 @@ class _Variable:
     readers: list[int] = dataclasses.field(default_factory=list)
     low_readers: set[int] = dataclasses.field(default_factory=set)
     demand: int = Demand.NONE
-    stream: Stream = Stream.NONE
+    stream: int = Stream.NONE
 
     @property
     def needs_float32(self) -> bool:
@@ -229,7 +229,7 @@ class _PlanBuilder:
             self._variables[var].demand = demand
         if planner.options.has_low_stream:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
-            streams = planner.streams.find(opened, is_computed, [use.stream for use in uses])
+            streams = planner.streams.of(jaxpr, is_computed, [use.stream for use in uses])
             for var, stream in streams.items():
                 self._variables[var].stream = stream
         self._contexts = list(map(self._context, infos))
@@ -253,8 +253,8 @@ class _PlanBuilder:
                 op = op._replace(region=region._replace(format=FORMATS["float32"]), as_traced=reason)
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
-        stream = self._variables[eqn.outvars[0]].stream if rule.kind is ResultKind.SUM else Stream.NONE
-        return op._replace(overflows=overflows, stream=stream if stream > Stream.RETURNED else Stream.NONE)
+        stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
+        return op._replace(overflows=overflows, stream=stream)
 
     def plan(self) -> Plan:
         """Decides all equations."""

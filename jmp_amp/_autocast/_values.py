@@ -31,13 +31,16 @@ class Origin(enum.IntEnum):
         return self in (Origin.PRODUCT, Origin.SUM)
 
 
-class Stream(enum.IntEnum):
-    """How a residual stream is read; of several readers, the largest counts."""
+class Stream:
+    """How a residual stream is read; several are joined by `|`, as those of `Demand`."""
 
-    NONE = 0  # it is no stream
-    RETURNED = 1  # by the caller of the program, so that a sum is not stored in low precision
-    RESNET = 2  # by a product, as the stream of a ResNet, so that a sum of low-precision data is
-    NORM = 3  # by a norm, so that a sum of layer outputs is, inputs of the program included
+    NONE = 0
+    RETURNED = 1 << 0  # by the caller of the program, itself or in a sum, so that a sum is not stored in low precision
+    RESNET = 1 << 1  # by a product, as the stream of a ResNet, so that a sum of low-precision data is
+    ELEMENTS = 1 << 2  # divided by a deviation
+    STATISTIC = 1 << 3  # in the sums that a deviation is made of
+    NORM = ELEMENTS | STATISTIC  # by a norm, so that a sum of layer outputs is, inputs of the program included
+    ANY = RETURNED | RESNET | NORM
 
 
 class Use(NamedTuple):
@@ -50,7 +53,7 @@ class Use(NamedTuple):
     """
 
     demand: int = Demand.ANY
-    stream: Stream = Stream.NONE
+    stream: int = Stream.NONE
     needs_float32: bool = False
 
 
