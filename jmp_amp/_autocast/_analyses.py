@@ -119,8 +119,6 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         eqn, rule = info.eqn, info.rule
         if all(known is NOTHING for known in operands) and not _is_source(info):
             return [NOTHING] * len(eqn.outvars)
-        if rule.moves and len(operands) == 1 and jx.dtype_of(eqn.invars[0]) in _FLOATING:
-            return [_of(var, operands[0]) for var in eqn.outvars]
         read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in _FLOATING]
         joined = read[0] if len(read) == 1 else ValueFacts._make(map(max, *read)) if read else NOTHING
         passes_on = rule.passes_on or rule.is_linear
@@ -129,8 +127,8 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             1.0 if all(each.size == 1 for each in read) else _rounded(_size(info, operands, read)),
             rule.kind is ResultKind.LOGARITHM
             or (joined.is_log and rule.passes_on and rule.kind is not ResultKind.QUOTIENT),
-            _squares(info, operands) if joined.squares or info.is_square or info.repeats_operand else Squares.NO,
-            _moment(info, operands) if passes_on or info.is_square else Moment.NO,
+            _squares(info, operands),
+            _moment(info, operands),
             _integer_kind(info, read),
             rule.demand == Demand.MATRIX or (joined.is_solution and passes_on and not is_norm),
             joined.adds_up and rule.moves,
@@ -143,8 +141,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _is_source(info: EqnInfo) -> bool:
     """Whether something is known of the results of an op of whose operands nothing is known."""
     rule = info.rule
-    is_conversion = rule.moves and rule.is_cast
-    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or is_conversion
+    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or rule.is_cast
 
 
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
@@ -278,7 +275,7 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
         added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
         adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
-        reads_sum = [adds or any(adds_up[i] for i, _ in paths) for adds, paths in zip(adds_up, added, strict=True)]
+        reads_sum = [any(adds_up[i] for i, _ in paths) for paths in added]
         of_itself = [{path | Path.ARITHMETIC for i, path in paths if i == k} for k, paths in enumerate(after)]
         return [(is_sum, paths == {_RECURS}) for is_sum, paths in zip(reads_sum, of_itself, strict=True)]
 
