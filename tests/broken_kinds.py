@@ -620,19 +620,6 @@ model(
 )
 
 
-def power_by_logarithm_of_a_number(x):
-    return jnp.sum(jnp.exp(2.2 * jnp.log(x)))  # at fault: power_by_logarithm_of_a_number
-
-
-model(
-    power_by_logarithm_of_a_number,
-    args=lambda: (np.float32([0, 0.5, 0.7]),),
-    near=lambda: (np.float32([0.1, 0.5, 0.7]),),
-    fixed=lambda x: jnp.sum(x**2.2),
-    cause="The logarithm of 0.",
-)
-
-
 def where_log(x):
     return jnp.sum(jnp.where(x > 0, jnp.log(x), 0.0))  # at fault: where_log
 

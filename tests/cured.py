@@ -117,7 +117,6 @@ SEEN = {
     "angle_between": ("in the derivative, `rsqrt` of 0", "of 1"),
     "power_of_negative": ("`pow` of -1 and 0.7",),
     "power_by_logarithm": ("in the derivative", "`x[0]` is 0"),
-    "power_by_logarithm_of_a_number": ("in the derivative", "`x[0]` is 0"),
     "where_log": ("in the derivative", "`x[1]` is 0"),
     "gaussian": ("eigenvalues of the matrix are from -1 to 3",),
     "normal_equations": ("the diagonal of the triangular matrix is from 0 to 28",),
