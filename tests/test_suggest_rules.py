@@ -217,3 +217,19 @@ def test_without_a_tolerance_the_trade_is_shown(args, tmp_path):
 def test_wrong_arguments_are_named(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call(lambda w: jnp.sum(w))
+
+
+def on_one_device(fun):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(
+        lambda *args: jax.lax.pmean(fun(*args), "d"), mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P()
+    )
+
+
+def test_a_program_that_cannot_be_seen_into_has_no_rules_and_an_overflow_in_it_is_not_called_one_of_float32():
+    loss_fn = on_one_device(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    w, x = jnp.eye(8), jnp.linspace(0, 1, 32).reshape(4, 8)
+    rules, _ = amp.debug.suggest_rules(loss_fn)(w, x, tol=1e-9)
+    assert rules == {}
+    with pytest.raises(ValueError, match=r"the gradient is not finite; shard_map at .* ran in low precision"):
+        amp.debug.suggest_rules(on_one_device(lambda w, x: jnp.mean((1e5 * (x @ w)) @ w)))(w, 1e4 * x)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ def error_budget(
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
         exact = [emulation(0 * emulation.default, scale, seed) for seed in range(probes)]
-        check_finite(exact[0], "float32")
+        check_exact(exact[0], emulation.opaque)
         errors = np.sqrt(estimate(exact)) / (np.linalg.norm(exact[0].grads) or 1.0)
         overflows |= ~np.isfinite(errors)
         errors[overflows] = np.nan
@@ -121,6 +121,16 @@ def error_budget(
         return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque), explored)
 
     return budget
+
+
+def check_exact(run: Probe, opaque: Iterable[str]) -> None:
+    """Raises ValueError if a run without roundings, but for those in `opaque` ops, is not finite."""
+    if opaque and not run.is_finite:
+        raise ValueError(
+            f"the gradient is not finite; {', '.join(opaque)} ran in low precision, since it cannot be seen into; find "
+            "the cause with `amp.debug.first_nonfinite(jax.value_and_grad(amp.autocast(fun, dtype)))(*args)`"
+        )
+    check_finite(run, "float32")
 
 
 def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Probe, float, np.ndarray]:

@@ -13,8 +13,8 @@ from jax.extend.core import Primitive, primitives
 
 from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
-from jmp_amp.debug._budget import estimate, run_scaled
-from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
+from jmp_amp.debug._budget import check_exact, estimate, run_scaled
+from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
@@ -239,7 +239,7 @@ class _Search:
     def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: Any) -> None:
         self._emulate, self._loss_scale, self._program = emulate, loss_scale, emulate({})
         self._exact = self._program(0 * self._program.default, 1.0)
-        check_finite(self._exact, "float32")
+        check_exact(self._exact, self._program.opaque)
         self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
         self._ops: Sequence[OpSite] = ()
 
@@ -263,8 +263,8 @@ class _Search:
                 removed.append(left[row[:5]] < 0)
             return np.array(removed, bool)
 
-        is_selected = [value == "full" or row.dtype.startswith("float8") for row in rows]
-        is_free = np.array([(row.module, row.source) not in fixed for row in rows], bool) & is_selected
+        is_selected = np.array([value == "full" or row.dtype.startswith("float8") for row in rows], bool)
+        is_free = is_selected & np.array([(row.module, row.source) not in fixed for row in rows], bool)
         moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
         names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
         self._keys = dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])
