@@ -206,10 +206,21 @@ def test_a_product_that_only_sines_and_cosines_read_is_float32(between):
     assert dtypes(amp.autocast(fun), FREQUENCIES, POINTS, primitive="dot_general") == [FULL, LOW]
 
 
+MOVES = {
+    "nothing": lambda h: h,
+    "reverse": lambda h: h[::-1],
+    "reshape": lambda h: h.reshape(4, 4, 8).reshape(16, 8),
+    "concatenate": lambda h: jnp.concatenate([h[8:], h[:8]]),
+    "gather": lambda h: h[np.arange(16)],
+    "jit": jax.jit(lambda h: h.T.T),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("reader", [lambda h: h, jnp.tanh, lambda h: h @ jnp.ones((8, 8))])
-def test_a_product_that_others_read_too_is_low(reader):
+def test_a_product_that_others_read_too_is_low(reader, move):
     def fun(frequencies, x):
-        h = x @ frequencies
+        h = MOVES[move](x @ frequencies)
         return (jnp.sin(h) + reader(h)) @ jnp.ones((8, 2))
 
     assert set(dtypes(amp.autocast(fun), FREQUENCIES, POINTS, primitive="dot_general")) == {LOW}

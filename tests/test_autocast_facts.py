@@ -417,6 +417,14 @@ def test_what_a_gate_is_made_of_is_float32_in_front_of_a_loop(name):
 
     assert dtypes(amp.autocast(fun), Y, primitive="logistic") == ["float32 -> float32"]
 
+    def replaced(x):
+        z = jax.nn.sigmoid(x @ W - 4)
+        return lax.scan(
+            lambda h, z: (jnp.tanh(GATES[name](z) @ W + h @ W),) * 2, jnp.zeros((2, 8)), z.reshape(3, 2, 8)
+        )[1]
+
+    assert dtypes(amp.autocast(replaced), Y, primitive="logistic") == ["float16 -> float16"]
+
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "gates" in name])
 def test_gates_are_float32_wherever_they_are_computed(name):

@@ -204,6 +204,10 @@ def a_residual_sum_of_a_norm(x):
     return h + h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
 
 
+def a_scaled_norm_beside_a_bilinear_gate(x):
+    return (jax.nn.standardize(x) * jnp.arange(1.0, 9)) @ W + (x @ W) * (x @ W.T)
+
+
 def a_layer_after_a_bounded_solution(x):
     return jnp.tanh(solved(x)) @ W
 
@@ -227,6 +231,7 @@ ORDINARY = (
     features_beside_a_norm,
     cosine_similarity,
     a_residual_sum_of_a_norm,
+    a_scaled_norm_beside_a_bilinear_gate,
     a_layer_after_a_bounded_solution,
     a_layer_after_a_normalized_solution,
     a_layer_after_the_layer_norm_of_a_solution,

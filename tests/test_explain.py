@@ -85,6 +85,13 @@ def test_says_what_is_decided_and_why(name):
     assert decisions(found) == ([] if expected is None else [expected])
 
 
+@pytest.mark.parametrize("move", [lambda h: h, jnp.transpose, lambda h: h[::-1], lambda h: h.reshape(2, 2, 8)])
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: jax.jit(f)(x)])
+def test_the_caller_reads_float32_however_the_result_is_moved(way, move):
+    (row,) = rows(lambda x: move(way(lambda x: x @ W + B)(x)), X, primitive="add")
+    assert (row.why, row.compute) == ("readers", F32)
+
+
 def test_an_op_without_operands_needs_no_rule():
     report = amp.explain(lambda x: x * lax.iota(jnp.float32, 3))(jnp.ones(3))
     assert report.summary()["unknown"] == []
