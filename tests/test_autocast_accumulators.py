@@ -203,3 +203,9 @@ def test_carries_that_are_added_to_through_each_other_are_float32():
 
     found = [*equations(amp.autocast(lambda xs: lax.scan(swapped, (zeros, zeros), xs)[0]), jnp.stack([X] * STEPS))]
     assert carried(found) == {"float32"}
+
+    def delayed(carry, x):
+        return (carry[0] + x @ W, carry[0]), None
+
+    found = [*equations(amp.autocast(lambda xs: lax.scan(delayed, (zeros, zeros), xs)[0]), jnp.stack([X] * STEPS))]
+    assert carried(found) == {"float32"}

@@ -182,6 +182,42 @@ def test_what_holds_a_program_has_no_class(name):
         amp.autocast(lambda x: x, rules={Primitive(name): "full"})
 
 
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - NEW - {"regularized_incomplete_beta"}))  # it has no derivative
+def test_explain_gives_reasons_that_agree_with_the_dtypes(name, monkeypatch):
+    for each in amp.explain(PROGRAMS[name], "bfloat16")(X).select(direction="forward").rows:
+        is_narrowed = each.op_class == "promote" and "float32" in each.inputs and each.compute == "bfloat16"
+        is_widened = each.op_class in ("promote", "follow") and each.compute == "float32" and "bfloat16" in each.inputs
+        assert (each.why == "bias") == is_narrowed, each
+        assert (each.why == "precision") == (each.op_class == "original" and each.primitive == "dot_general"), each
+        assert each.why != "readers" or is_widened, each
+        assert each.why not in ("traced", "stream"), each
+    with jax.enable_x64(True):
+        monkeypatch.setitem(globals(), "W", W.astype("float64"))
+        for each in amp.explain(PROGRAMS[name], "bfloat16")(X.astype("float64")).select(direction="forward").rows:
+            reads_float32 = "float32" in (*each.inputs, each.output)
+            assert reads_float32 or each.why in ("traced", "angle", "edge"), each
+            assert each.why != "traced" or not reads_float32, each
+
+
+# A convolution refuses a dtype that is narrower than those of its operands.
+ASKED = {
+    "dot_general": lambda x, dtype: jnp.dot(x, W, preferred_element_type=dtype),
+    "of one row": lambda x, dtype: jnp.dot(x[:, :1], W[:1], preferred_element_type=dtype),
+    "of vectors": lambda x, dtype: jnp.dot(x[0], x[0], preferred_element_type=dtype),
+    "ragged_dot": lambda x, dtype: lax.ragged_dot(x, W[None], jnp.array([4], jnp.int32), preferred_element_type=dtype),
+}
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_product_returns_the_dtype_that_the_program_asks_for(name, low):
+    for dtype in (None, "float16", "bfloat16", "float32"):
+        got = amp.autocast(lambda x, dtype=dtype: ASKED[name](x, dtype), low)(X)
+        want = ASKED[name](X, dtype)
+        assert got.dtype == want.dtype, dtype
+        np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), rtol=2e-2)
+
+
 def operands(fun, name, **options):
     found = equations(amp.autocast(read_low(fun), **options), X)
     return {row(eqn) for eqn in found if eqn.primitive.name == name}

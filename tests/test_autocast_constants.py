@@ -103,6 +103,45 @@ def test_a_product_of_a_large_operand_is_float32_though_its_result_is_small():
     assert dtypes(fun, W, primitive="dot_general") == [LOW, FULL]
 
 
+SMALLER = {
+    "from the right": lambda h: h * 1e-4,
+    "from the left": lambda h: 1e-4 * h,
+    "by a division": lambda h: h / 1e4,
+    "by two": lambda h: 1e-2 * h * 1e-2,
+}
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_a_constant_does_not_make_data_smaller(name):
+    fun = amp.autocast(lambda w: (SMALLER[name](X @ w) * 1e6) @ W)
+    assert dtypes(fun, W, primitive="dot_general") == [LOW, FULL]
+
+
+CHAINS = {
+    "mul": lambda h, c: h * c,
+    "div": lambda h, c: h / c,
+    "div by it": lambda h, c: c / (h + 1),
+    "square": lambda h, c: jnp.square(c + h),
+    "sqrt": lambda h, c: jnp.sqrt(c * jnp.abs(h)),
+    "pow": lambda h, c: lax.integer_pow(h + c, -2),
+    "dot_general": lambda h, c: h @ (c * jnp.eye(8)),
+}
+
+
+@pytest.mark.parametrize("low", EPSILON)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_any_length_and_constant_is_planned(name, low):
+    for constant in map(np.float32, (0, 1e-45, 1e-38, 3e38, np.inf, np.nan)):
+
+        def fun(w, c=constant):
+            h = X @ w
+            for _ in range(16):
+                h = CHAINS[name](h, c)
+            return h @ w
+
+        assert jax.eval_shape(amp.autocast(fun, low), W).dtype == np.float32
+
+
 def test_a_gather_whose_fill_value_is_too_large_is_float32():
     def fun(w, fill):
         return jnp.take(X @ w, jnp.array([0, 9]), axis=0, mode="fill", fill_value=fill)

@@ -151,6 +151,32 @@ def test_products_have_the_same_dtypes_however_a_map_is_written(body, low):
         assert len(got) % len(want) == 0, name
 
 
+# Ops that keep what a value is; only a count that was divided is none.
+NEUTRAL = {
+    "moved": lambda x: x.T.reshape(-1).reshape(x.shape[::-1]).T,
+    "transposed": lambda x: x[None, ::-1, :][0, ::-1],
+    "scaled": lambda x: 1.0 * x,
+    "divided": lambda x: x / 1.0,
+    "negated": lambda x: jnp.negative(-x),
+    "selected": lambda x: jnp.where(jnp.arange(x.shape[-1]) >= 0, x, 0.0),
+    "clipped": lambda x: jnp.maximum(x, -1.0),
+    "cut and joined": lambda x: jnp.concatenate([x[:2], x[2:]]),
+    "in a call": jax.jit(lambda x: x * 1.0),
+}
+
+
+@pytest.mark.parametrize("low", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_fact_passes_ops_that_keep_what_a_value_is(body, low):
+    first, second, full = BODIES[body]
+    for name, neutral in NEUTRAL.items():
+        if (body, name) == ("counts", "divided"):
+            continue
+        fun = of_one(lambda x, neutral=neutral: jax.tree.map(neutral, first(x)), second)
+        got = dtypes(amp.autocast(fun, low), X[0], primitive="dot_general")
+        assert {row == "float32 float32 -> float32" for row in got} == {full[list(EPSILON).index(low)]}, name
+
+
 SEQUENCE, TOKENS = normal(256, 4, 8), jnp.asarray(RNG.integers(0, 4, 200_000))
 POINTS = 2 * normal(40, 1)
 ROTATION = jnp.asarray([[np.cos(1e-3), -np.sin(1e-3)], [np.sin(1e-3), np.cos(1e-3)]], jnp.float32)
@@ -430,6 +456,28 @@ def test_what_a_gate_is_made_of_is_float32_in_front_of_a_loop(name):
 def test_gates_are_float32_wherever_they_are_computed(name):
     fun, arg = PROGRAMS[name]
     assert set(dtypes(amp.autocast(fun), arg, primitive="logistic")) == {"float32 -> float32"}
+
+
+DECAY = jnp.linspace(0.9, 1, 8)[:, None]
+FACTORS = {
+    "nothing": lambda x, s: x,
+    "a number": lambda x, s: 0.99 * x,
+    "an array": lambda x, s: DECAY * x,
+    "a scalar of the iteration": lambda x, s: s[0, 0] * x,
+    "an array of the iteration": lambda x, s: s * x,  # a gate, which lets it forget
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_recurrence_may_be_scaled_but_not_gated(factor):
+    for body in (
+        lambda x, s: FACTORS[factor](NEAR_ONE @ x, s),
+        lambda x, s: NEAR_ONE @ FACTORS[factor](x, s),
+        lambda x, s: s - FACTORS[factor](NEAR_ONE @ x, s),
+    ):
+        fun = amp.autocast(lambda xs, body=body: lax.scan(lambda x, s: (body(x, s), None), xs[0], xs)[0])
+        found = dtypes(fun, jnp.ones((5, 8, 8)), primitive="dot_general")
+        assert found == [f"{low} {low} -> {low}" for low in ["float16" if "array of" in factor else "float32"]]
 
 
 def delta_net(q, k, v):

@@ -111,6 +111,28 @@ def test_a_product_in_the_condition_is_float32(measure):
     assert products(by_a_product_in_the_condition(lambda x: x @ W, MEASURES[measure]), X) == {FULL}
 
 
+# How a condition is made of an error.
+CONDITIONS = {
+    "a comparison": lambda error: error > 1e-5,
+    "several": lambda error: jnp.any(jnp.stack([error > 1e-5, error > 1])) | ~(error < 1),
+    "a choice": lambda error: jnp.where(error > 1e-5, True, False),
+    "an integer": lambda error: (error > 1e-5).astype(int) == 1,
+    "a jit": jax.jit(lambda error: error > 1e-5),
+    "branches": lambda error: lax.cond(error > 1e-5, lambda: True, lambda: False),
+    "branches of a switch": lambda error: lax.switch(
+        (error > 1e-5) + (error > 1).astype(int), [lambda: False, lambda: True, lambda: True]
+    ),
+    "branches in a loop": lambda error: lax.fori_loop(
+        0, 2, lambda _, b: lax.cond(error > 1, lambda: b, lambda: ~b), True
+    ),
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_product_is_float32_however_the_condition_is_made_of_it(condition):
+    assert products(lambda x: lax.while_loop(lambda x: CONDITIONS[condition](jnp.max(x @ W)), jnp.tanh, x), X) == {FULL}
+
+
 def test_what_does_not_decide_is_low():
     def fun(x):
         def body(carry):
