@@ -129,7 +129,7 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
     def __init__(self, infos_of: InfosOf, paths: Paths) -> None:
         """Takes a function that describes the equations of an open jaxpr, and the analysis that follows inputs."""
         super().__init__(infos_of, _Parts(infos_of))
-        self._infos_of, self._paths = infos_of, paths
+        self._paths = paths
 
     def join(self, a: int, b: int) -> int:
         """Returns how two readers read a value."""
@@ -190,7 +190,7 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
     def _has_layer(self, jaxpr: Any, inputs: Sequence[Sources]) -> bool:
         """Whether a jaxpr multiplies what is made of a carry, as a matrix, by a slice of a weight."""
         known = self._paths.find(jaxpr, inputs)
-        for info in self._infos_of(jx.open_jaxpr(jaxpr)[0]):
+        for info in self._equations_of(jx.open_jaxpr(jaxpr)[0]):
             operands = self._paths.of(known, info.eqn.invars)
             if info.enters is not None and any(self._has_layer(*each) for each in self._paths.inside(info, operands)):
                 return True

@@ -40,7 +40,6 @@ class Stream:
     ELEMENTS = 1 << 2  # divided by a deviation
     STATISTIC = 1 << 3  # in the sums that a deviation is made of
     NORM = ELEMENTS | STATISTIC  # by a norm, so that a sum of layer outputs is, inputs of the program included
-    ANY = RETURNED | RESNET | NORM
 
 
 class Use(NamedTuple):
