@@ -1,7 +1,7 @@
 """`autocast`: the function transformation."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._attention import Found, with_kernel
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
@@ -89,6 +90,7 @@ class _Options(TypedDict, total=False):
     save: str
     weight_grad_dtype: Any
     residual_stream: str
+    attention: str | Callable[..., Any] | None
     enabled: bool
 
 
@@ -108,6 +110,7 @@ def autocast(
     save: str = "matmuls",
     weight_grad_dtype: Any = None,
     residual_stream: str = "float32",
+    attention: str | Callable[..., Any] | None = None,
     enabled: bool = True,
 ) -> Any:
     """Returns `fun` with each of its ops run in the precision that suits it.
@@ -188,10 +191,11 @@ def autocast(
             save=save,
             weight_grad_dtype=weight_grad_dtype,
             residual_stream=residual_stream,
+            attention=attention,
             enabled=enabled,
         )
     check_function(fun)
-    settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype, residual_stream)
+    settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype, residual_stream, attention)
     if not enabled or (settings.format is FORMATS["float32"] and policy is None and not rules):
         return fun
     autocasted = autocast_with(fun, settings)
@@ -285,6 +289,7 @@ def parse_settings(
     save: str = "matmuls",
     weight_grad_dtype: Any = None,
     residual_stream: str = "float32",
+    attention: str | Callable[..., Any] | None = None,
 ) -> Settings:
     """Checks the arguments of `autocast`; it documents them."""
     check_dtype_or_policy(dtype, policy)
@@ -304,8 +309,13 @@ def parse_settings(
         raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {quote(weight_grad_dtype)}")
     if residual_stream not in ("float32", "low"):
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{shorten(str(residual_stream))}"')
+    if not (attention is None or isinstance(attention, str) or callable(attention)):
+        raise TypeError(
+            f'`attention` must be None, an implementation of `jax.nn.dot_product_attention` such as "cudnn", or a '
+            f"function with its signature, got {quote(attention)}"
+        )
     grads = None if weight_grad_dtype is None else FLOAT32
-    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low"))
+    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low", attention))
 
 
 @functools.lru_cache(maxsize=64)
@@ -345,6 +355,9 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
         use = Use(demand, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
         region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
+        if options.attention is not None and form.is_low:
+            closed, found = with_kernel(closed, planner_of(options), region, options.attention)
+            _warn_of_refusals(found, options.attention)
         plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
         planned(plan)
         _warn(plan, options)
@@ -353,6 +366,13 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
         return out if policy is None else policy.cast_to_output(out)
 
     return autocasted
+
+
+def _warn_of_refusals(found: Sequence[Found], kernel: Any) -> None:
+    """Warns of attention that the kernel refuses, once for each reason."""
+    name = quote(kernel) if isinstance(kernel, str) else f"`{getattr(kernel, '__name__', type(kernel).__name__)}`"
+    for why in dict.fromkeys([each.why for each in found if each.is_refused]):
+        warn(f"attention={name} refuses attention of the function, which stays as it is written: {why}")
 
 
 def _warn(plan: Plan, options: Options) -> None:
