@@ -115,3 +115,140 @@ def test_what_is_almost_attention_stays_as_it_is_written(name):
     jaxpr = jax.make_jaxpr(forms.ALMOST[name])(*arrays(shape, shape, shape))
     assert str(jax.make_jaxpr(fused)(*arrays(shape, shape, shape))) == str(jaxpr)
     assert not [each for each in fused.found if each.kernel]
+
+
+X = arrays((2, 6, 32))[0]
+WEIGHTS = {name: 0.3 * w for name, w in zip("qkvo", arrays(*[(32, 32)] * 4), strict=True)}
+
+
+def layer(p, x, flags=None):
+    q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:-1], 4, 8)) for name in "qkv")
+    scores = jnp.einsum("...thd,...shd->...hts", q, k) / np.sqrt(8)
+    flags = forms.causal(6, 6) if flags is None else flags
+    weights = jax.nn.softmax(jnp.where(flags, scores, -1e9))
+    return x + jnp.reshape(jnp.einsum("...hts,...shd->...thd", weights, v), x.shape) @ p["o"]
+
+
+def stacked(p, n=3):
+    return jax.tree.map(lambda w: jnp.stack([w * (1 + 0.1 * i) for i in range(n)]), p)
+
+
+def scanned(p, x, wrap=lambda f: f):
+    return lax.scan(wrap(lambda x, p: (layer(p, x), None)), x, stacked(p))[0]
+
+
+def scanned_with_flags(p, x):
+    flags = forms.causal(6, 6)
+    return lax.scan(lambda x, p: (layer(p, x, flags), None), x, stacked(p))[0]
+
+
+def scanned_with_additive_mask(p, x):
+    added = jnp.where(forms.causal(6, 6), 0.0, forms.LOWEST)
+
+    def body(x, p):
+        q, k, v = (x @ p[name] for name in "qkv")
+        return x + jax.nn.softmax(q @ k.mT / 6 + added) @ v @ p["o"], None
+
+    return lax.scan(body, x, stacked(p))[0]
+
+
+def repeated(p, x):
+    return lax.fori_loop(0, 3, lambda i, x: layer(p, x), x)
+
+
+def repeated_while(p, x):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(p, c[1])), (0, x))[1]
+
+
+def branched(p, x):
+    return lax.cond(x[0, 0, 0] > -9, layer, lambda p, x: x, p, x)
+
+
+def jitted(p, x):
+    f = jax.jit(layer)
+    return f(p, f(p, x))
+
+
+def core_jitted(p, x):
+    """The softmax in a function of its own, and the products in two others."""
+    q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:-1], 4, 8)) for name in "qkv")
+    scores = jax.jit(lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k))(q, k)
+    weights = jax.jit(lambda s, flags: jax.nn.softmax(jnp.where(flags, s, -1e9)))(scores, forms.causal(6, 6))
+    return jnp.reshape(jax.jit(lambda w, v: 2 * jnp.einsum("bhts,bshd->bthd", w, v))(weights, v), x.shape)
+
+
+def named(p, x):
+    from jax.ad_checkpoint import checkpoint_name
+
+    def body(p, x):
+        q, k, v = (x @ p[name] for name in "qkv")
+        scores = checkpoint_name(q @ k.mT / 6, "scores")
+        return checkpoint_name(jax.nn.softmax(scores), "weights") @ checkpoint_name(v, "values")
+
+    policy = jax.checkpoint_policies.save_only_these_names("weights", "values")
+    return jax.checkpoint(body, policy=policy)(p, x)
+
+
+def mapped(p, x):
+    return jax.vmap(layer, (None, 0))(p, x)
+
+
+def mapped_over_heads(p, x):
+    def head(q, k, v):
+        return jax.nn.softmax(jnp.where(forms.causal(6, 6), q @ k.T / np.sqrt(8), -jnp.inf)) @ v
+
+    q, k, v = (jnp.reshape(x @ p[name], (2, 6, 4, 8)) for name in "qkv")
+    return jax.vmap(jax.vmap(head, 1, 1))(q, k, v)
+
+
+def custom(p, x):
+    @jax.custom_vjp
+    def f(p, x):
+        return layer(p, x)
+
+    f.defvjp(lambda p, x: jax.vjp(layer, p, x), lambda pull, g: pull(g))
+    return f(p, x)
+
+
+def sharded(p, x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    return jax.shard_map(layer, mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec), out_specs=spec)(p, x)
+
+
+def dots(f):
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
+
+
+PROGRAMS = {
+    "jit": (jitted, 2),
+    "parts in jit": (core_jitted, 1),
+    "checkpoint": (lambda p, x: jax.checkpoint(layer)(p, x), 1),
+    "checkpoint with names": (named, 1),
+    "scan": (scanned, 1),
+    "scan of a checkpoint": (functools.partial(scanned, wrap=dots), 1),
+    "scan, flags from outside": (scanned_with_flags, 1),
+    "scan, additive mask from outside": (scanned_with_additive_mask, 1),
+    "fori_loop": (repeated, 1),
+    "cond": (branched, 1),
+    "vmap": (mapped, 1),
+    "vmap over batch and heads": (mapped_over_heads, 1),
+    "shard_map": (sharded, 1),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_attention_is_found_wherever_it_stands(name):
+    fun, calls = PROGRAMS[name]
+    options = check(fun, WEIGHTS, X, calls=calls)
+    assert options.get("is_causal", False) or name == "checkpoint with names"
+    assert "mask" not in options
+
+
+def test_attention_in_a_loop_that_has_no_gradient_and_in_a_custom_rule_is_found():
+    for fun in (repeated_while, custom):
+        kernel = Kernel()
+        fused = in_float32(fun, kernel)
+        np.testing.assert_allclose(jax.jit(fused)(WEIGHTS, X), jax.jit(fun)(WEIGHTS, X), rtol=1e-5, atol=1e-5)
+        assert [each.kernel for each in fused.found] == ["Kernel"]
+        assert kernel.options["is_causal"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._attention import Found, with_kernel
+from jmp_amp._autocast._attention import Found, name_of, with_kernel
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
@@ -370,9 +370,8 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
 
 def _warn_of_refusals(found: Sequence[Found], kernel: Any) -> None:
     """Warns of attention that the kernel refuses, once for each reason."""
-    name = quote(kernel) if isinstance(kernel, str) else f"`{getattr(kernel, '__name__', type(kernel).__name__)}`"
     for why in dict.fromkeys([each.why for each in found if each.is_refused]):
-        warn(f"attention={name} refuses attention of the function, which stays as it is written: {why}")
+        warn(f"`{name_of(kernel)}` refuses attention of the function, which stays as it is written: {why}")
 
 
 def _warn(plan: Plan, options: Options) -> None:

@@ -1,480 +1,219 @@
-"""Attention in one kernel: finds `softmax(scale * q @ k.T + bias, masked) @ v` in a program, and calls a kernel there.
-
-The program is read as a graph of values, each of which has a `_Form`: a sum of terms, or the exponential of one. A sum
-of exponentials is the exponential of a `_LogSum`, a term that is constant along the keys, as is the largest score that
-a softmax subtracts. So however a softmax is written, its form is the exponential of `scores - logsum(scores)`.
-"""
+"""Finds `softmax(scale * q @ k.T + bias, masked) @ v` in a program, and calls a kernel in its place."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._plan import Region
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import OpClass, rule_of, varying
+from jmp_amp._autocast._primitives import OpClass
+from jmp_amp._autocast._softmax import (
+    Axes,
+    Condition,
+    Fact,
+    Line,
+    Mask,
+    Node,
+    Op,
+    conditions,
+    fact_of,
+    form_of,
+    softmax_of,
+)
 from jmp_amp._cast_inputs import cast_inputs
 from jmp_amp._formats import Format
 
-Axes = tuple[Any, ...]  # for each axis of an array, its place in another; None for an axis of one element
-Line = tuple[Any, tuple[Any, ...]]  # a number, and a factor for the index along each axis
 
-_LARGEST = 2**26  # elements of a constant in which a mask is looked for
-_MASKED = -1e4  # the exponential of a score that is this much smaller is 0
-_LAYOUTS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
-_COPIES = {"convert_element_type", "copy", "name", "sharding_constraint", "device_put", "pvary", "reshard"}
-_FLAGS: dict[str, Callable[..., Any]] = {"not": np.logical_not, "and": np.logical_and, "or": np.logical_or}
-_FLAGS |= {"eq": np.equal, "ne": np.not_equal, "ge": np.greater_equal, "gt": np.greater}
-_FLAGS |= {"le": np.less_equal, "lt": np.less}
-_INVERSE = {"ge": "lt", "lt": "ge", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
-
-
-class _Fact(NamedTuple):
-    """What is known of a value that depends on no input: how it depends on the indices of an element.
+class _Match(NamedTuple):
+    """One attention of the program.
 
     Attributes:
-        line: the sum that it is; None if it is no such sum.
-        choice: lines, and the numbers that it is where one of them is negative, and where none is.
+        leaves: the values that it reads: queries, keys, values, biases and flags.
+        within: the equations between the two products, and the first product.
+        variants: how to compute it from the arrays of the leaves; the first one that the kernel takes is used.
     """
 
-    line: Line | None = None
-    choice: tuple[tuple[Line, ...], Any, Any] | None = None
+    leaves: tuple[Node, ...]
+    within: frozenset[Op]
+    variants: "list[_Attention]"
 
 
-class _Node:
-    """A value of the program: its type, the equation that computes it, or the value of a constant."""
-
-    __slots__ = ("aval", "fact", "memo", "op", "value")
-
-    def __init__(self, aval: Any, op: "_Op | None" = None, value: Any = None, fact: _Fact | None = None) -> None:
-        self.aval, self.op, self.value, self.fact = aval, op, value, fact or _Fact()
-        self.memo: dict[Any, Any] = {}
-
-    @property
-    def name(self) -> str:
-        """The name of the primitive that computes it; empty for inputs and constants."""
-        return self.op.eqn.primitive.name if self.op else ""
-
-    @property
-    def operands(self) -> Sequence["_Node"]:
-        """The values that it is computed from."""
-        return self.op.operands if self.op else ()
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Its shape; of a token, none."""
-        return getattr(self.aval, "shape", ())
-
-    @property
-    def axes(self) -> Axes:
-        """Its own axes."""
-        return tuple([i if n != 1 else None for i, n in enumerate(self.shape)])
-
-
-class _Op:
-    """An equation.
-
-    Attributes:
-        eqn: the equation.
-        region: the region that it is in.
-        operands: the values that it reads.
-        calls: the calls around it that are read in place, the outermost first.
-        outs: the values that it computes.
-        inside: the equations of such a call.
-        parts: its jaxprs, if attention is found in one of them.
-    """
-
-    def __init__(self, eqn: Any, region: Region, operands: Sequence[_Node], calls: "tuple[_Op, ...]") -> None:
-        self.eqn, self.region, self.operands, self.calls = eqn, region, operands, calls
-        self.outs: Sequence[_Node] = ()
-        self.inside: list[_Op] = []
-        self.parts: list[_Part] = []
-
-    @property
-    def line(self) -> str:
-        """The line of code that it comes from."""
-        return next(
-            (str(frame) for eqn in (self.eqn, *[x.eqn for x in self.calls[::-1]]) for frame in jx.frames_of(eqn)), ""
-        )
-
-
-def _memoized(read: Callable[[_Node], Any]) -> Callable[[_Node], Any]:
-    def once(node: _Node) -> Any:
-        if read not in node.memo:
-            node.memo[read] = read(node)
-        return node.memo[read]
-
-    return once
-
-
-def _moved(node: _Node) -> tuple[_Node, Axes] | None:
-    """Returns the value whose elements an op moves, and the places of its axes; None for an op that does more."""
-    if node.name not in _LAYOUTS | _COPIES or len(node.operands) != 1:
-        return None
-    (before,) = node.operands
-    if node.name in _COPIES:
-        return before, before.axes
-    eqn, places = node.op.eqn, dict[int, int]()
-    for axis in varying(before.shape):
-        found = rule_of(eqn).move_axes(eqn.params, before.shape, node.shape, frozenset({axis})) or ()
-        if len(found) != 1 or node.shape[min(found)] != before.shape[axis]:
-            return None
-        places[axis] = min(found)
-    return (before, _placed(before.axes, places)) if len({*places.values()}) == len(places) else None
-
-
-def _placed(axes: Axes, places: Any) -> Axes:
-    """Returns the places of axes after these have been moved."""
-    return tuple([None if axis is None else places[axis] for axis in axes])
-
-
-def _array(node: _Node) -> np.ndarray | None:
-    """Returns the value of a constant of numbers or flags."""
-    is_known = node.value is not None and not isinstance(node.value, jax.core.Tracer) and jx.dtype_of(node) is not None
-    is_read = (
-        is_known and math.prod(node.shape) <= _LARGEST and not jnp.issubdtype(jx.dtype_of(node), jax.dtypes.extended)
+def _match(
+    op: Op, ops: Sequence[Op], places: Mapping[Op, int], planner: Planner, form: Format, kernel: Any
+) -> _Match | str | None:
+    """Returns the attention that ends in a product, why it is none, or None if the product reads no softmax."""
+    found = next(
+        ((i, x) for i, node in enumerate(op.operands) if node.has_exp and (x := softmax_of(form_of(node)))), None
     )
-    return np.asarray(node.value) if is_read else None
+    if found is None:
+        return next(filter(None, map(_near_softmax, op.operands)), None)
+    side, (scores, along) = found
+    weights, value = op.operands[side], op.operands[1 - side]
+    terms = [(term, axes, n) for (term, axes), n in scores.terms.items()]
+    whole = [x for x in terms if getattr(x[0], "name", "") == "dot_general" and {*weights.axes} <= {*x[1], None}]
+    if not whole:
+        names = [f"`{term.name}`" for term, *_ in terms if isinstance(term, Node) and term.name]
+        return f"{' and '.join(names) or 'an input'} between a product and the softmax"
+    first, axes, scale = whole[0]
+    # An axis of an array is named by its place in the weights, by a string if it is none of theirs.
+    *names, result = _named(first.op.eqn)
+    names = [[dict(zip(result, axes, strict=True)).get(axis, axis) for axis in each] for each in names]
+    *others, out = _named(op.eqn)
+    ends = {axis: f"v{axis}" for axis in out} | dict(zip(others[side], weights.axes, strict=True))
+    of_value, out = ([ends[axis] for axis in each if ends[axis] is not None] for each in (others[1 - side], out))
+    k = int(not along <= {*names[0]})
+    queries, keys = (
+        [axis for axis in names[s] if isinstance(axis, int) and axis not in names[1 - s]] for s in (1 - k, k)
+    )
+    shared = [axis for axis in names[1 - k] if isinstance(axis, int) and axis in names[k]]
+    if {*keys} != along or not along.isdisjoint(out):
+        return "the softmax, or the product that reads it, is along other axes than the keys"
+    if {axis for axis in of_value if isinstance(axis, int)} != along | {*shared}:
+        return "the values lack an axis of the keys, or have one more"
+    biases = [x for x in terms if x is not whole[0] and not isinstance(x[0], Mask)]
+    masks = [x for term, axes, _ in terms if isinstance(term, Mask) for x in conditions(term.node, axes, term.keep)]
+    between = ops[places[first.op] : places[op]]
+    within = _between(first, weights, [x.node for x in masks] + [term for term, *_ in biases], between) | {first.op}
+    if not all(isinstance(term, Node) for term, *_ in biases):
+        return "a sum of exponentials between a product and the softmax"
+    if any(planner.enter(each.region, each.eqn).format is not form for each in (*within, op)):
+        return "a region or a rule gives it another precision"
+    for each in (first.op, op):
+        dtypes = [jx.dtype_of(x) for x in (*each.operands, *each.outs)]
+        if planner.rule_of(each.eqn).op_class is not OpClass.LOWER or not form.takes(dtypes):
+            return "its products do not run in the compute dtype: see their rows"
+    sizes: dict[Any, Any] = dict(enumerate(weights.shape))
+    for node, its in ((first.operands[1 - k], names[1 - k]), (value, [ends[axis] for axis in others[1 - side]])):
+        sizes |= {axis: n for axis, n in zip(its, node.shape, strict=True) if isinstance(axis, str)}
+    layout = _Layout.of(names[1 - k], queries, keys, shared, of_value, sizes, [x[1] for x in (*biases, *masks)])
+    arranged = [names[1 - k], names[k], [ends[axis] for axis in others[1 - side]], *[x[1] for x in (*biases, *masks)]]
+
+    attention = _Attention(
+        kernel, form.dtype, scale, layout, tuple(map(tuple, arranged)), tuple([n for *_, n in biases]), tuple(out)
+    )
+    variants = [
+        dataclasses.replace(
+            attention, options=tuple(options.items()), keeps=tuple([x.keep if x in kept else None for x in masks])
+        )
+        for options, kept in (layout.structured(masks), ({"is_causal": False}, masks))
+    ]
+    leaves = first.operands[1 - k], first.operands[k], value, *[x[0] for x in (*biases, *masks)]
+    return _Match(leaves, frozenset(within), variants)
 
 
-@_memoized
-def _line(node: _Node) -> Line | None:
-    """Returns a value as a line of the indices of its elements; None if it is none."""
-    none = (0,) * len(node.shape)
-    if node.fact.line is not None:
-        return node.fact.line
-    if (x := _array(node)) is not None:
-        if not x.size or np.iscomplexobj(x):
-            return None
-        first, is_flag = x[(0,) * x.ndim], x.dtype == np.bool_
-        next_ones = [x[tuple(np.eye(x.ndim, dtype=int)[i])] if n > 1 else first for i, n in enumerate(x.shape)]
-        factors = none if is_flag else tuple([y.item() - first.item() for y in next_ones])
-        grid = sum((f * i for f, i in zip(factors, np.indices(x.shape, sparse=True), strict=True)), first)
-        return (first.item(), factors) if np.array_equal(x, np.broadcast_to(grid, x.shape)) else None
-    if node.name == "iota":
-        return 0, tuple([int(i == node.op.eqn.params["dimension"]) for i in range(len(node.shape))])
-    if (moved := _moved(node)) is not None:
-        before, places = moved
-        known = _line(before)
-        is_rounded = not jx.is_floating(node) and known is not None and any(x % 1 for x in (known[0], *known[1]))
-        if known is None or is_rounded:
-            return None
-        factors = dict(zip(places, known[1], strict=True))
-        return known[0], tuple([factors.get(i, 0) for i in range(len(node.shape))])
-    lines = [_line(x) for x in node.operands]
-    if not lines or None in lines:
-        return None
-    numbers, slopes = zip(*[(number, factors or none) for number, factors in lines], strict=True)
-    if not any(map(any, slopes)):
-        value = _computed(node, numbers)
-        return None if value is None else (value, none)
-    constant = [number for number, factors in zip(numbers, slopes, strict=True) if not any(factors)]
-    if node.name in ("add", "sub"):
-        sign = 1 if node.name == "add" else -1
-        return numbers[0] + sign * numbers[1], tuple([x + sign * y for x, y in zip(*slopes, strict=True)])
-    if (node.name == "mul" and constant) or node.name == "neg":
-        by = constant[0] if constant else -1
-        number, factors = next(line for line in lines if any(line[1]))
-        return by * number, tuple([by * factor for factor in factors])
-    return None
+def _named(eqn: Any) -> tuple[list[str], list[str], list[str]]:
+    """Returns names for the axes of both operands of a product, and those of the result."""
+    sums, shares = eqn.params["dimension_numbers"]
+    sides: list[list[str]] = []
+    for side, atom in enumerate(eqn.invars):
+        same = {
+            axis: f"{kind}{i}"
+            for kind, axes in (("sum", sums), ("shared", shares))
+            for i, axis in enumerate(axes[side])
+        }
+        sides.append([same.get(axis, f"{side}.{axis}") for axis in range(len(atom.aval.shape))])
+    free = [axis for side in sides for axis in side if "." in axis]
+    return sides[0], sides[1], [f"shared{i}" for i in range(len(shares[0]))] + free
 
 
-def _computed(node: _Node, numbers: Sequence[Any]) -> Any:
-    """Returns what an op computes from numbers; None if that is not known."""
-    rule = rule_of(node.op.eqn)
-    with np.errstate(all="ignore"):
-        if node.name in _FLAGS:
-            return _FLAGS[node.name](*numbers)
-        return None if rule.fold is None else rule.fold(node.op.eqn.params, *numbers)
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How the axes of the arrays of one attention are those of a kernel: the axes that each of these consists of."""
 
+    rows: tuple[Any, ...]
+    lengths: tuple[Any, ...]
+    groups: tuple[Any, ...]
+    heads: tuple[Any, ...]
+    keys: tuple[Any, ...]
+    terms: tuple[Any, ...]
+    features: tuple[Any, ...]
+    sizes: tuple[tuple[Any, Any], ...]
 
-def _number(node: _Node) -> Any:
-    """Returns the number that all elements of a value are; None if there is none, or it is not known."""
-    line = _line(node)
-    return line[0] if line is not None and not any(line[1]) else None
+    @classmethod
+    def of(
+        cls, of_query: Any, queries: Any, keys: Any, shared: Any, of_value: Any, sizes: Any, others: Any
+    ) -> "_Layout":
+        """Returns the layout for the names of the axes of arrays.
 
+        The lengths are along the axis of the queries that a mask or a bias varies along, or else the longest; other
+        axes of queries are heads that share keys. Of the axes that queries and keys share, those behind the lengths
+        are heads, as in (batch, length, heads, features), or else the last one.
+        """
+        lengths = [axis for axis in queries if any(axis in axes for axes in others)]
+        if not lengths:
+            lengths = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
+        before = of_query[: of_query.index(lengths[0])] if lengths else of_query
+        heads = [axis for axis in shared if axis not in before] or shared[1:][-1:]
+        parts = [
+            [axis for axis in shared if axis not in heads],
+            lengths,
+            [axis for axis in queries if axis not in lengths],
+            heads,
+            keys,
+            [axis for axis in of_query if isinstance(axis, str)],
+            [axis for axis in of_value if isinstance(axis, str)],
+        ]
+        return cls(*map(tuple, parts), tuple(sizes.items()))
 
-class _Choice(NamedTuple):
-    """A value of two numbers: `on` where `node == keep`, and `off` where it is `other`."""
-
-    node: _Node
-    axes: Axes
-    keep: Any
-    other: Any
-    on: Any
-    off: Any
-
-
-@_memoized
-def _choice(node: _Node) -> _Choice | None:
-    """Returns a value as a choice of two numbers; a flag of which no more is known is one of itself."""
-    is_flag = jx.dtype_of(node) == np.bool_
-    itself = _Choice(node, node.axes, True, False, True, False) if is_flag else None
-    if node.fact.choice is not None:
-        _, off, on = node.fact.choice
-        return _Choice(node, node.axes, on, off, on, off)
-    if (x := _array(node)) is not None:
-        if is_flag or not x.ndim or not x.size or np.iscomplexobj(x):
-            return itself
-        low, high = x.min().item(), x.max().item()
-        is_choice = low < high and bool(np.all((x == low) | (x == high)))
-        return _Choice(node, node.axes, high, low, high, low) if is_choice else None
-    if (moved := _moved(node)) is not None:
-        before = _choice(moved[0])
-        return itself if before is None else before._replace(axes=_placed(before.axes, moved[1]))
-    if not node.operands:
-        return itself
-    numbers = [_number(x) for x in node.operands]
-    if node.name == "select_n" and len(numbers) == 3 and None not in numbers[1:]:
-        flag = _choice(node.operands[0])
-        return flag and flag._replace(on=numbers[1 + bool(flag.on)], off=numbers[1 + bool(flag.off)])
-    unknown = [_choice(x) for x, number in zip(node.operands, numbers, strict=True) if number is None]
-    if len(unknown) != 1 or unknown[0] is None:
-        return itself
-    on, off = ([end if x is None else x for x in numbers] for end in (unknown[0].on, unknown[0].off))
-    ends = _computed(node, on), _computed(node, off)
-    return itself if None in ends else unknown[0]._replace(on=ends[0], off=ends[1])
-
-
-class _Condition(NamedTuple):
-    """A flag that says where scores are kept: where it is `keep`, or where none of some lines is negative."""
-
-    node: _Node
-    axes: Axes
-    keep: Any
-    lines: tuple[Line, ...] | None
-
-
-def _conditions(node: _Node, axes: Axes, keep: Any) -> Iterator[_Condition]:
-    """Yields the conditions that all hold where a value is `keep`."""
-    choice = _choice(node)
-    if choice is not None and choice.node is not node and choice.on != choice.off:
-        keeps = choice.keep if choice.on == keep else choice.other
-        yield from _conditions(choice.node, _placed(choice.axes, axes), keeps)
-        return
-    parts: list[tuple[_Node, Any]] = []
-    if node.name in ("and", "or") and bool(keep) == (node.name == "and"):
-        parts = [(x, keep) for x in node.operands]
-    elif node.name == "select_n" and keep and False in (cases := list(map(_number, node.operands[1:]))):
-        # `flag & x`, as `jnp.tril` writes it
-        parts = [(node.operands[0], cases.index(False) == 0), (node.operands[2 - cases.index(False)], True)]
-    if not parts:
-        yield _Condition(node, axes, keep, _lines(node, keep))
-    for x, kept in parts:
-        if (number := _number(x)) is None or number != kept:
-            yield from _conditions(x, _placed(x.axes, axes), kept)
-
-
-def _lines(flag: _Node, keep: Any) -> tuple[Line, ...] | None:
-    """Returns lines, none of which is negative where a value is `keep`; None if that is not known."""
-    if flag.fact.choice is not None:
-        return flag.fact.choice[0] if keep == flag.fact.choice[2] else None
-    if (x := _array(flag)) is not None:
-        return _band(x == keep)
-    name = flag.name if keep else _INVERSE.get(flag.name, "")
-    if name not in _INVERSE or name == "ne":
-        return None
-    a, b = flag.operands
-    pairs = {"le": [(b, a, 1)], "lt": [(b, a, 1)], "eq": [(a, b, 1), (b, a, 1)]}.get(name, [(a, b, 1)])
-    if a.name == "abs" and name in ("le", "lt"):  # `abs(i - j) <= n`
-        pairs = [(b, a.operands[0], sign) for sign in (1, -1)]
-    found = []
-    for x, y, sign in pairs:
-        (p, left), (q, right) = _line(x) or (0.5, ()), _line(y) or (0.5, ())
-        slopes = [[*factors, *[0] * (len(flag.shape) - len(factors))] for factors in (left, right)]
-        line = p - sign * q - (name in ("gt", "lt")), tuple([f - sign * g for f, g in zip(*slopes, strict=True)])
-        if any(n % 1 for n in (p, q, *line[1])):
-            return None
-        found.append(line)
-    return tuple(found)
-
-
-def _band(flags: np.ndarray) -> tuple[Line, ...] | None:
-    """Returns the lines of a matrix of flags that is true in a band; None of another array."""
-    axes = sorted(varying(flags.shape))
-    if len(axes) != 2 or not flags.any():
-        return None
-    matrix = flags.reshape([flags.shape[axis] for axis in axes])
-    rows, columns = np.nonzero(matrix)
-    offsets = columns - rows
-    most, least = offsets.max().item(), offsets.min().item()
-    offset = np.arange(matrix.shape[1]) - np.arange(matrix.shape[0])[:, None]
-    if not np.array_equal(matrix, (offset <= most) & (offset >= least)):
-        return None
-    slope = tuple([{axes[0]: 1, axes[1]: -1}.get(i, 0) for i in range(flags.ndim)])
-    return (most, slope), (-least, tuple([-n for n in slope]))
-
-
-def _fact(node: _Node) -> _Fact:
-    """Returns what is known of a value inside the body that it is passed to."""
-    choice, lines = _choice(node), list[Line]()
-    if choice is None or (choice.node is node and node.value is None):
-        return _Fact(_line(node))
-    for each in _conditions(node, node.axes, choice.on):
-        if each.lines is None:
-            return _Fact(_line(node))
-        slopes = [dict(zip(each.axes, factors, strict=True)) for _, factors in each.lines]
-        places = range(len(node.shape))
-        lines += [(line[0], tuple([s.get(i, 0) for i in places])) for line, s in zip(each.lines, slopes, strict=True)]
-    return _Fact(_line(node), (tuple(lines), choice.off, choice.on))
-
-
-class _Mask(NamedTuple):
-    """A term that is 0 where a value is `keep`, and so small elsewhere that its exponential is 0."""
-
-    node: _Node
-    keep: Any
-
-
-class _LogSum(NamedTuple):
-    """A term that is the logarithm of the sum along some axes of the exponential of terms."""
-
-    terms: frozenset[tuple[tuple[Any, Axes], float]]
-    along: frozenset[int]
-
-
-class _Form(NamedTuple):
-    """A value as a sum of terms, or as the exponential of such a sum.
-
-    Attributes:
-        terms: by a term and the places of its axes, its factor. A term is a value, a `_Mask`, a `_LogSum`, or None: 1.
-        is_exp: whether it is the exponential.
-    """
-
-    terms: dict[tuple[Any, Axes], float]
-    is_exp: bool = False
-
-    def plus(self, other: "_Form | None", factor: float = 1) -> "_Form | None":
-        """Returns the form with a multiple of the terms of another; None if they do not go together."""
-        if other is None or self.is_exp != other.is_exp or (factor < 0 and other.is_masked):
-            return None
-        terms = dict(self.terms)
-        for key, each in other.terms.items():
-            terms[key] = 1 if isinstance(key[0], _Mask) else terms.get(key, 0) + factor * each
-        return _Form({key: each for key, each in terms.items() if each}, self.is_exp)
+    def size(self, axis: Any) -> Any:
+        """Returns the number of elements of an axis."""
+        return dict(self.sizes)[axis]
 
     @property
-    def is_masked(self) -> bool:
-        """Whether a term is a mask."""
-        return any(isinstance(term, _Mask) for term, _ in self.terms)
+    def of_inputs(self) -> list[list[list[Any]]]:
+        """The axes of queries, keys and values: (batch, length, heads, features)."""
+        ends = (self.keys, self.heads, self.terms), (self.keys, self.heads, self.features)
+        return [[self.rows, *each] for each in ((self.lengths, self.heads + self.groups, self.terms), *ends)]
 
-    def placed(self, places: Any) -> "_Form":
-        """Returns the form of the value with its axes moved."""
-        return self._replace(terms={(term, _placed(axes, places)): n for (term, axes), n in self.terms.items()})
+    @property
+    def of_scores(self) -> list[list[Any]]:
+        """The axes of biases and masks: (batch, heads, length, keys)."""
+        return [self.rows, self.heads + self.groups, self.lengths, self.keys]
 
+    def arranged(self, x: Any, axes: Axes, groups: Sequence[Sequence[Any]]) -> Any:
+        """Returns an array with an axis for each group of axes; of a group of which it has none, one of one element."""
+        names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
+        x = jnp.reshape(x, [self.size(axis) for axis in names])
+        x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
+        x = jnp.reshape(x, [self.size(axis) if axis in names else 1 for axis in order])
+        shapes = [[1 if {*group}.isdisjoint(names) else self.size(axis) for axis in group] for group in groups]
+        return jnp.reshape(jnp.broadcast_to(x, [n for shape in shapes for n in shape]), list(map(math.prod, shapes)))
 
-_ONE = _Form({}, is_exp=True)
+    def leave(self, x: Any, axes: Sequence[Any]) -> Any:
+        """Returns the result of a kernel with these axes."""
+        own = self.rows + self.lengths + self.heads + self.groups + self.features
+        return jnp.transpose(jnp.reshape(x, [self.size(axis) for axis in own]), [own.index(axis) for axis in axes])
 
+    def structured(self, masks: Sequence[Condition]) -> tuple[dict[str, Any], list[Condition]]:
+        """Returns masks as options of a kernel, as far as it has some for them, and the masks that are left."""
+        left, right, others = math.inf, math.inf, []
+        for mask in masks:
+            bounds = [self._bound(line, mask.axes) for line in mask.lines or ()] or [(-1, -1)]
+            if min(map(min, bounds)) < 0:
+                others.append(mask)
+            else:
+                left, right = (min(ends) for ends in zip((left, right), *bounds, strict=True))
+        options: dict[str, Any] = {"is_causal": right == 0}
+        if left < math.inf or 0 < right < math.inf:
+            ends = zip((left, right), (self.lengths, self.keys), strict=True)
+            options["local_window_size"] = tuple([self.size(axis) if math.isinf(n) else int(n) for n, (axis,) in ends])
+        return options, others
 
-@_memoized
-def _form(node: _Node) -> _Form:
-    """Returns the form of a value; one of which nothing is known is a term of its own."""
-    return (_derived(node) if jx.is_floating(node) else None) or _Form({(node, node.axes): 1})
-
-
-def _derived(node: _Node) -> _Form | None:
-    number, choice = _number(node), _choice(node)
-    if number is not None:
-        return _Form({(None, ()): float(number)} if number else {}) if np.isfinite(number) else None
-    if (mask := _mask(choice, 0, lambda n: n <= _MASKED)) is not None:
-        return mask
-    if (moved := _moved(node)) is not None:
-        return _form(moved[0]).placed(moved[1]) if jx.is_floating(moved[0]) else None
-    if node.op is None:
-        return None
-    forms, numbers = list(map(_form, node.operands)), list(map(_number, node.operands))
-    match node.name, forms:
-        case "exp", [_Form(terms, False)]:
-            return _Form(terms, True)
-        case "log", [_Form(terms, True)]:
-            return _Form(terms)
-        case "abs", [_Form(_, True)]:
-            return forms[0]
-        case "neg", [_Form(_, False)]:
-            return _Form({}).plus(forms[0], -1)
-        case (("add" | "add_any"), [a, b]) if not a.is_exp:
-            return a.plus(b)
-        case "sub", [a, b] if not a.is_exp:
-            return a.plus(b, -1)
-        case "div", [a, b]:
-            a = _ONE if numbers[0] == 1 else a
-            return a.plus(b, -1) if a.is_exp else _scaled(a, numbers[1], inverse=True)
-        case "integer_pow", [a] if a.is_exp and node.op.eqn.params["y"] == -1:
-            return _ONE.plus(a, -1)
-        case "mul", [a, b]:
-            if a.is_exp and b.is_exp:
-                return a.plus(b)
-            i = next((i for i in (0, 1) if numbers[i] is not None), None)
-            if i is not None:
-                return _scaled(forms[1 - i], numbers[i])
-            flags = _choice(node.operands[int(a.is_exp)])  # as numbers: `weights * mask`
-            return forms[1 - int(a.is_exp)].plus(_mask(flags, 1, lambda n: n == 0, is_exp=True))
-        case "reduce_sum", [a] if a.is_exp:
-            return _summed(a, node)
-        case "select_n", [_, *cases] if len(cases) == 2:
-            for i, fill in enumerate(numbers[1:]):
-                kept, flags = cases[1 - i], _choice(node.operands[0])
-                if fill is not None and (fill == 0 if kept.is_exp else fill <= _MASKED):
-                    return kept.plus(_mask(flags, i == 0, lambda n: True, kept.is_exp))
-    return None
-
-
-def _mask(choice: _Choice | None, kept: Any, is_fill: Callable[[Any], bool], is_exp: bool = False) -> _Form | None:
-    """Returns a choice of `kept` and a fill value as a mask; None if it is none."""
-    ends = [] if choice is None else [(choice.on, choice.off, choice.keep), (choice.off, choice.on, choice.other)]
-    for value, fill, keep in ends:
-        if choice and value == kept and fill != kept and is_fill(fill):
-            return _Form({(_Mask(choice.node, keep), choice.axes): 1}, is_exp)
-    return None
-
-
-def _scaled(form: _Form, by: Any, inverse: bool = False) -> _Form | None:
-    """Returns a sum of terms times a number, or divided by it."""
-    if by is None or form.is_exp or not np.isfinite(by) or by == 0 or (form.is_masked and by < 0):
-        return form if by == 1 else None
-    factor = 1 / float(by) if inverse else float(by)
-    return _Form({key: n if isinstance(key[0], _Mask) else factor * n for key, n in form.terms.items()})
-
-
-def _summed(form: _Form, node: _Node) -> _Form | None:
-    """Returns the sum of exponentials along axes: of the terms that vary along them, and of all masks."""
-    (before,), axes = node.operands, node.op.eqn.params["axes"]
-    along = varying(before.shape) & frozenset(map(int, axes))
-    inside = {key: n for key, n in form.terms.items() if isinstance(key[0], _Mask) or along & set(key[1])}
-    if not along <= {axis for _, places in inside for axis in places}:
-        return None
-    kept = [axis for axis in range(len(before.shape)) if axis not in axes]
-    places = {axis: kept.index(axis) for axis in kept}
-    rest = _Form({key: n for key, n in form.terms.items() if key not in inside}, is_exp=True).placed(places)
-    sums = _LogSum(frozenset(inside.items()), along), tuple([places.get(axis) for axis in before.axes])
-    return rest.plus(_Form({sums: 1}, is_exp=True))
-
-
-def _normalized(form: _Form) -> tuple[_Form, frozenset[int]] | None:
-    """Returns the scores of a softmax, and the axes that it sums along; None if a form is no softmax."""
-    sums = [key for key, n in form.terms.items() if isinstance(key[0], _LogSum) and n == -1]
-    if not form.is_exp or len(sums) != 1:
-        return None
-    (total, outer), scores = sums[0], {key: n for key, n in form.terms.items() if key != sums[0]}
-    places = {i: place for i, place in enumerate(outer) if place is not None}
-    found = set()
-    for (term, inner), n in total.terms:
-        same = [axes for each, axes in scores if each == term and scores[each, axes] == n]
-        if len(same) != 1 or len(same[0]) != len(inner):
-            return None
-        found.add((term, same[0]))
-        for axis, place in zip(inner, same[0], strict=True):
-            if axis is not None and places.setdefault(axis, place) != place:
-                return None
-    along = frozenset(places[axis] for axis in total.along)
-    is_same = found == scores.keys() and None not in places.values() and len(set(places.values())) == len(places)
-    return (_Form(scores), along) if is_same else None
+    def _bound(self, line: Line, axes: Axes) -> tuple[float, float]:
+        """Returns how far before and behind a query its keys may be; -1 if a line says something else."""
+        factors = {axis: n for axis, n in zip(axes, line[1], strict=True) if n and axis is not None}
+        is_static = all(isinstance(self.size(axis), int) for axis in factors)
+        if is_static and line[0] + sum(min(n * (self.size(axis) - 1), 0) for axis, n in factors.items()) >= 0:
+            return math.inf, math.inf
+        slopes = [factors.pop(axis, 0) for axis in (*self.lengths, *self.keys)]
+        ends = {(1, -1): (math.inf, line[0]), (-1, 1): (line[0], math.inf)}
+        return ends.get(tuple(slopes), (-1, -1)) if not factors else (-1, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -521,230 +260,86 @@ def _in_dtype(kernel: _Kernel, dtype: Any) -> Callable[..., Any]:
     return cast_inputs(dtype)(attention)
 
 
-def _arranged(x: Any, axes: Axes, groups: Sequence[Sequence[Any]], sizes: Any) -> Any:
-    """Returns an array with an axis for each group of axes; one of a group of which it has none has one element.
-
-    Args:
-        x: the array.
-        axes: the names of its axes; None for one of one element, which is left out.
-        groups: the names of the axes of the result.
-        sizes: the number of elements of each axis, by name.
-    """
-    names = [axis for axis in axes if axis is not None]
-    order = [axis for group in groups for axis in group]
-    x = jnp.reshape(x, [sizes[axis] for axis in names])
-    x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
-    x = jnp.reshape(x, [sizes[axis] if axis in names else 1 for axis in order])
-    reads = [not {*group}.isdisjoint(names) for group in groups]
-    shapes = [[sizes[axis] if read else 1 for axis in group] for group, read in zip(groups, reads, strict=True)]
-    x = jnp.broadcast_to(x, [n for shape in shapes for n in shape])
-    return jnp.reshape(x, list(map(math.prod, shapes)))
-
-
-class _Match(NamedTuple):
-    """One attention of the program.
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """One attention as a function of the arrays that it reads; equal ones are traced once.
 
     Attributes:
-        leaves: the values that it reads: queries, keys, values, biases and flags.
-        within: the equations between the two products, and the first product.
-        variants: how to compute it from the arrays of the leaves; the first one that the kernel takes is used.
+        kernel: the kernel.
+        dtype: the dtype that it runs in.
+        scale: what it multiplies the scores by.
+        layout: how the axes of its arrays are found.
+        axes: the names of the axes of each array: queries, keys, values, biases and flags.
+        factors: what each bias is multiplied by.
+        result: the names of the axes of the result.
+        options: the options of the kernel.
+        keeps: for each flag, the value where scores are kept; None if an option says it.
     """
 
-    leaves: tuple[_Node, ...]
-    within: frozenset[_Op]
-    variants: tuple[Callable[..., Any], ...]
+    kernel: Any
+    dtype: Any
+    scale: float
+    layout: _Layout
+    axes: tuple[Axes, ...]
+    factors: tuple[float, ...]
+    result: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    keeps: tuple[Any, ...] = ()
 
-
-def _match(op: _Op, planner: Planner, form: Format, kernel: Any) -> _Match | str | None:
-    """Returns the attention that ends in a product, why it is none, or None if the product reads no softmax."""
-    for side, weights in enumerate(op.operands):
-        if (softmax := _normalized(_form(weights))) is not None:
-            break
-    else:
-        return next(filter(None, map(_near_softmax, op.operands)), None)
-    scores, along = softmax
-    terms = [(term, axes, n) for (term, axes), n in scores.terms.items()]
-    of_weights = {*weights.axes} - {None}
-    products = [
-        each
-        for each in terms
-        if isinstance(each[0], _Node) and each[0].name == "dot_general" and of_weights <= {*each[1]}
-    ]
-    if not products:
-        names = [f"`{term.name}`" for term, *_ in terms if isinstance(term, _Node) and term.name]
-        return f"{' and '.join(names) or 'an input'} between a product and the softmax"
-    product, placed, scale = products[0]
-    names, batch, frees = _operand_axes(product.op.eqn, placed)
-    k = next((s for s in (0, 1) if frees[s] == along), None)
-    contracted, batched = op.eqn.params["dimension_numbers"]
-    sums, shares = ({weights.axes[axis] for axis in axes[side]} - {None} for axes in (contracted, batched))
-    if k is None or sums != along:
-        return "the softmax, or the product that reads it, is along other axes than the keys"
-    if shares != batch:
-        return "the values lack an axis of the keys, or have one more"
-    q, others = 1 - k, [each for each in terms if each is not products[0]]
-    query, key, value = product.operands[q], product.operands[k], op.operands[1 - side]
-    ends: list[Any] = [None] * len(value.shape)
-    for mine, its in ((contracted[side], contracted[1 - side]), (batched[side], batched[1 - side])):
-        for i, j in zip(mine, its, strict=True):
-            ends[j] = weights.axes[i]
-    features = [i for i in range(len(ends)) if i not in (*contracted[1 - side], *batched[1 - side])]
-    for i in features:
-        ends[i] = f"v{i}"
-    free = [weights.axes[i] for i in range(len(weights.shape)) if i not in (*contracted[side], *batched[side])]
-    of_values = [ends[i] for i in features]
-    out = [weights.axes[i] for i in batched[side]] + ([*free, *of_values] if side == 0 else [*of_values, *free])
-    sizes = {axis: weights.shape[axis] for axis in of_weights}
-    for node, its in ((query, names[q]), (value, ends)):
-        sizes |= {axis: n for axis, n in zip(its, node.shape, strict=True) if isinstance(axis, str)}
-    biases = [each for each in others if not isinstance(each[0], _Mask)]
-    conditions = [
-        c for term, axes, _ in others if isinstance(term, _Mask) for c in _conditions(term.node, axes, term.keep)
-    ]
-    if not all(isinstance(term, _Node) for term, *_ in biases):
-        return "a logarithm of a sum between a product and the softmax"
-    stops = {product, *[term for term, *_ in biases], *[c.node for c in conditions]}
-    within = frozenset({product.op, *_between(weights, product, stops)})
-    if any(planner.enter(each.region, each.eqn).format is not form for each in (*within, op)):
-        return "a region or a rule gives it another precision"
-    for each in (product.op, op):
-        dtypes = [jx.dtype_of(x) for x in (*each.operands, *each.outs)]
-        if planner.rule_of(each.eqn).op_class is not OpClass.LOWER or not form.takes(dtypes):
-            return "its products do not run in the compute dtype: see their rows"
-    # The lengths are along the axis of the queries that a mask or a bias varies along; the other ones are heads that
-    # share keys. Of the axes that both have, those behind the lengths are heads, as in (batch, length, heads, features).
-    queries = [axis for axis in names[q] if axis in frees[q]]
-    varied = {axis for _, axes, _ in biases for axis in axes} | {axis for c in conditions for axis in c.axes}
-    lengths = [axis for axis in queries if axis in varied]
-    if not lengths:
-        lengths = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
-    groups = [axis for axis in queries if axis not in lengths]
-    shared = [axis for axis in names[q] if axis in batch]
-    heads = [axis for axis in shared if lengths and names[q].index(axis) > names[q].index(lengths[0])] or shared[1:][
-        -1:
-    ]
-    rows, keys = [axis for axis in shared if axis not in heads], [axis for axis in names[k] if axis in along]
-    terms_of_q = [axis for axis in names[q] if isinstance(axis, str)]
-    layouts = (
-        [rows, lengths, [*heads, *groups], terms_of_q],
-        [rows, keys, heads, terms_of_q],
-        [rows, keys, heads, of_values],
-    )
-    of_scores = rows, [*heads, *groups], lengths, keys
-
-    def attend(options: dict[str, Any], masks: Sequence[_Condition], *arrays: Any) -> Any:
-        inputs = dict(
-            zip(
-                ("query", "key", "value"),
-                map(_arranged, arrays, (names[q], names[k], ends), layouts, [sizes] * 3),
-                strict=False,
-            )
-        )
-        if biases:
-            each = [
-                n * _arranged(x, axes, of_scores, sizes) for x, (_, axes, n) in zip(arrays[3:], biases, strict=False)
-            ]
+    def __call__(self, *arrays: Any) -> Any:
+        """Computes the attention, without axes of one element in the result."""
+        layouts = [*self.layout.of_inputs, *[self.layout.of_scores] * len(arrays)]
+        query, key, value, *others = map(self.layout.arranged, arrays, self.axes, layouts)
+        inputs = {"query": query, "key": key, "value": value}
+        if self.factors:
+            total = functools.reduce(jnp.add, [n * x for x, n in zip(others, self.factors, strict=False)])
             # Scores below all of the dtype are masked as well by the least of it, and with -inf a row may be NaN.
-            inputs["bias"] = jnp.maximum(functools.reduce(jnp.add, each), float(jnp.finfo(form.dtype).min))
-        flags = [arrays[3 + len(biases) + conditions.index(c)] for c in masks]
-        if masks:
-            kept = [_arranged(x == c.keep, c.axes, of_scores, sizes) for x, c in zip(flags, masks, strict=True)]
+            inputs["bias"] = jnp.maximum(total, float(jnp.finfo(self.dtype).min))
+        flags = zip(others[len(self.factors) :], self.keeps, strict=True)
+        if kept := [x == keep for x, keep in flags if keep is not None]:
             inputs["mask"] = functools.reduce(jnp.logical_and, kept)
-        call = _in_dtype(_Kernel(kernel, tuple(inputs), (("scale", scale), *options.items())), form.dtype)
-        shape = rows + lengths + heads + groups + of_values
-        found = jnp.reshape(call(*inputs.values()), [sizes[axis] for axis in shape])
-        return jnp.reshape(
-            jnp.transpose(found, [shape.index(axis) for axis in out if axis is not None]), op.outs[0].shape
-        )
+        kernel = _Kernel(self.kernel, tuple(inputs), (("scale", self.scale), *self.options))
+        return self.layout.leave(_in_dtype(kernel, self.dtype)(*inputs.values()), self.result)
 
-    variants = [_structured(conditions, lengths, keys, sizes)]
-    if len(variants[0][1]) < len(conditions):
-        variants.append(({"is_causal": False}, conditions))
-    leaves = query, key, value, *[term for term, *_ in biases], *[c.node for c in conditions]
-    return _Match(leaves, within, tuple([functools.partial(attend, *each) for each in variants]))
+    def __str__(self) -> str:
+        masks = ["mask"] * any(keep is not None for keep in self.keeps)
+        return ", ".join([f"{name}={value}" for name, value in self.options if value] + masks)
 
 
-def _operand_axes(eqn: Any, placed: Axes) -> tuple[list[list[Any]], set[Any], list[set[Any]]]:
-    """Returns the names of the axes of both operands of a product, those that both have, and those of one alone.
-
-    An axis has the name of its place in the result, `placed`, and is a string if the product sums over it.
-    """
-    contracted, batched = eqn.params["dimension_numbers"]
-    names = [[None] * len(atom.aval.shape) for atom in eqn.invars]
-    frees, rest = [], iter(placed)
-    for i, places in enumerate(zip(*batched, strict=True)):
-        names[0][places[0]] = names[1][places[1]] = placed[i]
-        next(rest)
-    for i, places in enumerate(zip(*contracted, strict=True)):
-        names[0][places[0]] = names[1][places[1]] = f"q{i}"
-    for s in (0, 1):
-        mine = [i for i in range(len(names[s])) if i not in (*contracted[s], *batched[s])]
-        for i in mine:
-            names[s][i] = next(rest)
-        frees.append({names[s][i] for i in mine} - {None})
-    return names, {*placed[: len(batched[0])]} - {None}, frees
+@functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)
+def _attend(attention: _Attention, *arrays: Any) -> Any:
+    return attention(*arrays)
 
 
-def _between(weights: _Node, product: _Node, stops: set[_Node]) -> set[_Op]:
-    """Returns the equations that compute weights from a product; values in `stops` are not entered."""
-    reads: dict[_Node, bool] = dict.fromkeys(stops, False) | {product: True}
-
-    def reads_it(node: _Node) -> bool:
-        if node not in reads:
-            reads[node] = any([reads_it(x) for x in node.operands])
-        return reads[node]
-
-    reads_it(weights)
-    return {node.op for node, is_read in reads.items() if is_read and node.op and node is not product}
-
-
-def _structured(
-    conditions: Sequence[_Condition], lengths: Sequence[Any], keys: Sequence[Any], sizes: Any
-) -> tuple[dict[str, Any], list[_Condition]]:
-    """Returns masks as the options of a kernel, as far as it has some for them, and the masks that are left."""
-    left, right, masks = math.inf, math.inf, []
-    for condition in conditions:
-        bounds = [_bound(line, condition.axes, lengths, keys, sizes) for line in condition.lines or [None]]
-        if any(bound is None or min(bound) < 0 for bound in bounds):
-            masks.append(condition)
-            continue
-        left, right = (min(pair) for pair in zip((left, right), *bounds, strict=True))
-    options: dict[str, Any] = {"is_causal": right == 0}
-    if left < math.inf or 0 < right < math.inf:
-        ends = zip((left, right), (lengths, keys), strict=True)
-        options["local_window_size"] = tuple([sizes[axes[0]] if math.isinf(n) else int(n) for n, axes in ends])
-    return options, masks
+def _between(first: Node, weights: Node, stops: Sequence[Node], ops: Sequence[Op]) -> set[Op]:
+    """Returns the equations, among some, that compute weights from a product, other than through some values."""
+    reads, chain, needed, within = {first}, list[Op](), {weights}, set[Op]()
+    for op in ops:
+        if not reads.isdisjoint(op.operands):
+            chain.append(op)
+            reads.update([x for x in op.outs if x not in stops])
+    for op in reversed(chain):
+        if not needed.isdisjoint(op.outs):
+            within.add(op)
+            needed.update([x for x in op.operands if x not in stops])
+    return within
 
 
-def _bound(line: Line | None, axes: Axes, lengths: Sequence[Any], keys: Sequence[Any], sizes: Any) -> Any:
-    """Returns how far to the left and to the right of a query the keys may be; None if the line says something else."""
-    if line is None:
-        return None
-    factors = {axis: n for axis, n in zip(axes, line[1], strict=True) if n and axis is not None}
-    if all(isinstance(sizes[axis], int) for axis in factors):
-        least = line[0] + sum(min(n * (sizes[axis] - 1), 0) for axis, n in factors.items())
-        if least >= 0:
-            return math.inf, math.inf
-    if len(lengths) != 1 or len(keys) != 1 or factors.keys() != {*lengths, *keys}:
-        return None
-    slopes = factors[lengths[0]], factors[keys[0]]
-    return {(1, -1): (math.inf, line[0]), (-1, 1): (line[0], math.inf)}.get(slopes)
-
-
-def _near_softmax(weights: _Node) -> str | None:
+def _near_softmax(weights: Node) -> str | None:
     """Returns what stands between a softmax, or a quotient that is almost one, and the product that reads it."""
-    nodes, seen = [weights], set[_Node]()
+    nodes = [weights]
     for node in nodes:
-        if node.name == "div" and (top := _form(node.operands[0])).is_exp and _normalized(top) is None:
+        if node.name == "div" and (top := form_of(node.operands[0])).is_exp and softmax_of(top) is None:
             return "its denominator is not the sum of the exponentials alone"
-        passes = node.name in ("mul", "div", "select_n", "add", "sub", "max") or _moved(node)
-        for x in node.operands if passes and len(seen) < 20 else ():
-            if x not in seen and jx.is_floating(x):
-                if _normalized(_form(x)) is not None:
-                    return f"`{node.name}` between the softmax and the product, as dropout is"
-                seen.add(x)
-                nodes.append(x)
+        if node.name in _PASSED and len(nodes) < 20:
+            floats = [x for x in node.operands if jx.is_floating(x) and x not in nodes]
+            if any(softmax_of(form_of(x)) is not None for x in floats):
+                return f"`{node.name}` between the softmax and the product, as dropout is"
+            nodes += floats
     return None
+
+
+_PASSED = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
 
 
 class Found(NamedTuple):
@@ -766,11 +361,11 @@ class Found(NamedTuple):
 class _Part:
     """A jaxpr as a graph of values, and the attention in it. As a function, it evaluates the jaxpr with the kernel."""
 
-    def __init__(self, jaxpr: Any, facts: Sequence[_Fact], region: Region, planner: Planner, *args: Any) -> None:
+    def __init__(self, jaxpr: Any, facts: Sequence[Fact], region: Region, planner: Planner, *args: Any) -> None:
         self._planner, self._args = planner, args
         opened, _ = jx.open_jaxpr(jaxpr)
-        self._inputs = [_Node(var.aval, fact=fact) for var, fact in zip(opened.invars, facts, strict=True)]
-        self._ops: list[_Op] = []
+        self._inputs = [Node(var.aval, fact=fact) for var, fact in zip(opened.invars, facts, strict=True)]
+        self._ops: list[Op] = []
         self._outs = self._read(jaxpr, self._inputs, region, (), self._ops)
         self._results = [atom.aval for atom in opened.outvars]
         self.found: list[Found] = []
@@ -782,52 +377,44 @@ class _Part:
         """Whether it calls the kernel."""
         return any(found.kernel for found in self.found)
 
-    def _read(
-        self, jaxpr: Any, inputs: Sequence[_Node], region: Region, calls: tuple[_Op, ...], ops: list[_Op]
-    ) -> Sequence[_Node]:
+    def _read(self, jaxpr: Any, inputs: Any, region: Region, calls: tuple[Op, ...], ops: list[Op]) -> Sequence[Node]:
         """Reads the equations of a jaxpr into `ops`, and returns its results."""
 
-        def apply(eqn: Any, operands: list[_Node]) -> Sequence[_Node]:
-            op = _Op(eqn, region, operands, calls)
+        def apply(eqn: Any, operands: list[Node]) -> Sequence[Node]:
+            op = Op(eqn, region, operands, calls)
             ops.append(op)
-            structure = jx.structure_of(eqn)
-            if structure is not None and jx.HIGHER_ORDER[eqn.primitive.name].run is not None:
+            structure, holder = jx.structure_of(eqn), jx.HIGHER_ORDER.get(eqn.primitive.name)
+            if structure is not None and holder is not None and holder.run is not None:
                 inside = self._planner.enter(region, eqn)
-                op.parts = [self._part(op, structure, inner, places, inside) for inner, places in jx.entries(structure)]
+                op.parts = [self._part(op, structure, *each, inside) for each in jx.entries(structure)]
                 is_call = isinstance(structure, jx.Call) and structure.is_inline and structure.rule is None
-                if (
-                    not any(part.is_changed for part in op.parts)
-                    and is_call
-                    and not jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
-                ):
-                    op.parts = []
-                    op.outs = self._read(
-                        structure.jaxpr, [operands[i] for i in structure.operands], inside, (*calls, op), op.inside
-                    )
+                is_kept = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
+                if is_call and not is_kept and not any(part.is_changed for part in op.parts):
+                    operands, op.parts = [operands[i] for i in structure.operands], []
+                    op.outs = self._read(structure.jaxpr, operands, inside, (*calls, op), op.inside)
                     return op.outs
-            op.outs = [_Node(var.aval, op) for var in eqn.outvars]
+            op.outs = [Node(var.aval, op) for var in eqn.outvars]
             return op.outs
 
-        return jx.evaluate(
-            jaxpr, inputs, apply, lambda x: _Node(jax.typeof(x), value=x), lambda atom: _Node(atom.aval, value=atom.val)
-        )
+        def constant(x: Any) -> Node:
+            return Node(jax.typeof(x), value=x)
 
-    def _part(self, op: _Op, structure: Any, jaxpr: Any, places: Sequence[int], region: Region) -> "_Part":
-        """Returns a jaxpr of an equation; what a loop changes is not known in it."""
-        loop = isinstance(structure, jx.Loop)
-        facts = [
-            _Fact() if loop and not structure.consts.start <= i < structure.consts.stop else _fact(op.operands[i])
-            for i in places
-        ]
-        return part_of(jaxpr, facts, region, self._planner, *self._args)
+        return jx.evaluate(jaxpr, inputs, apply, constant, lambda atom: Node(atom.aval, value=atom.val))
 
-    def _find(self) -> dict[_Op, tuple[_Match, Callable[..., Any]]]:
+    def _part(self, op: Op, structure: Any, jaxpr: Any, places: Sequence[int], region: Region) -> "_Part":
+        """Returns a jaxpr of an equation; nothing is known of what a loop changes."""
+        consts = structure.consts if isinstance(structure, jx.Loop) else slice(0, len(op.operands))
+        facts = [fact_of(op.operands[i]) if consts.start <= i < consts.stop else Fact() for i in places]
+        return _part_of(jaxpr, facts, region, self._planner, *self._args)
+
+    def _find(self) -> dict[Op, tuple[_Match, _Attention]]:
         """Returns, by the last product of each attention, what it reads and what computes it."""
         form, kernel = self._args
         readers, ops = self._readers(), list(_first_order(self._ops))
         products = [op for op in ops if op.eqn.primitive is jax.lax.dot_general_p and op.outs[0] in readers]
-        outcomes = {op: _match(op, self._planner, form, kernel) for op in products}
-        chosen, refused = dict[_Op, Any](), set[_Op]()
+        places = {op: i for i, op in enumerate(ops)}
+        outcomes: dict[Op, Any] = {op: _match(op, ops, places, self._planner, form, kernel) for op in products}
+        chosen, refused = dict[Op, Any](), set[Op]()
         while True:
             matches = {op: match for op, match in outcomes.items() if isinstance(match, _Match)}
             dropped = {op: why for op, match in matches.items() if (why := _read_again(match, matches, readers))}
@@ -839,19 +426,18 @@ class _Part:
             if not dropped:
                 break
             outcomes |= dropped
-        name = kernel if isinstance(kernel, str) else getattr(kernel, "__name__", type(kernel).__name__)
         for op in ops:
             eqns = (*[call.eqn for call in op.calls], op.eqn)
             self.found += [each._replace(eqns=eqns + each.eqns) for part in op.parts for each in part.found]
-            if isinstance(why := outcomes.get(op), str):
-                self.found.append(Found(eqns, "", why, op in refused))
-            elif op in matches:
-                self.found.append(Found(eqns, name, _says(*chosen[op].args)))
+            if op in matches:
+                self.found.append(Found(eqns, name_of(kernel), str(chosen[op])))
+            elif outcomes.get(op) is not None:
+                self.found.append(Found(eqns, "", outcomes[op], op in refused))
         return {op: (match, chosen[op]) for op, match in matches.items()}
 
-    def _readers(self) -> dict[_Node, list[_Op | None]]:
+    def _readers(self) -> dict[Node, list[Op | None]]:
         """Returns the equations that read each value, of those that have a use; None for the results."""
-        readers: dict[_Node, list[_Op | None]] = {node: [None] for node in self._outs}
+        readers: dict[Node, list[Op | None]] = {node: [None] for node in self._outs}
         for op in reversed(list(_first_order(self._ops))):
             if op.eqn.effects or not readers.keys().isdisjoint(op.outs):
                 for node in op.operands:
@@ -860,15 +446,15 @@ class _Part:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates the jaxpr, with the kernel in place of each attention."""
-        env: dict[_Node, Any] = dict(zip(self._inputs, args, strict=True))
+        env: dict[Node, Any] = dict(zip(self._inputs, args, strict=True))
         needed = {*self._outs}
         # A call is evaluated op by op if attention ends in it, or reads a value that it computes and does not return.
         opened = {call for op in self._matches for call in op.calls}
         for match, _ in self._matches.values():
             opened |= {call for x in match.leaves if x.op for call in x.op.calls if x not in call.outs}
 
-        def steps(ops: Sequence[_Op]) -> list[_Op]:
-            kept: list[_Op] = []
+        def steps(ops: Sequence[Op]) -> list[Op]:
+            kept: list[Op] = []
             for op in reversed(ops):
                 if op in opened:
                     kept += reversed(steps(op.inside))
@@ -877,14 +463,15 @@ class _Part:
                     kept.append(op)
             return kept[::-1]
 
-        def read(node: _Node) -> Any:
+        def read(node: Node) -> Any:
             return node.value if node.value is not None else env[node]
 
         for op in steps(self._ops):
             if op in self._matches:
-                match, attend = self._matches[op]
+                match, attention = self._matches[op]
                 with jx.versions.context_of(op.eqn):
-                    outs = [jx.as_type(attend(*map(read, match.leaves)), op.outs[0].aval)]
+                    x = jnp.reshape(_attend(attention, *map(read, match.leaves)), op.outs[0].shape)
+                    outs = [jx.as_type(x, op.outs[0].aval)]
             elif any(part.is_changed for part in op.parts):
                 with jx.versions.context_of(op.eqn):
                     run = jx.HIGHER_ORDER[op.eqn.primitive.name].run
@@ -896,12 +483,7 @@ class _Part:
         return [jx.as_type(read(node), aval) for node, aval in zip(self._outs, self._results, strict=True)]
 
 
-def _says(options: dict[str, Any], masks: Sequence[_Condition]) -> str:
-    """Returns the options of a kernel for `explain`."""
-    return ", ".join([*[f"{name}={value}" for name, value in options.items() if value], *["mask"] * bool(masks)])
-
-
-def _first_order(ops: Sequence[_Op]) -> Iterator[_Op]:
+def _first_order(ops: Sequence[Op]) -> Iterator[Op]:
     """Yields equations, in place of a call that is read in place those in it."""
     for op in ops:
         yield from _first_order(op.inside) if op.inside else [op]
@@ -911,18 +493,20 @@ def _read_again(match: _Match, matches: Any, readers: Any) -> str:
     """Returns what reads the scores or the weights of an attention again; empty if nothing does."""
     allowed = {*matches}.union(*[each.within for each in matches.values()])
     others = [reader for op in match.within for x in op.outs for reader in readers.get(x, ()) if reader not in allowed]
-    if not others:
-        return ""
-    return f"its weights are read again at {others[0].line}" if others[0] else "its weights are returned"
+    if not others or others[0] is None:
+        return "its weights are returned" if others else ""
+    eqns = [others[0].eqn, *[call.eqn for call in others[0].calls[::-1]]]
+    lines = [str(frame) for eqn in eqns for frame in jx.frames_of(eqn)]
+    return f"its weights are read again at {lines[0]}" if lines else "its weights are read again"
 
 
-def _taken(op: _Op, match: _Match) -> tuple[Any, str]:
-    """Returns the first variant of an attention that the kernel takes; without one, None and the words of the kernel."""
+def _taken(op: Op, match: _Match) -> tuple[Any, str]:
+    """Returns the first variant of an attention that the kernel takes; if there is none, None and the kernel's words."""
     words = ""
     for variant in match.variants:
         try:
             with jx.versions.context_of(op.eqn):
-                jx.trace(variant, [x.aval for x in match.leaves])
+                jax.eval_shape(functools.partial(_attend, variant), *[x.aval for x in match.leaves])
             return variant, ""
         except Exception as error:
             words = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -932,7 +516,7 @@ def _taken(op: _Op, match: _Match) -> tuple[Any, str]:
 _parts = jx.Cache(drop=lambda part: part.__dict__.clear())
 
 
-def part_of(jaxpr: Any, facts: Sequence[_Fact], region: Region, planner: Planner, form: Format, kernel: Any) -> _Part:
+def _part_of(jaxpr: Any, facts: Sequence[Fact], region: Region, planner: Planner, form: Format, kernel: Any) -> _Part:
     """Returns a jaxpr as a graph, the same for the same jaxpr."""
     opened, consts = jx.open_jaxpr(jaxpr)
     key = tuple(map(id, consts)), tuple(facts), region, planner, form, kernel
@@ -949,10 +533,14 @@ def with_kernel(jaxpr: Any, planner: Planner, region: Region, kernel: Any) -> tu
         kernel: an `implementation` of `jax.nn.dot_product_attention`, or a function with its signature.
     """
     opened, _ = jx.open_jaxpr(jaxpr)
-    if any(map(jx.is_reference, opened.invars)) or not jx.holds(
-        jaxpr, lambda primitive, *_, **__: primitive is jax.lax.exp_p
-    ):
+    has_exp = jx.holds(jaxpr, lambda primitive, *_, **__: primitive is jax.lax.exp_p)
+    if not has_exp or any(map(jx.is_reference, opened.invars)):
         return jaxpr, []
     avals = [var.aval for var in opened.invars]
-    part = _Part(jaxpr, [_Fact()] * len(avals), region, planner, region.format, kernel)
+    part = _Part(jaxpr, [Fact()] * len(avals), region, planner, region.format, kernel)
     return jx.trace(part, avals) if part.is_changed else jaxpr, part.found
+
+
+def name_of(kernel: Any) -> str:
+    """Returns what `explain` and warnings call a kernel."""
+    return kernel if isinstance(kernel, str) else getattr(kernel, "__name__", type(kernel).__name__)
