@@ -156,6 +156,13 @@ def autocast(
             the carries of scans over layers. On an H200 it saves 4 to 8% of the bytes of a transformer and 2 to 5% of
             its memory. In float16 the sums overflow above 65504. `"float32"` gives such a sum the widest dtype of its
             terms, as PyTorch and JAX do. States, losses, and sums that `fun` returns stay float32.
+        attention: what computes the attention of `fun`, which needs no change: `"cudnn"` or another `implementation`
+            of `jax.nn.dot_product_attention`, or a function with its signature. Every `softmax(scale * q @ k.T + bias,
+            masked) @ v` whose weights nothing else reads becomes one call of it, in `dtype` in both passes. A function
+            gets query, key and value of shape (batch, length, heads, features), and `bias`, `mask`, `scale` and
+            `is_causal`; `local_window_size` and `key_value_seq_lengths` only where the program has them. Regions and
+            `rules` keep their say. Attention that the kernel refuses as it is traced stays as it is written, with a
+            warning; `explain` says why any other does. None leaves attention as it is written.
         enabled: False returns `fun` as it is.
 
     Returns:
@@ -163,8 +170,8 @@ def autocast(
         accumulate in float32 on hardware that does so (every GPU and TPU matrix unit); sums accumulate in float32.
 
     Raises:
-        TypeError: `fun` is not callable, `dtype` and `policy` are both given, or a rule is for neither a primitive nor
-            a string.
+        TypeError: `fun` is not callable, `dtype` and `policy` are both given, a rule is for neither a primitive nor a
+            string, or `attention` is neither a string nor a function.
         ValueError: `dtype` is not one of these, or the value of a rule is not a dtype or a class that its primitive
             can have. A pattern that matches no scope warns and lists the scopes.
 
@@ -327,12 +334,16 @@ def planner_of(options: Options) -> Planner:
     return Planner(plan_higher_order, options)
 
 
-def autocast_with(fun: Callable, settings: Settings, planned: Callable[[Plan], Any] = lambda plan: None) -> Callable:
-    """Returns `fun` under autocast; each call passes its plan to `planned`."""
+def _ignore(plan: Plan, found: Sequence[Found]) -> None:
+    pass
+
+
+def autocast_with(fun: Callable, settings: Settings, planned: Callable[..., Any] = _ignore) -> Callable:
+    """Returns `fun` under autocast; each call passes its plan, and the attention that it found, to `planned`."""
     return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
 
 
-def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any]) -> Callable:
+def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) -> Callable:
     policy, form, options = settings
     stored = FLOAT32 if policy is None else policy.param_dtype
 
@@ -355,12 +366,12 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
         use = Use(demand, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
         region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
+        found: Sequence[Found] = ()
         if options.attention is not None and form.is_low:
             closed, found = with_kernel(closed, planner_of(options), region, options.attention)
-            _warn_of_refusals(found, options.attention)
         plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
-        planned(plan)
-        _warn(plan, options)
+        planned(plan, found)
+        _warn(plan, options, found)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)
         out = rebuild([jx.as_type(x, var.aval) for x, var in results])
         return out if policy is None else policy.cast_to_output(out)
@@ -368,14 +379,11 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     return autocasted
 
 
-def _warn_of_refusals(found: Sequence[Found], kernel: Any) -> None:
-    """Warns of attention that the kernel refuses, once for each reason."""
+def _warn(plan: Plan, options: Options, found: Sequence[Found]) -> None:
+    """Warns of what a kernel refuses, of patterns that match no scope, and of products that stay as traced."""
     for why in dict.fromkeys([each.why for each in found if each.is_refused]):
-        warn(f"`{name_of(kernel)}` refuses attention of the function, which stays as it is written: {why}")
-
-
-def _warn(plan: Plan, options: Options) -> None:
-    """Warns of patterns that match no scope, and of products that stay as they were traced."""
+        name = name_of(options.attention)
+        warn(f"`{name}` refuses attention of the function, which stays as it is written: {why}")
     matched = {pattern for scope in plan.scopes for pattern in options.overrides.matching(scope)}
     for pattern in options.overrides.scopes.keys() - matched:
         scopes = sorted(filter(None, plan.scopes))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._plan import Region
@@ -48,12 +49,11 @@ def _match(
     op: Op, ops: Sequence[Op], places: Mapping[Op, int], planner: Planner, form: Format, kernel: Any
 ) -> _Match | str | None:
     """Returns the attention that ends in a product, why it is none, or None if the product reads no softmax."""
-    found = next(
-        ((i, x) for i, node in enumerate(op.operands) if node.has_exp and (x := softmax_of(form_of(node)))), None
-    )
+    softmaxes = [softmax_of(form_of(node)) if node.has_exp else None for node in op.operands]
+    side, found = int(softmaxes[0] is None), softmaxes[0] or softmaxes[1]
     if found is None:
         return next(filter(None, map(_near_softmax, op.operands)), None)
-    side, (scores, along) = found
+    scores, along = found
     weights, value = op.operands[side], op.operands[1 - side]
     terms = [(term, axes, n) for (term, axes), n in scores.terms.items()]
     whole = [x for x in terms if getattr(x[0], "name", "") == "dot_general" and {*weights.axes} <= {*x[1], None}]
@@ -61,12 +61,16 @@ def _match(
         names = [f"`{term.name}`" for term, *_ in terms if isinstance(term, Node) and term.name]
         return f"{' and '.join(names) or 'an input'} between a product and the softmax"
     first, axes, scale = whole[0]
+    assert first.op is not None
     # An axis of an array is named by its place in the weights, by a string if it is none of theirs.
-    *names, result = _named(first.op.eqn)
-    names = [[dict(zip(result, axes, strict=True)).get(axis, axis) for axis in each] for each in names]
-    *others, out = _named(op.eqn)
-    ends = {axis: f"v{axis}" for axis in out} | dict(zip(others[side], weights.axes, strict=True))
-    of_value, out = ([ends[axis] for axis in each if ends[axis] is not None] for each in (others[1 - side], out))
+    of_products = _named(first.eqn), _named(op.eqn)
+    places_of = dict(zip(of_products[0][2], axes, strict=True))
+    names: list[list[Any]] = [[places_of.get(axis, axis) for axis in each] for each in of_products[0][:2]]
+    ends: dict[str, Any] = {axis: f"v{axis}" for axis in of_products[1][2]} | dict(
+        zip(of_products[1][side], weights.axes, strict=True)
+    )
+    of_value = [ends[axis] for axis in of_products[1][1 - side]]
+    out = [ends[axis] for axis in of_products[1][2] if ends[axis] is not None]
     k = int(not along <= {*names[0]})
     queries, keys = (
         [axis for axis in names[s] if isinstance(axis, int) and axis not in names[1 - s]] for s in (1 - k, k)
@@ -89,20 +93,16 @@ def _match(
         if planner.rule_of(each.eqn).op_class is not OpClass.LOWER or not form.takes(dtypes):
             return "its products do not run in the compute dtype: see their rows"
     sizes: dict[Any, Any] = dict(enumerate(weights.shape))
-    for node, its in ((first.operands[1 - k], names[1 - k]), (value, [ends[axis] for axis in others[1 - side]])):
+    for node, its in ((first.operands[1 - k], names[1 - k]), (value, of_value)):
         sizes |= {axis: n for axis, n in zip(its, node.shape, strict=True) if isinstance(axis, str)}
     layout = _Layout.of(names[1 - k], queries, keys, shared, of_value, sizes, [x[1] for x in (*biases, *masks)])
-    arranged = [names[1 - k], names[k], [ends[axis] for axis in others[1 - side]], *[x[1] for x in (*biases, *masks)]]
-
-    attention = _Attention(
-        kernel, form.dtype, scale, layout, tuple(map(tuple, arranged)), tuple([n for *_, n in biases]), tuple(out)
-    )
-    variants = [
-        dataclasses.replace(
-            attention, options=tuple(options.items()), keeps=tuple([x.keep if x in kept else None for x in masks])
-        )
-        for options, kept in (layout.structured(masks), ({"is_causal": False}, masks))
-    ]
+    others = [tuple(x[1]) for x in biases] + [x.axes for x in masks]
+    arranged = tuple([tuple(axes) for axes in (names[1 - k], names[k], of_value)] + others)
+    variants = []
+    for options, kept in (layout.structured(masks), ({"is_causal": False}, masks)):
+        keeps = tuple([x.keep if x in kept else None for x in masks])
+        factors, said = tuple([n for *_, n in biases]), tuple(options.items())
+        variants.append(_Attention(kernel, form.dtype, scale, layout, arranged, factors, tuple(out), said, keeps))
     leaves = first.operands[1 - k], first.operands[k], value, *[x[0] for x in (*biases, *masks)]
     return _Match(leaves, frozenset(within), variants)
 
@@ -150,29 +150,29 @@ class _Layout:
             lengths = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
         before = of_query[: of_query.index(lengths[0])] if lengths else of_query
         heads = [axis for axis in shared if axis not in before] or shared[1:][-1:]
-        parts = [
-            [axis for axis in shared if axis not in heads],
-            lengths,
-            [axis for axis in queries if axis not in lengths],
-            heads,
-            keys,
-            [axis for axis in of_query if isinstance(axis, str)],
-            [axis for axis in of_value if isinstance(axis, str)],
-        ]
-        return cls(*map(tuple, parts), tuple(sizes.items()))
+        return cls(
+            rows=tuple([axis for axis in shared if axis not in heads]),
+            lengths=tuple(lengths),
+            groups=tuple([axis for axis in queries if axis not in lengths]),
+            heads=tuple(heads),
+            keys=tuple(keys),
+            terms=tuple([axis for axis in of_query if isinstance(axis, str)]),
+            features=tuple([axis for axis in of_value if isinstance(axis, str)]),
+            sizes=tuple(sizes.items()),
+        )
 
     def size(self, axis: Any) -> Any:
         """Returns the number of elements of an axis."""
         return dict(self.sizes)[axis]
 
     @property
-    def of_inputs(self) -> list[list[list[Any]]]:
+    def of_inputs(self) -> list[list[tuple[Any, ...]]]:
         """The axes of queries, keys and values: (batch, length, heads, features)."""
         ends = (self.keys, self.heads, self.terms), (self.keys, self.heads, self.features)
         return [[self.rows, *each] for each in ((self.lengths, self.heads + self.groups, self.terms), *ends)]
 
     @property
-    def of_scores(self) -> list[list[Any]]:
+    def of_scores(self) -> list[tuple[Any, ...]]:
         """The axes of biases and masks: (batch, heads, length, keys)."""
         return [self.rows, self.heads + self.groups, self.lengths, self.keys]
 
@@ -234,7 +234,7 @@ class _Kernel:
         """Calls the kernel."""
         arrays = dict(zip(self.arrays, args, strict=True))
         query, key, value = (arrays.pop(name) for name in ("query", "key", "value"))
-        options = {"bias": None, "mask": None} | arrays | dict(self.options)
+        options: dict[str, Any] = {"bias": None, "mask": None} | arrays | dict(self.options)
         if not isinstance(self.kernel, str):
             return self.kernel(query, key, value, **options)
         # It takes values as wide as the keys only, and cuDNN masks and biases of all queries and keys.
@@ -242,8 +242,8 @@ class _Kernel:
         query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])]) for x in (query, key, value))
         for name in {"bias", "mask"} & arrays.keys():
             options[name] = jnp.broadcast_to(arrays[name], (*arrays[name].shape[:2], query.shape[1], key.shape[1]))
-        out = jax.nn.dot_product_attention(query, key, value, implementation=self.kernel, **options)
-        return out[..., :width]
+        options["implementation"] = self.kernel
+        return jax.nn.dot_product_attention(query, key, value, **options)[..., :width]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -283,8 +283,8 @@ class _Attention:
     axes: tuple[Axes, ...]
     factors: tuple[float, ...]
     result: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-    keeps: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...]
+    keeps: tuple[Any, ...]
 
     def __call__(self, *arrays: Any) -> Any:
         """Computes the attention, without axes of one element in the result."""
@@ -292,7 +292,9 @@ class _Attention:
         query, key, value, *others = map(self.layout.arranged, arrays, self.axes, layouts)
         inputs = {"query": query, "key": key, "value": value}
         if self.factors:
-            total = functools.reduce(jnp.add, [n * x for x, n in zip(others, self.factors, strict=False)])
+            total = functools.reduce(
+                jnp.add, [n * x.astype(np.float32) for x, n in zip(others, self.factors, strict=False)]
+            )
             # Scores below all of the dtype are masked as well by the least of it, and with -inf a row may be NaN.
             inputs["bias"] = jnp.maximum(total, float(jnp.finfo(self.dtype).min))
         flags = zip(others[len(self.factors) :], self.keeps, strict=True)
@@ -387,9 +389,10 @@ class _Part:
             if structure is not None and holder is not None and holder.run is not None:
                 inside = self._planner.enter(region, eqn)
                 op.parts = [self._part(op, structure, *each, inside) for each in jx.entries(structure)]
-                is_call = isinstance(structure, jx.Call) and structure.is_inline and structure.rule is None
-                is_kept = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
-                if is_call and not is_kept and not any(part.is_changed for part in op.parts):
+                is_kept = any(part.is_changed for part in op.parts) or jx.versions.is_checkpoint(
+                    eqn.primitive, **eqn.params
+                )
+                if isinstance(structure, jx.Call) and structure.is_inline and structure.rule is None and not is_kept:
                     operands, op.parts = [operands[i] for i in structure.operands], []
                     op.outs = self._read(structure.jaxpr, operands, inside, (*calls, op), op.inside)
                     return op.outs
@@ -466,6 +469,7 @@ class _Part:
         def read(node: Node) -> Any:
             return node.value if node.value is not None else env[node]
 
+        outs: Sequence[Any]
         for op in steps(self._ops):
             if op in self._matches:
                 match, attention = self._matches[op]
@@ -473,11 +477,11 @@ class _Part:
                     x = jnp.reshape(_attend(attention, *map(read, match.leaves)), op.outs[0].shape)
                     outs = [jx.as_type(x, op.outs[0].aval)]
             elif any(part.is_changed for part in op.parts):
+                run: Any = jx.HIGHER_ORDER[op.eqn.primitive.name].run
                 with jx.versions.context_of(op.eqn):
-                    run = jx.HIGHER_ORDER[op.eqn.primitive.name].run
-                    outs = run(op.eqn, [part.body for part in op.parts], list(map(read, op.operands)))
+                    outs = run(op.eqn, [part.body for part in op.parts], [read(x) for x in op.operands])
             else:
-                outs = jx.apply_as_traced(op.eqn, list(map(read, op.operands)))
+                outs = jx.apply_as_traced(op.eqn, [read(x) for x in op.operands])
             for node, x in zip(op.outs, outs, strict=True):
                 env.setdefault(node, x)
         return [jx.as_type(read(node), aval) for node, aval in zip(self._outs, self._results, strict=True)]
@@ -495,13 +499,15 @@ def _read_again(match: _Match, matches: Any, readers: Any) -> str:
     others = [reader for op in match.within for x in op.outs for reader in readers.get(x, ()) if reader not in allowed]
     if not others or others[0] is None:
         return "its weights are returned" if others else ""
+    if jx.is_of_derivative(others[0].eqn.source_info.name_stack):
+        return "its derivative is in the program as well: write `jax.grad(autocast(f))` for `autocast(jax.grad(f))`"
     eqns = [others[0].eqn, *[call.eqn for call in others[0].calls[::-1]]]
     lines = [str(frame) for eqn in eqns for frame in jx.frames_of(eqn)]
     return f"its weights are read again at {lines[0]}" if lines else "its weights are read again"
 
 
 def _taken(op: Op, match: _Match) -> tuple[Any, str]:
-    """Returns the first variant of an attention that the kernel takes; if there is none, None and the kernel's words."""
+    """Returns the first variant of an attention that the kernel takes, or None and the words of the kernel."""
     words = ""
     for variant in match.variants:
         try:

@@ -70,7 +70,12 @@ class Node:
             self.depth = 1 + max([x.depth for x in op.operands], default=0) if passes else 0
             # Of a long chain of ops, a part is read: Python's recursion ends.
             self.name, self.depth = (name, self.depth) if self.depth < _DEEPEST else ("", 0)
-            self.has_exp = name == "exp" or (passes and any([x.has_exp for x in op.operands]))
+            self.has_exp = name == "exp" or (passes and any(x.has_exp for x in op.operands))
+
+    @property
+    def eqn(self) -> Any:
+        """The equation that computes it; None for inputs and constants."""
+        return self.op and self.op.eqn
 
     @property
     def operands(self) -> Sequence["Node"]:
@@ -136,7 +141,7 @@ def _moved(node: Node) -> tuple[Node, Axes] | None:
     (before,) = node.operands
     if node.name in _COPIES:
         return before, before.axes
-    eqn, places = node.op.eqn, dict[int, int]()
+    eqn, places = node.eqn, dict[int, int]()
     for axis in varying(before.shape):
         found = rule_of(eqn).move_axes(eqn.params, before.shape, node.shape, frozenset({axis})) or ()
         if len(found) != 1 or node.shape[min(found)] != before.shape[axis]:
@@ -181,7 +186,7 @@ def _line(node: Node) -> Line | None:
     if node.name not in _PASSED and node.name != "iota":
         return None
     if node.name == "iota":
-        return 0, tuple([int(i == node.op.eqn.params["dimension"]) for i in range(len(node.shape))])
+        return 0, tuple([int(i == node.eqn.params["dimension"]) for i in range(len(node.shape))])
     if (moved := _moved(node)) is not None:
         known = _line(moved[0])
         if known is None or (not jx.is_floating(node) and any(x % 1 for x in (known[0], *known[1]))):
@@ -211,11 +216,11 @@ def _line(node: Node) -> Line | None:
 
 def _computed(node: Node, numbers: Sequence[Any]) -> Any:
     """Returns what an op computes from numbers; None if that is not known."""
-    fold = rule_of(node.op.eqn).fold
+    fold = rule_of(node.eqn).fold
     with np.errstate(all="ignore"):
         if node.name in _FLAGS:
             return bool(_FLAGS[node.name](*numbers))
-        return None if fold is None else fold(node.op.eqn.params, *numbers)
+        return None if fold is None else fold(node.eqn.params, *numbers)
 
 
 def _number(node: Node) -> Any:
@@ -255,8 +260,8 @@ def _choice(node: Node) -> _Choice | None:
     if len(unknown) != 1 or unknown[0] is None:
         return itself
     on, off = ([end if x is None else x for x in numbers] for end in (unknown[0].on, unknown[0].off))
-    ends = _computed(node, on), _computed(node, off)
-    return itself if None in ends else unknown[0]._replace(on=ends[0], off=ends[1])
+    on, off = _computed(node, on), _computed(node, off)
+    return itself if on is None or off is None else unknown[0]._replace(on=on, off=off)
 
 
 class Condition(NamedTuple):
@@ -407,7 +412,7 @@ def _derived(node: Node) -> Form | None:
         case "div", [a, b]:
             a = _ONE if numbers[0] == 1 else a
             return a.plus(b, -1) if a.is_exp else _scaled(a, numbers[1], inverse=True)
-        case "integer_pow", [a] if a.is_exp and node.op.eqn.params["y"] == -1:
+        case "integer_pow", [a] if a.is_exp and node.eqn.params["y"] == -1:
             return _ONE.plus(a, -1)
         case "mul", [a, b]:
             if a.is_exp and b.is_exp:
@@ -446,7 +451,7 @@ def _scaled(form: Form, by: Any, inverse: bool = False) -> Form | None:
 
 def _summed(form: Form, node: Node) -> Form | None:
     """Returns the sum of exponentials along axes: of the terms that vary along them, and of all masks."""
-    (before,), axes = node.operands, node.op.eqn.params["axes"]
+    (before,), axes = node.operands, node.eqn.params["axes"]
     along = varying(before.shape) & frozenset(map(int, axes))
     inside = {key: n for key, n in form.terms.items() if isinstance(key[0], Mask) or along & set(key[1])}
     if not along <= {axis for _, places in inside for axis in places}:
