@@ -92,7 +92,7 @@ SCALES = {
     "of both": lambda q, k: (q * FEATURES**-0.25, k * FEATURES**-0.25, 1),
     "traced": lambda q, k: (q, k, 1 / jnp.sqrt(jnp.float32(FEATURES))),
 }
-# Axes of queries, keys, values, scores and results: b batch, h heads, g heads that share keys, t, s lengths, d features.
+# Axes of queries, keys, values, scores and results: batch, heads, g heads that share keys, t and s lengths, d features.
 LAYOUTS = {
     "bthd": "bthd bshd bshd bhts bthd",
     "bhtd": "bhtd bhsd bhsd bhts bhtd",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jaxprs import equations
 
 import jmp_amp as amp
 from jmp_amp import _jaxpr as jx
@@ -252,3 +253,185 @@ def test_attention_in_a_loop_that_has_no_gradient_and_in_a_custom_rule_is_found(
         np.testing.assert_allclose(jax.jit(fused)(WEIGHTS, X), jax.jit(fun)(WEIGHTS, X), rtol=1e-5, atol=1e-5)
         assert [each.kernel for each in fused.found] == ["Kernel"]
         assert kernel.options["is_causal"]
+
+
+def attend(q, k, v, flags):
+    scores = jnp.where(flags, jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8), -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+Q, K = arrays((2, 6, 4, 8), (2, 10, 4, 8))
+LENGTHS = jnp.array([3, 10])
+
+
+def test_a_number_of_keys_is_said_as_such():
+    def padded(q, k, v, lengths):
+        return attend(q, k, v, (jnp.arange(10) < lengths[:, None])[:, None, None])
+
+    def padded_causal(q, k, v, lengths):
+        return attend(q, k, v, forms.causal(6, 10) & (lengths[:, None] > jnp.arange(10))[:, None, None])
+
+    def decoded(q, k, v, position):
+        return attend(q[:, :1], k, v, jnp.arange(10) <= position)
+
+    for fun, args, expected in (
+        (padded, (Q, K, K, LENGTHS), {"key_value_seq_lengths": (2,)}),
+        (padded_causal, (Q, K, K, LENGTHS), {"key_value_seq_lengths": (2,), "is_causal": True}),
+        (decoded, (Q, K, K, jnp.int32(4)), {"key_value_seq_lengths": (2,)}),
+        (lambda *qkv: jax.nn.dot_product_attention(*qkv, key_value_seq_lengths=LENGTHS), (Q, K, K), {}),
+    ):
+        options = check(fun, *args, **expected)
+        assert "mask" not in options
+
+
+def test_masks_and_biases_keep_the_axes_that_they_have():
+    segments = jnp.array([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
+    slopes, distances = 2.0 ** -jnp.arange(1, 5), jnp.abs(jnp.arange(6)[:, None] - jnp.arange(6))
+
+    def in_segments(q, k, v, segments):
+        return attend(q, k, v, (segments[:, None] == segments[:, :, None])[:, None])
+
+    def with_alibi(q, k, v, slopes):
+        scores = scores_of(q, k) - slopes[:, None, None] * distances
+        return forms.apply_to(jax.nn.softmax(jnp.where(forms.causal(6, 6), scores, -jnp.inf)), v)
+
+    def with_table(q, k, v, table):
+        return forms.apply_to(jax.nn.softmax(scores_of(q, k) + table[distances].transpose(2, 0, 1)[None]), v)
+
+    def with_padding_added(q, k, v, mask):
+        return forms.apply_to(jax.nn.softmax(scores_of(q, k) + ((1 - mask) * forms.LOWEST)[:, None, None]), v)
+
+    scores_of = forms.scores_of
+    check(in_segments, Q, Q, Q, segments, mask=(2, 1, 6, 6))
+    check(with_alibi, Q, Q, Q, slopes, bias=(1, 4, 6, 6), is_causal=True)
+    check(with_table, Q, Q, Q, arrays((6, 4))[0], bias=(1, 4, 6, 6))
+    check(with_padding_added, Q, Q, Q, (jnp.arange(6) < 4).astype(jnp.int32)[None], bias=(1, 1, 1, 6))
+
+
+def test_a_kernel_that_takes_no_window_gets_a_mask():
+    def refuses(local_window_size=None, **options):
+        if local_window_size is not None:
+            raise TypeError("no windows")
+
+    kernel = Kernel(refuses)
+    fused = in_float32(lambda q, k, v: attend(q, k, v, forms.window(6, 10)), kernel)
+    fused(Q, K, K)
+    assert kernel.options["mask"] == (1, 1, 6, 10)
+    assert [each.why for each in fused.found] == ["mask"]
+
+
+def model(p, x):
+    with jax.named_scope("first"):
+        x = layer(p, x)
+    with jax.named_scope("second"):
+        return jnp.mean(layer(p, x) ** 2)
+
+
+def primitives(fun, *args):
+    return [eqn.primitive.name for eqn in equations(fun, *args)]
+
+
+def test_autocast_calls_the_kernel_in_16_bits_in_both_passes():
+    kernel = Kernel()
+    fused = amp.autocast(model, "bfloat16", attention=kernel)
+    value, grads = jax.jit(jax.value_and_grad(fused))(WEIGHTS, X)
+    expected, expected_grads = jax.jit(jax.value_and_grad(model))(WEIGHTS, X)
+    np.testing.assert_allclose(value, expected, rtol=2e-2)
+    for name, x in expected_grads.items():
+        assert grads[name].dtype == jnp.float32
+        assert jnp.linalg.norm(grads[name] - x) < 6e-2 * jnp.linalg.norm(x)
+    assert {str(x.dtype) for call in kernel.calls for name, x in call.items() if name in ("query", "key")} == {
+        "bfloat16"
+    }
+    assert len(kernel.calls) <= 2  # for both passes of two equal layers
+    assert primitives(fused, WEIGHTS, X).count("cast_inputs") == 2
+    assert "cast_inputs" not in primitives(amp.autocast(model, "bfloat16"), WEIGHTS, X)
+
+
+def test_regions_and_rules_keep_their_say():
+    def of(fun=model, **options):
+        return primitives(amp.autocast(fun, attention=Kernel(), **options), WEIGHTS, X).count("cast_inputs")
+
+    def with_region(p, x):
+        with amp.full_precision():
+            x = layer(p, x)
+        return jnp.mean(layer(p, x))
+
+    def with_softmax_region(p, x):
+        q, k = x @ p["q"], x @ p["k"]
+        with amp.precision("bfloat16"):
+            weights = jax.nn.softmax(q @ k.mT)
+        return jnp.mean(weights @ x)
+
+    assert of() == 2
+    assert of(rules={"first": "full"}) == 1
+    assert of(rules={"second": "bfloat16"}) == 1
+    assert of(rules={lax.dot_general_p: "full"}) == 0
+    assert of(with_region) == 1
+    assert of(with_softmax_region) == 0
+
+
+def test_a_kernel_that_refuses_leaves_attention_as_it_is_written_and_warns_once():
+    def refuses(**options):
+        raise NotImplementedError("The head dim must be a multiple of 16, but got 8.\nmore")
+
+    fused = amp.autocast(model, attention=Kernel(refuses))
+    with pytest.warns(UserWarning, match=r"`Kernel` refuses .* must be a multiple of 16, but got 8\.$") as caught:
+        out = jax.jit(fused)(WEIGHTS, X)
+    assert len(caught) == 1
+    assert out == jax.jit(amp.autocast(model))(WEIGHTS, X)
+    with pytest.warns(UserWarning, match="cuDNN"):  # there is none on a CPU
+        assert jax.jit(amp.autocast(model, attention="cudnn"))(WEIGHTS, X) == out
+    no_attention = amp.autocast(lambda p, x: jnp.mean(x @ p["q"]), attention=Kernel(refuses))
+    jax.jit(no_attention)(WEIGHTS, X)  # has no warning
+
+
+def test_what_is_no_kernel_is_an_error():
+    with pytest.raises(TypeError, match=r'`attention` must be None, .* such as "cudnn", or a function .* got 3'):
+        amp.autocast(model, attention=3)
+
+
+def test_explain_lists_each_softmax_that_a_product_reads():
+    def program(p, x):
+        with jax.named_scope("good"):
+            x = lax.scan(lambda x, p: (layer(p, x), None), x, stacked(p))[0]
+        with jax.named_scope("capped"):
+            return jnp.mean(jax.nn.softmax(jnp.tanh(x @ p["q"] @ x.mT)) @ x)
+
+    report = amp.explain(program, attention=Kernel())(WEIGHTS, X)
+    found = [(row.module, row.kernel, row.why, row.runs) for row in report.attention]
+    assert found == [
+        ("good", "Kernel", "is_causal=True", 3),
+        ("capped", "", "`tanh` between a product and the softmax", 1),
+    ]
+    assert "test_attention.py" in report.attention[1].source
+    assert report.summary()["attention"] == {"Kernel": 1, "as written": 1}
+    assert "`tanh` between a product and the softmax" in str(report)
+    assert "is_causal=True" in report._repr_html_()
+    assert amp.explain(program)(WEIGHTS, X).attention == ()
+
+
+def test_explain_says_what_to_write_for_autocast_of_a_gradient():
+    report = amp.explain(jax.grad(model), attention=Kernel())(WEIGHTS, X)
+    assert {row.kernel for row in report.attention} == {""}
+    assert "write `jax.grad(autocast(f))`" in report.attention[0].why
+
+
+def test_a_second_call_outside_jit_traces_no_kernel_and_a_changed_closure_is_seen():
+    kernel, shift = Kernel(), [0.0]
+    fused = amp.autocast(lambda p, x: scanned(p, x + shift[0]), "bfloat16", attention=kernel)
+    first = fused(WEIGHTS, X)
+    n = len(kernel.calls)
+    assert jnp.array_equal(fused(WEIGHTS, X), first)
+    assert len(kernel.calls) == n
+    shift[0] = 1.0
+    assert not jnp.array_equal(fused(WEIGHTS, X), first)
+
+
+def test_a_long_chain_of_ops_before_a_softmax_is_read_without_deep_recursion():
+    def long(p, x):
+        for _ in range(2000):
+            x = x + 0.001
+        return jnp.mean(jax.nn.softmax(x @ p["q"] + jnp.exp(x)) @ p["k"])
+
+    assert "cast_inputs" not in primitives(amp.autocast(long, attention=Kernel()), WEIGHTS, X)

@@ -18,6 +18,7 @@ from jmp_amp._autocast._softmax import (
     Axes,
     Condition,
     Fact,
+    Length,
     Line,
     Mask,
     Node,
@@ -58,8 +59,8 @@ def _match(
     terms = [(term, axes, n) for (term, axes), n in scores.terms.items()]
     whole = [x for x in terms if getattr(x[0], "name", "") == "dot_general" and {*weights.axes} <= {*x[1], None}]
     if not whole:
-        names = [f"`{term.name}`" for term, *_ in terms if isinstance(term, Node) and term.name]
-        return f"{' and '.join(names) or 'an input'} between a product and the softmax"
+        names_of_terms = [f"`{_first_op(term)}`" for term, *_ in terms if isinstance(term, Node)]
+        return f"{' and '.join(names_of_terms)} between a product and the softmax"
     first, axes, scale = whole[0]
     assert first.op is not None
     # An axis of an array is named by its place in the weights, by a string if it is none of theirs.
@@ -96,14 +97,18 @@ def _match(
     for node, its in ((first.operands[1 - k], names[1 - k]), (value, of_value)):
         sizes |= {axis: n for axis, n in zip(its, node.shape, strict=True) if isinstance(axis, str)}
     layout = _Layout.of(names[1 - k], queries, keys, shared, of_value, sizes, [x[1] for x in (*biases, *masks)])
-    others = [tuple(x[1]) for x in biases] + [x.axes for x in masks]
+    lengths = [x.length for x in masks if x.length is not None and layout.has_length(x.length)]
+    others = [*[tuple(x[1]) for x in biases], *[x.axes for x in masks], *[x.axes for x in lengths]]
     arranged = tuple([tuple(axes) for axes in (names[1 - k], names[k], of_value)] + others)
-    variants = []
-    for options, kept in (layout.structured(masks), ({"is_causal": False}, masks)):
-        keeps = tuple([x.keep if x in kept else None for x in masks])
-        factors, said = tuple([n for *_, n in biases]), tuple(options.items())
-        variants.append(_Attention(kernel, form.dtype, scale, layout, arranged, factors, tuple(out), said, keeps))
-    leaves = first.operands[1 - k], first.operands[k], value, *[x[0] for x in (*biases, *masks)]
+    factors, variants = tuple([n for *_, n in biases]), []
+    for options, left, said in (*[(*layout.structured(masks), lengths)], ({"is_causal": False}, masks, [])):
+        keeps = tuple([None if x not in left or x.length in said else x.keep for x in masks])
+        plus = tuple([x.plus if x in said else None for x in lengths])
+        items = tuple(options.items())
+        variants.append(
+            _Attention(kernel, form.dtype, scale, layout, arranged, factors, tuple(out), items, keeps, plus)
+        )
+    leaves = first.operands[1 - k], first.operands[k], value, *[x[0] for x in (*biases, *masks, *lengths)]
     return _Match(leaves, frozenset(within), variants)
 
 
@@ -205,6 +210,11 @@ class _Layout:
             options["local_window_size"] = tuple([self.size(axis) if math.isinf(n) else int(n) for n, (axis,) in ends])
         return options, others
 
+    def has_length(self, length: Length) -> bool:
+        """Whether a number of keys is one for each row."""
+        is_of_rows = {*length.axes} - {None} <= {*self.rows}
+        return is_of_rows and self.keys == (length.along,) and jnp.issubdtype(jx.dtype_of(length.node), jnp.integer)
+
     def _bound(self, line: Line, axes: Axes) -> tuple[float, float]:
         """Returns how far before and behind a query its keys may be; -1 if a line says something else."""
         factors = {axis: n for axis, n in zip(axes, line[1], strict=True) if n and axis is not None}
@@ -273,7 +283,8 @@ class _Attention:
         factors: what each bias is multiplied by.
         result: the names of the axes of the result.
         options: the options of the kernel.
-        keeps: for each flag, the value where scores are kept; None if an option says it.
+        keeps: for each flag, the value where scores are kept; None if an option or a length says it.
+        plus: what is added to each number of keys; None for one that is not used.
     """
 
     kernel: Any
@@ -285,10 +296,12 @@ class _Attention:
     result: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
     keeps: tuple[Any, ...]
+    plus: tuple[int | None, ...]
 
     def __call__(self, *arrays: Any) -> Any:
         """Computes the attention, without axes of one element in the result."""
-        layouts = [*self.layout.of_inputs, *[self.layout.of_scores] * len(arrays)]
+        n_scores = len(self.factors) + len(self.keeps)
+        layouts = [*self.layout.of_inputs, *[self.layout.of_scores] * n_scores, *[[self.layout.rows]] * len(self.plus)]
         query, key, value, *others = map(self.layout.arranged, arrays, self.axes, layouts)
         inputs = {"query": query, "key": key, "value": value}
         if self.factors:
@@ -297,15 +310,20 @@ class _Attention:
             )
             # Scores below all of the dtype are masked as well by the least of it, and with -inf a row may be NaN.
             inputs["bias"] = jnp.maximum(total, float(jnp.finfo(self.dtype).min))
-        flags = zip(others[len(self.factors) :], self.keeps, strict=True)
+        flags = zip(others[len(self.factors) : n_scores], self.keeps, strict=True)
         if kept := [x == keep for x, keep in flags if keep is not None]:
             inputs["mask"] = functools.reduce(jnp.logical_and, kept)
+        if ends := [x + n for x, n in zip(others[n_scores:], self.plus, strict=True) if n is not None]:
+            ends = [jnp.minimum(x, key.shape[1]).astype(np.int32) for x in ends]
+            inputs["key_value_seq_lengths"] = jnp.broadcast_to(functools.reduce(jnp.minimum, ends), query.shape[:1])
         kernel = _Kernel(self.kernel, tuple(inputs), (("scale", self.scale), *self.options))
         return self.layout.leave(_in_dtype(kernel, self.dtype)(*inputs.values()), self.result)
 
     def __str__(self) -> str:
-        masks = ["mask"] * any(keep is not None for keep in self.keeps)
-        return ", ".join([f"{name}={value}" for name, value in self.options if value] + masks)
+        said = [f"{name}={value}" for name, value in self.options if value] + ["bias"] * bool(self.factors)
+        for name, values in (("mask", self.keeps), ("key_value_seq_lengths", self.plus)):
+            said += [name] * any(value is not None for value in values)
+        return ", ".join(said)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)
@@ -325,6 +343,13 @@ def _between(first: Node, weights: Node, stops: Sequence[Node], ops: Sequence[Op
             within.add(op)
             needed.update([x for x in op.operands if x not in stops])
     return within
+
+
+def _first_op(node: Node) -> str:
+    """Returns the name of the op that a sum of terms starts with."""
+    while node.name in _PASSED and (operands := [x for x in node.operands if x.op is not None]):
+        node = operands[0]
+    return node.name or "an input"
 
 
 def _near_softmax(weights: Node) -> str | None:

@@ -264,13 +264,31 @@ def _choice(node: Node) -> _Choice | None:
     return itself if on is None or off is None else unknown[0]._replace(on=on, off=off)
 
 
+class Length(NamedTuple):
+    """How many keys are kept: a value, and a number to add to it; `along` is the axis of the keys."""
+
+    node: Node
+    axes: Axes
+    plus: int
+    along: int
+
+
 class Condition(NamedTuple):
-    """A value that says where scores are kept: where it is `keep`, or where none of some lines is negative."""
+    """A value that says where scores are kept.
+
+    Attributes:
+        node: the value.
+        axes: the places of its axes.
+        keep: what it is where scores are kept.
+        lines: none of them is negative where scores are kept; None if that is not known.
+        length: how many keys are kept, if it says that.
+    """
 
     node: Node
     axes: Axes
     keep: Any
     lines: tuple[Line, ...] | None
+    length: Length | None
 
 
 def conditions(node: Node, axes: Axes, keep: Any) -> Iterator[Condition]:
@@ -287,7 +305,7 @@ def conditions(node: Node, axes: Axes, keep: Any) -> Iterator[Condition]:
         # `flag & x`, as `jnp.tril` writes it
         parts = [(node.operands[0], cases.index(False) == 0), (node.operands[2 - cases.index(False)], True)]
     if not parts:
-        yield Condition(node, axes, keep, _lines(node, keep))
+        yield Condition(node, axes, keep, _lines(node, keep), _length(node, axes, keep))
     for x, kept in parts:
         if (number := _number(x)) is None or number != kept:
             yield from conditions(x, placed(x.axes, axes), kept)
@@ -314,6 +332,20 @@ def _lines(flag: Node, keep: Any) -> tuple[Line, ...] | None:
             return None
         found.append(line)
     return tuple(found)
+
+
+def _length(flag: Node, axes: Axes, keep: Any) -> Length | None:
+    """Returns the number of keys that are kept, if a flag compares their indices with one: `jnp.arange(n) < length`."""
+    name = flag.name if keep else _INVERSE.get(flag.name, "")
+    if name not in ("lt", "le", "gt", "ge"):
+        return None
+    index, length = flag.operands if name in ("lt", "le") else flag.operands[::-1]
+    line, own = _line(index), length.axes
+    if line is None or line[0] % 1 or sorted(line[1]) != [0] * (len(line[1]) - 1) + [1]:
+        return None
+    while (moved := _moved(length)) is not None and jx.dtype_of(moved[0]) != np.bool_:
+        length, own = moved[0], placed(moved[1], own)
+    return Length(length, placed(own, axes), int(name in ("le", "ge")) - int(line[0]), axes[line[1].index(1)])
 
 
 def fact_of(node: Node) -> Fact:
@@ -380,7 +412,14 @@ _ONE = Form({}, is_exp=True)
 @_memoized
 def form_of(node: Node) -> Form:
     """Returns the form of a value; one of which nothing is known is a term of its own."""
-    return (_derived(node) if jx.is_floating(node) else None) or Form({(node, node.axes): 1})
+    form = _derived(node) if jx.is_floating(node) else None
+    # A sum that holds no scores is one term: `(1 - mask) * -1e9` would lose them as `1e9 * mask - 1e9`.
+    is_kept = form is not None and (form.is_exp or any(map(_is_scores, form.terms)) or _number(node) is not None)
+    return form if form is not None and is_kept else Form({(node, node.axes): 1})
+
+
+def _is_scores(key: tuple[Any, Axes]) -> bool:
+    return isinstance(key[0], Mask | _LogSum) or getattr(key[0], "name", "") == "dot_general"
 
 
 def _derived(node: Node) -> Form | None:
