@@ -105,6 +105,9 @@ LAYOUTS = {
     "grouped, queries last": "bhgtd bhsd bhsd bhgts bhgtd",
     "transposed keys": "bthd bhds bshd bhts bthd",
     "result by heads": "bthd bshd bshd bhts bhtd",
+    "queries without a batch": "td bsd bsd bts btd",
+    "queries without heads": "btd bshd bshd bhts bthd",
+    "values without heads": "bthd bshd bsd bhts bthd",
     "wider values": "bthd bshd bshe bhts bthe",
 }
 SIZES = {"b": BATCH, "h": HEADS, "g": 2, "t": LENGTH, "s": KEYS, "d": FEATURES, "e": 12}

@@ -73,14 +73,14 @@ def _match(
     of_value = [ends[axis] for axis in of_products[1][1 - side]]
     out = [ends[axis] for axis in of_products[1][2] if ends[axis] is not None]
     k = int(not along <= {*names[0]})
-    queries, keys = (
-        [axis for axis in names[s] if isinstance(axis, int) and axis not in names[1 - s]] for s in (1 - k, k)
-    )
-    shared = [axis for axis in names[1 - k] if isinstance(axis, int) and axis in names[k]]
+    queries = [axis for axis in names[1 - k] if isinstance(axis, int) and axis not in names[k]]
+    shared = [axis for axis in names[k] if isinstance(axis, int) and axis not in along]
+    shared.sort(key=lambda axis: names[1 - k].index(axis) if axis in names[1 - k] else -1)
+    keys = [axis for axis in names[k] if axis in along]
     if {*keys} != along or not along.isdisjoint(out):
         return "the softmax, or the product that reads it, is along other axes than the keys"
-    if {axis for axis in of_value if isinstance(axis, int)} != along | {*shared}:
-        return "the values lack an axis of the keys, or have one more"
+    if not along <= {axis for axis in of_value if isinstance(axis, int)} <= along | {*shared}:
+        return "the values have an axis that the keys lack"
     biases = [x for x in terms if x is not whole[0] and not isinstance(x[0], Mask)]
     masks = [x for term, axes, _ in terms if isinstance(term, Mask) for x in conditions(term.node, axes, term.keep)]
     between = ops[places[first.op] : places[op]]
@@ -153,8 +153,8 @@ class _Layout:
         lengths = [axis for axis in queries if any(axis in axes for axes in others)]
         if not lengths:
             lengths = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
-        before = of_query[: of_query.index(lengths[0])] if lengths else of_query
-        heads = [axis for axis in shared if axis not in before] or shared[1:][-1:]
+        behind = of_query[of_query.index(lengths[0]) :] if lengths else []
+        heads = [axis for axis in shared if axis in behind] or shared[1:][-1:]
         return cls(
             rows=tuple([axis for axis in shared if axis not in heads]),
             lengths=tuple(lengths),
@@ -181,13 +181,14 @@ class _Layout:
         """The axes of biases and masks: (batch, heads, length, keys)."""
         return [self.rows, self.heads + self.groups, self.lengths, self.keys]
 
-    def arranged(self, x: Any, axes: Axes, groups: Sequence[Sequence[Any]]) -> Any:
-        """Returns an array with an axis for each group of axes; of a group of which it has none, one of one element."""
+    def arranged(self, x: Any, axes: Axes, groups: Sequence[Sequence[Any]], is_whole: bool = False) -> Any:
+        """Returns an array with an axis for each group; unless whole, one of one element if it has no axis of it."""
         names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
         x = jnp.reshape(x, [self.size(axis) for axis in names])
         x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
         x = jnp.reshape(x, [self.size(axis) if axis in names else 1 for axis in order])
-        shapes = [[1 if {*group}.isdisjoint(names) else self.size(axis) for axis in group] for group in groups]
+        kept = [is_whole or not {*group}.isdisjoint(names) for group in groups]
+        shapes = [[self.size(axis) if keep else 1 for axis in group] for group, keep in zip(groups, kept, strict=True)]
         return jnp.reshape(jnp.broadcast_to(x, [n for shape in shapes for n in shape]), list(map(math.prod, shapes)))
 
     def leave(self, x: Any, axes: Sequence[Any]) -> Any:
@@ -302,7 +303,8 @@ class _Attention:
         """Computes the attention, without axes of one element in the result."""
         n_scores = len(self.factors) + len(self.keeps)
         layouts = [*self.layout.of_inputs, *[self.layout.of_scores] * n_scores, *[[self.layout.rows]] * len(self.plus)]
-        query, key, value, *others = map(self.layout.arranged, arrays, self.axes, layouts)
+        wholes = [True] * 3 + [False] * len(arrays)
+        query, key, value, *others = map(self.layout.arranged, arrays, self.axes, layouts, wholes)
         inputs = {"query": query, "key": key, "value": value}
         if self.factors:
             total = functools.reduce(
@@ -346,10 +348,10 @@ def _between(first: Node, weights: Node, stops: Sequence[Node], ops: Sequence[Op
 
 
 def _first_op(node: Node) -> str:
-    """Returns the name of the op that a sum of terms starts with."""
-    while node.name in _PASSED and (operands := [x for x in node.operands if x.op is not None]):
+    """Returns the name of the op that scores start with."""
+    while node.name in _PASSED and (operands := [x for x in node.operands if x.value is None]):
         node = operands[0]
-    return node.name or "an input"
+    return "reshape" if node.name == "dot_general" else node.name or "an input"
 
 
 def _near_softmax(weights: Node) -> str | None:
