@@ -1,7 +1,5 @@
 """Reading, setting and checking the loss scale in an optimizer state."""
 
-from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,12 +9,7 @@ from jax.tree_util import keystr
 
 from jmp_amp._calls import check_concrete
 from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
-from jmp_amp._loss_scale._transformations import (
-    HARMFUL_WRAPPERS,
-    DynamicLossScaleState,
-    UnscaleAndCheckState,
-    is_observer,
-)
+from jmp_amp._loss_scale._transformations import DynamicLossScaleState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
 
@@ -159,9 +152,8 @@ def check_health(
             row.
 
     Raises:
-        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or a
-            transformation in front of `dynamic_loss_scale` holds arrays that are not finite; or the last two steps
-            overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
+        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
+            steps overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
             `max_skips` steps overflowed. The message names the leaves that are not finite, and contains the history of
             the scale and a cure.
         TypeError: called inside `jit`.
@@ -194,9 +186,6 @@ def check_health(
     elif description := describe_nonfinite(count_nonfinite(params), params):
         fact = f"parameters are not finite: {description}"
         cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
-    elif description := describe_nonfinite(_overflows_in_front(opt_state)):
-        fact = f"a transformation in front of `dynamic_loss_scale` keeps an overflow in its state: {description}"
-        cure = "move it inside, `dynamic_loss_scale(optax.chain(...))`, and restore the last checkpoint"
     elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
         fact = "the gradients overflow although the loss scale is at its minimum"
     elif consecutive_skips >= max_skips:
@@ -291,38 +280,11 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
     return ", ".join(nonfinite[:shown]) + more
 
 
-def _overflows_in_front(opt_state: Any) -> Any:
-    """Returns a tree of bool[]: which arrays in front of `dynamic_loss_scale`, in a chain, are not finite."""
-    in_front = [path for path, _ in _states_in_front(opt_state)]
-
-    def overflows(path: tuple[Any, ...], x: Any) -> Any:
-        if not is_inexact(x) or not any(path[: len(start)] == start for start in in_front):
-            return False
-        # A number may be infinite until it is known, such as the best loss so far.
-        return jnp.any(~jnp.isfinite(x) if jnp.ndim(x) else jnp.isnan(x))
-
-    return jax.tree.map_with_path(overflows, opt_state, is_leaf=is_observer)
-
-
-def _states_in_front(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(tree, DynamicLossScaleState) or not _nodes(tree, DynamicLossScaleState):
-        return
-    for key, x in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree):
-        if _nodes(x, DynamicLossScaleState):
-            yield from _states_in_front(x, path + key)
-            return
-        if type(tree) in (tuple, OrderedDict) and isinstance(x, tuple):  # as `optax.chain` and `named_chain` have them
-            yield path + key, x
-
-
 def find_state(opt_state: Any) -> LossScaleState:
     """Returns the only `LossScaleState` in a tree, without the boxes that Flax NNX's optimizer puts around arrays.
 
-    Every step calls it to get the scale, so it also checks that `dynamic_loss_scale` is the outermost wrapper.
-
     Raises:
-        ValueError: there is no loss scale or more than one, or a transformation outside of `dynamic_loss_scale` changes
-            its gradients.
+        ValueError: there is no loss scale or more than one.
     """
     found = _nodes(opt_state, LossScaleState)
     if not found:
@@ -333,15 +295,6 @@ def find_state(opt_state: Any) -> LossScaleState:
     if len(found) > 1:
         paths = ", ".join(f"opt_state{path}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state; pass only one of: {paths}")
-    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *HARMFUL_WRAPPERS):
-        if isinstance(x, UnscaleAndCheckState) and _nodes(opt_state, DynamicLossScaleState):
-            raise ValueError(
-                f"`unscale_and_check` is outside of `dynamic_loss_scale`, at opt_state{path}, so it would unscale the "
-                "gradients a second time, and replace overflows by zeros; move it inside, or remove it"
-            )
-        if type(x) in HARMFUL_WRAPPERS and _nodes(x, DynamicLossScaleState):
-            name, harm = HARMFUL_WRAPPERS[type(x)]
-            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {harm}")
     return LossScaleState(*jax.tree.leaves(found[0][1]))
 
 

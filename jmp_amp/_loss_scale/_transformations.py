@@ -1,13 +1,12 @@
 """The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
 import inspect
-import traceback
-from collections.abc import Callable, Hashable, Iterator
-from types import FrameType
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.tree_util import keystr
@@ -15,8 +14,17 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote, takes_options
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale, warn_if_constant
-from jmp_amp._trees import is_inexact, is_value, select_tree
+from jmp_amp._loss_scale._composition import Composition, as_unscaled, is_analysed
+from jmp_amp._loss_scale._rule import (
+    LossScale,
+    LossScaleState,
+    is_concrete,
+    to_flag,
+    to_number,
+    to_scale,
+    warn_if_constant,
+)
+from jmp_amp._trees import is_value, select_tree
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -77,12 +85,17 @@ def unscale_and_check(
         [-0.5 -1. ]
     """
     check_axis_name(axis_name)
+    composition = Composition(
+        "unscale_and_check", "unscale once, in front of the rest, or wrap it all in `dynamic_loss_scale`"
+    )
 
     def update(
         updates: optax.Updates, state: UnscaleAndCheckState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
         if state.last_finite is None:
             return updates, state
+        if is_analysed():
+            return as_unscaled(updates), state
         loss_scale = extra_args.get("loss_scale")
         if loss_scale is None:
             raise TypeError(
@@ -90,16 +103,9 @@ def unscale_and_check(
                 "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
-        for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
-            if isinstance(x, optax.MaskedNode):
-                raise ValueError(
-                    f"`unscale_and_check` would leave the gradient at `{keystr(path)}` scaled, because "
-                    "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
-                    "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
-                )
         warn_if_constant(loss_scale, updates)
         _gradients.check_scaled(updates)
-        _check_in_front("unscale_and_check", "put it behind `unscale_and_check`")
+        composition.check(updates, is_scaled=not (is_concrete(loss_scale) and np.all(np.asarray(loss_scale) == 1)))
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
@@ -215,6 +221,9 @@ def dynamic_loss_scale(
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
+    composition = Composition(
+        "dynamic_loss_scale", "wrap the whole optimizer once, `dynamic_loss_scale(optax.chain(...))`"
+    )
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         leaves = _gradients.differentiated(params) if nonfinite_leaves else None
@@ -228,7 +237,8 @@ def dynamic_loss_scale(
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
         cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
         check_type("state", state, DynamicLossScaleState, cure)
-        _check_wrappers()
+        if is_analysed():
+            return as_unscaled(updates), state
         if params is not None:
             _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
@@ -236,7 +246,8 @@ def dynamic_loss_scale(
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
         _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
-        _check_in_front("dynamic_loss_scale", "move it inside, `dynamic_loss_scale(optax.chain(...))`")
+        is_scaled = given_scale is not None or not loss_scale.is_static or loss_scale.init_scale != 1
+        composition.check(updates, is_scaled=is_scaled)
         factor = 1 / scale
         is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
@@ -263,76 +274,6 @@ def dynamic_loss_scale(
         return new_updates, DynamicLossScaleState(new_scale, inner_state, squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-# By the type of their state.
-HARMFUL_WRAPPERS = {
-    optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite",
-        "the loss scale would not back off on overflow; remove it: `dynamic_loss_scale` skips overflows itself",
-    ),
-    optax.MultiStepsState: (
-        "optax.MultiSteps",
-        "an overflow would remain in the accumulated gradients, or not reach the loss scale; move it inside, "
-        "`dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
-        "`amp.value_and_grad(..., accumulate_steps=)`",
-    ),
-    optax.contrib.MechanicState: (
-        "optax.contrib.mechanize",
-        "an overflow would remain in its state; move it inside, `dynamic_loss_scale(optax.contrib.mechanize(...))`",
-    ),
-    optax.contrib.SAMState: (
-        "optax.contrib.sam",
-        "parameters would become NaN on overflow; move it inside, `dynamic_loss_scale(optax.contrib.sam(...))`",
-    ),
-}
-
-
-def _check_wrappers() -> None:
-    """Raises ValueError if `update` is called by a wrapper that keeps overflows, or keeps them from the loss scale.
-
-    The caller is the only evidence where the loss is scaled by the state that the wrapper holds, as with
-    `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`.
-    """
-    for function, _ in _callers_in_optax():
-        for name, harm in HARMFUL_WRAPPERS.values():
-            if function.startswith(f"{name.rpartition('.')[2]}."):
-                raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, so {harm}")
-
-
-def _check_in_front(name: str, cure: str) -> None:
-    """Raises ValueError if a transformation of optax has run before this one in a chain, and keeps gradients."""
-    for function, frame in _callers_in_optax():
-        if function.startswith(("chain.", "named_chain.")):
-            states = frame.f_locals.get("new_state")  # of the transformations that have run
-            nodes = jax.tree.leaves_with_path(states, is_leaf=lambda x: is_observer(x) or _keeps_gradients(x))
-            for path, x in nodes:
-                if _keeps_gradients(x):
-                    raise ValueError(
-                        f"a transformation in front of `{name}` in a chain, at {keystr(path)}, keeps scaled gradients "
-                        f"in a `{type(x).__name__}`, so an overflow would remain there; {cure}"
-                    )
-
-
-def _callers_in_optax() -> Iterator[tuple[str, FrameType]]:
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_globals.get("__name__", "").startswith("optax."):
-            yield frame.f_code.co_qualname, frame
-
-
-def is_observer(state: Any) -> bool:
-    """Whether a node of a tree is a state of optax that no update depends on."""
-    return type(state).__name__ in ("MonitorState", "SnapshotState")  # optax 0.2.5 does not export them
-
-
-def _keeps_gradients(state: Any) -> bool:
-    """Whether a node of a tree is a state of optax that holds numbers itself, other than hyperparameters."""
-    kind = type(state)
-    if not (isinstance(state, tuple) and kind.__module__.startswith("optax.")) or is_observer(state):
-        return False
-    if kind.__name__ in ("InjectHyperparamsState", "InjectStatefulHyperparamsState", "ReduceLROnPlateauState"):
-        return False
-    return any(map(is_inexact, jax.tree.leaves(tuple(state), is_leaf=lambda x: hasattr(x, "_fields"))))
 
 
 def _disable_check(path: Any, x: Any) -> Any:
