@@ -260,7 +260,7 @@ def test_what_stands_in_front_of_the_wrapper_raises_unless_it_commutes_with_the_
     if name in SILENT:
         jax.eval_shape(update, params)
     else:
-        with pytest.raises(ValueError, match=r"`dynamic_loss_scale`.* at \[0\].*; wrap the whole optimizer once"):
+        with pytest.raises(ValueError, match=r"`dynamic_loss_scale`.* at \[0\].*; move it inside, "):
             jax.eval_shape(update, params)
 
 
@@ -279,14 +279,14 @@ def test_what_raises_in_front_of_the_wrapper_is_wrong_and_nothing_else_is(name, 
             grads = jax.tree.map(lambda g: g * factor, grads)
             return tx.update(grads, state, params, **case_of(name).extra(value, grads))
 
-        for factors in ([1, 1, 1, 1], [1, np.inf, 1, 1], [1, 1, np.nan, 1]):
+        for factors in ([1, 1, 1, 1], [1, np.inf, 1, 1, 1], [1, 1, np.nan, 1, 1]):
             params, state, updates[scale] = start, tx.init(start), updates.get(scale, [])
             for factor in factors:
                 each, state = step(params, state, jnp.float32(factor))
                 is_seen = bool(state[-1].loss_scale.last_finite) == bool(np.isfinite(factor))
                 if scale > 1 and not is_seen:
                     faults.add("an overflow is hidden or kept")
-                if not np.isnan(np.sum(factors)) and np.isfinite(np.sum(factors)):
+                if np.isfinite(np.sum(factors)):
                     updates[scale].append(each)
                 else:
                     params = optax.apply_updates(params, each)
@@ -295,6 +295,8 @@ def test_what_raises_in_front_of_the_wrapper_is_wrong_and_nothing_else_is(name, 
     close = jax.tree.map(functools.partial(np.allclose, rtol=1e-3, atol=1e-9), updates[1.0], updates[2.0**12])
     if not all(jax.tree.leaves(close)):
         faults.add("the scale changes the updates")
+    if name == "set_to_zero":  # no gradient is left that could overflow
+        faults -= {"an overflow is hidden or kept"}
     assert bool(faults) == (name not in SILENT or name.endswith("private_aggregate")), faults
 
 

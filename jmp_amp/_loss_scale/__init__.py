@@ -1,6 +1,6 @@
 """Loss scaling: the rule, scaled gradients, the optax transformations, and functions of their state."""
 
-from jmp_amp._loss_scale._grad import LOSS_SCALE, grad, value_and_grad
+from jmp_amp._loss_scale._grad import LOSS_SCALE, MICRO_BATCHES, grad, value_and_grad
 from jmp_amp._loss_scale._gradients import is_frozen
 from jmp_amp._loss_scale._rule import LARGEST_SCALE, SMALLEST_SCALE, LossScale, LossScaleState, to_count, to_number
 from jmp_amp._loss_scale._state import (

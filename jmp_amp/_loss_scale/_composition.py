@@ -29,7 +29,7 @@ class Composition:
     """The check for one transformation that unscales."""
 
     def __init__(self, name: str, cure: str) -> None:
-        """Takes the name of the transformation, and what to do with one that stands in front of it."""
+        """Takes the name of the transformation, and what to do with `{outer}`, the function around it."""
         self._name, self._cure = name, cure
         self._passed: dict[Any, Any] = {}  # outside `jit`, each composition is checked once
 
@@ -53,7 +53,7 @@ class Composition:
         if is_traced or key not in self._passed:
             analysis = _Analysis(self._name, outer, is_scaled)
             if error := analysis.find_error(*_call_of(frame)):
-                raise ValueError(f"{error}; {self._cure}")
+                raise ValueError(f"{error}; {self._cure.format(outer=outer)}")
             self._passed[key] = held
 
 

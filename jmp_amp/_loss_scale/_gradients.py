@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import Literal
@@ -29,7 +30,32 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
     # A multiplication, because XLA rewrites only some divisions by a scalar as multiplications. Plain JAX instead of a
     # kernel, so that XLA fuses it into the operations that use the result.
     with jax.named_scope(UNSCALE_SCOPE):
-        return multiply_wide(tree, factor)
+        return multiply(tree, factor)
+
+
+def multiply(tree: Any, factor: jax.Array) -> Any:
+    """As `unscale`, for gradients that stay scaled."""
+    return with_overwritten(tree, multiply_wide(tree, factor))
+
+
+def is_overwritten(path: tuple[Any, ...], x: Any) -> bool:
+    """Whether a leaf of a tree of gradients is no gradient, but the next state of a float8 module of Flax.
+
+    References:
+        `OVERWRITE_WITH_GRADIENT` and `fm32` in `flax.linen.fp8_ops`.
+    """
+    is_max = getattr(getattr(x, "dtype", None), "name", "").startswith("fp8_meta")
+    return is_max or "['_overwrite_with_gradient']" in keystr(path)
+
+
+def without_overwritten(grads: Any) -> Any:
+    """Returns the gradients, with a number in place of each leaf that is none."""
+    return jax.tree.map_with_path(lambda path, x: np.int32(0) if is_overwritten(path, x) else x, grads)
+
+
+def with_overwritten(grads: Any, new: Any) -> Any:
+    """Returns `new`, a tree as the gradients, with the leaves of these that are no gradients."""
+    return jax.tree.map_with_path(lambda path, x, y: x if is_overwritten(path, x) else y, grads, new)
 
 
 def check_grads(
@@ -59,6 +85,7 @@ def check_grads(
     """
     from pallas_kernels import check_finite
 
+    grads = without_overwritten(grads)
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)

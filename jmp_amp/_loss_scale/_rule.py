@@ -11,6 +11,7 @@ import optax
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, quote, shorten, warn, with_options
+from jmp_amp._loss_scale._gradients import with_overwritten, without_overwritten
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
@@ -174,8 +175,9 @@ class LossScale:
         from pallas_kernels import unscale_check
 
         warn_if_constant(state, tree)
-        unscaled_grads, is_finite, _ = unscale_check(tree, 1 / state.loss_scale, implementation=implementation)
-        return unscaled_grads, is_finite
+        grads = without_overwritten(tree)
+        unscaled_grads, is_finite, _ = unscale_check(grads, 1 / state.loss_scale, implementation=implementation)
+        return with_overwritten(tree, unscaled_grads), is_finite
 
     def update(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:
         """Returns the state for the next step.

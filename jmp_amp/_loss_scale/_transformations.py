@@ -86,7 +86,7 @@ def unscale_and_check(
     """
     check_axis_name(axis_name)
     composition = Composition(
-        "unscale_and_check", "unscale once, in front of the rest, or wrap it all in `dynamic_loss_scale`"
+        "unscale_and_check", "unscale once, in front of it, or wrap it all in `dynamic_loss_scale`"
     )
 
     def update(
@@ -109,6 +109,7 @@ def unscale_and_check(
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
+        unscaled_grads = _gradients.with_overwritten(updates, unscaled_grads)
         return unscaled_grads, UnscaleAndCheckState(last_finite=is_finite)
 
     return optax.GradientTransformationExtraArgs(lambda params: UnscaleAndCheckState(jnp.asarray(True)), update)
@@ -221,9 +222,7 @@ def dynamic_loss_scale(
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
-    composition = Composition(
-        "dynamic_loss_scale", "wrap the whole optimizer once, `dynamic_loss_scale(optax.chain(...))`"
-    )
+    composition = Composition("dynamic_loss_scale", "move it inside, `dynamic_loss_scale({outer}(...))`")
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         leaves = _gradients.differentiated(params) if nonfinite_leaves else None

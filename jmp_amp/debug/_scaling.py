@@ -8,7 +8,7 @@ import jax
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import transformation, warn
-from jmp_amp._loss_scale import LossScaleState, Origins, Unit, UnitAnalysis, describe_unit
+from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Origins, Unit, UnitAnalysis, describe_unit
 from jmp_amp.debug._report import check_callable, location_of
 
 _MAX_ERRORS = 5
@@ -24,6 +24,10 @@ _NEVER_SCALED = (
 _HIDES = (
     "replaces non-finite values of gradients that are still scaled, so that the loss scale does not see overflows: "
     "leave them in; `dynamic_loss_scale` skips the step"
+)
+_SAME_KEY = (
+    "draws the same random numbers in every micro-batch: pass a typed key, `jax.random.key(...)`, as an argument of "
+    "the loss, or split the key and name it in `batch_argnums`"
 )
 _IS_LOGGED = "divide it by the scale, or log `amp.metrics(opt_state)['grad_norm']`"
 
@@ -42,8 +46,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     - The gradients are unscaled twice, in part, or not at all, before they reach the optimizer state or the parameters.
     - The gradients are clipped, or weight decay or noise is added, while they are scaled.
 
-    It warns of what may be intended: `jnp.nan_to_num` of scaled gradients, and scalar results that are scaled, such as
-    a logged norm of gradients.
+    It warns of what may be intended: `jnp.nan_to_num` of scaled gradients, scalar results that are scaled, such as a
+    logged norm of gradients, and random numbers that are the same in all micro-batches of `accumulate_steps`.
 
     Args:
         step: the train step, jitted or not. Its arguments contain the loss scale, as the state of `dynamic_loss_scale`
@@ -129,3 +133,22 @@ class _StepAnalysis(UnitAnalysis):
         if flag.finds_nonfinite == "each":
             self.warnings[f"{location_of(self.path).where}, `step` {_HIDES}"] = None
         return frozenset()
+
+    def infer_equation(self, eqn: Any, operands: list[Unit]) -> list[Unit]:
+        """Warns of random numbers that do not depend on the number of the micro-batch."""
+        is_random = eqn.primitive.name in ("random_bits", "random_gamma")
+        if is_random and MICRO_BATCHES not in operands[0].origins and any(map(_accumulates, self.path)):
+            self.warnings[f"{location_of([*self.path, eqn]).where}, `step` {_SAME_KEY}"] = None
+        return super().infer_equation(eqn, operands)
+
+    def enter_loop(self, loop: jx.Loop, operands: list[Unit]) -> list[Unit]:
+        """Marks what differs between micro-batches."""
+        inputs = super().enter_loop(loop, operands)
+        if not _accumulates(self.path[-1]):
+            return inputs
+        n = loop.n_consts
+        return inputs[:n] + [unit._replace(origins=unit.origins | {MICRO_BATCHES}) for unit in inputs[n:]]
+
+
+def _accumulates(eqn: Any) -> bool:
+    return eqn.primitive.name == "scan" and MICRO_BATCHES in jx.marks_in(eqn.source_info.name_stack)
