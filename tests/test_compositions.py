@@ -553,6 +553,15 @@ def loss_on(params, x):
     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
 
+def penalized(p, x, factor):
+    return loss_on(p, x) + factor * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+
+
+def weighted(p, x):
+    weights = jnp.abs(x[:, 0])
+    return jnp.sum(weights * jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) ** 2, 1)) / jnp.sum(weights)
+
+
 # From parameters, batch and scale, gradients of the loss.
 SCALED = {
     "by value_and_grad": lambda p, x, scale: amp.grad(loss_on, loss_scale=scale)(p, x),
@@ -575,6 +584,8 @@ SCALED = {
         lambda g, h: g + scale * h, amp.grad(loss_on, loss_scale=scale)(p, x), jax.grad(loss_on)(p, -x)
     ),
     "not here": lambda p, x, scale: p,
+    "with a traced penalty": lambda p, x, scale: amp.grad(penalized, loss_scale=scale)(p, x, x[0, 0]),
+    "a mean with weights": lambda p, x, scale: amp.grad(weighted, loss_scale=scale)(p, x),
 }
 UNSCALED = {
     "without a scale": lambda p, x, scale: amp.grad(loss_on)(p, x),
@@ -587,6 +598,11 @@ UNSCALED = {
     "in micro-batches": lambda p, x, scale: amp.grad(loss_on, accumulate_steps=2)(p, x),
     "masked": lambda p, x, scale: jax.tree.map(lambda g: g * np.float32([1, 0]), jax.grad(loss_on)(p, x)),
     "clipped": lambda p, x, scale: jax.tree.map(lambda g: jnp.clip(g, -1, 1), jax.grad(loss_on)(p, x)),
+    "with a traced penalty": lambda p, x, scale: amp.grad(penalized)(p, x, x[0, 0]),
+    "a mean with weights": lambda p, x, scale: jax.grad(weighted)(p, x),
+    "between two losses": lambda p, x, scale: amp.grad(
+        lambda p, x, t: t * loss_on(p, x) + (1 - t) * loss_on(p, 2 * x)
+    )(p, x, x[0, 0]),
 }
 AROUND = {  # traced, as this is where a wrong scale is found, and not compiled
     "jit": lambda step, *args: jax.jit(step)(*args),
