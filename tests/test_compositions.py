@@ -600,9 +600,9 @@ UNSCALED = {
     "clipped": lambda p, x, scale: jax.tree.map(lambda g: jnp.clip(g, -1, 1), jax.grad(loss_on)(p, x)),
     "with a traced penalty": lambda p, x, scale: amp.grad(penalized)(p, x, x[0, 0]),
     "a mean with weights": lambda p, x, scale: jax.grad(weighted)(p, x),
-    "between two losses": lambda p, x, scale: amp.grad(
-        lambda p, x, t: t * loss_on(p, x) + (1 - t) * loss_on(p, 2 * x)
-    )(p, x, x[0, 0]),
+    "between two losses": lambda p, x, scale: amp.grad(lambda p, x, t: t * loss_on(p, x) + (1 - t) * loss_on(p, 2 * x))(
+        p, x, x[0, 0]
+    ),
 }
 AROUND = {  # traced, as this is where a wrong scale is found, and not compiled
     "jit": lambda step, *args: jax.jit(step)(*args),

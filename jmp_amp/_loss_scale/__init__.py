@@ -2,7 +2,15 @@
 
 from jmp_amp._loss_scale._grad import LOSS_SCALE, MICRO_BATCHES, grad, value_and_grad
 from jmp_amp._loss_scale._gradients import is_frozen
-from jmp_amp._loss_scale._rule import LARGEST_SCALE, SMALLEST_SCALE, LossScale, LossScaleState, to_count, to_number
+from jmp_amp._loss_scale._rule import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScale,
+    LossScaleState,
+    check_rule,
+    to_count,
+    to_number,
+)
 from jmp_amp._loss_scale._state import (
     LossScaleError,
     check_health,

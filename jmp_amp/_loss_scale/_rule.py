@@ -1,5 +1,6 @@
 """The rule by which a loss scale adapts, its state, and the numbers that it takes."""
 
+import contextlib
 import dataclasses
 import math
 from typing import Any, NamedTuple, Self
@@ -287,6 +288,16 @@ _NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
     "max_scale": ("max_loss_scale",),
     "hysteresis": ("delayed_shift",),
 }
+
+
+def check_rule(value: Any) -> None:
+    """Raises TypeError unless `value` is a `LossScale`; apex's `loss_scale` is `"dynamic"` or a number."""
+    cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
+    if isinstance(value, str) and value == "dynamic":
+        cure = "leave it out, or pass `LossScale.apex()`, apex's rule: a `LossScale` is dynamic unless it is static"
+    with contextlib.suppress(TypeError, ValueError):
+        cure = f"pass `LossScale.static({float(value)})` for a fixed scale, or leave it out for a dynamic one"
+    check_type("loss_scale", value, LossScale, cure)
 
 
 def is_scale(value: Any) -> Any:

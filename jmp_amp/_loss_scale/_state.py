@@ -1,13 +1,15 @@
 """Reading, setting and checking the loss scale in an optimizer state."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import keystr
 
-from jmp_amp._calls import check_concrete
+from jmp_amp._calls import check_concrete, warn
 from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
@@ -137,6 +139,9 @@ def check_health(
 ) -> None:
     """Raises `LossScaleError` if training cannot recover by itself.
 
+    It also warns if steps are skipped for a leaf that the optimizer keeps no state for, as it may be frozen, and if the
+    optimizer has taken no step although the scale has counted some, as after a checkpoint that was restored in part.
+
     It waits for the device, so call it only occasionally, outside `jit`. If `params` or `grads` are sharded over
     several processes, all of these must call it, because the check runs a computation on all their devices.
 
@@ -180,6 +185,24 @@ def check_health(
     check_concrete((state, params, grads), "check_health", cure)
     state = jax.device_get(state)
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
+    wrapper = next((x for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
+    flags = None if wrapper is None else wrapper.nonfinite_leaves
+    if wrapper is not None and state.growth_tracker.max() > 0 and _is_fresh(wrapper.inner_state):
+        warn(
+            "the optimizer inside `dynamic_loss_scale` has taken no step, although the scale has counted "
+            f"{state.growth_tracker.max()}: a checkpoint of another optimizer may have been restored in part; restore "
+            "it for the optimizer alone, and write it into this state, `opt_state._replace(inner_state=restored)`"
+        )
+    if wrapper is not None and consecutive_skips > 1:
+        bad = [
+            path for tree in (count_nonfinite(grads), flags) for path, x in jax.tree.leaves_with_path(tree) if x.any()
+        ]
+        if frozen := _without_state(wrapper.inner_state, bad):
+            warn(
+                f"the gradient of {', '.join(map(keystr, frozen))} is not finite, so steps are skipped, but the "
+                "optimizer keeps no state for it: if it is frozen, do not differentiate it, or freeze it outside, "
+                "`optax.partition({'train': dynamic_loss_scale(...), 'frozen': optax.set_to_zero()}, ...)`"
+            )
     if not is_scale(state.loss_scale).all():
         fact = "the loss scale in the state is not between 2^-126 and 2^126"
         cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
@@ -192,7 +215,6 @@ def check_health(
         fact = f"the last {consecutive_skips} steps overflowed"
     else:
         return
-    flags = next((x.nonfinite_leaves for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
     description = describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(flags)
     if description:
         fact += f"; non-finite gradients: {description}"
@@ -278,6 +300,25 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
             nonfinite.append(keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})"))
     more = f" and {len(nonfinite) - shown} more leaves" if len(nonfinite) > shown else ""
     return ", ".join(nonfinite[:shown]) + more
+
+
+def _is_fresh(inner_state: Any) -> bool:
+    """Whether nothing in the state of an optimizer has been counted, and it has moments that are all zero."""
+    leaves = [x for x in jax.tree.leaves(inner_state) if isinstance(x, jax.Array | np.ndarray)]
+    counts = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: hasattr(x, "count"))
+    moments = [y for x in nodes if hasattr(x, "count") for y in jax.tree.leaves(x) if is_inexact(y) and jnp.ndim(y)]
+    return bool(moments) and not any(jnp.any(x != 0) for x in counts + moments)
+
+
+def _without_state(inner_state: Any, paths: Sequence[Any]) -> list[Any]:
+    """Returns those paths of parameters at which a state of an optimizer has nothing, as a mask leaves it out."""
+    leaves = jax.tree.leaves_with_path(inner_state, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+    def found(path: Any) -> set[bool]:
+        return {isinstance(x, optax.MaskedNode) for place, x in leaves if path and place[-len(path) :] == path}
+
+    return [path for path in dict.fromkeys(paths) if found(path) == {True}]
 
 
 def find_state(opt_state: Any) -> LossScaleState:

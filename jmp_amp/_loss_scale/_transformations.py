@@ -18,6 +18,7 @@ from jmp_amp._loss_scale._composition import Composition, as_unscaled, is_analys
 from jmp_amp._loss_scale._rule import (
     LossScale,
     LossScaleState,
+    check_rule,
     is_concrete,
     to_flag,
     to_number,
@@ -215,8 +216,7 @@ def dynamic_loss_scale(
         The protocol is that of torch's `GradScaler`, the interface that of `optax.apply_if_finite`.
     """
     check_inner(inner, "dynamic_loss_scale")
-    cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
-    check_type("loss_scale", loss_scale, LossScale, cure)
+    check_rule(loss_scale)
     if skip not in ("cond", "select"):
         raise ValueError(f'`skip` must be "cond" or "select", got {quote(skip)}')
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
