@@ -21,7 +21,7 @@ _GRADIENTS, _UNSCALED = "scaled gradients", "unscaled gradients"  # origins
 
 
 def is_analysed() -> bool:
-    """Whether `check_composition` traces the transformation here."""
+    """Whether `Composition` traces the transformation here."""
     return _is_analysed.value
 
 
@@ -31,7 +31,7 @@ class Composition:
     def __init__(self, name: str, cure: str) -> None:
         """Takes the name of the transformation, and what to do with `{outer}`, the function around it."""
         self._name, self._cure = name, cure
-        self._passed: dict[Any, Any] = {}  # outside `jit`, each composition is checked once
+        self._passed = jx.Cache()  # outside `jit`, each composition is checked once
 
     def check(self, updates: Any, *, is_scaled: bool) -> None:
         """Raises ValueError if what runs around the `update` that calls this is wrong for scaled gradients.
@@ -48,13 +48,16 @@ class Composition:
         if frame is None:
             return
         held = [frame.f_locals.get(name) for name in frame.f_code.co_freevars]
-        key = frame.f_code, *map(id, held), is_scaled
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(updates))
-        if is_traced or key not in self._passed:
-            analysis = _Analysis(self._name, outer, is_scaled)
-            if error := analysis.find_error(*_call_of(frame)):
+
+        def passed() -> Any:
+            if error := _Analysis(self._name, outer, is_scaled).find_error(frame):
                 raise ValueError(f"{error}; {self._cure.format(outer=outer)}")
-            self._passed[key] = held
+            return held  # keeps their ids
+
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(updates)):
+            passed()
+        else:
+            self._passed(frame.f_code, (*map(id, held), is_scaled), passed)
 
 
 def as_unscaled(updates: Any) -> Any:
@@ -138,11 +141,12 @@ class _Analysis(UnitAnalysis):
         self._reached: list[Unit] = []  # what is unscaled
         self._behind: list[tuple[str, list[Unit]]] = []  # what each place in a chain returns, in front of that
 
-    def find_error(self, update: Callable, *args: Any) -> str | None:
-        """Returns what is wrong with a call of an `update`; None also if it cannot be traced a second time."""
+    def find_error(self, frame: types.FrameType) -> str | None:
+        """Returns what is wrong with the `update` of a frame; None also if it cannot be traced a second time."""
         with contextlib.suppress(Exception), _is_analysed(True):
+            update, *args = _call_of(frame)
             program, arrays, rebuild = jx.trace_call(update, args, {})
-            _, with_arrays = jx.split_arrays(args)
+            _, with_arrays = jx.split_arrays(tuple(args))
             leaves = jax.tree.leaves_with_path(with_arrays([_ARRAY] * len(arrays)))
             paths = [path for path, x in leaves if x is _ARRAY]
             is_inexact = [jx.is_inexact(var) for var in jx.open_jaxpr(program)[0].outvars]
@@ -160,17 +164,17 @@ class _Analysis(UnitAnalysis):
 
     def _input(self, path: Any, shape: Any, kept: dict[Any, Unit] | None) -> Unit:
         origin = frozenset({path})
-        match _group(path):
-            case "updates":
-                return self._gradient
-            case "state" if kept is None:
-                return Unit(is_data_free=False, origins=origin)
-            case "state" if path in kept:
-                return kept[path]._replace(origins=origin | {_GRADIENTS})
-            case "extra arguments" if path[-1] == jax.tree_util.DictKey("loss_scale"):
-                return self.scales[0]
-            case "extra arguments" if shape:
-                return Unit(is_data_free=False)  # such as gradients
+        group = _group(path)
+        if group == "updates":
+            return self._gradient
+        if group == "state" and kept is None:
+            return Unit(is_data_free=False, origins=origin)
+        if kept and path in kept:
+            return kept[path]._replace(origins=origin | {_GRADIENTS})
+        if group == "extra arguments" and path[-1] == jax.tree_util.DictKey("loss_scale"):
+            return self.scales[0]
+        if group == "extra arguments" and shape:  # such as gradients
+            return Unit(is_data_free=False)
         return self.unscaled._replace(origins=origin)
 
     def _error_in(self, results: dict[Any, Unit]) -> str | None:
@@ -183,10 +187,9 @@ class _Analysis(UnitAnalysis):
         for error in filter(None, map(self._error_of, self._reached)):
             return f"{around} {error}"
         updates = {path[1:]: unit for path, unit in results.items() if _group(path) == "updates"}
-        read, before = frozenset[Any]().union(*(x.origins for x in (*self._reached, *updates.values()))), frozenset()
-        while read != before:
-            before = read
-            read = read.union(*(unit.origins for path, unit in results.items() if path in read))
+        read, more = Origins(), Origins().union(*(x.origins for x in (*self._reached, *updates.values())))
+        while read != more:
+            read, more = more, more.union(*(unit.origins for path, unit in results.items() if path in more))
         for path, unit in results.items():
             if path in read and _is_kept(path, unit):
                 where = keystr(path[1:])

@@ -237,10 +237,9 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
     """
 
     def accumulated(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
-        differentiated = _argnums_as_tuple(argnums)
-        if not all(-len(args) <= i < len(args) for i in differentiated):
+        if not all(-len(args) <= i < len(args) for i in _argnums_as_tuple(argnums)):
             return value_and_grad(*args, **kwargs)  # raises as `jax.value_and_grad` does
-        differentiated = {i % len(args) for i in differentiated}
+        differentiated = {i % len(args) for i in _argnums_as_tuple(argnums)}
         to_split = _arguments_to_split(args, differentiated, batch_argnums, steps)
         batches = {i: _split_into_micro_batches(i, args[i], steps) for i in to_split}
         if not jax.tree.leaves(batches):
@@ -265,8 +264,8 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
             total = jax.tree.map_with_path(_accumulated, total, _without_float0((loss, grads)))
             return (total, state), aux
 
-        batches = (jnp.arange(steps, dtype=jnp.uint32), batches)
-        first = jax.tree.map(lambda x: x[0], batches)
+        numbered = jnp.arange(steps, dtype=jnp.uint32), batches
+        first = jax.tree.map(lambda x: x[0], numbered)
         closed, _, rebuild = jx.trace_call(evaluate, (state, first), {})
         # Casts of weights, or their scales in float8, are the same for all micro-batches. A module returns its weights
         # as it got them.
@@ -288,7 +287,7 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         before = _modules.arrays_by_path(state)
         start = jax.tree.map_with_path(_start_of_sum, _without_float0((loss, grads)))
         with jx.marked(MICRO_BATCHES):
-            (total, state), aux = lax.scan(step, (start, state), batches)
+            (total, state), aux = lax.scan(step, (start, state), numbered)
         _modules.update_modules(modules, _modules.changed_state(before, state))
 
         def reduced(path: Any, like: Any, x: Any) -> Any:

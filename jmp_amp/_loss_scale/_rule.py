@@ -293,10 +293,11 @@ _NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
 def check_rule(value: Any) -> None:
     """Raises TypeError unless `value` is a `LossScale`; apex's `loss_scale` is `"dynamic"` or a number."""
     cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
-    if isinstance(value, str) and value == "dynamic":
-        cure = "leave it out, or pass `LossScale.apex()`, apex's rule: a `LossScale` is dynamic unless it is static"
-    with contextlib.suppress(TypeError, ValueError):
-        cure = f"pass `LossScale.static({float(value)})` for a fixed scale, or leave it out for a dynamic one"
+    if isinstance(value, str | int | float):
+        with contextlib.suppress(ValueError):
+            cure = f"pass `LossScale.static({float(value)})` for a fixed scale, or leave it out for a dynamic one"
+        if value == "dynamic":
+            cure = "leave it out, or pass `LossScale.apex()`, apex's rule: a `LossScale` is dynamic unless it is static"
     check_type("loss_scale", value, LossScale, cure)
 
 
