@@ -253,9 +253,10 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         def evaluate(state: Any, batch: Any) -> tuple[tuple[tuple[jax.Array, Any], Any], Any]:
             number, parts = batch
             copies = positional, named = merge(state)
-            whole = {i: x if i in differentiated else _fold_keys(x, number) for i, x in enumerate(args)}
-            inputs = [(whole | positional | parts)[i] for i in range(len(args))]
-            options = {**_fold_keys(kwargs, number), **named}
+            given = dict(enumerate(args)) | positional | parts
+            as_given = differentiated | positional.keys() | parts.keys()
+            inputs = [x if i in as_given else _fold_keys(x, number) for i, x in sorted(given.items())]
+            options = {k: named[k] if k in named else _fold_keys(x, number) for k, x in kwargs.items()}
             return value_and_grad(*inputs, **options), _modules.state_of_modules(copies)
 
         def step(carry: Any, batch: Any) -> tuple[Any, Any]:
