@@ -16,7 +16,8 @@ from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_uni
 from jmp_amp._trees import multiply_wide
 
 _is_analysed = jax.make_user_context(False)  # of JAX's caches, so that no jitted function keeps what is traced here
-_EPSILON = 1e-4  # no threshold of anybody
+_EPSILON = 1e-4  # smaller constants avoid a division by 0, and clip nothing
+_UNKNOWN = (Exception,)  # whatever a function of the user raises, if it is traced a second time
 _GRADIENTS, _UNSCALED = "scaled gradients", "unscaled gradients"  # origins
 
 
@@ -143,7 +144,7 @@ class _Analysis(UnitAnalysis):
 
     def find_error(self, frame: types.FrameType) -> str | None:
         """Returns what is wrong with the `update` of a frame; None also if it cannot be traced a second time."""
-        with contextlib.suppress(Exception), _is_analysed(True):
+        with contextlib.suppress(*_UNKNOWN), _is_analysed(True):
             update, *args = _call_of(frame)
             program, arrays, rebuild = jx.trace_call(update, args, {})
             _, with_arrays = jx.split_arrays(tuple(args))
@@ -157,7 +158,7 @@ class _Analysis(UnitAnalysis):
                 units = [x if ok else None for x, ok in zip(self.infer(program, inputs), is_inexact, strict=True)]
                 leaves = jax.tree.leaves_with_path(rebuild(units), is_leaf=lambda x: isinstance(x, Unit))
                 results = {path: x for path, x in leaves if isinstance(x, Unit)}
-                before, kept = kept, {path: x for path, x in results.items() if _is_kept(path, x)}
+                before, kept = kept, (kept or {}) | {path: x for path, x in results.items() if _is_kept(path, x)}
                 if before is not None and before.keys() == kept.keys():
                     return self._error_in(results)
         return None

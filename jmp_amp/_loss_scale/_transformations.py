@@ -339,4 +339,5 @@ def check_inner(inner: Any, wrapper: str) -> None:
     """Raises TypeError unless `inner`, the argument of the function `wrapper`, is an optax transformation."""
     if not isinstance(inner, optax.GradientTransformation):
         call = f"{inner.__name__}(...)" if inspect.isfunction(inner) else "optax.adam(1e-3)"
+        call = "inner.gradient_transformation()" if isinstance(inner, optax.MultiSteps) else call
         raise TypeError(f"`inner` must be an optax transformation, got {describe(inner)}; write `{wrapper}({call})`")

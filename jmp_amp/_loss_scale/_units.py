@@ -13,7 +13,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import Demand, OpClass, ResultKind, Rule, rule_of
 
 Origins = frozenset[Hashable]
-NONFINITE = "constants that are all inf or NaN"  # an origin
+NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"  # origins
 
 
 class Unit(NamedTuple):
@@ -118,6 +118,8 @@ class UnitAnalysis:
                 return self.infer_branches(jaxprs, [operands[i] for i in inputs], operands[0])
             case jx.Loop() as loop:
                 return self._infer_loop(loop, operands)
+        if eqn.primitive.name == "bitcast_convert_type" and BITS in operands[0].origins:
+            return [Unit(is_data_free=False, origins=operands[0].origins)]  # as stochastic rounding changes the bits
         casts_integers = rule.is_cast and not jx.is_inexact(atoms[0])  # as of the 0 of `jnp.where(mask, x, 0)`
         if casts_integers or (rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1):
             return operands
@@ -127,6 +129,8 @@ class UnitAnalysis:
         marks = any(unit.is_data_free and NONFINITE in unit.origins for unit in units)
         if rule.kind is ResultKind.SELECTED and flags and not marks and any(unit.is_scaled for unit in units):
             origins |= self.hides(flags[0])
+        if eqn.primitive.name == "bitcast_convert_type" and any(unit.is_scaled for unit in units):
+            origins |= {BITS}
         unit = self._infer_op(eqn, rule, units)
         unit = unit._replace(origins=origins | unit.origins)
         flag = self.unscaled._replace(
