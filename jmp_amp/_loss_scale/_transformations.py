@@ -55,9 +55,10 @@ def unscale_and_check(
 
     Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale,
     1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, so they must
-    not keep them; those after it receive the unscaled float32 gradients. On overflow, later transformations receive
-    **zeros**, which they treat as ordinary gradients: Adam's moments decay by one step, and its count and schedules
-    advance. Wrap the chain in `dynamic_loss_scale` instead to skip the whole step.
+    commute with the scale, pass on what is not finite, and keep nothing; those after it receive the unscaled float32
+    gradients. On overflow, later transformations receive **zeros**, which they treat as ordinary gradients: Adam's
+    moments decay by one step, and its count and schedules advance. Wrap the chain in `dynamic_loss_scale` instead to
+    skip the whole step.
 
     Inside `dynamic_loss_scale`, this transformation does nothing: the wrapper unscales the gradients, checks them and
     skips the step on overflow, so all the transformations that it wraps receive unscaled gradients.
@@ -71,9 +72,9 @@ def unscale_and_check(
     Returns:
         An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
         complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
-        TypeError without `loss_scale=`, and ValueError if it receives only a part of the gradients, as inside
-        `optax.masked`, if a transformation of optax in front of it keeps gradients, or if the traced program shows that
-        the gradients were already unscaled.
+        TypeError without `loss_scale=`, and ValueError if transformations of optax in front of it or around it are
+        wrong for scaled gradients, as in `optax.masked`, or if the traced program shows that the gradients were already
+        unscaled.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -192,10 +193,10 @@ def dynamic_loss_scale(
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, if gradients and parameters do not match, if a transformation of optax in front of it, or a wrapper of
-        it, keeps gradients, or if the traced program shows that the gradients were not scaled or already unscaled. It
-        raises TypeError if `inner` changes the dtype or shape of its state. It never raises because of non-finite
-        gradients.
+        path, if gradients and parameters do not match, and, with the place in the chain, if transformations of optax in
+        front of it or around it are wrong for scaled gradients: if they clip or replace them, or keep or return them;
+        also if the traced program shows that the gradients were not scaled or already unscaled. It raises TypeError if
+        `inner` changes the dtype or shape of its state. It never raises because of non-finite gradients.
 
     Raises:
         TypeError: `inner` is not an optax transformation, `loss_scale` is not a `LossScale`, or `clip_global_norm` is
