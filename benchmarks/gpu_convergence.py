@@ -36,7 +36,8 @@ TEXT = 72_000_000  # characters
 WARMUP, PEAK = 0.1, 6e-4
 EVALUATIONS = 20
 
-WHY = """Whether 16 bits end where float32 does when a real model is trained on a real corpus."""
+WHY = """Whether 16 bits end where float32 does when GPT-2 small is trained on 10 million tokens of source code.
+For you: both end within 0.006 of its validation loss, in 0.38 times its time; float16 without a loss scale diverges."""
 NOTES = """
 All runs start from the same parameters and see the same batches. The model is that of `benchmarks/models.py`,
 unchanged: `amp.autocast(loss_fn, dtype, attention="cudnn")` in the runs of 16 bits. The step is that of README: AdamW
@@ -160,27 +161,18 @@ def train(name, folder, steps, tiny):
 
 def measured(tokens, tiny, file, folder):
     """Runs all that the file lacks, and returns all rows."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
-    missing = [name for name in RUNS if name not in {one["run"] for one in rows}]
-    if not missing:
-        return rows
-    if not (folder / "test.npy").exists():
+    file.touch()
+    missing = [name for name in RUNS if json.dumps(name) not in file.read_text()]
+    if missing and not (folder / "test.npy").exists():
         write_tokens(folder, tiny)
     steps = 10 if tiny else int(tokens) // (SIZES["batch"] * SIZES["length"])
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    tasks = []
-    for name in missing:
-        command = [sys.executable, __file__, "--run", name, folder, str(steps), *(["--tiny"] if tiny else [])]
-        tasks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
-    for task in tasks:
-        lines = task.communicate()[0].splitlines()
-        if file and not task.returncode:
-            with file.open("a") as out:
-                print(*lines, sep="\n", file=out)
-        rows += map(json.loads, lines)
-    if any(task.returncode for task in tasks):
+    command = [sys.executable, __file__, "--rows", file, "--data", folder, *(["--tiny"] if tiny else [])]
+    tasks = [subprocess.Popen([*command, "--run", name, str(steps)], env=environment) for name in missing]
+    codes = [task.wait() for task in tasks]
+    if any(codes):
         sys.exit("a run failed")
-    return rows
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def table(rows):
@@ -218,15 +210,17 @@ def main():
     parser.add_argument("--rows", type=pathlib.Path, help="keep the figures in this file, and measure what it lacks")
     parser.add_argument("--data", type=pathlib.Path, help="keep the tokens in this folder, and use those that it holds")
     parser.add_argument("--tiny", action="store_true", help="train a tiny model, to try the program")
-    parser.add_argument("--run", nargs=3, metavar=("NAME", "FOLDER", "STEPS"), help="train one, and print JSON")
+    parser.add_argument("--run", nargs=2, metavar=("NAME", "STEPS"), help="train one here, and add its rows")
     options = parser.parse_args()
     if options.run:
-        name, folder, steps = options.run
-        for one in train(name, pathlib.Path(folder), int(steps), options.tiny):
-            print(json.dumps(one), flush=True)
+        name, steps = options.run
+        lines = map(json.dumps, list(train(name, options.data, int(steps), options.tiny)))
+        with options.rows.open("a") as out:
+            print(*lines, sep="\n", file=out)
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows = measured(options.tokens, options.tiny, options.rows, options.data or pathlib.Path(folder))
+        data = options.data or pathlib.Path(folder)
+        rows = measured(options.tokens, options.tiny, options.rows or data / "rows", data)
     last = rows[-1]
     by = f"one {last['device']} with {last['library']}, by `benchmarks/gpu_convergence.py`; {last['tokens']:,} tokens"
     opening = f"{WHY}\n\nMeasured on {by}."
