@@ -195,8 +195,11 @@ def test_a_threshold_that_is_scaled_is_not_refused(jit):
 def test_without_a_scale_what_is_in_front_may_clip():
     tx = optax.chain(optax.clip_by_global_norm(1.0), amp.dynamic_loss_scale(optax.sgd(0.1), LossScale.none()))
     assert_close(run(tx, bad=(1,))[0], run_plain(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), steps=3))
-    tx = optax.chain(optax.clip(1.0), MARK(), optax.sgd(0.1))
-    tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=1.0)
+    for inner in (optax.chain(MARK(), optax.sgd(0.1)), amp.dynamic_loss_scale(optax.sgd(0.1))):
+        tx = optax.chain(optax.clip(1.0), inner)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=1.0)
+        with pytest.raises(ValueError, match=r"at \[0\], compares"):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=2.0)
 
 
 def test_the_check_leaves_no_trace_in_what_is_jitted():

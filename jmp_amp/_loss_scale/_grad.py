@@ -378,11 +378,12 @@ def _check_first_axes(args: dict[int, Any], steps: int) -> None:
     common = max(counts, key=lambda size: (len(size), counts[size]))
     i, path = next((i, path) for i, each in sizes.items() for path, size in each.items() if size != common)
     shape = jnp.shape(dict(jax.tree.leaves_with_path(args[i]))[path])
-    batch = tuple(j for j, each in sizes.items() if set(each.values()) == {common})
+    batch = tuple(j for j, each in sizes.items() if common in each.values())
+    move = "pass it as an argument of its own, and " if i in batch else ""
     raise ValueError(
         f"accumulate_steps={steps} splits the first axes of arguments {list(args)}, most of which have the size "
-        f"{common[0]}, but argument {i}{keystr(path)} has shape {shape}; name the arguments that are a batch, "
-        f"`batch_argnums={batch}`, and pass what is none, such as a table or a scalar, as an argument of its own"
+        f"{common[0]}, but argument {i}{keystr(path)} has shape {shape}; {move}name the arguments that are a batch, "
+        f"`batch_argnums={batch}`"
     )
 
 

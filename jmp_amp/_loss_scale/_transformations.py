@@ -107,7 +107,7 @@ def unscale_and_check(
             )
         warn_if_constant(loss_scale, updates)
         _gradients.check_scaled(updates)
-        composition.check(updates, is_scaled=not (is_concrete(loss_scale) and np.all(np.asarray(loss_scale) == 1)))
+        composition.check(updates, is_scaled=not _is_one(loss_scale))
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
@@ -246,8 +246,8 @@ def dynamic_loss_scale(
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
         _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
-        is_scaled = given_scale is not None or not loss_scale.is_static or loss_scale.init_scale != 1
-        composition.check(updates, is_scaled=is_scaled)
+        is_one = loss_scale.is_static and loss_scale.init_scale == 1 if given_scale is None else _is_one(given_scale)
+        composition.check(updates, is_scaled=not is_one)
         factor = 1 / scale
         is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
@@ -274,6 +274,10 @@ def dynamic_loss_scale(
         return new_updates, DynamicLossScaleState(new_scale, inner_state, squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_one(scale: Any) -> bool:
+    return is_concrete(scale) and bool(np.all(np.asarray(scale) == 1))
 
 
 def _disable_check(path: Any, x: Any) -> Any:
