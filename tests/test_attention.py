@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jaxprs import equations
+from programs import PROGRAMS as ALL_PROGRAMS
 
 import jmp_amp as amp
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast import _attention
 from jmp_amp._autocast._api import parse_settings, planner_of
 from jmp_amp._autocast._attention import with_kernel
 from jmp_amp._autocast._plan import Region
@@ -117,6 +119,8 @@ def test_what_is_almost_attention_stays_as_it_is_written(name):
     assert str(jax.make_jaxpr(fused)(*arrays(shape, shape, shape))) == str(jaxpr)
     assert not [each for each in fused.found if each.kernel]
 
+
+PROGRAMS_OF_USERS = {name: each for name, each in ALL_PROGRAMS.items() if each.group != "frameworks"}
 
 X = arrays((2, 6, 32))[0]
 WEIGHTS = {name: 0.3 * w for name, w in zip("qkvo", arrays(*[(32, 32)] * 4), strict=True)}
@@ -435,3 +439,30 @@ def test_a_long_chain_of_ops_before_a_softmax_is_read_without_deep_recursion():
         return jnp.mean(jax.nn.softmax(x @ p["q"] + jnp.exp(x)) @ p["k"])
 
     assert "cast_inputs" not in primitives(amp.autocast(long, attention=Kernel()), WEIGHTS, X)
+
+
+@pytest.mark.sweep(25)
+@pytest.mark.parametrize("name", PROGRAMS_OF_USERS)
+def test_a_program_that_is_rewritten_without_attention_is_the_same(name, monkeypatch):
+    """Every jaxpr in it is built anew."""
+    monkeypatch.setattr(_attention._Part, "is_changed", True)
+    fun, args = PROGRAMS_OF_USERS[name].make()
+    closed, leaves, _ = jx.trace_call(fun, args, {})
+    options = parse_settings("float32", attention="xla")
+    avals = [var.aval for var in jx.open_jaxpr(closed)[0].invars]
+    part = _attention._Part(
+        closed,
+        [_attention.Fact()] * len(avals),
+        Region(options.format),
+        planner_of(options.options),
+        options.format,
+        "xla",
+    )
+    rewritten = jx.trace(part, avals)
+    assert list(map(str, rewritten.out_avals)) == list(map(str, closed.out_avals))
+    outs = [jax.jit(lambda *xs, p=p: jax.core.eval_jaxpr(*jx.open_jaxpr(p), *xs))(*leaves) for p in (closed, rewritten)]
+    for x, y in zip(*outs, strict=True):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-4, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(x, y)

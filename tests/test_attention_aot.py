@@ -1,4 +1,4 @@
-"""`attention="cudnn"` of a GPT compiled for an H200, beside the model with cuDNN's attention in it and the model alone."""
+"""`attention="cudnn"` of a GPT compiled for an H200, beside a model that calls cuDNN, and beside the model alone."""
 
 import functools
 
