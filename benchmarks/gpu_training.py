@@ -85,8 +85,8 @@ after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and a
 and loss in float32, under the same loss scale. Torch trains the same models, `autocast` and `GradScaler` with fused
 AdamW, its attention by `scaled_dot_product_attention`. The models in JAX write the scores of their attention to
 memory, but for the rows with cuDNN's attention: there `jax.nn.dot_product_attention(implementation="cudnn")` reads
-queries, keys and values in 16 bits, by a decorator in the model; with `attention="cudnn"` autocast calls it in the model
-as it is. Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2
+queries, keys and values in 16 bits, by a decorator in the model. With `attention="cudnn"` the model has no decorator.
+Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2
 small and ResNet-50 are as with bfloat16: none of their products is large enough to gain. A row that is missing was
 not measured.
 """

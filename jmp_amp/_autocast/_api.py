@@ -1,7 +1,7 @@
 """`autocast`: the function transformation."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -316,10 +316,11 @@ def parse_settings(
         raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {quote(weight_grad_dtype)}")
     if residual_stream not in ("float32", "low"):
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{shorten(str(residual_stream))}"')
-    if not (attention is None or isinstance(attention, str) or callable(attention)):
+    is_function = callable(attention) and isinstance(attention, Hashable)
+    if not (attention is None or isinstance(attention, str) or is_function):
         raise TypeError(
             f'`attention` must be None, an implementation of `jax.nn.dot_product_attention` such as "cudnn", or a '
-            f"function with its signature, got {quote(attention)}"
+            f"function with its signature that can be hashed, got {quote(attention)}"
         )
     grads = None if weight_grad_dtype is None else FLOAT32
     return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low", attention))

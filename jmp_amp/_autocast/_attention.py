@@ -444,12 +444,15 @@ class _Part:
         products = [op for op in ops if op.eqn.primitive is jax.lax.dot_general_p and op.outs[0] in readers]
         places = {op: i for i, op in enumerate(ops)}
         outcomes: dict[Op, Any] = {op: _match(op, ops, places, self._planner, form, kernel) for op in products}
-        chosen, refused = dict[Op, Any](), set[Op]()
+        chosen, refused, tried = dict[Op, Any](), set[Op](), dict[Any, Any]()
         while True:
             matches = {op: match for op, match in outcomes.items() if isinstance(match, _Match)}
             dropped = {op: why for op, match in matches.items() if (why := _read_again(match, matches, readers))}
             for op in matches.keys() - dropped.keys() - chosen.keys():
-                chosen[op], words = _taken(op, matches[op])
+                key = tuple(matches[op].variants), tuple([x.aval for x in matches[op].leaves])
+                if key not in tried:  # layers are alike
+                    tried[key] = _taken(op, matches[op])
+                chosen[op], words = tried[key]
                 if chosen[op] is None:
                     dropped[op] = words
                     refused.add(op)

@@ -25,6 +25,7 @@ Line = tuple[Any, tuple[Any, ...]]  # the sum of a number and, for each axis, th
 
 _LARGEST = 2**26  # elements of a constant in which a mask is looked for
 _MASKED = -1e4  # the exponential of a score that is this much smaller is 0
+_LEAST_FACTOR = 2.0**-7  # that a mask may be multiplied by
 _LAYOUTS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _COPIES = {"convert_element_type", "copy", "name", "sharding_constraint", "device_put", "pvary", "reshard"}
 _FLAGS: dict[str, Callable[..., Any]] = {"not": operator.not_, "and": np.logical_and, "or": np.logical_or}
@@ -481,10 +482,12 @@ def _mask(choice: _Choice | None, kept: Any, is_fill: Callable[[Any], bool], is_
 
 
 def _scaled(form: Form, by: Any, inverse: bool = False) -> Form | None:
-    """Returns a sum of terms times a number, or divided by it."""
-    if by is None or form.is_exp or not np.isfinite(by) or by == 0 or (form.is_masked and by < 0):
+    """Returns a sum of terms times a number, or divided by it; a mask may not become larger than it may be."""
+    if by is None or form.is_exp or not np.isfinite(by) or by == 0:
         return form if by == 1 else None
     factor = 1 / float(by) if inverse else float(by)
+    if form.is_masked and factor < _LEAST_FACTOR:
+        return None
     return Form({key: n if isinstance(key[0], Mask) else factor * n for key, n in form.terms.items()})
 
 
