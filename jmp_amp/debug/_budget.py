@@ -16,6 +16,7 @@ import numpy as np
 from jmp_amp._autocast import parse_settings
 from jmp_amp._calls import check_concrete, new_figure, saved, transformation
 from jmp_amp._loss_scale import to_number
+from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, html_table
@@ -35,6 +36,7 @@ def error_budget(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
+    max_seconds: float = 60.0,
     **options: Any,
 ) -> "Callable[..., ErrorBudget]":
     """Returns a function that estimates how much each rounding of `autocast` adds to the error of the gradient.
@@ -99,6 +101,7 @@ def error_budget(
     @functools.wraps(fun, updated=())
     def budget(*args: Any, **kwargs: Any) -> ErrorBudget:
         check_concrete((args, kwargs), "error_budget")
+        clock = Clock(max_seconds)
         emulate = functools.partial(Emulation, fun, args, kwargs, options, grad_options)
         emulation = emulate()
         if not emulation.rows:
@@ -108,14 +111,27 @@ def error_budget(
                 "`print(amp.explain(fun, dtype)(*args))` says why each op is in its dtype"
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
-        exact = [emulation(0 * emulation.default, scale, seed) for seed in range(probes)]
+        off = 0 * emulation.default
+        exact = [emulation(off, scale, seed, low.decisions) for seed in range(probes)]
         check_exact(exact[0], emulation.opaque)
         errors = np.sqrt(estimate(exact)) / (np.linalg.norm(exact[0].grads) or 1.0)
         overflows |= ~np.isfinite(errors)
+        flips = exact[0].flips if low.is_finite else 0 * exact[0].flips
+        # A few jumps are no average over many elements, so they are measured.
+        for i in sorted(np.flatnonzero(flips), key=lambda i: -errors[i]):
+            if clock.is_late:
+                break
+            alone = emulation(np.eye(len(off), dtype=np.float32)[i], scale, decisions=low.decisions)
+            errors[i] = relative_error(alone.grads, exact[0].grads)
+        errors[[x.decides for x in emulation.rows] & (flips == 0)] = 0
         errors[overflows] = np.nan
         shares = errors**2 / (np.nansum(errors**2) or 1.0)  # 0 if there is no error
-        found = zip(emulation.rows, map(float, shares), map(float, errors), map(bool, overflows), strict=True)
-        rows = tuple(row._replace(share=s, error=e, overflows=over) for row, s, e, over in found)
+        columns = [x.tolist() for x in (shares, errors, overflows, flips)]
+        rows = tuple(
+            row._replace(share=s, error=e, overflows=over, flips=n)
+            for row, s, e, over, n in zip(emulation.rows, *columns, strict=True)
+            if n or not row.decides
+        )
         explored = functools.partial(_could_be_lower, functools.partial(emulate, rounds_float32=True), scale)
         total = relative_error(low.grads, exact[0].grads)
         return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque), explored)
@@ -275,12 +291,21 @@ class ErrorBudget:
         found = _sums(self.rows, *_FIELDS)
         rest = [_sum(found[_SHOWN:])._replace(primitive=f"{len(found) - _SHOWN} more")] if found[_SHOWN:] else []
         rows = [
-            (format_percent(x.share), f"{x.error:.1e}", *(getattr(x, field) or "-" for field in _FIELDS))
+            (
+                format_percent(x.share),
+                f"{x.error:.1e}",
+                f"{x.primitive or '-'}{f': {x.flips} flips' if x.decides else ''}",
+                *(getattr(x, field) or "-" for field in _FIELDS[1:]),
+            )
             for x in [*found[:_SHOWN], *rest]
         ]
-        notes = [f"{len(self.rows)} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
+        notes = [
+            f"{sum(not x.decides for x in self.rows)} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."
+        ]
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
             notes.append(f"The rows sum to {self.explained:.2f} of the error: the roundings are not independent.")
+        if any(row.decides for row in self.rows):
+            notes.append("Flips: a decision is not that of float32, since what it compares is rounded in rows above.")
         over = [f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows]
         cure = "`amp.debug.first_nonfinite` finds the cause."
         notes += [f"Overflow, in no share: {x}. {cure}" for x in dict.fromkeys(over)]
@@ -330,8 +355,8 @@ class ErrorBudget:
 def _sum(rows: Sequence[Rounding]) -> Rounding:
     """Returns the sum of roundings; a text that is not the same for all is empty."""
     texts: dict[str, Any] = {name: "" for name in Rounding._fields[:5] if len({getattr(x, name) for x in rows}) > 1}
-    runs, size, share = (sum(getattr(x, name) for x in rows) for name in ("runs", "size", "share"))
-    return rows[0]._replace(**texts, runs=runs, size=size, share=share, error=math.hypot(*(x.error for x in rows)))
+    sums = {name: sum(getattr(x, name) for x in rows) for name in ("runs", "size", "share", "flips")}
+    return rows[0]._replace(**texts, **sums, error=math.hypot(*(x.error for x in rows)))
 
 
 def _sums(rows: Sequence[Rounding], *fields: str) -> list[Rounding]:
