@@ -67,6 +67,7 @@ def error_budget(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
+        max_seconds: after so many seconds, no more decisions are measured; the rest are estimated.
         **options: other options of `autocast`: `policy`, instead of `dtype`, `rules`, `weight_grad_dtype`,
             `residual_stream`.
 
@@ -299,9 +300,8 @@ class ErrorBudget:
             )
             for x in [*found[:_SHOWN], *rest]
         ]
-        notes = [
-            f"{sum(not x.decides for x in self.rows)} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."
-        ]
+        count = sum(not x.decides for x in self.rows)
+        notes = [f"{count} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
             notes.append(f"The rows sum to {self.explained:.2f} of the error: the roundings are not independent.")
         if any(row.decides for row in self.rows):

@@ -195,6 +195,8 @@ class Emulation:
         """
         self._found: dict[Any, tuple[int, Rounding, bool]] = {}
         self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
+        self._origins: dict[int, tuple[Place, Any]] = {}  # the op that made a decision, and the decision, by its id
+        self._flips: dict[Id, int] = {}  # the number of the row that a recorded count belongs to
         self.opaque = dict[str, None]()
         self._arrays, rebuild = jx.split_arrays((args, kwargs))
         settings = parse_settings(**{**options, "save": "all"})
@@ -239,12 +241,15 @@ class Emulation:
     ) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * self._most) for each in on]
-        self._tape, self._origins, self._flips = Tape(replayed=dict(decisions)), {}, {}
+        self._tape = Tape(replayed=dict(decisions))
+        self._origins.clear()
+        self._flips.clear()
         evaluator = Evaluator(
             self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape, **counts
         )
         loss, *grads = [x.value for x in evaluator.run().results]
-        del self._switches, self._origins
+        del self._switches
+        self._origins.clear()
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 
     @functools.cached_property
