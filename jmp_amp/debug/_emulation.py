@@ -193,7 +193,7 @@ class Emulation:
             grad_options: those of `amp.value_and_grad`.
             rounds_float32: whether results that autocast keeps in float32 have switches, too, which are off.
         """
-        self._found: dict[Any, tuple[int, Rounding, bool]] = {}
+        self._found: dict[Any, _Switch] = {}
         self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
         self._origins: dict[int, tuple[Place, Any]] = {}  # the op that made a decision, and the decision, by its id
         self._flips: dict[Id, int] = {}  # the number of the row that a recorded count belongs to
@@ -285,19 +285,31 @@ class Emulation:
     def trace(self) -> list[Rounding]:
         """Returns the roundings without compiling; a `while` counts as one iteration."""
         jax.eval_shape(lambda on, *args: self._gradient((on, on), *args), *self._example)
-        return [row for _, row, _ in self._found.values()]
+        return [x.row for x in self._found.values()]
 
     @functools.cached_property
     def rows(self) -> list[Rounding]:
         """The roundings, in program order."""
         _ = self._run
-        return [row for _, row, _ in self._found.values()]
+        return [x.row for x in self._found.values()]
+
+    @functools.cached_property
+    def work(self) -> np.ndarray:
+        """int[n,2], the floating-point operations and the elements that an op computes; 0 for casts and numbers."""
+        found = [(x, x.row.primitive not in ("convert_element_type", "constant", "")) for x in self._found.values()]
+        return np.array([[x.flops * is_op, x.row.size * is_op] for x, is_op in found]).reshape(-1, 2)
+
+    @functools.cached_property
+    def lines(self) -> list[frozenset[str]]:
+        """The lines of the user's code that compute the rounded values, and those that call them."""
+        found = [x.lines for x in self._found.values()]
+        return [lines - frozenset.intersection(*found) for lines in found]  # without those that call the program
 
     @functools.cached_property
     def default(self) -> np.ndarray:
         """float32[n], the switches of autocast: 1 for each value that it rounds."""
         _ = self._run
-        return np.array([is_low for *_, is_low in self._found.values()], np.float32)
+        return np.array([x.is_on for x in self._found.values()], np.float32)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0, decisions: Any = None) -> "Probe":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow.
@@ -340,14 +352,19 @@ class Emulation:
         name = "constant" if index < 0 else place.eqn.primitive.name
         is_low = index < 0 or low is not None or _is_low(place.eqn.outvars[index])
         row = _row(place, name, jnp.dtype(to).name)._replace(size=place.times * math.prod(jnp.shape(x)))
-        return self._switched(x, (*place.key, index), row, is_low, low or _cast_to(jnp.dtype(to)), args)
+        return self._switched(x, (*place.key, index), place, row, is_low, low or _cast_to(jnp.dtype(to)), args)
 
-    def _switched(self, x: Any, key: Any, row: Rounding, is_on: bool, low: Any, args: Sequence[Any]) -> Any:
+    def _switched(
+        self, x: Any, key: Any, place: Place, row: Rounding, is_on: bool, low: Any, args: Sequence[Any]
+    ) -> Any:
         """Returns `x`, or `low(x, *args)` if the switch of a row is on; rows with one key have one switch."""
-        number, old, _ = self._found.get(key, (len(self._found), row._replace(primitive="", size=0), is_on))
-        names = ", ".join(dict.fromkeys([*filter(None, old.primitive.split(", ")), row.primitive]))
-        self._found[key] = number, old._replace(primitive=names, size=old.size + row.size), is_on
-        on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
+        old = self._found.get(key)
+        if old is None:
+            flops = 2 * row.size * rule_of(place.eqn).terms
+            old = _Switch(len(self._found), row._replace(primitive="", size=0), is_on, flops, _lines(place))
+        names = ", ".join(dict.fromkeys([*filter(None, old.row.primitive.split(", ")), row.primitive]))
+        self._found[key] = old._replace(row=old.row._replace(primitive=names, size=old.row.size + row.size))
+        on, squares = (lax.squeeze(switches[old.number], (0,)) for switches in self._switches)
         return _rounded(low, x, on, squares, *args)
 
     def _decided(self, place: Place, operands: Sequence[Any], outs: list[Any], compute: Callable[..., Any]) -> None:
@@ -365,8 +382,8 @@ class Emulation:
             if jx.is_floating(y):
                 row, key = row._replace(size=place.times * y.size), (row.module, row.source)
                 self._tape.recorded[(*place.key, i, 0)] = jnp.sum(y != outs[i], dtype=np.int32)
-                outs[i] = self._switched(outs[i], key, row, False, _replayed, [y])
-                self._flips[*place.key, i, 0] = self._found[key][0]
+                outs[i] = self._switched(outs[i], key, origin, row, False, _replayed, [y])
+                self._flips[*place.key, i, 0] = self._found[key].number
 
     def _around(self, place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Evaluates an op in float32, and rounds its results."""
@@ -420,6 +437,30 @@ class Emulation:
             return jax.vjp(lambda *args: compute(args), *args)[0]
         except Exception:  # what has no derivative raises any error
             return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
+
+
+class _Switch(NamedTuple):
+    """The switch of a row.
+
+    Attributes:
+        number: its number.
+        row: the row.
+        is_on: whether autocast rounds.
+        flops: the floating-point operations of the product that computes the value; 0 for other ops.
+        lines: see `Emulation.lines`.
+    """
+
+    number: int
+    row: Rounding
+    is_on: bool
+    flops: int
+    lines: frozenset[str]
+
+
+def _lines(place: Place) -> frozenset[str]:
+    # What JAX traced once for all its callers has the lines of the first.
+    frames = [frame for i, eqn in enumerate(place.eqns) for frame in jx.frames_of(eqn, 1 if i else 100)]
+    return frozenset(str(frame) for frame in frames if not frame.is_of_library)
 
 
 def _row(place: Place, name: str, dtype: str) -> Rounding:

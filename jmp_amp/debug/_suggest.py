@@ -22,7 +22,6 @@ from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
-_WORK = "flops", "bytes"
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -132,8 +131,8 @@ def suggest_rules(
                 ops, value = of_float8, form.dtype.name
             floor = first.consider(ops, value, fixed)
             limit = 0.0 if tol is None else max(tol, 1.1 * floor)
-            lines = _lines_of(fun, args, kwargs) if tol is not None and value == "full" else set()
-            found = first.choose(limit, lines)
+            with_lines = tol is not None and value == "full"
+            found = first.choose(limit, with_lines)
             keys = found[0]
             if tol is not None and not clock.is_late:
                 tried = []
@@ -143,7 +142,7 @@ def suggest_rules(
                     error, more = second.error([]), list[Any]()
                     if error > limit:
                         second.consider(ops, value, fixed)
-                        more = second.choose(limit, lines)[0]
+                        more = second.choose(limit, with_lines)[0]
                         error = second.error(more)
                     tried.append((error, [*keys, *more]))
                     if error <= limit or clock.is_late:
@@ -174,22 +173,15 @@ class Line(NamedTuple):
         return self.source
 
 
-def _lines_of(fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[Line]:
-    """Returns the lines of a program that are not in a library."""
-    program, *_ = jx.trace_call(fun, args, dict(kwargs))
-    frames = (frame for eqn, _ in jx.equations_in(program, jx.Provenance()) for frame in jx.frames_of(eqn))
-    return {Line(str(frame)) for frame in frames if not frame.is_of_library}
-
-
 def _in_float32(fun: Callable, lines: Collection[Line]) -> Callable:
     """Returns `fun` with `with amp.full_precision():` around some of its lines."""
 
     def body_of(jaxpr: Any) -> jx.Body:
         avals = [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars]
-        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, apply), avals)
+        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
 
-    def apply(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-        if any(Line(str(frame)) in lines for frame in jx.frames_of(eqn)):
+    def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
+        if any(Line(str(frame)) in lines for frame in jx.frames_of(eqn, depth)):
             with full_precision():
                 return jx.apply_as_traced(eqn, args)
         structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
@@ -333,7 +325,7 @@ class _Search:
         self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
         known = math.sqrt(self._squares @ self._program.default) / (np.linalg.norm(self._exact.grads) or 1.0)
         self._is_smooth = known >= 0.8 * self.error([])
-        self._ops: Sequence[OpSite] = ()
+        self._removes, self._work_of = lambda key: self._program.default > 0, self._program.work
 
     def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> float:
         """Takes the modules of ops, and their primitives, except those that only move values, as rules to add.
@@ -346,7 +338,7 @@ class _Search:
         @functools.cache
         def removes(key: Any) -> np.ndarray:
             if isinstance(key, Line):
-                return is_free & np.array([row.source == key.source for row in rows], bool)
+                return is_free & np.array([key.source in lines for lines in self._program.lines], bool)
             if isinstance(key, str):
                 matching = parse_rules({key: "full"}).matching
                 return is_free & np.array([bool(matching(row.module)) for row in rows], bool)
@@ -359,10 +351,11 @@ class _Search:
 
         is_selected = np.array([value == "full" or row.dtype.startswith("float8") for row in rows], bool)
         is_free = is_selected & np.array([(row.module, row.source) not in fixed for row in rows], bool)
+        forward = np.array([row.direction == "forward" for row in rows], bool)
         moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
         names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
         self._keys = dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])
-        self._ops, self._removes = ops, removes
+        self._removes, self._work_of = removes, self._program.work * (is_free & forward)[:, None]
         removed = is_free if names else functools.reduce(np.logical_or, map(removes, self._keys), is_free & False)
         return self._error(self._program.default * ~removed)
 
@@ -380,26 +373,31 @@ class _Search:
         """Returns the last of some rules, with what they bring."""
         return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
 
-    def _work(self, keys: Sequence[Any]) -> list[float]:
-        """Returns the shares of the FLOPs and of the bytes of the ops that rules select."""
-        rules, lines = parse_rules({x: "full" for x in keys if not isinstance(x, Line)}), {*keys}
-        selected = [
-            op
-            for op in self._ops
-            if op.primitive in rules.primitives or rules.matching(op.module) or Line(op.source) in lines
-        ]
-        return [sum(getattr(x, of) for x in selected) / max(sum(getattr(x, of) for x in self._ops), 1) for of in _WORK]
+    def _work(self, keys: Sequence[Any]) -> np.ndarray:
+        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
+        selected = functools.reduce(np.logical_or, map(self._removes, keys), np.zeros(len(self._work_of), bool))
+        return self._work_of[selected].sum(0) / np.maximum(self._work_of.sum(0), 1)
 
-    def choose(self, limit: float, lines: Collection[Line] = ()) -> list[list[Any]]:
+    def choose(self, limit: float, with_lines: bool = False) -> list[list[Any]]:
         """Returns sets of rules with which the error is small enough, the best first: of rules, and of lines.
 
-        A line of code must be edited, so it is worse than rules of at most twice its work.
+        A line must be edited, so it is worse than modules of at most twice its work.
         """
         by_rule = self._chosen([*self._keys], limit)
-        by_line = self._chosen([x for x in dict.fromkeys(Line(op.source) for op in self._ops) if x in lines], limit)
+        if not with_lines:
+            return [by_rule]
+        lines = [Line(x) for x in dict.fromkeys(x for lines in self._program.lines for x in lines)]
+        by_line = self._chosen(lines, limit)
+        # One line may call the others, and little else.
+        all_work = [(sum(self._work([*by_line, line])), line) for line in lines]
+        callers = [
+            line for work, line in all_work if work <= 1.01 * min(sum(self._work([line])), sum(self._work(by_line)))
+        ]
+        by_line = callers[:1] or by_line
         if not by_line or self.error(by_line) > max(limit, self.error(by_rule)):
             return [by_rule]
-        costs_less = sum(self._work(by_line)) <= sum(self._work(by_rule)) / 2
+        factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 0.99
+        costs_less = sum(self._work(by_line)) <= factor * sum(self._work(by_rule))
         return [by_line, by_rule] if costs_less else [by_rule, by_line]
 
     def _gain(self, key: Any, on: np.ndarray) -> float:
