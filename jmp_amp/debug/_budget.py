@@ -112,19 +112,11 @@ def error_budget(
                 "`print(amp.explain(fun, dtype)(*args))` says why each op is in its dtype"
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
-        off = 0 * emulation.default
-        exact = [emulation(off, scale, seed, low.decisions) for seed in range(probes)]
+        exact = [emulation(0 * emulation.default, scale, seed, low.decisions) for seed in range(probes)]
         check_exact(exact[0], emulation.opaque)
-        errors = np.sqrt(estimate(exact)) / (np.linalg.norm(exact[0].grads) or 1.0)
+        errors = errors_alone(emulation, exact, low, scale, clock)
+        flips = exact[0].flips * low.is_finite
         overflows |= ~np.isfinite(errors)
-        flips = exact[0].flips if low.is_finite else 0 * exact[0].flips
-        # A few jumps are no average over many elements, so they are measured.
-        for i in sorted(np.flatnonzero(flips), key=lambda i: -errors[i]):
-            if clock.is_late:
-                break
-            alone = emulation(np.eye(len(off), dtype=np.float32)[i], scale, decisions=low.decisions)
-            errors[i] = relative_error(alone.grads, exact[0].grads)
-        errors[[x.decides for x in emulation.rows] & (flips == 0)] = 0
         errors[overflows] = np.nan
         shares = errors**2 / (np.nansum(errors**2) or 1.0)  # 0 if there is no error
         columns = [x.tolist() for x in (shares, errors, overflows, flips)]
@@ -166,6 +158,22 @@ def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -
         if not (overflows & backward).any():
             break
     return run, scale, overflows
+
+
+def errors_alone(emulation: Emulation, exact: Sequence[Probe], low: Probe, scale: float, clock: Clock) -> np.ndarray:
+    """Returns the error of the gradient with each row alone: estimated from runs without roundings, or measured.
+
+    Decisions are measured, since a few jumps are no mean over many elements; the largest first, until it is late.
+    """
+    size = np.linalg.norm(exact[0].grads) or 1.0
+    errors, flips = np.sqrt(estimate(exact)) / size, exact[0].flips * low.is_finite
+    for i in sorted(np.flatnonzero(flips), key=lambda i: -errors[i]):
+        if clock.is_late:
+            break
+        one_on = np.arange(len(errors)) == i
+        errors[i] = relative_error(emulation(one_on, scale, decisions=low.decisions).grads, exact[0].grads)
+    errors[(flips == 0) & [row.decides for row in emulation.rows]] = 0
+    return errors
 
 
 def estimate(runs: Sequence[Probe]) -> np.ndarray:

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,22 +132,21 @@ def suggest_rules(
             floor = first.consider(ops, value, fixed)
             limit = 0.0 if tol is None else max(tol, 1.1 * floor)
             with_lines = tol is not None and value == "full"
-            found = first.choose(limit, with_lines)
-            keys = found[0]
-            if tol is not None and not clock.is_late:
-                tried = []
-                for keys in filter(None, found):
-                    # The ops after a rule may be rounded otherwise.
-                    second, compilations = search(keys), compilations + 1
-                    error, more = second.error([]), list[Any]()
-                    if error > limit:
-                        second.consider(ops, value, fixed)
-                        more = second.choose(limit, with_lines)[0]
-                        error = second.error(more)
-                    tried.append((error, [*keys, *more]))
-                    if error <= limit or clock.is_late:
-                        break
-                error, keys = min(tried, key=lambda x: x[0], default=(error, keys))
+            tried = list[tuple[float, list[Any]]]()
+            for keys in first.choose(limit, with_lines):
+                if not keys or tol is None or clock.is_late:
+                    break
+                # The ops after a rule may be rounded otherwise.
+                second, compilations = search(keys), compilations + 1
+                error, more = second.error([]), list[Any]()
+                if error > limit:
+                    second.consider(ops, value, fixed)
+                    more = next(second.choose(limit, with_lines))
+                    error = second.error(more)
+                tried.append((error, [*keys, *more]))
+                if error <= limit:
+                    break
+            error, keys = min(tried, key=lambda x: x[0], default=(error, keys))
         steps = tuple(first.step(keys[:i]) for i in range(len(keys) + 1))
         is_checked = not keys or compilations > 1 or tol is None
         rules = {} if tol is None else dict.fromkeys((key for key in keys if not isinstance(key, Line)), value)
@@ -378,27 +377,32 @@ class _Search:
         selected = functools.reduce(np.logical_or, map(self._removes, keys), np.zeros(len(self._work_of), bool))
         return self._work_of[selected].sum(0) / np.maximum(self._work_of.sum(0), 1)
 
-    def choose(self, limit: float, with_lines: bool = False) -> list[list[Any]]:
-        """Returns sets of rules with which the error is small enough, the best first: of rules, and of lines.
+    def choose(self, limit: float, with_lines: bool = False) -> Iterator[list[Any]]:
+        """Yields sets of rules with which the error is small enough, the best first: of rules, and of lines.
 
-        A line must be edited, so it is worse than modules of at most twice its work.
+        A line must be edited, so it is worse than modules of at most twice its work. Without modules, primitives are
+        looked for, which takes a trace each, if lines need more than half of the work.
         """
+        by_line = self._lines(limit) if with_lines else []
+        has_modules = any(isinstance(key, str) for key in self._keys)
+        if by_line and not has_modules and sum(self._work(by_line)) < 1:
+            yield by_line
+            yield self._chosen([*self._keys], limit)
+            return
         by_rule = self._chosen([*self._keys], limit)
-        if not with_lines:
-            return [by_rule]
-        lines = [Line(x) for x in dict.fromkeys(x for lines in self._program.lines for x in lines)]
-        by_line = self._chosen(lines, limit)
-        # One line may call the others, and little else.
-        all_work = [(sum(self._work([*by_line, line])), line) for line in lines]
-        callers = [
-            line for work, line in all_work if work <= 1.01 * min(sum(self._work([line])), sum(self._work(by_line)))
-        ]
-        by_line = callers[:1] or by_line
-        if not by_line or self.error(by_line) > max(limit, self.error(by_rule)):
-            return [by_rule]
         factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 0.99
-        costs_less = sum(self._work(by_line)) <= factor * sum(self._work(by_rule))
-        return [by_line, by_rule] if costs_less else [by_rule, by_line]
+        costs_less = by_line and sum(self._work(by_line)) <= factor * sum(self._work(by_rule))
+        yield from [by_line, by_rule] if costs_less else [by_rule, by_line]
+
+    def _lines(self, limit: float) -> list[Any]:
+        """Returns lines with which the error is small enough; none if there are none."""
+        lines = [Line(x) for x in dict.fromkeys(x for lines in self._program.lines for x in lines)]
+        chosen = self._chosen(lines, limit)
+        if self.error(chosen) > limit:
+            return []
+        on, work = self._on(chosen), sum(self._work(chosen))
+        callers = [x for x in lines if (self._on([x]) <= on).all() and sum(self._work([x])) <= 1.01 * work]
+        return callers[:1] or chosen  # one line may call the others, and little else
 
     def _gain(self, key: Any, on: np.ndarray) -> float:
         """Returns the square of the error that the roundings cause which a rule removes.
