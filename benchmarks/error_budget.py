@@ -312,8 +312,8 @@ def table(programs):
 
 NOTES = """
 "Rank" is Spearman's rank correlation of the estimated errors of the roundings with their true errors: a run with only
-that rounding, and with the decisions of float32, against a run with none; a row of decisions is a run with its flips.
-Roundings with errors below 1e-6 of the gradient are left out, because the
+that rounding, against a run with none. Where there are kinks, that run has the decisions of float32, and a row of
+decisions is a run with its flips alone. Roundings with errors below 1e-6 of the gradient are left out, because the
 rounding errors of float32 hide them. "Truth again" is that of the true errors with those at inputs that differ by a
 thousandth. "Factor" is the median over the roundings of estimate / truth, or of its reciprocal, with 1 probe. "Total /
 true" is the error that `ErrorBudget.total` reports, in the emulation, over that of the compiled gradient under
@@ -329,7 +329,7 @@ Where the goals are missed:
   the values that the next one rounds, so the errors of a run with the rounding are not those of the run in float32.
 - **A probe.** A small program takes microseconds a step, and a probe runs ten times as many kernels.
 - **Compiling.** Each rounding is two to three kernels that XLA fuses otherwise. Where a program is elementwise ops in
-  low precision, as a GELU or a flow, that is more than 3 times the work.
+  low precision, as a GELU or a flow, that is more than 3 times the work. An op that reads decisions is there twice.
 - **Memory.** The reverse pass keeps every rounded value in float32, where a step keeps some of them in 16 bits. A
   program of small arrays runs with up to 64 random vectors at once, each array then of up to 4096 numbers.
 """

@@ -147,6 +147,18 @@ def test_errors_are_linear_in_the_roundings():
         assert 6 < b / a < 10
 
 
+def test_errors_pass_through_stop_gradient():
+    def loss_fn(params, x):
+        target = lax.stop_gradient(jnp.tanh(x @ params["b"]))
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["a"]) - target))
+
+    budget = amp.debug.error_budget(loss_fn, "bfloat16", probes=8)(W, X)
+    products = [row for row in budget.rows if (row.primitive, row.direction) == ("dot_general", "forward")]
+    assert len(products) == 2
+    assert all(row.error > 0 for row in products)
+    assert 0.7 < budget.explained < 1.4
+
+
 def test_a_planted_module_has_the_largest_share():
     def loss_fn(params, x):
         for name, w in params.items():

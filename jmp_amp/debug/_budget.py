@@ -48,13 +48,16 @@ def error_budget(
     gradient and a random vector, and `d` the errors of the elements of the rounded value, which are known, the square
     of the error is the mean of `sum(a * d) ** 2`, and that of `sum((a * d) ** 2)`, which has less noise, if the errors
     of the elements are independent. A weighted mean of both is taken. The roundings in a loop, a branch or a custom
-    derivative are included; those of one op in all iterations count as one. `jax.checkpoint` is left out, so that a
+    derivative are included; those of one op in all iterations count as one. Roundings also flip comparisons, as in
+    `relu` or `top_k`. The run with all roundings records their results. Those of a line are a row, whose error is
+    measured: that of a run in float32 with these results. `jax.checkpoint` is left out, so that a
     value that would be computed again is rounded once.
 
     The estimate is random. By one vector, that of a single number, such as the scale of a loss, is off by a factor of 2
     in 4 of 10 cases, and that of a large array by a few percent. A program of small arrays, up to 4096 elements, has up
     to 64 orthogonal vectors in a probe. The estimate is the mean of `probes`. It cannot see roundings inside of
-    kernels, callbacks and `shard_map`, which `ErrorBudget.opaque` lists; how roundings amplify or cancel each other;
+    kernels, callbacks and `shard_map`, which run as under autocast, also for float32, and which `ErrorBudget.opaque`
+    lists; flips inside of branches and `while` loops; how roundings amplify or cancel each other;
     and what would be rounded otherwise if one were not: to choose rules, use `suggest_rules`, which runs the program
     with them. It is too large for elements whose errors cancel, as in a long chain of layers whose gradient vanishes.
     It takes the memory of about 3 to 6 steps, since nothing is kept in 16 bits.
@@ -227,7 +230,7 @@ class ErrorBudget:
     """What each rounding adds to the error of a gradient; `error_budget` returns it. `print` shows a table.
 
     Attributes:
-        rows: a `Rounding` for each, in program order.
+        rows: a `Rounding` for each, in program order, and for the decisions of each line that roundings flip.
         dtype: the compute dtype.
         total: the error of the gradient with all roundings, measured: the norm of its difference to the gradient in
             float32 over the norm of that. It is infinite if a value overflows.
@@ -254,7 +257,7 @@ class ErrorBudget:
 
     @property
     def explained(self) -> float:
-        """The root of the sum of the squared errors of all roundings, over `total`.
+        """The root of the sum of the squared errors of all rows, over `total`.
 
         Far from 1, the roundings do not add up like independent errors: they are correlated or amplify each other.
         """
@@ -313,7 +316,7 @@ class ErrorBudget:
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
             notes.append(f"The rows sum to {self.explained:.2f} of the error: the roundings are not independent.")
         if any(row.decides for row in self.rows):
-            notes.append("Flips: a decision is not that of float32, since what it compares is rounded in rows above.")
+            notes.append("Flips: a decision is not that of float32, since what it compares is rounded in other rows.")
         over = [f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows]
         cure = "`amp.debug.first_nonfinite` finds the cause."
         notes += [f"Overflow, in no share: {x}. {cure}" for x in dict.fromkeys(over)]

@@ -29,7 +29,7 @@ from jmp_amp.debug._nodes import Id, Place, is_low
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
 _QUICK: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
-_EXACT = {"name", "copy", "optimization_barrier", "stop_gradient"}  # besides the ops that `RULES` says to move values
+_EXACT = {"name", "copy", "optimization_barrier"}  # besides the ops that `RULES` says to move values
 _EXACT |= {"sort", "top_k", "cummax", "cummin", "reduce_window_max", "reduce_window_min"}
 _MOVES = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED}
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
@@ -388,6 +388,8 @@ class Emulation:
     def _around(self, place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Evaluates an op in float32, and rounds its results."""
         eqn, rule, name = place.eqn, rule_of(place.eqn), place.eqn.primitive.name
+        if name == "stop_gradient":  # errors pass through it
+            return operands
         if name == "reduce_precision":  # `jax.checkpoint` rounds what is low already
             return operands if _is_low(eqn.invars[0]) else jx.bind(eqn, operands)
         operands = [self._exact(place, i, x) for i, x in enumerate(operands)]

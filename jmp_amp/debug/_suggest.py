@@ -380,8 +380,8 @@ class _Search:
     def choose(self, limit: float, with_lines: bool = False) -> Iterator[list[Any]]:
         """Yields sets of rules with which the error is small enough, the best first: of rules, and of lines.
 
-        A line must be edited, so it is worse than modules of at most twice its work. Without modules, primitives are
-        looked for, which takes a trace each, if lines need more than half of the work.
+        A line must be edited. So it is worse than modules of an eighth of the work of the program, or of at most twice
+        its own. Without modules, primitives, which take a trace each, are left for last if lines need less than half.
         """
         by_line = self._lines(limit) if with_lines else []
         has_modules = any(isinstance(key, str) for key in self._keys)
@@ -390,8 +390,9 @@ class _Search:
             yield self._chosen([*self._keys], limit)
             return
         by_rule = self._chosen([*self._keys], limit)
-        factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 0.99
-        costs_less = by_line and sum(self._work(by_line)) <= factor * sum(self._work(by_rule))
+        factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 1.0
+        # Of the FLOPs and of the elements together, which are 2.
+        costs_less = by_line and sum(self._work(by_line)) <= factor * (sum(self._work(by_rule)) - 0.25)
         yield from [by_line, by_rule] if costs_less else [by_rule, by_line]
 
     def _lines(self, limit: float) -> list[Any]:
