@@ -144,6 +144,7 @@ def with_a_scan(in_float32=contextlib.nullcontext):
     return loss_fn
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [without_scopes, with_a_scan])
 def test_where_scopes_cannot_tell_a_line_is_named(make):
     keys = jax.random.split(jax.random.key(0), 4)
