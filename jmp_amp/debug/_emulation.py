@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import OpClass, ResultKind, autocast_with, parse_settings, rule_of
+from jmp_amp._autocast import OpClass, ResultKind, autocast_with, flops_of, parse_settings, rule_of
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
@@ -48,11 +48,11 @@ class Rounding(NamedTuple):
         source: the line of code; for a backward pass, that of the forward pass. In a sum, a text that differs is empty.
         module: the named scopes around it, such as the modules of Flax and Haiku.
         primitive: the op whose result is rounded; `"convert_element_type"` for a cast, `"constant"` for a number in the
-            code. The ops that decide.
+            code; for decisions, the ops that make them, such as `"gt"`.
         direction: `"forward"` or `"backward"`.
         dtype: the dtype that it rounds to; empty for decisions.
         runs: how often it runs.
-        size: the number of elements that it rounds in all runs.
+        size: the number of elements that it rounds in all runs, or that decisions decide.
         share: its part of the sum of the squared errors of all roundings.
         error: the norm of the error of the gradient with this rounding alone, over the norm of the gradient. It is NaN,
             and the share too, if values overflow.
@@ -82,7 +82,7 @@ class Rounding(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Whether it is decisions."""
+        """Whether it is not a rounding, but the decisions of a line."""
         return not self.dtype
 
 
@@ -358,13 +358,9 @@ class Emulation:
         self, x: Any, key: Any, place: Place, row: Rounding, is_on: bool, low: Any, args: Sequence[Any]
     ) -> Any:
         """Returns `x`, or `low(x, *args)` if the switch of a row is on; rows with one key have one switch."""
-        old = self._found.get(key)
-        if old is None:
-            flops = 2 * row.size * rule_of(place.eqn).terms
-            old = _Switch(len(self._found), row._replace(primitive="", size=0), is_on, flops, _lines(place))
-        names = ", ".join(dict.fromkeys([*filter(None, old.row.primitive.split(", ")), row.primitive]))
-        self._found[key] = old._replace(row=old.row._replace(primitive=names, size=old.row.size + row.size))
-        on, squares = (lax.squeeze(switches[old.number], (0,)) for switches in self._switches)
+        new = _Switch(len(self._found), row, is_on, place.times * flops_of(place.eqn), _lines(place))
+        number = self._found.setdefault(key, new).number
+        on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low, x, on, squares, *args)
 
     def _decided(self, place: Place, operands: Sequence[Any], outs: list[Any], compute: Callable[..., Any]) -> None:
@@ -380,10 +376,15 @@ class Emulation:
         row = _row(origin, origin.eqn.primitive.name, "")
         for i, y in enumerate(map(lax.stop_gradient, others)):
             if jx.is_floating(y):
-                row, key = row._replace(size=place.times * y.size), (row.module, row.source)
-                self._tape.recorded[(*place.key, i, 0)] = jnp.sum(y != outs[i], dtype=np.int32)
+                key, count = (row.module, row.source), (*place.key, i, 0)
+                self._tape.recorded[count] = jnp.sum(y != outs[i], dtype=np.int32)
                 outs[i] = self._switched(outs[i], key, origin, row, False, _replayed, [y])
-                self._flips[*place.key, i, 0] = self._found[key].number
+                switch = self._found[key]
+                if count not in self._flips:  # a body may be traced twice
+                    names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
+                    total = switch.row._replace(primitive=names, size=switch.row.size + place.times * y.size)
+                    self._found[key] = switch._replace(row=total)
+                self._flips[count] = switch.number
 
     def _around(self, place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Evaluates an op in float32, and rounds its results."""

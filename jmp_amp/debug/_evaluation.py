@@ -97,7 +97,7 @@ class Evaluator:
     allowed: Collection[Id] | None = None
     trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
     counted: dict[Id, int] | None = None
-    tape: "Tape" = dataclasses.field(default_factory=lambda: Tape())
+    tape: Tape = dataclasses.field(default_factory=Tape)
     loss_factor: float = 1.0
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
