@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._compare import floating_value_and_grad
 from jmp_amp.debug._emulation import Emulation
 
@@ -354,6 +355,12 @@ def test_decisions_that_roundings_flip_are_rows_with_their_line(name):
     flipped = program(on, 1.0, decisions=low.decisions)
     assert distance(flipped.grads, exact.grads) > 0.5 * first.error
     assert (program(on, 1.0, decisions=exact.decisions).grads == exact.grads).all()
+
+
+def test_what_a_custom_derivative_computes_in_the_backward_pass_has_its_scope():
+    program = jax.make_jaxpr(jax.grad(relus))(W, X)
+    found = [at for eqn, at in jx.equations_in(program, jx.Provenance()) if eqn.primitive.name == "select_n"]
+    assert {at.module for at in found if jx.is_backward(at.stack)} == set("abc")
 
 
 def test_without_kinks_there_are_no_decisions_to_record():
