@@ -22,6 +22,7 @@ from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
+_MOST = 3  # compilations
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -47,8 +48,7 @@ def suggest_rules(
     shares of the error for the least work are added until a run without their roundings is accurate, and those that are
     not needed are dropped. The shares are estimated, or, where the estimates explain less than 0.8 of the error, as in
     networks with `relu`, measured. The program with these rules is compiled to check them, since the ops after a rule
-    may be rounded otherwise; if its error is larger than `tol`, more rules are added in the same way, and if that is
-    not enough, one other set is tried.
+    may be rounded otherwise; if its error is larger than `tol`, more rules are added, or another set is tried, once.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -137,14 +137,16 @@ def suggest_rules(
                 if not keys or tol is None or clock.is_late:
                     break
                 # The ops after a rule may be rounded otherwise.
-                second, compilations = search(keys), compilations + 1
-                error, more = second.error([]), list[Any]()
-                if error > limit:
-                    second.consider(ops, value, fixed)
-                    more = next(second.choose(limit, with_lines))
-                    error = second.error(more)
-                tried.append((error, [*keys, *more]))
-                if error <= limit:
+                program, compilations = search(keys), compilations + 1
+                error = program.error([])
+                if error > limit and compilations < _MOST:
+                    program.consider(ops, value, fixed)
+                    if more := next(program.choose(limit, with_lines)):
+                        tried.append((error, keys))
+                        keys, compilations = [*keys, *more], compilations + 1
+                        error = search(keys).error([])
+                tried.append((error, keys))
+                if error <= limit or compilations == _MOST:
                     break
             error, keys = min(tried, key=lambda x: x[0], default=(error, keys))
         steps = tuple(first.step(keys[:i]) for i in range(len(keys) + 1))
