@@ -266,8 +266,8 @@ class SuggestionReport:
         lines += [f"Put `with amp.full_precision():` around {line}." for line in self.lines]
         lines += [f"Not seen: roundings in {x}; `amp.debug.compare` measures the error with them." for x in self.opaque]
         if self.is_late:
-            checked = "other sets of rules were not tried" if self.is_checked else "these rules were not tried"
-            lines.append(f"The time was over: {checked}. `max_seconds=` sets it.")
+            what = "rules" if not self.rows[1:] else "other rules" if self.is_checked else "these rules"
+            lines.append(f"The time was over: {what} were not tried. `max_seconds=` sets it.")
         if self.tol is not None and not self.error <= self.tol and not self.is_late:
             lines.append(
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
