@@ -38,16 +38,10 @@ class Moment(enum.IntEnum):
     SQUARED = 4  # a multiplication of two such products: `blur(x) * blur(y)`
 
 
-class IntegerKind(enum.IntEnum):
-    """Whether a value holds whole numbers."""
-
-    NO = 0
-    CONSTANT = 1  # a constant of whole numbers: `jnp.ones(n)`
-    COUNT = 2  # sums and products of comparisons and integers: `jax.nn.one_hot(ids, n)`
-
-
 class ValueFacts(NamedTuple):
-    """What is known of a value. Each field is False, 0 or 1 where nothing is known, and `join` takes the larger one.
+    """What is known of a value. Each field is False, 0 or 1 where nothing is known.
+
+    `join` takes the larger one, and the smaller one of `is_constant` and `is_whole`.
 
     Attributes:
         size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
@@ -55,7 +49,8 @@ class ValueFacts(NamedTuple):
         is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
         squares: how it is made of squares.
         moment: how it is made of products.
-        integers: whether it holds whole numbers.
+        is_constant: whether it is made of constants only, as `jnp.linspace(-20, 20, 255)`.
+        is_whole: whether it holds whole numbers, as `jax.nn.one_hot(ids, n)`.
         is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it, as the
             residual `b - a @ jnp.linalg.solve(a, b)`.
         adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not: `h` in `h + x`.
@@ -68,7 +63,8 @@ class ValueFacts(NamedTuple):
     is_log: bool = False
     squares: Squares = Squares.NO
     moment: Moment = Moment.NO
-    integers: IntegerKind = IntegerKind.NO
+    is_constant: bool = False
+    is_whole: bool = False
     is_solution: bool = False
     adds_up: bool = False
     recurs: bool = False
@@ -99,7 +95,10 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     def join(self, a: ValueFacts, b: ValueFacts) -> ValueFacts:
         """Returns what is known of a value that is either of two."""
-        return a if a == b else ValueFacts._make(map(max, a, b))._replace(integers=min(a.integers, b.integers))
+        if a == b:
+            return a
+        both = {"is_constant": a.is_constant and b.is_constant, "is_whole": a.is_whole and b.is_whole}
+        return ValueFacts._make(map(max, a, b))._replace(**both)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
@@ -129,7 +128,8 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             or (joined.is_log and rule.passes_on and rule.kind is not ResultKind.QUOTIENT),
             _squares(info, operands),
             _moment(info, operands),
-            _integer_kind(info, read),
+            all(known.is_constant for known in operands),
+            _is_whole(info, read),
             rule.demand == Demand.MATRIX or (joined.is_solution and passes_on and not is_norm),
             joined.adds_up and rule.moves,
             joined.recurs and rule.is_linear,
@@ -141,13 +141,14 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _is_source(info: EqnInfo) -> bool:
     """Whether something is known of the results of an op of whose operands nothing is known."""
     rule = info.rule
-    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or rule.is_cast
+    is_constant = not info.eqn.invars  # `jnp.arange`
+    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or rule.is_cast or is_constant
 
 
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        return NOTHING
+        return NOTHING._replace(is_constant=True) if known.is_constant else NOTHING
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 
@@ -211,14 +212,13 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
     return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
 
 
-def _integer_kind(info: EqnInfo, read: Sequence[ValueFacts]) -> IntegerKind:
+def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
     rule = info.rule
-    if not read:
-        return IntegerKind.COUNT if rule.is_cast else IntegerKind.NO
-    counts = [known.integers for known in read]
-    if IntegerKind.NO in counts or not (rule.is_linear or rule.passes_on) or rule.kind is ResultKind.QUOTIENT:
-        return IntegerKind.NO
-    return IntegerKind.COUNT if rule.kind is ResultKind.SELECTED else max(counts)
+    if not read:  # made of comparisons or integers
+        return rule.is_cast or not info.eqn.invars
+    is_power = rule.kind is ResultKind.POWER and (rule.power or 0) % 1 == 0
+    keeps = (rule.is_linear or rule.passes_on or is_power) and rule.kind is not ResultKind.QUOTIENT
+    return keeps and all(known.is_whole for known in read)
 
 
 def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
@@ -347,6 +347,10 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         """Returns what two readers demand of a value."""
         return a | b
 
+    def _pass(self, info: EqnInfo, *facts: Any) -> Sequence[int]:
+        operands, outs = facts
+        return [Demand.NONE] * len(operands) if info.is_dead(outs) else super()._pass(info, *facts)
+
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of the accumulators and the recurrences of a loop."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
@@ -364,7 +368,8 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         if isinstance(structure, jx.Call):
             return demands
         gates = [Demand.GATE if demand & (Demand.GATE | Demand.MAKES_GATE) else Demand.NONE for demand in demands]
-        return [(demand & ~_OF_A_BODY) | gate | ends_loop for demand, gate in zip(demands, gates, strict=True)]
+        pairs = zip(demands, gates, strict=True)
+        return [demand and ((demand & ~_OF_A_BODY) | gate | ends_loop or Demand.ANY) for demand, gate in pairs]
 
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
@@ -374,10 +379,12 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
             of_all |= _passed_on(info, demand)
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(operands)
-        if demand & Demand.INDEX and _is_elementwise(rule):
-            indices = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.INDEX]
-            of_all |= Demand.INDEX * any(map(jx.is_floating, indices))  # a comparison with a threshold is no index
-        each = [of_all or Demand.ANY] * len(operands)
+        if demand & Demand.EXACT and _is_elementwise(rule):
+            # A comparison with a threshold is no index.
+            pairs = zip(info.eqn.outvars, outs, strict=True)
+            of_all |= joined([of & Demand.EXACT for var, of in pairs if jx.is_floating(var)])
+        of_all |= Demand.NONE if of_all & ~(Demand.CODE | Demand.RANK) else Demand.ANY
+        each = [of_all] * len(operands)
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
         if gate := _gate(info, operands, demand):
@@ -408,13 +415,19 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     # A residual is what is left of two equal numbers: `b - a @ x`, where `x = jnp.linalg.solve(a, b)`.
     if any(known.is_solution for known in operands):
         return "solution"
+    # An expectation, `probabilities @ jnp.linspace(-20, 20, 255)`, or a code, `bits @ 2.0 ** jnp.arange(14)`.
+    terms, shapes = info.rule.terms, [jx.shape_of(atom) or () for atom in info.eqn.invars]
+    if info.rule.columns and any(k.is_constant and math.prod(s) == terms for k, s in zip(operands, shapes, strict=True)):
+        return "vector"
     # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
-    counts = [known.integers for known in operands]
-    if min(counts) > IntegerKind.NO and max(counts) is IntegerKind.COUNT:
+    is_whole = [known.is_whole for known in operands]
+    if all(is_whole) and not all(known.is_constant for known in operands):
         return "count"
-    # A sum by a matrix of zeros and ones: `jax.nn.one_hot(ids, n).T @ x` of 100,000 ones is inf in float16.
-    is_long = isinstance(info.rule.terms, int) and info.rule.terms > form.largest
-    if max(counts) > IntegerKind.NO and is_long:
+    if any(is_whole) and demand & Demand.CODE:
+        return "code"
+    # A sum by a matrix of zeros and ones: `jax.nn.one_hot(ids, n).T @ x` of 100,000 ones is inf in float16. So is that
+    # of the squares of thousands of rows, `x.T @ x / len(x)`, before it is divided.
+    if isinstance(terms, int) and form.largest < terms * (_SQUARE if info.repeats_operand else any(is_whole)):
         return "sum"
     if demand & Demand.OTHERS:  # `x = h @ w; jnp.sin(x) * x` rounds `x` anyway
         demand &= ~Demand.ANGLE
@@ -422,6 +435,8 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         demand &= ~Demand.RANGE
     return next((reason for way, reason in _NAMES.items() if demand & way), None)
 
+
+_SQUARE = 64  # 1024 squares of 8 are 65536
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.FACTOR | Demand.MAKES_GATE
@@ -444,8 +459,11 @@ WHY_AS_TRACED = {  # what `why_as_traced` returns, in words
     "logarithm": "a logarithm reads its result, which may be smaller or larger than float16 holds",
     "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
     "index": "its result is converted to an integer",
+    "code": "a sum by whole numbers that is compared with another, as a code",
+    "rank": "its few columns are chosen from by their order, as by `top_k` or `argsort`",
+    "vector": "a product with a constant vector, such as an expectation over bins, which is a sum",
     "count": "it counts: both operands come from comparisons or integers",
-    "sum": "it sums so many terms by a matrix of whole numbers, such as a one-hot one, that float16 may overflow",
+    "sum": "it sums so many squares, or terms by a matrix of whole numbers, that float16 may overflow",
     "loop": "it decides when a loop ends",
 }
 
