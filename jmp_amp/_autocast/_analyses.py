@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -97,8 +98,8 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         """Returns what is known of a value that is either of two."""
         if a == b:
             return a
-        both = {"is_constant": a.is_constant and b.is_constant, "is_whole": a.is_whole and b.is_whole}
-        return ValueFacts._make(map(max, a, b))._replace(**both)
+        is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
+        return ValueFacts._make(map(max, a, b))._replace(is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
@@ -132,7 +133,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             _is_whole(info, read),
             rule.demand == Demand.MATRIX or (joined.is_solution and passes_on and not is_norm),
             joined.adds_up and rule.moves,
-            joined.recurs and rule.is_linear,
+            joined.recurs and (passes_on or rule.is_polynomial),
             joined.multiplies_slices if rule.moves else info.multiplies_slices,
         )
         return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
@@ -167,8 +168,13 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFac
     if rule.kind in (ResultKind.PRODUCT, ResultKind.OUTER_PRODUCT) or rule.is_product:
         return _scaled(eqn, operands, operands[1].size)
     if rule.passes_on or rule.sums:
-        return max(known.size for known in read)
+        size = max(known.size for known in read)
+        # The terms of a cutoff, `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, cancel where `u` is 1.
+        return min(size, 1.0) if rule.kind is ResultKind.DIFFERENCE and size < _COEFFICIENT else size
     return 1.0
+
+
+_COEFFICIENT = 256
 
 
 def _rounded(size: float) -> float:
@@ -250,15 +256,16 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
 class Path:
     """What is on the way from an input of a body to a value, as a set of bits; nothing but moves at first."""
 
-    CHOICE = 1 << 0  # an op that selects elements, or multiplies them by an array of this iteration, as a gate does
+    CHOICE = 1 << 0  # an op that chooses, as `max`, or multiplies by an array of this iteration, as a gate does
     ARITHMETIC = 1 << 1
     PRODUCT = 1 << 2
     OTHER = 1 << 3
-    VARIES = 1 << 4  # the input is another one in each iteration; no constant of the loop
+    CARRY = 1 << 4  # the input is a carry
+    SLICE = 1 << 5  # the input is another slice in each iteration
+    LAYER = 1 << 6  # a product with an array of this iteration, such as the weight of a layer
 
 
-_ADDS = Path.CHOICE | Path.ARITHMETIC | Path.VARIES  # what may be on the way from an accumulator to itself
-_RECURS = Path.PRODUCT | Path.ARITHMETIC | Path.VARIES  # and from a recurrence
+_ADDS = Path.CHOICE | Path.ARITHMETIC | Path.CARRY | Path.SLICE  # what may be on the way from an accumulator to itself
 
 # Each input of a body that reaches a value, by index, with what is on the way.
 Sources = frozenset[tuple[int, int]]
@@ -276,8 +283,8 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
         adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
         reads_sum = [any(adds_up[i] for i, _ in paths) for paths in added]
-        of_itself = [{path | Path.ARITHMETIC for i, path in paths if i == k} for k, paths in enumerate(after)]
-        return [(is_sum, paths == {_RECURS}) for is_sum, paths in zip(reads_sum, of_itself, strict=True)]
+        of_itself = [[path for i, path in paths if i == k] for k, paths in enumerate(after)]
+        return list(zip(reads_sum, map(_recurs, of_itself), strict=True))
 
     def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         """Returns what reaches the carries of a loop in one or more iterations, and its results."""
@@ -286,7 +293,8 @@ class Paths(jx.Forward[EqnInfo, Sources]):
 
     def _find_carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         n, first = len(jx.open_jaxpr(loop.body)[0].invars), loop.n_consts
-        inputs = [frozenset({(i, Path.VARIES if i >= first else 0)}) for i in range(n)]
+        kinds = [0] * first + [Path.CARRY] * loop.n_carry + [Path.SLICE] * (n - first - loop.n_carry)
+        inputs = [frozenset({pair}) for pair in enumerate(kinds)]
         outs = self.outs(loop.body, inputs)
         entering, before = inputs, None
         while entering != before:
@@ -311,15 +319,30 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         rule, path = info.rule, Path.OTHER
         if rule.is_product or rule.sums or rule.demand == Demand.MATRIX:
             path = Path.PRODUCT
-        elif rule.arithmetic:
+        elif rule.is_polynomial:
             path = Path.ARITHMETIC
-        elif rule.passes_on:
-            path = 0 if rule.moves else Path.CHOICE
-        if rule.scales:
+        elif rule.passes_on:  # a part that is replaced, or selected by a mask, is no choice: the mask is followed, too
+            path = Path.CHOICE if rule.kind is ResultKind.CHOSEN and rule.fuses and not rule.makes_gates else 0
+        if rule.scales or rule.is_product or rule.kind is ResultKind.SELECTED:
+            gate = Path.LAYER if rule.is_product else Path.CHOICE
             gated = [_is_gated(info, k, operands) for k in range(len(operands))]
-            operands = [_after(of, Path.CHOICE) if gate else of for of, gate in zip(operands, gated, strict=True)]
+            operands = [_after(of, gate) if is_gated else of for of, is_gated in zip(operands, gated, strict=True)]
         reached = _after(self.bottom.union(*operands), path)
-        return [reached if jx.dtype_of(var) == np.float32 else self.bottom for var in info.eqn.outvars]
+        return [reached if jx.dtype_of(var) in _FOLLOWED else self.bottom for var in info.eqn.outvars]
+
+
+_FOLLOWED = {np.dtype(np.float32), np.dtype(bool)}
+
+
+def _recurs(paths: Sequence[int]) -> bool:
+    """Whether a carry that reaches itself on these paths is a recurrence: the state of a simulation.
+
+    Its errors add up: nothing forgets them, and some are made by products. In `h + h @ layer`, whose products read
+    another array in each iteration, they do not add up more than in a network of as many layers.
+    """
+    products = [path & Path.PRODUCT for path in paths]
+    is_network = not all(products) and any(path & Path.LAYER for path in paths)
+    return any(products) and not is_network and not any(path & (Path.CHOICE | Path.OTHER) for path in paths)
 
 
 def _after(sources: Sources, path: int) -> Sources:
@@ -327,9 +350,11 @@ def _after(sources: Sources, path: int) -> Sources:
 
 
 def _is_gated(info: EqnInfo, k: int, operands: Sequence[Sources]) -> bool:
-    """Whether operand `k` of a multiplication is multiplied by an array that is another one in each iteration."""
-    others = zip(info.eqn.invars[:k] + info.eqn.invars[k + 1 :], (*operands[:k], *operands[k + 1 :]), strict=True)
-    return any(varying(jx.shape_of(atom)) and any(path & Path.VARIES for _, path in of) for atom, of in others)
+    """Whether operand `k` is multiplied, or selected, by an array of this iteration, or by a function of a carry."""
+    others = [0] if info.rule.kind is ResultKind.SELECTED else [i for i in range(len(operands)) if i != k]
+    slices = [i for i in others if varying(jx.shape_of(info.eqn.invars[i]))]
+    is_slice = any(path & Path.SLICE for i in slices for _, path in operands[i])
+    return is_slice or any(path & Path.CARRY and path & Path.OTHER for i in others for _, path in operands[i])
 
 
 def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> Sources:
@@ -362,28 +387,30 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
 
         Operands of a loop may be rounded, even where they decide when it ends: rounded once, they do not change in it.
         """
-        ends_loop = joined(outs) & Demand.ENDS_LOOP
+        kept = joined(outs) & (Demand.ENDS_LOOP | Demand.RECURRENCE)
         if isinstance(structure, jx.Branches):
-            return [ends_loop or Demand.ANY, *demands[1:]]
+            return [kept & Demand.ENDS_LOOP or Demand.ANY, *demands[1:]]
         if isinstance(structure, jx.Call):
             return demands
         gates = [Demand.GATE if demand & (Demand.GATE | Demand.MAKES_GATE) else Demand.NONE for demand in demands]
         pairs = zip(demands, gates, strict=True)
-        return [demand and ((demand & ~_OF_A_BODY) | gate | ends_loop or Demand.ANY) for demand, gate in pairs]
+        return [demand and ((demand & ~_OF_A_BODY) | gate | kept or Demand.ANY) for demand, gate in pairs]
 
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
-        of_all = rule.demand
+        asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
+        of_all = Demand.NONE if asks_for_nan else rule.demand
         if rule.moves or demand & ~Demand.OTHERS:
             of_all |= _passed_on(info, demand)
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(operands)
         if demand & Demand.EXACT and _is_elementwise(rule):
             # A comparison with a threshold is no index.
-            pairs = zip(info.eqn.outvars, outs, strict=True)
-            of_all |= joined([of & Demand.EXACT for var, of in pairs if jx.is_floating(var)])
-        of_all |= Demand.NONE if of_all & ~(Demand.CODE | Demand.RANK) else Demand.ANY
+            floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
+            of_all |= joined(floating) & Demand.EXACT
+        if not of_all & ~(Demand.CODE | Demand.RANK):
+            of_all |= Demand.ANY
         each = [of_all] * len(operands)
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
@@ -416,12 +443,13 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     if any(known.is_solution for known in operands):
         return "solution"
     # An expectation, `probabilities @ jnp.linspace(-20, 20, 255)`, or a code, `bits @ 2.0 ** jnp.arange(14)`.
-    terms, shapes = info.rule.terms, [jx.shape_of(atom) or () for atom in info.eqn.invars]
-    if info.rule.columns and any(k.is_constant and math.prod(s) == terms for k, s in zip(operands, shapes, strict=True)):
+    terms, is_constant = info.rule.terms, [known.is_constant for known in operands]
+    sizes = [math.prod(jx.shape_of(atom) or ()) for atom in compress(info.eqn.invars, is_constant)]
+    if info.rule.columns and terms in sizes and not all(is_constant):
         return "vector"
     # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
     is_whole = [known.is_whole for known in operands]
-    if all(is_whole) and not all(known.is_constant for known in operands):
+    if all(is_whole) and not all(is_constant):
         return "count"
     if any(is_whole) and demand & Demand.CODE:
         return "code"

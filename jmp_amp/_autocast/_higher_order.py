@@ -178,7 +178,7 @@ def _branches(planner: Planner, branches: jx.Branches, op: Context) -> Step:
     inputs, plans = tuple(op.values[i] for i in branches.operands), []
     for branch, known, demands in op.inside:
         reads = _stored([use.reads for use in op.uses])
-        stored = tuple(Use(*each) for each in zip(demands, [use.stream for use in op.uses], reads, strict=True))
+        stored = tuple(map(Use, demands, [use.stream for use in op.uses], reads))
         plans.append(planner.plan(branch, _known_as(inputs, known), stored, op.region))
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
@@ -200,7 +200,8 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
         streams = planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in uses])
     read_as = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
     read_as = [use.stream if use.stream & Stream.RETURNED else each for use, each in zip(uses, read_as, strict=False)]
-    of_body = tuple(map(Use, demands, read_as, [Reads.LOW] * loop.n_carry + _stored([use.reads for use in uses[loop.n_carry:]])))
+    reads = [Reads.LOW] * loop.n_carry + _stored([use.reads for use in uses[loop.n_carry :]])
+    of_body = tuple(map(Use, demands, read_as, reads))
 
     def plan_body(carry: Values) -> Plan:
         return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)

@@ -246,6 +246,11 @@ class Rule(NamedTuple):
         return self.kind is ResultKind.POWER and (self.power is None or self.power % 1 != 0)
 
     @property
+    def is_polynomial(self) -> bool:
+        """Whether the op adds, multiplies or divides, or is a power by a whole number."""
+        return self.arithmetic or (self.power is not None and self.power > 0 and self.power % 1 == 0)
+
+    @property
     def is_linear(self) -> bool:
         """Whether the op moves, adds and multiplies, so that it passes on errors as they are."""
         return self.moves or self.arithmetic or self.is_product or self.sums
