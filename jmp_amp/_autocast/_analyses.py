@@ -72,7 +72,7 @@ class ValueFacts(NamedTuple):
     multiplies_slices: bool = False
 
 
-NOTHING = ValueFacts()
+NOTHING, _CONSTANT = ValueFacts(), ValueFacts(is_constant=True)
 
 
 class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
@@ -149,7 +149,7 @@ def _is_source(info: EqnInfo) -> bool:
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        return NOTHING._replace(is_constant=True) if known.is_constant else NOTHING
+        return _CONSTANT if known.is_constant else NOTHING
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 

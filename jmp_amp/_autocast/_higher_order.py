@@ -139,7 +139,7 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     plan = planner.plan(jaxpr, values, uses, region)
     reads = _stored(plan.reads) if entry.keeps_inputs else plan.reads
     cast = tuple(
-        value.as_float32() if each is Reads.FUSED and jx.dtype_of(atom) == FLOAT32 else value
+        value.as_float32() if each == Reads.FUSED and jx.dtype_of(atom) == FLOAT32 else value
         for value, each, atom in zip(values, reads, eqn.invars, strict=True)
     )
     plan = planner.plan(jaxpr, cast, uses, region)
@@ -252,22 +252,22 @@ def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     return _step(eqn, values, cast, reads, carry, [cond.body(), body.body(carry)], [(cond, 1), (body, 1)])
 
 
-def _of_operands(body: Plan, loop: jx.Loop, carry: Values) -> list[Reads]:
+def _of_operands(body: Plan, loop: jx.Loop, carry: Values) -> list[int]:
     """Returns in which dtype a loop reads its operands: carries in the dtypes that they have in it."""
     first = [Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry]
     return _stored([*body.reads[: loop.n_consts], *first, *body.reads[loop.n_consts + loop.n_carry :]])
 
 
-def _stored(reads: Iterable[Reads]) -> list[Reads]:
+def _stored(reads: Iterable[int]) -> list[int]:
     """Returns in which dtype values are read that are stored in memory."""
-    return [Reads.STORED if each is Reads.FUSED else each for each in reads]
+    return [Reads.STORED if each == Reads.FUSED else each for each in reads]
 
 
 def _step(
     eqn: JaxprEqn,
     values: Values,
     cast: Values,
-    reads: Sequence[Reads],
+    reads: Sequence[int],
     outs: Values,
     bodies: list[jx.Body],
     inner: list[tuple[Plan, Any]],

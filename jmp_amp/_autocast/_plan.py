@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._values import Reads, Value, ValueFacts
+from jmp_amp._autocast._values import Value, ValueFacts
 from jmp_amp._float8 import is_float8_scale
 from jmp_amp._formats import Format
 
@@ -113,7 +113,7 @@ class Step(NamedTuple):
     outs: tuple[Value, ...]
     run: Run
     changed: bool
-    reads: tuple[Reads, ...]
+    reads: tuple[int, ...]
     why: str = ""
     inner: "tuple[tuple[Plan, Any], ...]" = ()
     as_traced: str | None = None
@@ -160,7 +160,7 @@ class Plan:
     values: Mapping[Var, Value]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
-    reads: tuple[Reads, ...]
+    reads: tuple[int, ...]
     region: Region
     scopes: frozenset[str]
     opaque: frozenset[str]

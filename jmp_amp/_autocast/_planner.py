@@ -187,13 +187,13 @@ class _Variable:
 
     value: Value | None = None
     producer: int | None = None
-    readers: dict[int, Reads] = dataclasses.field(default_factory=dict)
-    returned: Reads = Reads.UNREAD
+    readers: dict[int, int] = dataclasses.field(default_factory=dict)
+    returned: int = Reads.UNREAD
     demand: int = Demand.NONE
     stream: int = Stream.NONE
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> int:
         """In which dtype it is read; as a gate, in float32."""
         is_gate = self.demand & (Demand.FACTOR | Demand.GATE)
         return Reads.FUSED if is_gate else min([self.returned, *self.readers.values()])
@@ -299,8 +299,8 @@ class _PlanBuilder:
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
         op = old._replace(
             values=values,
-            needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads is Reads.FUSED,
-            is_stored=(rule.moves or rule.arithmetic) and reads is Reads.STORED,
+            needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads == Reads.FUSED,
+            is_stored=(rule.moves or rule.arithmetic) and reads == Reads.STORED,
             reads_stored_norm=self._reads_stored_norm(info, values),
             uses=uses,
         )
@@ -321,12 +321,12 @@ class _PlanBuilder:
         if value.as_data().dtype == jx.dtype_of(atom):
             return value
         variable = self._variables[atom]
-        has_copy = any(reads is Reads.FUSED for i, reads in variable.readers.items() if i != reader)
+        has_copy = any(reads == Reads.FUSED for i, reads in variable.readers.items() if i != reader)
         return value._replace(has_float32_copy=True) if has_copy else value
 
     def _affected(self, i: int, step: Step) -> Iterator[int]:
         """Records the operands that an equation reads in float32, and yields the equations to decide again."""
-        reads = dict[Var, Reads]()
+        reads = dict[Var, int]()
         for atom, each in zip(step.eqn.invars, step.reads, strict=True):
             if isinstance(atom, Var):
                 reads[atom] = min(each, reads.get(atom, each))

@@ -42,8 +42,8 @@ class Stream:
     NORM = ELEMENTS | STATISTIC  # by a norm, so that a sum of layer outputs is, inputs of the program included
 
 
-class Reads(enum.IntEnum):
-    """In which dtype a value is read; where it has several readers, the smallest counts."""
+class Reads:
+    """In which dtype a value is read, as plain integers; where it has several readers, the smallest counts."""
 
     LOW = 0  # in low precision, if it is that
     STORED = 1  # in float32, and from memory, as by the body of a loop: computed in float32, it takes more memory
@@ -62,7 +62,7 @@ class Use(NamedTuple):
 
     demand: int = Demand.ANY
     stream: int = Stream.NONE
-    reads: Reads = Reads.LOW
+    reads: int = Reads.LOW
 
 
 class Value(NamedTuple):
