@@ -20,6 +20,7 @@ from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
+from jmp_amp._calls import quote, shorten
 from jmp_amp._float8 import PLAIN_PRIMITIVE, PRIMITIVE, RAGGED_PRIMITIVE
 from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._modules import unbound
@@ -196,8 +197,12 @@ def _nbytes(var: Any, dtype: Any) -> int:
 
 
 def explain_call(
-    fun: Callable, settings: Settings, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[OpSite], int, dict[str, int] | None, dict[str, list[str]]]:
+    fun: Callable,
+    settings: Settings,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None = None,
+) -> tuple[list[OpSite], int, dict[str, int] | None, dict[str, list[str]], str]:
     """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
 
     Args:
@@ -205,19 +210,25 @@ def explain_call(
         settings: those of autocast.
         args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: likewise.
+        argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
 
     Returns:
         All op sites; how often a floating value is cast to another floating dtype; the bytes of the residuals, which
-        the backward pass reads, by dtype and without arguments, or None if the program has no derivative; and the lines
-        of the scans, by who decides what their backward pass keeps.
+        the backward pass reads, by dtype and without arguments, or None if the program has no derivative; the lines of
+        the scans, by who decides what their backward pass keeps; and why there is no derivative, or an empty string.
     """
+    args, kwargs = jx.as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
+    n_args = len(args)
     fun, args = unbound(fun, args)
+    chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
     plans: list[Plan] = []
     autocasted = autocast_with(fun, settings, plans.append)
 
     def call_and_pull(*args: Any, **kwargs: Any) -> Any:
         arrays, rebuild = jx.split_arrays((args, kwargs))
-        is_float = list(map(jx.is_floating, arrays))
+        of_argument = [i for i, arg in enumerate(args) for _ in jx.split_arrays(arg)[0]]
+        is_chosen = [argnums is None or i in chosen for i in (*of_argument, *[None] * len(arrays))]
+        is_float = [jx.is_floating(x) and ok for x, ok in zip(arrays, is_chosen, strict=False)]
 
         def of_floats(*floats: Any) -> list[Any]:
             args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
@@ -226,12 +237,17 @@ def explain_call(
         out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
         return out, pull([jnp.ones_like(x) for x in out])
 
+    why_forward = ""
     try:
-        program, is_differentiable = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0], True
+        program = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0]
     except Exception as error:
+        by = "all floating arguments" if argnums is None else f"the arguments {argnums}"
         if not jx.versions.has_no_derivative(error):
+            error.add_note(f"`explain` differentiates with respect to {by}; others are chosen by `argnums`")
             raise
-        program, is_differentiable = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0], False
+        program = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0]
+        what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
+        why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
     forward = _forward(planner, plans[-1], settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
@@ -240,7 +256,15 @@ def explain_call(
     scans = defaultdict[str, list[str]](list)
     for keeper, line in dict.fromkeys(_keepers(plans[-1], jx.Provenance())):
         scans[keeper].append(line)
-    return sites, casts, _kept(program) if is_differentiable else None, dict(scans)
+    return sites, casts, None if why_forward else _kept(program), dict(scans), why_forward
+
+
+def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
+    """Returns the positions of arguments among `n`, behind `offset` others."""
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(isinstance(i, int) and -n <= i < n for i in numbers):
+        raise ValueError(f"`argnums` must be positions of the {n} positional arguments, got {quote(argnums)}")
+    return {i % n + offset for i in numbers}
 
 
 def _keepers(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[str, str]]:
