@@ -1,6 +1,7 @@
 """What `explain` says of programs whose decisions are known."""
 
 import cProfile
+import functools
 import json
 import pstats
 import sys
@@ -441,3 +442,34 @@ def test_an_error_of_the_users_derivative_says_what_was_asked_for():
     with pytest.raises(ValueError, match="of mine") as caught:
         amp.explain(wrong)(jnp.ones(2))
     assert "`explain` differentiates with respect to all floating arguments" in "".join(caught.value.__notes__)
+
+
+def over_its_norm(w, x, divisor):
+    h = x @ w
+    return jnp.mean((h / divisor(jnp.sum(jnp.abs(h), -1, keepdims=True)) - 1) ** 2)
+
+
+# The divisor of rows of a product, and whether the gradient of a row of zeros overflows in float16.
+DIVISORS = {
+    "a sum": (lambda n: n + 1e-12, True),
+    "the other way": (lambda n: 1e-6 + n, True),
+    "a maximum": (lambda n: jnp.maximum(n, 1e-9), True),
+    "broadcast": (lambda n: jnp.broadcast_to(n + 1e-12, (32, 32)), True),
+    "a large constant": (lambda n: n + 1e-3, False),
+    "a choice": (lambda n: jnp.where(n > 0, n, 1.0), False),
+    "a root": (lambda n: jnp.sqrt(n + 1e-8), False),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_a_quotient_by_a_small_constant_is_marked_where_its_gradient_overflows(name):
+    divisor, overflows = DIVISORS[name]
+    w, x = jnp.ones((32, 32)), jnp.zeros((32, 32)).at[0].set(1.0)
+    loss_fn = functools.partial(over_its_norm, divisor=divisor)
+    marked = {
+        dtype: [r for r in amp.explain(loss_fn, dtype)(w, x).rows if r.why == "small divisor"]
+        for dtype in ("float16", "bfloat16")
+    }
+    assert (len(marked["float16"]), len(marked["bfloat16"])) == (overflows, 0)
+    assert jnp.isnan(amp.grad(amp.autocast(loss_fn), loss_scale=2.0**10)(w, x)).any() == overflows
+    assert not jnp.isnan(jax.grad(loss_fn)(w, x)).any()

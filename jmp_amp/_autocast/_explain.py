@@ -17,7 +17,7 @@ from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, OpClass, Rule
+from jmp_amp._autocast._primitives import RULES, OpClass, ResultKind, Rule
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._calls import quote, shorten
@@ -78,6 +78,8 @@ REASONS = {
     "traced": "the op, or an operand, was traced in another dtype than float32",
     "kernel": "autocast cannot read a kernel: it runs in the dtypes that it was traced in; see `cast_inputs`",
     "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
+    "small divisor": "it divides a float16 value by a number plus a constant below 6e-5: where the number is 0, the "
+    "gradient of the value is 1 / constant, beyond float16; see docs/sharp-bits.md",
     "opaque": "no rule for this primitive: the products in it stay as they were traced",
     "derivative": "JAX derives it from the forward pass",
 }
@@ -163,8 +165,28 @@ def _forward_site(
         why = "opaque" if planner.hides_products(eqn) else "unknown"
     elif rule.is_kernel:
         why = "kernel"
+    elif rule.kind is ResultKind.QUOTIENT and _has_small_divisor(planner, plan, eqn.invars):
+        why = "small divisor"
     inputs = [value.dtype for value in compress(values, is_float)]
     return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
+
+
+def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) -> bool:
+    """Whether a quotient is of a float16 value and of a number that a small constant keeps from 0.
+
+    The derivative in the value is 1 / constant where the number is 0, and is cast to float16.
+    """
+    value, divisor = operands
+    if isinstance(value, Literal) or plan.values[value].dtype != jnp.float16:
+        return False
+    made = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
+    while isinstance(divisor, Var) and (eqn := made.get(divisor)):
+        rule = planner.rule_of(eqn)
+        if rule.kind is ResultKind.SUM or eqn.primitive.name == "max":
+            numbers = [float(x.val) for x in eqn.invars if isinstance(x, Literal) and np.ndim(x.val) == 0]
+            return any(0 < x < float(jnp.finfo(jnp.float16).tiny) for x in numbers)
+        divisor = eqn.invars[0] if rule.moves or rule.is_cast else None
+    return False
 
 
 def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
