@@ -144,8 +144,8 @@ ROTATIONS = """
 
 The scores of `equivariant_shapes` do not depend on how a shape is rotated, but for rounding. The table has how much
 they change at most, relative to the largest, over {n} rotations of the trained network. The rule is
-`rules={{"vectors": "full"}}`, for the scope in which the program computes what turns with the shape. What does not turn,
-such as functions of distances, may be low: a rotation does not change it.
+`rules={{"vectors": "full"}}`, for the scope in which the program computes what turns with the shape. What does not
+turn, such as functions of distances, may be low: a rotation does not change it.
 
 {table}
 """
