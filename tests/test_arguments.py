@@ -11,7 +11,7 @@ import pytest
 import jmp_amp as amp
 from jmp_amp import _jaxpr as jx
 
-X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+X = np.linspace(-1, 1, 512, dtype=np.float32).reshape(16, 32)
 
 
 class TrainState(NamedTuple):
@@ -26,6 +26,10 @@ def loss_fn(state, x, power=2):
     return rate * jnp.mean(abs(x @ state.params) ** power)
 
 
+def of_params(params, state, x):
+    return loss_fn(state._replace(params=params), x)
+
+
 def train_step(state, x, power=2):
     grads = amp.grad(lambda w: loss_fn(state._replace(params=w), x, power), opt_state=state.opt_state)(state.params)
     updates, opt_state = TX.update(grads, state.opt_state, state.params)
@@ -33,14 +37,14 @@ def train_step(state, x, power=2):
 
 
 TX = amp.dynamic_loss_scale(optax.sgd(0.1))
-STATE = TrainState(0, jnp.ones((4, 2)), TX.init(jnp.ones((4, 2))))
+STATE = TrainState(0, jnp.ones((32, 32)), TX.init(jnp.ones((32, 32))))
 TOOLS = {
     "check_loss_scaling": lambda: amp.debug.check_loss_scaling(train_step)(STATE, X),
-    "first_nonfinite": lambda: amp.debug.first_nonfinite(train_step)(STATE, X),
+    "first_nonfinite": lambda: amp.debug.first_nonfinite(loss_fn)(STATE, X),
     "explain": lambda: amp.explain(loss_fn)(STATE, X).rows[0],
-    "compare": lambda: amp.debug.compare(lambda w, state, x: loss_fn(state._replace(params=w), x))(
-        STATE.params, STATE, X
-    ).rows[0],
+    "error_budget": lambda: amp.debug.error_budget(of_params)(STATE.params, STATE, X).rows[0],
+    "suggest_rules": lambda: amp.debug.suggest_rules(of_params)(STATE.params, STATE, X),
+    "compare": lambda: amp.debug.compare(of_params)(STATE.params, STATE, X).rows[0],
 }
 
 

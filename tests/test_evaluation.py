@@ -1,5 +1,6 @@
 """The evaluation of the debug tools returns what a program returns, inside of `shard_map` too."""
 
+import importlib
 from pathlib import Path
 
 import jax
@@ -107,7 +108,7 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("at", [(0, 0), (5, 2), (7, 3)])
+@pytest.mark.parametrize("at", [(5, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((0, 0), (7, 3)))])
 @pytest.mark.parametrize("name", SHARDS)
 def test_an_element_of_an_argument_is_named_by_its_index_in_the_whole_array(name, at):
     fun, spec = SHARDS[name]
@@ -117,3 +118,10 @@ def test_an_element_of_an_argument_is_named_by_its_index_in_the_whole_array(name
     behind = shard_map(lambda x: 2 * x, (spec,), spec, check_vma=False)
     for program in (inside, lambda x: 1 / behind(x)):
         assert first_nonfinite(program)(x).cause.endswith(f"`x[{at[0]}, {at[1]}]` is 0")
+
+
+def test_an_overflow_that_is_hidden_on_a_device_is_found_in_a_large_program(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("jmp_amp.debug._nonfinite"), "_MANY", 0)
+    found = first_nonfinite(shard_map(lambda x: x / jnp.sum(x * x), P("rows"), P("rows")))(1e30 * X)
+    assert found.primitive == "mul"
+    assert "`div` at" in found.hidden_by

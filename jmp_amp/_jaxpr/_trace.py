@@ -6,7 +6,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -171,7 +171,7 @@ def trace_call(
 
 
 def as_jit_takes(
-    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], *also: type, if_needed: bool = False
+    fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *also: type, if_needed: bool = False
 ) -> tuple[Any, Any]:
     """Returns the arguments of a call as `jax.jit` takes them: Python numbers in them, but for bools, are arrays.
 

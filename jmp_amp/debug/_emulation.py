@@ -140,7 +140,7 @@ class Emulation:
         self._found: dict[Any, tuple[int, Rounding, bool]] = {}
         self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
         self.opaque = dict[str, None]()
-        self._arrays, rebuild = jx.split_arrays((args, kwargs))
+        self._arrays, rebuild = jx.split_arrays(jx.as_jit_takes(fun, args, kwargs, if_needed=True))
         settings = parse_settings(**{**options, "save": "all"})
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
         self._lowered = settings.format.dtype if rounds_float32 else None

@@ -208,10 +208,13 @@ def _wrapped(text: str) -> str:
 
 
 def _find(evaluator: Evaluator) -> NonFinite | None:
-    ops = [eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance()) if not jx.holds_jaxprs(eqn)]
+    equations = [eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance())]
+    ops = [eqn for eqn in equations if not jx.holds_jaxprs(eqn)]
     # Op by op, each op of another kind or shape is compiled. A program of many takes less time as a whole.
     is_large = len({(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in ops}) > _MANY
-    if is_large and evaluator.arrays and _has_no_overflow(evaluator):
+    calls = (x for x in map(jx.structure_of, equations) if isinstance(x, jx.Call))
+    is_seen = all(x.is_inline for x in calls)  # all but `shard_map`
+    if is_large and is_seen and evaluator.arrays and _has_no_overflow(evaluator):
         return None
     evaluation = evaluator.run()
     if evaluation.is_stopped:
