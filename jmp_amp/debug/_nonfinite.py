@@ -98,8 +98,8 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         clock = Clock(max_seconds)
         with emulated():
-            args, kwargs = jx.as_jit_takes(fun, args, kwargs)
-            program, arrays, _ = jx.trace_call(fun, args, kwargs)
+            args, kwargs = jx.as_jit_takes(fun, args, kwargs, np.floating)
+            program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(
             [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"
