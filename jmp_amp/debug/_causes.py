@@ -123,10 +123,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
             return Cause("an-integer-that-wraps-around", f"`{e.node.primitive}` {_where(e.node)} {text}")
         reader, reads = e.node, _reads(e)
         same = [x for x in reads if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
-        several = {
-            x.node: x for x in same if not any(y.node in nearest([x.node]) for y in same if y.node is not x.node)
-        }
-        if e.number == 0 and len(several) > 1 and not any(x.is_constant for x in several) and _needs(e, several):
+        if e.number == 0 and _needs(e, several := _independent(same)):
             # One alone is not why, unless it was rounded to 0.
             origins = (_origin(x, reader, is_same, names) for x in several.values())
             if cause := next((x for x in origins if x.section), None):
@@ -212,9 +209,15 @@ def _exact(e: Element) -> Any:
     return None if out is None else np.asarray(out)[e.at].item()
 
 
+def _independent(elements: Sequence[Element]) -> dict[Node, Element]:
+    """Returns the elements by their value; without those of values that were computed from another's."""
+    nodes = {x.node for x in elements}
+    return {x.node: x for x in elements if len(nodes) == 1 or nodes.isdisjoint([*nearest([x.node])][1:])}
+
+
 def _needs(e: Element, nodes: Collection[Node]) -> bool:
-    """Whether a number changes with each of some values that its op reads."""
-    if not e.node.eqn or not _is_known(e.node):
+    """Whether a number changes with each of several values that its op reads, none of which is a constant."""
+    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not e.node.eqn or not _is_known(e.node):
         return False
     with precise(FLOAT64):
         arrays = [*map(jnp.asarray, _wide(e.node))]
