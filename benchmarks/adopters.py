@@ -143,7 +143,7 @@ ROTATIONS = """
 ## What a rotation changes
 
 The scores of `equivariant_shapes` do not depend on how a shape is rotated, but for rounding. The table has how much
-they change in {n} rotations of the trained network: the root of the mean square of the changes, over that of the scores.
+they change in {n} rotations of the trained network: the root mean square of the changes, over that of the scores.
 The rule is `rules={{"vectors": "full"}}`, for the scope in which the program computes what turns with the shape. What
 does not turn, such as functions of distances, may be low: a rotation changes it by the rounding of float32, which now
 and then rounds to another number in 16 bits.
@@ -219,7 +219,9 @@ def main():
     versions = f"JAX {jax.__version__}, {platform.machine()}"
     why = WHY.format(last=LAST, steps=STEPS, versions=versions)
     diffs = [f"\n## {name}\n\n```diff\n" + "\n".join(diff(name)) + "\n```\n" for name in names]
-    rows = [row(f"{dtype}{', with the rule' * ruled}", f"{x:.0e}") for (dtype, ruled), x in rotations().items()]
+    rows = [
+        row(f"{dtype}{', with the rule' * ruled}", f"{x:.0e}" if x else 0) for (dtype, ruled), x in rotations().items()
+    ]
     turned = ROTATIONS.format(n=32, table="\n".join([*head("dtype", "change of the scores"), *rows]))
     report("Ten programs, converted", why, table(names), "\n" + "".join(diffs) + turned, options.out)
 
