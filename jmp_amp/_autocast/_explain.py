@@ -90,7 +90,7 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
     return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
-def _flops(eqn: Any) -> int:
+def flops_of(eqn: Any) -> int:
     """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
     groups = 1
     if eqn.primitive.name in ("dot_general", PRIMITIVE):
@@ -210,7 +210,7 @@ def _site(
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    costs = times, times * _flops(eqn), times * nbytes
+    costs = times, times * flops_of(eqn), times * nbytes
     return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
 
 

@@ -270,6 +270,15 @@ def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool])
     return before, after
 
 
+def without_dead_code(program: Any) -> Any:
+    """Returns a closed jaxpr without what its results do not depend on; it keeps its inputs and constants."""
+    from jax._src.interpreters import partial_eval as pe
+
+    opened, _ = open_jaxpr(program)
+    live = pe.dce_jaxpr(opened, True, True)[0]
+    return program.replace(jaxpr=live) if opened is not program else live
+
+
 class CustomRule(NamedTuple):
     """The derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
 
@@ -397,7 +406,7 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 
 # An equation that `jax.checkpoint` recomputes or transposes has its path twice, `transpose(jvp(net))/jvp(net)/layer`,
 # in its own name stack or together with that of the equation around it.
-_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
+_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\([^)])")
 
 _OF_JAX = re.compile(r"^$|->|^checkpoint$|^rematted_computation$")  # `->` is in the name of an einsum
 
