@@ -515,7 +515,8 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
     eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
-    if keeps_dtypes(eqn) or not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars))):
+    is_of_integers = narrow is None and not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars)))
+    if keeps_dtypes(eqn) or is_of_integers:
         return None
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
