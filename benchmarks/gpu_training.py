@@ -28,6 +28,13 @@ MODELS = {  # case, what is counted and how many, sizes, and sizes for a trial o
         {},
         {"layers": 1, "batch": 2, "length": 16, "dim": 32, "heads": 2, "vocab": 64},
     ),
+    "GPT-2 small, 4096 tokens": (
+        "gpt_case",
+        "tokens",
+        2 * 4096,
+        {"batch": 2, "length": 4096},
+        {"layers": 1, "batch": 1, "length": 32, "dim": 32, "heads": 2, "vocab": 64},
+    ),
     "GPT, width 2048": (  # large enough for float8, which takes multiples of 16
         "gpt_case",
         "tokens",
@@ -53,8 +60,11 @@ VARIANTS = {  # what is trained, and the precision of float32 products
     "jmp_amp, bfloat16": ("autocast bfloat16", "tensorfloat32"),
     "jmp_amp, float16, cuDNN's attention": ("autocast float16 cudnn", "tensorfloat32"),
     "jmp_amp, bfloat16, cuDNN's attention": ("autocast bfloat16 cudnn", "tensorfloat32"),
+    'jmp_amp, float16, attention="cudnn"': ("autocast float16 attention", "tensorfloat32"),  # of the model as it is
+    'jmp_amp, bfloat16, attention="cudnn"': ("autocast bfloat16 attention", "tensorfloat32"),
     "jmp_amp, float8": ("autocast float8", "default"),  # the precision of float8 products, too
     "jmp_amp, float8, cuDNN's attention": ("autocast float8 cudnn", "default"),
+    'jmp_amp, float8, attention="cudnn"': ("autocast float8 attention", "default"),
     "jmp_amp, mxfp8": ("autocast mxfp8", "default"),  # for Blackwell; elsewhere the row says what the device lacks
     'jmp_amp, float16, implementation="mosaic_gpu"': ("autocast float16 mosaic_gpu", "tensorfloat32"),
     "torch, float32, TF32 off": ("torch float32", ""),
@@ -75,7 +85,8 @@ after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and a
 and loss in float32, under the same loss scale. Torch trains the same models, `autocast` and `GradScaler` with fused
 AdamW, its attention by `scaled_dot_product_attention`. The models in JAX write the scores of their attention to
 memory, but for the rows with cuDNN's attention: there `jax.nn.dot_product_attention(implementation="cudnn")` reads
-queries, keys and values in 16 bits. Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2
+queries, keys and values in 16 bits, by a decorator in the model. With `attention="cudnn"` the model has no decorator.
+Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2
 small and ResNet-50 are as with bfloat16: none of their products is large enough to gain. A row that is missing was
 not measured.
 """
@@ -97,7 +108,7 @@ def jax_step(case, sizes, what):
         sizes = sizes | {"kernel": models.fused_attention(implementation, low)}
     loss_fn, shapes = getattr(models, case)(jnp.float16 if kind == "hand" else None, **sizes)
     if kind == "autocast":
-        loss_fn = amp.autocast(loss_fn, dtype)
+        loss_fn = amp.autocast(loss_fn, dtype, attention="cudnn" if "attention" in options else None)
     if kind == "jmp":
         loss_fn = models.cast_whole(loss_fn)
     rule = amp.LossScale.none() if dtype in ("float32", "bfloat16", "float8", "mxfp8") else amp.LossScale()
@@ -134,9 +145,8 @@ def measure(model, variant, tiny):
     sizes = small if tiny else full
     what, precision = VARIANTS[variant]
     if not tiny:
-        warnings.filterwarnings(
-            "error", ".* has no (float8 units|units for blocks of float8)"
-        )  # the row would be one of bfloat16
+        # The row would be one of bfloat16, or of the attention of the model.
+        warnings.filterwarnings("error", ".* has no (float8 units|units for blocks of float8)|.* refuses attention")
     if what.startswith("torch"):
         import torch_models
 

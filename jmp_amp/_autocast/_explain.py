@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
+from jmp_amp._autocast._attention import Found
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
@@ -56,6 +57,24 @@ class OpSite(NamedTuple):
     runs: int
     flops: int
     bytes: int
+
+
+class AttentionSite(NamedTuple):
+    """A softmax of the program that a product reads, where `attention` is given.
+
+    Attributes:
+        module: the named scopes around the product.
+        source: the file and line that it comes from, and the function there.
+        kernel: what computes the attention; empty if it stays as it is written.
+        why: why it stays as it is written; of a kernel, how it is told of masks.
+        runs: how often it runs.
+    """
+
+    module: str
+    source: str
+    kernel: str
+    why: str
+    runs: int
 
 
 REASONS = {
@@ -224,7 +243,7 @@ def explain_call(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     argnums: int | Sequence[int] | None = None,
-) -> tuple[list[OpSite], int, dict[str, int] | None, dict[str, list[str]], str]:
+) -> tuple[list[OpSite], list[AttentionSite], int, dict[str, int] | None, dict[str, list[str]], str]:
     """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
 
     Args:
@@ -235,16 +254,17 @@ def explain_call(
         argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
 
     Returns:
-        All op sites; how often a floating value is cast to another floating dtype; the bytes of the residuals, which
-        the backward pass reads, by dtype and without arguments, or None if the program has no derivative; the lines of
-        the scans, by who decides what their backward pass keeps; and why there is no derivative, or an empty string.
+        All op sites; each softmax that a product reads, if `attention` is given; how often a floating value is cast to
+        another floating dtype; the bytes of the residuals, which the backward pass reads, by dtype and without
+        arguments, or None if the program has no derivative; the lines of the scans, by who decides what their backward
+        pass keeps; and why there is no derivative, or an empty string.
     """
     args, kwargs = jx.as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
     n_args = len(args)
     fun, args = unbound(fun, args)
     chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
-    plans: list[Plan] = []
-    autocasted = autocast_with(fun, settings, plans.append)
+    calls: list[tuple[Plan, Sequence[Found]]] = []
+    autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))
 
     def call_and_pull(*args: Any, **kwargs: Any) -> Any:
         arrays, rebuild = jx.split_arrays((args, kwargs))
@@ -270,15 +290,17 @@ def explain_call(
         program = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0]
         what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
         why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
+    plan, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
-    forward = _forward(planner, plans[-1], settings.format, jx.Provenance(), None)
+    forward = _forward(planner, plan, settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
-    for keeper, line in dict.fromkeys(_keepers(plans[-1], jx.Provenance())):
+    for keeper, line in dict.fromkeys(_keepers(plan, jx.Provenance())):
         scans[keeper].append(line)
-    return sites, casts, None if why_forward else _kept(program), dict(scans), why_forward
+    kept, attention = None if why_forward else _kept(program), list(map(_attention_site, found))
+    return sites, attention, casts, kept, dict(scans), why_forward
 
 
 def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
@@ -287,6 +309,17 @@ def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
     if not all(isinstance(i, int) and -n <= i < n for i in numbers):
         raise ValueError(f"`argnums` must be positions of the {n} positional arguments, got {quote(argnums)}")
     return {i % n + offset for i in numbers}
+
+
+def _attention_site(found: Found) -> AttentionSite:
+    """Returns where a softmax is, and what became of it."""
+    provenance = jx.Provenance()
+    for eqn in found.eqns:
+        structure = jx.structure_of(eqn)
+        provenance = provenance.of(eqn)
+        if isinstance(structure, jx.Loop) and structure.length is not None:
+            provenance = provenance._replace(times=provenance.times * structure.length)
+    return AttentionSite(provenance.module, provenance.source, found.kernel, found.why, provenance.times)
 
 
 def _keepers(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[str, str]]:

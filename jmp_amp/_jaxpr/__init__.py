@@ -12,6 +12,7 @@ from jmp_amp._jaxpr._structures import (
     HigherOrder,
     Loop,
     Structure,
+    entries,
     holds,
     holds_jaxprs,
     inner_jaxprs,

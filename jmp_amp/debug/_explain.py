@@ -12,11 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches_scope, parse_settings
+from jmp_amp._autocast import REASONS, RULES, AttentionSite, OpSite, Rule, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp.debug._report import check_callable, format_table, html_table, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
+_ATTENTION = ("module", "kernel", "why", "runs", "source")
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
 
 
@@ -36,7 +37,7 @@ def explain(
             pass no other arguments with it.
         dtype: as for `autocast`.
         argnums: as in `jax.grad`; None differentiates all floating arrays.
-        **options: `policy`, `rules`, `save`, `weight_grad_dtype` and `residual_stream`, as for `autocast`.
+        **options: `policy`, `rules`, `save`, `weight_grad_dtype`, `residual_stream` and `attention`, as for `autocast`.
 
     Returns:
         A function that returns a `PrecisionReport`. Its array arguments may be `jax.ShapeDtypeStruct`.
@@ -78,8 +79,9 @@ def explain(
         def explain_again(**options: Any) -> PrecisionReport:
             return explain(fun, argnums=argnums, **options)(*args, **kwargs)
 
-        sites, casts, kept, scans, why = explain_call(fun, settings, args, kwargs, argnums)
-        return PrecisionReport(tuple(sites), settings.format.name, casts, kept, scans, why, explain_again)
+        sites, attention, casts, kept, scans, why = explain_call(fun, settings, args, kwargs, argnums)
+        form = settings.format.name
+        return PrecisionReport(tuple(sites), tuple(attention), form, casts, kept, scans, why, explain_again)
 
     return explained
 
@@ -94,6 +96,8 @@ class PrecisionReport:
     Attributes:
         rows: an `OpSite` for each op: direction, module, source, primitive, class, reason, input, compute and output
             dtypes, number of runs, FLOPs and bytes.
+        attention: an `AttentionSite` for each softmax that a product reads: what computes it, or why it stays as it is
+            written. Empty without the option `attention`.
         dtype: the compute dtype.
         casts: the number of casts between floating dtypes that the program runs, including the backward pass.
         kept: by dtype, the bytes of the residuals: values that the backward pass reads from the forward pass, except
@@ -114,6 +118,7 @@ class PrecisionReport:
     """
 
     rows: tuple[OpSite, ...]
+    attention: tuple[AttentionSite, ...]
     dtype: str
     casts: int
     kept: dict[str, int] | None
@@ -128,7 +133,8 @@ class PrecisionReport:
             A dict with `dtype`; `matmul_flops`, the shares of the FLOPs of products and convolutions by compute dtype,
             including the backward pass, where `"float8"` counts all float8 dtypes; `activation_bytes`, the share of
             dtypes of less than 32 bits in the bytes of the residuals, before XLA rematerializes any (None without a
-            backward pass); `scans`; `casts`; `kernels`, the names of the primitives of kernels, which autocast cannot
+            backward pass); `scans`; `attention`, how often each kernel computes attention, `"as written"` for the rest;
+            `casts`; `kernels`, the names of the primitives of kernels, which autocast cannot
             read; and `unknown`, the names of the other primitives without a rule.
         """
         flops: Counter[str] = Counter()
@@ -143,6 +149,7 @@ class PrecisionReport:
             "matmul_flops": {dtype: n / flops.total() for dtype, n in flops.most_common() if n},
             "activation_bytes": low_share,
             "scans": self.scans,
+            "attention": dict(Counter(site.kernel or "as written" for site in self.attention)),
             "casts": self.casts,
             "kernels": sorted(_KERNELS & {row.primitive for row in self.rows}),
             "unknown": sorted({row.primitive for row in self.rows if row.why in ("unknown", "opaque")}),
@@ -177,6 +184,8 @@ class PrecisionReport:
 
     def __str__(self) -> str:
         lines, printed = [_headline(self)], self._printed_rows()
+        if self.attention:
+            lines += ["", "attention", format_table([_ATTENTION, *_attention_rows(self.attention)], align_right=False)]
         for title, rows in _grouped_rows(printed):
             lines += ["", title, format_table([_COLUMNS, *rows], align_right=False)]
         return "\n".join([*lines, "", *_notes(printed, self.rows)])
@@ -187,6 +196,9 @@ class PrecisionReport:
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{html.escape(_headline(self))}</p>"]
+        if self.attention:
+            table = html_table(_ATTENTION, _attention_rows(self.attention))
+            parts.append(f"<details><summary>attention</summary>{table}</details>")
         for title, rows in _grouped_rows(self.rows):
             table = html_table(_COLUMNS, rows)
             parts.append(f"<details><summary>{html.escape(title)}</summary>{table}</details>")
@@ -278,6 +290,23 @@ def _grouped_rows(sites: Iterable[OpSite]) -> Iterator[tuple[str, list[tuple[str
     for (_, direction), group in groups.items():
         modules = [_module_or_function(site) for equal in group.values() for site in equal]
         yield f"{_format_modules(modules)}, {direction}", [_row(equal) for equal in group.values()]
+
+
+def _attention_rows(sites: Iterable[AttentionSite]) -> list[tuple[str, ...]]:
+    """Returns the table rows of attention; sites that differ in numbers of their module only share a row."""
+    modules: dict[AttentionSite, list[AttentionSite]] = defaultdict(list)
+    for site in sites:
+        modules[site._replace(module=without_numbers(site.module), runs=0)].append(site)
+    return [
+        (
+            _format_modules(site.module for site in same),
+            kernel or "as written",
+            why,
+            str(sum(x.runs for x in same)),
+            source,
+        )
+        for (_, source, kernel, why, _), same in modules.items()
+    ]
 
 
 def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
