@@ -380,6 +380,8 @@ def lowered_for_devices(primitive: Primitive) -> Primitive:
     return primitive
 
 
+SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
+
 # Where JAX cannot differentiate an op, and does not raise `NotImplementedError`: a loop, a callback, an FFI call, an op
 # in the forward pass of a `custom_vjp`, a solver without a transpose.
 _NO_DERIVATIVE = re.compile(
@@ -389,11 +391,13 @@ _NO_DERIVATIVE = re.compile(
 
 
 def has_no_derivative(error: Exception) -> bool:
-    """Whether JAX raised an error because it cannot differentiate an op, and not the code that it differentiates."""
+    """Whether JAX or a library raised because it does not differentiate an op, and not the code of the user."""
     from jax._src.source_info_util import is_user_filename  # neither JAX's, nor Python's, nor this package's
 
-    if any(is_user_filename(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
-        return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    others = [file for file in files if is_user_filename(file)]
+    if others:  # such as `equinox.nondifferentiable`
+        return all(map(SITE_PACKAGES.match, others))
     return isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error)) is not None
 
 

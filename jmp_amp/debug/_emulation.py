@@ -25,10 +25,11 @@ from jmp_amp._loss_scale import value_and_grad
 from jmp_amp.debug._compare import NO_GRADIENTS
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
+from jmp_amp.debug._report import location_of
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
-_QUICK: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
+_COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 _EXACT = {"name", "copy", "optimization_barrier"}  # besides the ops that `RULES` says to move values
 _EXACT |= {"sort", "top_k", "cummax", "cummin", "reduce_window_max", "reduce_window_min"}
 _MOVES = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED}
@@ -198,7 +199,7 @@ class Emulation:
         self._origins: dict[int, tuple[Place, Any]] = {}  # the op that made a decision, and the decision, by its id
         self._flips: dict[Id, int] = {}  # the number of the row that a recorded count belongs to
         self.opaque = dict[str, None]()
-        self._arrays, rebuild = jx.split_arrays((args, kwargs))
+        self._arrays, rebuild = jx.split_arrays(jx.as_jit_takes(fun, args, kwargs, if_needed=True))
         settings = parse_settings(**{**options, "save": "all"})
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
         self._lowered = settings.format.dtype if rounds_float32 else None
@@ -268,7 +269,7 @@ class Emulation:
 
         if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
 
-            @functools.partial(jax.jit, compiler_options=_QUICK)
+            @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS)
             def count(on: jax.Array, *args: Any) -> Any:
                 return self._gradient((on, on), *args, counted=self._trips)
 
@@ -280,7 +281,7 @@ class Emulation:
             recorded = jax.eval_shape(lambda on, *args: self._gradient((on, on), *args)[1][1], *self._example)
         self._undecided = {key: jnp.zeros(x.shape, x.dtype) for key, x in recorded.items()}
         self._found.clear()
-        return jax.jit(run).lower(*self._example, vectors, recorded).compile(_QUICK)
+        return jax.jit(run).lower(*self._example, vectors, recorded).compile(_COMPILER_OPTIONS)
 
     def trace(self) -> list[Rounding]:
         """Returns the roundings without compiling; a `while` counts as one iteration."""
@@ -435,7 +436,7 @@ class Emulation:
         inside = [inner for inner, _ in jx.inner_jaxprs(place.eqn)]
         is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(_is_low, avals))) for inner in inside)
         if is_rounded or any(map(_is_low, (*place.eqn.invars, *place.eqn.outvars))):
-            self.opaque[f"{place.eqn.primitive.name} at {_provenance(place).source}"] = None
+            self.opaque[f"{place.eqn.primitive.name} {location_of(place.eqns).where}"] = None
         try:
             return jax.vjp(lambda *args: compute(args), *args)[0]
         except Exception:  # what has no derivative raises any error

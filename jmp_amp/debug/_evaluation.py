@@ -245,7 +245,8 @@ class Evaluation:
 
     def _evaluated(self, structure: Any, operands: list[Cell], place: Place) -> Sequence[Cell]:
         depth = len(place.key)
-        is_split = self.wide is not None or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+        changes_all = self.wide is not None or self.evaluator.around is not None
+        is_split = changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
         match structure:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
@@ -277,23 +278,29 @@ class Evaluation:
 
         options = {"mesh": params["mesh"], "axis_names": {name for name, _ in mesh}, "check_vma": False}
 
-        def moved(x: Cell, source: Any, target: Any, index: Any) -> Cell:
-            shards = jax.shard_map(lambda x: x[index], in_specs=source, out_specs=target, **options)
-            return x if x.value is None else x._replace(value=jax.jit(shards)(x.value))
+        def moves(source: Any, target: Any, index: Any) -> Callable[[Any], Any]:
+            return jax.jit(jax.shard_map(lambda x: x[index], in_specs=source, out_specs=target, **options))
 
-        args = [
-            moved(x, spec, blocks, (None,) * len(mesh)) for x, spec in zip(operands, params["in_specs"], strict=True)
-        ]
+        def moved(x: Cell, at: Place, index: Id, move: Callable[[Any], Any]) -> Cell:
+            cell = self._renamed(x if x.value is None else x._replace(value=move(x.value)), at, index)
+            cell.node.moved = move
+            return cell
+
+        inside, to_blocks = place.body(0)._replace(mesh=mesh), (None,) * len(mesh)
         try:
-            outs = self._run_body(jaxpr, args, place.body(0)._replace(mesh=mesh))
+            args = [
+                moved(x, inside, argument_id(j), moves(spec, blocks, to_blocks))
+                for j, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True))
+            ]
+            outs = self._run(jaxpr, args, inside)
         except _DoneError:
             raise
         except Exception:  # a collective that `vmap` does not know, such as `all_gather` over two axes
             del self.nodes[n_nodes:]
             self.nonfinite = nonfinite
             return self._op(list(operands), place)
-        outs = [moved(x, blocks, spec, first) for x, spec in zip(outs, params["out_specs"], strict=True)]
-        return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
+        specs = enumerate(zip(outs, params["out_specs"], strict=True))
+        return [moved(x, place, (k,), moves(blocks, spec, first)) for k, (x, spec) in specs]
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
@@ -508,7 +515,8 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
     eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
-    if keeps_dtypes(eqn) or not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars))):
+    is_of_integers = narrow is None and not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars)))
+    if keeps_dtypes(eqn) or is_of_integers:
         return None
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.

@@ -22,17 +22,21 @@ _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and r
 
 
 @transformation
-def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., PrecisionReport]":
+def explain(
+    fun: Callable, dtype: Any = None, *, argnums: int | Sequence[int] | None = None, **options: Any
+) -> "Callable[..., PrecisionReport]":
     """Returns a function that reports, for each op of `fun`, the dtypes that `autocast` chooses, and why.
 
     The returned function takes the arguments of `fun`. It traces the forward and the backward pass (of all floating
-    results, with respect to all floating arguments), and compiles and runs nothing. The report includes the ops inside
-    loops, branches and custom derivatives.
+    results, with respect to all floating arguments, or those in `argnums`), and compiles and runs nothing. The report
+    includes the ops inside loops, branches and custom derivatives. If the derivative raises, as of an argument that a
+    library does not differentiate, the report has the forward pass, and what was raised.
 
     Args:
         fun: a function for `autocast`, or a function that `autocast` returned. The latter brings its own settings, so
             pass no other arguments with it.
         dtype: as for `autocast`.
+        argnums: as in `jax.grad`; None differentiates all floating arrays.
         **options: `policy`, `rules`, `save`, `weight_grad_dtype`, `residual_stream` and `attention`, as for `autocast`.
 
     Returns:
@@ -41,6 +45,7 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
     Raises:
         TypeError: `fun` is not callable, or is already under `autocast` and options are given; `dtype` and `policy` are
             both given; or `explain` got the arguments of `fun`.
+        ValueError: `argnums` names no argument of the call.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -72,10 +77,11 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
         def explain_again(**options: Any) -> PrecisionReport:
-            return explain(fun, **options)(*args, **kwargs)
+            return explain(fun, argnums=argnums, **options)(*args, **kwargs)
 
-        sites, attention, casts, kept, scans = explain_call(fun, settings, args, kwargs)
-        return PrecisionReport(tuple(sites), tuple(attention), settings.format.name, casts, kept, scans, explain_again)
+        sites, attention, casts, kept, scans, why = explain_call(fun, settings, args, kwargs, argnums)
+        form = settings.format.name
+        return PrecisionReport(tuple(sites), tuple(attention), form, casts, kept, scans, why, explain_again)
 
     return explained
 
@@ -95,9 +101,11 @@ class PrecisionReport:
         dtype: the compute dtype.
         casts: the number of casts between floating dtypes that the program runs, including the backward pass.
         kept: by dtype, the bytes of the residuals: values that the backward pass reads from the forward pass, except
-            arguments. None if JAX cannot differentiate the program, such as a `while_loop`.
+            arguments. None if the report has no backward pass.
         scans: the lines of the scans, by who decides what their backward pass keeps: `"jax.checkpoint"` in the program,
             `"autocast"` (`save="matmuls"`), or `"JAX"`.
+        why_forward: why the report has no backward pass: with respect to what the program was differentiated, and what
+            that raised, as for a `while_loop`. Empty if it has one.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -115,6 +123,7 @@ class PrecisionReport:
     casts: int
     kept: dict[str, int] | None
     scans: dict[str, list[str]]
+    why_forward: str
     _explain_again: Callable[..., "PrecisionReport"] = dataclasses.field(repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
@@ -174,7 +183,7 @@ class PrecisionReport:
         return json.dumps({"summary": self.summary(), "rows": [row._asdict() for row in self.rows]}, **options)
 
     def __str__(self) -> str:
-        lines, printed = [_headline(self.summary())], self._printed_rows()
+        lines, printed = [_headline(self)], self._printed_rows()
         if self.attention:
             lines += ["", "attention", format_table([_ATTENTION, *_attention_rows(self.attention)], align_right=False)]
         for title, rows in _grouped_rows(printed):
@@ -186,7 +195,7 @@ class PrecisionReport:
         return tuple(row for row in self.rows if row.direction == "forward") or self.rows
 
     def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(_headline(self.summary()))}</p>"]
+        parts = [f"<p>{html.escape(_headline(self))}</p>"]
         if self.attention:
             table = html_table(_ATTENTION, _attention_rows(self.attention))
             parts.append(f"<details><summary>attention</summary>{table}</details>")
@@ -251,11 +260,12 @@ def _format(value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float) else str(value)
 
 
-def _headline(summary: dict[str, Any]) -> str:
+def _headline(report: PrecisionReport) -> str:
     """Returns a summary of a `PrecisionReport` as one line."""
+    summary = report.summary()
     flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in summary["matmul_flops"].items())
     share = summary["activation_bytes"]
-    saved = "JAX cannot differentiate it"
+    saved = f"JAX cannot differentiate it {report.why_forward}; `argnums` chooses arguments"
     if share is not None:
         saved = f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
     keepers = ", ".join(f"{keeper} ({len(lines)})" for keeper, lines in summary["scans"].items())
