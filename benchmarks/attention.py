@@ -365,8 +365,7 @@ difference, the gradient by the largest difference for the size of the largest g
 what stands between the products.
 
 The other tables are loss and gradients compiled for an H200 in float16, with cuDNN, without a GPU;
-`python benchmarks/attention.py --costs` ([how](https://pypi.org/project/nvidia-cudnn-cu13/) cuDNN gets there is at the
-head of `gpu_aot.py`).
+`python benchmarks/attention.py --costs`. The head of `benchmarks/gpu_aot.py` says how cuDNN gets there.
 """
 
 

@@ -136,7 +136,8 @@ memory of `save="all"`, and moves fewer bytes. For a scan with remat it is the s
 what is kept. Without a scan, it changes nothing.
 
 `residual_stream="low"` saves 4 to 8% of the bytes of the first transformers and 2 to 5% of their memory, beside the
-default. [Accelerators](accelerators.md) has other GPUs, and TPUs.
+default. [Accelerators](accelerators.md) has other GPUs, and TPUs. [Attention in one kernel](attention.md) has these
+transformers with cuDNN's attention.
 
 `weight_grad_dtype="float32"` writes each weight gradient in float32. That costs little or nothing if the gradient is
 cast to float32 anyway. It saves bytes in an LSTM, whose loop adds to the gradient in every iteration. It costs bytes in

@@ -349,7 +349,7 @@ def _between(first: Node, weights: Node, stops: Sequence[Node], ops: Sequence[Op
 
 def _first_op(node: Node) -> str:
     """Returns the name of the op that scores start with."""
-    while node.name in _PASSED and (operands := [x for x in node.operands if x.value is None]):
+    while node.name in _ELEMENTWISE and (operands := [x for x in node.operands if x.value is None]):
         node = operands[0]
     return "reshape" if node.name == "dot_general" else node.name or "an input"
 
@@ -360,7 +360,7 @@ def _near_softmax(weights: Node) -> str | None:
     for node in nodes:
         if node.name == "div" and (top := form_of(node.operands[0])).is_exp and softmax_of(top) is None:
             return "its denominator is not the sum of the exponentials alone"
-        if node.name in _PASSED and len(nodes) < 20:
+        if node.name in _ELEMENTWISE and len(nodes) < 20:
             floats = [x for x in node.operands if jx.is_floating(x) and x not in nodes]
             if any(softmax_of(form_of(x)) is not None for x in floats):
                 return f"`{node.name}` between the softmax and the product, as dropout is"
@@ -368,7 +368,7 @@ def _near_softmax(weights: Node) -> str | None:
     return None
 
 
-_PASSED = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
+_ELEMENTWISE = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
 
 
 class Found(NamedTuple):
