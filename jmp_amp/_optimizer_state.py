@@ -216,7 +216,9 @@ def _by_parameter(leaves: Sequence[tuple[Any, Any]], updates: Any) -> list[list[
     Their paths end with the path of the parameter. XLA fuses the whole step of a parameter only if the maxima of its
     leaves are found by one reduction.
     """
-    parameters: Mapping[Any, int] = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(updates))}
+    parameters: Mapping[Any, int] = {
+        path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(updates))
+    }
     groups: dict[Any, list[int]] = {}
     for i, (path, leaf) in enumerate(leaves):
         if _is_low(leaf):
