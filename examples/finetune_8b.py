@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -165,7 +164,7 @@ def make_step(loss_fn: Any, tx: optax.GradientTransformation) -> Any:
 
 
 def placed(mesh: Mesh, tree: Any) -> Any:
-    """Shapes with shardings: matrices are split along the axis before the last one; the blocks of scales lie along that."""
+    """Shapes with shardings: matrices are split along the axis before the last one, along which scales lie."""
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         split = x.ndim > 1 and x.shape[-2] % mesh.size == 0
@@ -239,6 +238,23 @@ def batches(options: argparse.Namespace, size: int) -> Iterator[np.ndarray]:
                     tokens = tokens[length:]
 
 
+def checkpoints(options: argparse.Namespace) -> tuple[Any, Any, int]:
+    """Returns functions that save and restore, and the last step that was saved."""
+    if not options.checkpoint:
+        return lambda step, state: None, None, 0
+    ocp = importlib.import_module("orbax.checkpoint")
+    manager = ocp.CheckpointManager(options.checkpoint.absolute())
+    done = manager.latest_step() or 0
+    if options.resume != (done > 0):
+        raise SystemExit(f"--resume: there is {'a' if done else 'no'} step in {options.checkpoint}")
+
+    def save(step: int, state: Any) -> None:
+        manager.save(step, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+
+    return save, lambda shapes: manager.restore(done, args=ocp.args.StandardRestore(shapes)), done
+
+
 def compile_step(options: argparse.Namespace, config: Llama, mesh: Mesh, compile_for: Any) -> tuple[Any, Any, Any]:
     """Returns the compiled step, after a line about its memory, and the shapes of parameters and optimizer state."""
     tx = STATES[options.state](optax.adamw(options.lr, b2=0.95))
@@ -263,52 +279,44 @@ def compile_step(options: argparse.Namespace, config: Llama, mesh: Mesh, compile
     return compiled, shapes, tx
 
 
-def lower_and_compile(fun: Any, *args: Any, **options: Any) -> Any:
-    return jax.jit(fun, **options).lower(*args).compile()
+def train(options: argparse.Namespace, config: Llama) -> dict[str, Any]:
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    spread, size = NamedSharding(mesh, P("data")), options.batch * mesh.size
+    step_fn, shapes, tx = compile_step(
+        options, config, mesh, lambda f, *args, **how: jax.jit(f, **how).lower(*args).compile()
+    )
+    save, restore, done = checkpoints(options)
+    if options.resume:
+        params, opt_state = restore(shapes)
+    else:
+        params = read_weights(options.weights, shapes[0]) if options.weights else random_weights(shapes[0])
+        opt_state = jax.jit(tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, shapes[1]))(params)
+    losses, start = [], 0.0
+    for step, tokens in enumerate(itertools.islice(batches(options, size), done, options.steps), done + 1):
+        params, opt_state, loss = step_fn(params, opt_state, jax.device_put(tokens, spread))
+        losses.append(loss)
+        if step % 10 == 0 or step in (done + 1, options.steps):
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+        start = start or time.perf_counter()
+        if step == options.steps or (options.save_every and step % options.save_every == 0):
+            save(step, (params, opt_state))
+    speed = (len(losses) - 1) / (time.perf_counter() - start)
+    measured = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    print(f"{speed:.3f} steps/s, {speed * size * options.context:.0f} tokens/s, last loss {losses[-1].item():.4f}")
+    print(f"peak memory of a device: {measured / 1e9:.2f} GB, planned {peak(step_fn) / 1e9:.2f} GB")
+    return {"losses": jax.device_get(losses), "plan": peak(step_fn), "measured": measured, "params": params}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(argv)
     config = read_config(options.config)
-    if options.plan:
-        sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-        gpu_aot = importlib.import_module("gpu_aot")
-        mesh = gpu_aot.mesh(options.plan, options.devices)
-        compiled, *_ = compile_step(options, config, mesh, gpu_aot.compile_for)
-        print(f"{options.plan}: {gpu_aot.GPUS[options.plan].memory / 1e9:.1f} GB")
-        return {"plan": peak(compiled)}
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    step_fn, shapes, tx = compile_step(options, config, mesh, lower_and_compile)
-    done = 0
-    manager = ocp.CheckpointManager(options.checkpoint.absolute()) if options.checkpoint else None
-    if options.resume:
-        done = manager.latest_step()
-        params, opt_state = manager.restore(done, args=ocp.args.StandardRestore(shapes))
-    else:
-        params = read_weights(options.weights, shapes[0]) if options.weights else random_weights(shapes[0])
-        opt_state = jax.jit(tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, shapes[1]))(params)
-    spread = NamedSharding(mesh, P("data"))
-    losses, start = [], time.perf_counter()
-    stream = itertools.islice(batches(options, options.batch * mesh.size), done, options.steps)
-    for step, tokens in enumerate(stream, done + 1):
-        params, opt_state, loss = step_fn(params, opt_state, jax.device_put(tokens, spread))
-        losses.append(loss)
-        if step % 10 == 0 or step in (done + 1, options.steps):
-            print(f"step {step}: loss {loss.item():.4f}", flush=True)
-            start = time.perf_counter() if step == done + 1 else start
-        if manager and (step == options.steps or (options.save_every and step % options.save_every == 0)):
-            manager.save(step, args=ocp.args.StandardSave((params, opt_state)))
-    seconds = time.perf_counter() - start
-    stats = jax.local_devices()[0].memory_stats() or {}
-    measured = stats.get("peak_bytes_in_use", 0)
-    if manager:
-        manager.close()
-    speed = (len(losses) - 1) / seconds
-    print(
-        f"{speed:.3f} steps/s, {speed * tokens[:, 1:].size:.0f} tokens/s, last loss {losses[-1].item():.4f}; peak memory "
-        f"{measured / 1e9:.2f} GB, planned {peak(step_fn) / 1e9:.2f} GB"
-    )
-    return {"losses": jax.device_get(losses), "plan": peak(step_fn), "measured": measured, "steps_per_second": speed}
+    if not options.plan:
+        return train(options, config)
+    sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+    gpu_aot = importlib.import_module("gpu_aot")
+    compiled, *_ = compile_step(options, config, gpu_aot.mesh(options.plan, options.devices), gpu_aot.compile_for)
+    print(f"{options.plan}: {gpu_aot.GPUS[options.plan].memory / 1e9:.2f} GB")
+    return {"plan": peak(compiled)}
 
 
 if __name__ == "__main__":
