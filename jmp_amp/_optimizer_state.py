@@ -23,26 +23,9 @@ _LEAST_SIZE, _LEAST_BLOCK = 4096, 32
 # as in a float32, in 8 bits, and how many of the 23 mantissa bits of a float32 it drops, in 8 bits.
 _LARGEST = 127
 _SIGNED, _UNSIGNED, _WIDE = 20, 21, 23  # bits that are dropped; codes reach over 16, 32 and 128 octaves
-_FIRST = np.uint16(17 << 8 | _WIDE)  # from 2**-110, for a block of which nothing is known
+_FIRST, _ANY = 17 << 8 | _WIDE, 127 << 8 | _WIDE  # from 2**-110, for a block that was 0; up to the largest float32
 _HEADROOM = 4  # octaves from the power of two in the maximum of a block to the end of its codes
 _FALL = 32  # steps in which a format falls by one octave at most
-
-
-class LowPrecisionLeaf(NamedTuple):
-    """A leaf of the state of an optimizer in low precision.
-
-    Attributes:
-        codes: uint8, of the shape of the leaf: numbers of 8 bits in the format of their block. bfloat16 with
-            `dtype="bfloat16"`.
-        formats: uint16, of the shape of the leaf with the last axis divided by the block: the format of each block.
-            None with `dtype="bfloat16"`.
-        maxima: uint16, of the shape of `formats`: the largest magnitude in each block, from which the format of the
-            next step follows. None with `dtype="bfloat16"`.
-    """
-
-    codes: jax.Array
-    formats: jax.Array | None = None
-    maxima: jax.Array | None = None
 
 
 class LowPrecisionState(NamedTuple):
@@ -50,33 +33,46 @@ class LowPrecisionState(NamedTuple):
 
     Attributes:
         step: int32[], the number of steps so far, which determines the random bits of the next step.
-        inner_state: the state of the wrapped transformation, with a named tuple of `codes`, `formats` and `maxima` in
-            place of each leaf that is held in low precision.
+        formats: uint16, for each leaf that is held in low precision, by its place in `jax.tree.leaves(inner_state)`:
+            the format of each block, of the shape of the leaf with the last axis divided by the block. Empty with
+            `dtype="bfloat16"`.
+        maxima: uint16, as `formats`: the largest magnitude in each block, which decides the format of the next step.
+        inner_state: the state of the wrapped transformation. Leaves in low precision are uint8, in the format of their
+            block, or bfloat16.
 
     Examples:
         >>> import jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> tx = amp.low_precision_state(optax.sgd(0.1, momentum=0.9))
         >>> state = tx.init({"w": jnp.ones((64, 256))})
-        >>> state.inner_state[0].trace["w"].codes.dtype
+        >>> state.inner_state[0].trace["w"].dtype
         dtype('uint8')
         >>> state.with_float32()[0].trace["w"].dtype
         dtype('float32')
     """
 
     step: jax.Array
+    formats: dict[str, jax.Array]
+    maxima: dict[str, jax.Array]
     inner_state: optax.OptState
 
     def with_float32(self) -> optax.OptState:
         """Returns the state of the wrapped transformation in float32, for a run without `low_precision_state`."""
-        return jax.tree.map(lambda x: _decode(x) if _is_low(x) else x, self.inner_state, is_leaf=_is_low)
+        leaves, tree = jax.tree.flatten(self.inner_state)
+        for i, formats in self.formats.items():
+            leaves[int(i)] = _decode(leaves[int(i)], formats)
+        return tree.unflatten(leaves)
 
     def with_low_precision(self, inner_state: optax.OptState) -> "LowPrecisionState":
         """Returns this state with the values of a state of the wrapped transformation, each rounded to nearest.
 
         For a run that goes on from a checkpoint in float32: `tx.init(params).with_low_precision(inner_state)`.
         """
-        return self._replace(inner_state=jax.tree.map(_store, self.inner_state, inner_state, is_leaf=_is_low))
+        leaves, tree = jax.tree.flatten(inner_state)
+        formats, maxima = dict(self.formats), dict(self.maxima)
+        for i, old in self.formats.items():
+            leaves[int(i)], formats[i], maxima[i] = _store(leaves[int(i)], old.shape)
+        return LowPrecisionState(self.step, formats, maxima, tree.unflatten(leaves))
 
 
 @takes_options
@@ -162,17 +158,19 @@ def low_precision_state(
         shapes = {jnp.shape(x) for x in jax.tree.leaves(params)}
         kept = _copies(inner.init, params)
 
-        def store(path: tuple[Any, ...], x: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves_with_path(state := inner.init(params))
+        formats = {}
+        for i, (path, x) in enumerate(leaves):
             if jnp.shape(x) not in shapes or x.dtype != jnp.float32 or x.size < _LEAST_SIZE or path in kept:
-                return x
+                continue
             if keep is not None and keep(path, x):
-                return x
+                continue
+            size = next((n for n in range(block, _LEAST_BLOCK - 1, -1) if x.shape[-1] % n == 0), None)
             if dtype == "bfloat16":
-                return _store(LowPrecisionLeaf(x), x)
-            size = next((n for n in range(block, _LEAST_BLOCK - 1, -1) if x.shape[-1] % n == 0), 0)
-            return _store(LowPrecisionLeaf(x, x[..., ::size]), x) if size else x
-
-        return LowPrecisionState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(store, inner.init(params)))
+                formats[str(i)] = jnp.zeros(0, jnp.uint16)
+            elif size is not None:
+                formats[str(i)] = jnp.zeros((*x.shape[:-1], x.shape[-1] // size), jnp.uint16)
+        return LowPrecisionState(jnp.zeros((), jnp.int32), formats, formats, state).with_low_precision(state)
 
     def update(
         updates: optax.Updates, state: LowPrecisionState, params: optax.Params | None = None, **extra_args: Any
@@ -180,20 +178,18 @@ def low_precision_state(
         new_updates, new = inner.update(updates, state.with_float32(), params, **extra_args)
         falls = (state.step % _FALL == _FALL - 1).astype(jnp.int32)
         seed = None if rounding == "nearest" else state.step.astype(jnp.uint32) * np.uint32(0x9E3779B9)
-        leaves, tree = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=_is_low)
-        stored = tree.flatten_up_to(new)
-        for group in _by_parameter(leaves, updates):
-            old = [leaves[i][1] for i in group]
-            noise = [_noise(leaf.codes.shape, i, seed) for leaf, i in zip(old, group, strict=True)]
-            for i, leaf in zip(group, _round(old, [stored[i] for i in group], noise, falls), strict=True):
-                stored[i] = leaf
-        return new_updates, LowPrecisionState(optax.safe_increment(state.step), tree.unflatten(stored))
+        leaves, tree = jax.tree.flatten(new)
+        formats, maxima = dict(state.formats), dict(state.maxima)
+        for group in _by_parameter(new, formats, updates):
+            old = [leaves[int(i)] for i in group]
+            noise = [_noise(x.shape, int(i), seed) for x, i in zip(old, group, strict=True)]
+            next_formats = [_next_formats(state.formats[i], state.maxima[i], falls) for i in group]
+            codes = map(_encode, old, next_formats, noise)
+            for i, *found in zip(group, codes, next_formats, _maxima(old, next_formats[0].shape), strict=True):
+                leaves[int(i)], formats[i], maxima[i] = found
+        return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, maxima, tree.unflatten(leaves))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_low(x: Any) -> bool:
-    return isinstance(x, LowPrecisionLeaf)
 
 
 def _copies(init: Callable[[Any], Any], params: Any) -> set[tuple[Any, ...]]:
@@ -210,21 +206,17 @@ def _copies(init: Callable[[Any], Any], params: Any) -> set[tuple[Any, ...]]:
     return found
 
 
-def _by_parameter(leaves: Sequence[tuple[Any, Any]], updates: Any) -> list[list[int]]:
-    """Returns the places of the leaves in low precision, those of one parameter together.
+def _by_parameter(state: Any, formats: Mapping[str, jax.Array], updates: Any) -> list[list[str]]:
+    """Returns the leaves in low precision in groups: those of one parameter, whose path is the end of theirs.
 
-    Their paths end with the path of the parameter. XLA fuses the whole step of a parameter only if the maxima of its
-    leaves are found by one reduction.
+    XLA fuses the whole step of a parameter only if the maxima of its leaves are found by one reduction.
     """
-    parameters: Mapping[Any, int] = {
-        path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(updates))
-    }
-    groups: dict[Any, list[int]] = {}
-    for i, (path, leaf) in enumerate(leaves):
-        if _is_low(leaf):
-            ends = (path[j:] for j in range(len(path) + 1))
-            parameter = next((parameters[end] for end in ends if end in parameters), -1 - i)
-            groups.setdefault((parameter, leaf.codes.shape, jnp.shape(leaf.formats)), []).append(i)
+    parameters = {path for path, _ in jax.tree_util.tree_leaves_with_path(updates)}
+    groups: dict[Any, list[str]] = {}
+    for n, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
+        if (i := str(n)) in formats:
+            ends = [path[j:] for j in range(len(path) + 1) if path[j:] in parameters]
+            groups.setdefault((ends[0] if ends else i, formats[i].shape), []).append(i)
     return list(groups.values())
 
 
@@ -252,17 +244,20 @@ def _parse(formats: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.A
     return each >> 8 << 23, each & 0xFF
 
 
-def _decode(leaf: LowPrecisionLeaf) -> jax.Array:
-    if leaf.formats is None:
-        return leaf.codes.astype(jnp.float32)
-    least, dropped = _parse(leaf.formats, leaf.codes.shape)
-    code = leaf.codes.astype(jnp.uint32)
+def _decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
+    if formats.size == 0:
+        return codes.astype(jnp.float32)
+    least, dropped = _parse(formats, codes.shape)
+    code = codes.astype(jnp.uint32)
     above = lax.bitcast_convert_type(least + ((code & _LARGEST) << dropped), jnp.float32)
     magnitude = _bits(above - lax.bitcast_convert_type(least, jnp.float32))
     return lax.bitcast_convert_type(magnitude | code >> 7 << 31, jnp.float32)
 
 
 def _encode(x: jax.Array, formats: jax.Array, noise: Any) -> jax.Array:
+    """Rounds to 8 bits; to bfloat16 without formats."""
+    if formats.size == 0:
+        return lax.bitcast_convert_type((_bits(x) + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
     least, dropped = _parse(formats, x.shape)
     above = _bits(jnp.abs(x) + lax.bitcast_convert_type(least, jnp.float32)) - least
     code = jnp.minimum(above + (noise >> 32 - dropped) >> dropped, _LARGEST)
@@ -270,10 +265,12 @@ def _encode(x: jax.Array, formats: jax.Array, noise: Any) -> jax.Array:
     return (code | _bits(x) >> 31 << 7).astype(jnp.uint8)
 
 
-def _maxima(leaves: Sequence[jax.Array], blocks: int) -> Sequence[jax.Array]:
+def _maxima(leaves: Sequence[jax.Array], shape: tuple[int, ...]) -> Sequence[jax.Array]:
     """Returns uint16 for each block of each leaf: 15 bits of its largest magnitude, and below them the sign of that."""
+    if 0 in shape:
+        return [jnp.zeros(shape, jnp.uint16)] * len(leaves)
     keys = [(_bits(x) >> 15 & 0xFFFE | _bits(x) >> 31).astype(jnp.uint16) for x in leaves]
-    keys = [key.reshape(*key.shape[:-1], blocks, -1) for key in keys]
+    keys = [key.reshape(*shape, -1) for key in keys]
     return lax.reduce(
         tuple(keys), (np.uint16(0),) * len(keys), lambda a, b: tuple(map(jnp.maximum, a, b)), (keys[0].ndim - 1,)
     )
@@ -287,30 +284,15 @@ def _next_formats(formats: Any, maxima: jax.Array, falls: Any) -> jax.Array:
     exponent_before = jnp.where(dropped == _WIDE, 0, end - _HEADROOM)
     has_sign = (dropped == _SIGNED) | (maxima & 1 == 1)  # a block that had a negative maximum may have one again
     dropped = jnp.where(has_sign, _SIGNED, _UNSIGNED)
-    end = jnp.maximum(exponent, exponent_before - falls) + _HEADROOM
+    end = jnp.minimum(jnp.maximum(exponent, exponent_before - falls) + _HEADROOM, 255)  # where infinity begins
     least = jnp.maximum(end - (128 >> 23 - dropped), 4)  # so that code 1 is a normal float32
     return jnp.where(maxima <= 1, _FIRST, least << 8 | dropped).astype(jnp.uint16)
 
 
-def _round(
-    old: Sequence[LowPrecisionLeaf], new: Sequence[jax.Array], noise: Sequence[Any], falls: Any
-) -> list[LowPrecisionLeaf]:
-    """Returns the leaves of one parameter in low precision."""
-    if old[0].formats is None:
-        bits = [_bits(x) + (n >> 16) >> 16 for x, n in zip(new, noise, strict=True)]
-        return [LowPrecisionLeaf(lax.bitcast_convert_type(x.astype(jnp.uint16), jnp.bfloat16)) for x in bits]
-    formats = [_next_formats(leaf.formats, leaf.maxima, falls) for leaf in old]
-    codes = map(_encode, new, formats, noise)
-    return list(map(LowPrecisionLeaf, codes, formats, _maxima(new, formats[0].shape[-1])))
-
-
-def _store(like: Any, x: Any) -> Any:
-    """Returns `x` in the precision of `like`, each value rounded to nearest, with the exact maximum of its block."""
-    if not _is_low(like):
-        return x
-    noise = _noise(x.shape, 0, None)
-    if like.formats is None:
-        return _round([like], [x], [noise], 0)[0]
-    (maxima,) = _maxima([x], like.formats.shape[-1])
-    formats = _next_formats(_FIRST, maxima, 0)
-    return LowPrecisionLeaf(_encode(x, formats, noise), formats, maxima)
+def _store(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns codes, rounded to nearest, and the formats and maxima, of a shape, that their own maxima decide."""
+    (maxima,) = _maxima([x], shape)
+    if maxima.size:
+        maxima |= (x.reshape(*shape, -1) < 0).any(-1).astype(jnp.uint16)
+    formats = _next_formats(_ANY, maxima, 0)
+    return _encode(x, formats, _noise(x.shape, 0, None)), formats, maxima
