@@ -58,7 +58,7 @@ class LowPrecisionState(NamedTuple):
 
     def with_float32(self) -> optax.OptState:
         """Returns the state of the wrapped transformation in float32, for a run without `low_precision_state`."""
-        leaves, tree = jax.tree.flatten(self.inner_state)
+        leaves, tree = _flatten(self.inner_state)
         for i, formats in self.formats.items():
             leaves[int(i)] = _decode(leaves[int(i)], formats)
         return tree.unflatten(leaves)
@@ -68,10 +68,10 @@ class LowPrecisionState(NamedTuple):
 
         For a run that goes on from a checkpoint in float32: `tx.init(params).with_low_precision(inner_state)`.
         """
-        leaves, tree = jax.tree.flatten(inner_state)
+        leaves, tree = _flatten(inner_state)
         formats, maxima = dict(self.formats), dict(self.maxima)
         for i, old in self.formats.items():
-            leaves[int(i)], formats[i], maxima[i] = _store(leaves[int(i)], old.shape)
+            leaves[int(i)], formats[i], maxima[i] = _store(leaves[int(i)], old)
         return LowPrecisionState(self.step, formats, maxima, tree.unflatten(leaves))
 
 
@@ -178,18 +178,20 @@ def low_precision_state(
         new_updates, new = inner.update(updates, state.with_float32(), params, **extra_args)
         falls = (state.step % _FALL == _FALL - 1).astype(jnp.int32)
         seed = None if rounding == "nearest" else state.step.astype(jnp.uint32) * np.uint32(0x9E3779B9)
-        leaves, tree = jax.tree.flatten(new)
+        leaves, tree = _flatten(new)
         formats, maxima = dict(state.formats), dict(state.maxima)
         for group in _by_parameter(new, formats, updates):
-            old = [leaves[int(i)] for i in group]
-            noise = [_noise(x.shape, int(i), seed) for x, i in zip(old, group, strict=True)]
-            next_formats = [_next_formats(state.formats[i], state.maxima[i], falls) for i in group]
-            codes = map(_encode, old, next_formats, noise)
-            for i, *found in zip(group, codes, next_formats, _maxima(old, next_formats[0].shape), strict=True):
-                leaves[int(i)], formats[i], maxima[i] = found
+            maxima |= zip(group, _maxima([leaves[int(i)] for i in group], formats[group[0]].shape), strict=True)
+        for i, old in state.formats.items():
+            formats[i] = _next_formats(old, state.maxima[i], falls)
+            leaves[int(i)] = _encode(leaves[int(i)], formats[i], _noise(leaves[int(i)].shape, int(i), seed))
         return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, maxima, tree.unflatten(leaves))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.leaves(tree), jax.tree.structure(tree)
 
 
 def _copies(init: Callable[[Any], Any], params: Any) -> set[tuple[Any, ...]]:
@@ -214,7 +216,7 @@ def _by_parameter(state: Any, formats: Mapping[str, jax.Array], updates: Any) ->
     parameters = {path for path, _ in jax.tree_util.tree_leaves_with_path(updates)}
     groups: dict[Any, list[str]] = {}
     for n, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        if (i := str(n)) in formats:
+        if (i := str(n)) in formats and formats[i].size:
             ends = [path[j:] for j in range(len(path) + 1) if path[j:] in parameters]
             groups.setdefault((ends[0] if ends else i, formats[i].shape), []).append(i)
     return list(groups.values())
@@ -267,8 +269,6 @@ def _encode(x: jax.Array, formats: jax.Array, noise: Any) -> jax.Array:
 
 def _maxima(leaves: Sequence[jax.Array], shape: tuple[int, ...]) -> Sequence[jax.Array]:
     """Returns uint16 for each block of each leaf: 15 bits of its largest magnitude, and below them the sign of that."""
-    if 0 in shape:
-        return [jnp.zeros(shape, jnp.uint16)] * len(leaves)
     keys = [(_bits(x) >> 15 & 0xFFFE | _bits(x) >> 31).astype(jnp.uint16) for x in leaves]
     keys = [key.reshape(*shape, -1) for key in keys]
     return lax.reduce(
@@ -276,9 +276,11 @@ def _maxima(leaves: Sequence[jax.Array], shape: tuple[int, ...]) -> Sequence[jax
     )
 
 
-def _next_formats(formats: Any, maxima: jax.Array, falls: Any) -> jax.Array:
+def _next_formats(formats: jax.Array, maxima: jax.Array, falls: Any) -> jax.Array:
     """Returns the formats for values that are about as large as `maxima`, those of values in `formats`."""
-    least, dropped = (jnp.asarray(x, jnp.int32) for x in (formats >> 8, formats & 0xFF))
+    if maxima.size == 0:
+        return formats
+    least, dropped = (x.astype(jnp.int32) for x in (formats >> 8, formats & 0xFF))
     end = least + (128 >> 23 - dropped)
     exponent = jnp.minimum((maxima >> 8).astype(jnp.int32), end - 1)
     exponent_before = jnp.where(dropped == _WIDE, 0, end - _HEADROOM)
@@ -289,10 +291,11 @@ def _next_formats(formats: Any, maxima: jax.Array, falls: Any) -> jax.Array:
     return jnp.where(maxima <= 1, _FIRST, least << 8 | dropped).astype(jnp.uint16)
 
 
-def _store(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns codes, rounded to nearest, and the formats and maxima, of a shape, that their own maxima decide."""
-    (maxima,) = _maxima([x], shape)
-    if maxima.size:
-        maxima |= (x.reshape(*shape, -1) < 0).any(-1).astype(jnp.uint16)
-    formats = _next_formats(_ANY, maxima, 0)
+def _store(x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns codes, rounded to nearest, and formats and maxima of the shape of `like` that the exact maxima decide."""
+    formats = maxima = like
+    if like.size:
+        negative = (x.reshape(*like.shape, -1) < 0).any(-1)
+        maxima = _maxima([x], like.shape)[0] | negative.astype(jnp.uint16)
+        formats = _next_formats(jnp.full_like(like, _ANY), maxima, 0)
     return _encode(x, formats, _noise(x.shape, 0, None)), formats, maxima
