@@ -18,12 +18,13 @@ _DTYPES = ("float8", "bfloat16")
 _ROUNDINGS = ("nearest", "stochastic")
 _LEAST_SIZE, _LEAST_BLOCK = 4096, 32
 
-# A code is a sign and 7 bits: how many numbers of a format with few mantissa bits lie between `least`, a power of two,
-# and `abs(x) + least`. So 0 is code 0, and codes are exact on average down to 0. A format is the exponent of `least`,
-# as in a float32, in 8 bits, and how many of the 23 mantissa bits of a float32 it drops, in 8 bits.
-_LARGEST = 127
-_SIGNED, _UNSIGNED, _WIDE = 20, 21, 23  # bits that are dropped; codes reach over 16, 32 and 128 octaves
-_FIRST, _ANY = 17 << 8 | _WIDE, 127 << 8 | _WIDE  # from 2**-110, for a block that was 0; up to the largest float32
+# A code counts the numbers with few mantissa bits from `least`, a power of two, to `abs(x) + least`. So 0 is code 0, and
+# rounding is exact on average down to 0. A format is the exponent of `least` in 8 bits, as in a float32, and its kind in
+# 8 more: how many of the 23 mantissa bits of a float32 are dropped, and 128 if codes have 8 bits and no sign, in place of
+# 7 bits and a sign.
+_SIGNED, _UNSIGNED, _WIDE = 20, 128 | 20, 23  # these reach over 16, 32 and 128 octaves
+_FIRST = 17 << 8 | _WIDE  # from 2**-110, for a block that was 0
+_ANY = 127 << 8 | _WIDE  # up to the largest float32
 _HEADROOM = 4  # octaves from the power of two in the maximum of a block to the end of its codes
 _FALL = 32  # steps in which a format falls by one octave at most
 
@@ -91,9 +92,9 @@ def low_precision_state(
 
     - `"float8"`: numbers of 8 bits, with one scale for each block of up to 128 values along the last axis. In a block
       with negative values they have 3 mantissa bits, as float8_e4m3fn, and reach down to 2**-15 of the maximum of the
-      block. In one without, such as a second moment, they have 2 mantissa bits, as float8_e5m2, reach down to 2**-30,
-      and only 0 becomes 0, because second moments are divided by. A block that was 0 until this step holds powers of
-      two for one step.
+      block. A block without, as those of second moments, needs no sign: its numbers reach down to 2**-31, and only 0
+      becomes 0, because second moments are divided by. A block that was 0 until this step holds powers of two for one
+      step. A block that had no negative value until this step holds 0 in place of the first ones.
     - `"bfloat16"`: two bytes in place of four, without scales.
 
     These leaves are float32, have the shape of a parameter and 4,096 elements at least, and the size of their last axis
@@ -179,11 +180,12 @@ def low_precision_state(
         falls = (state.step % _FALL == _FALL - 1).astype(jnp.int32)
         seed = None if rounding == "nearest" else state.step.astype(jnp.uint32) * np.uint32(0x9E3779B9)
         leaves, tree = _flatten(new)
-        formats, maxima = dict(state.formats), dict(state.maxima)
+        formats = {i: _next_formats(old, state.maxima[i], falls) for i, old in state.formats.items()}
+        maxima = dict(state.maxima)
         for group in _by_parameter(new, formats, updates):
-            maxima |= zip(group, _maxima([leaves[int(i)] for i in group], formats[group[0]].shape), strict=True)
-        for i, old in state.formats.items():
-            formats[i] = _next_formats(old, state.maxima[i], falls)
+            found = _maxima([leaves[int(i)] for i in group], [formats[i] for i in group])
+            maxima |= zip(group, found, strict=True)
+        for i in formats:
             leaves[int(i)] = _encode(leaves[int(i)], formats[i], _noise(leaves[int(i)].shape, int(i), seed))
         return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, maxima, tree.unflatten(leaves))
 
@@ -239,63 +241,80 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _parse(formats: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns the bits of `least`, and how many bits are dropped, for each value."""
-    blocks = formats.astype(jnp.uint32)[..., None]
-    each = jnp.broadcast_to(blocks, (*formats.shape, shape[-1] // formats.shape[-1])).reshape(shape)
-    return each >> 8 << 23, each & 0xFF
+def _parse(formats: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the bits of `least`, and the kind, of formats."""
+    formats = formats.astype(jnp.uint32)
+    return formats >> 8 << 23, formats & 0xFF
+
+
+def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeats what is known of each block for each of its values."""
+    return jnp.broadcast_to(x[..., None], (*x.shape, shape[-1] // x.shape[-1])).reshape(shape)
 
 
 def _decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
     if formats.size == 0:
         return codes.astype(jnp.float32)
-    least, dropped = _parse(formats, codes.shape)
+    # XLA fuses a whole step only where reading is cheap, so it has to parse formats first.
+    least, kind = (_spread(x, codes.shape) for x in lax.optimization_barrier(_parse(formats)))
     code = codes.astype(jnp.uint32)
-    above = lax.bitcast_convert_type(least + ((code & _LARGEST) << dropped), jnp.float32)
-    magnitude = _bits(above - lax.bitcast_convert_type(least, jnp.float32))
-    return lax.bitcast_convert_type(magnitude | code >> 7 << 31, jnp.float32)
+    sign = code & ~kind & 128
+    above = lax.bitcast_convert_type(least + ((code ^ sign) << (kind & 31)), jnp.float32)
+    return lax.bitcast_convert_type(
+        _bits(above - lax.bitcast_convert_type(least, jnp.float32)) | sign << 24, jnp.float32
+    )
 
 
 def _encode(x: jax.Array, formats: jax.Array, noise: Any) -> jax.Array:
     """Rounds to 8 bits; to bfloat16 without formats."""
+    bits = _bits(x)
     if formats.size == 0:
-        return lax.bitcast_convert_type((_bits(x) + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
-    least, dropped = _parse(formats, x.shape)
+        return lax.bitcast_convert_type((bits + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    least, kind = (_spread(each, x.shape) for each in _parse(formats))
     above = _bits(jnp.abs(x) + lax.bitcast_convert_type(least, jnp.float32)) - least
-    code = jnp.minimum(above + (noise >> 32 - dropped) >> dropped, _LARGEST)
-    code = jnp.where((code == 0) & (x != 0) & (dropped != _SIGNED), 1, code)
-    return (code | _bits(x) >> 31 << 7).astype(jnp.uint8)
+    code = jnp.minimum(above + (noise >> 32 - (kind & 31)) >> (kind & 31), kind & 128 | 127)
+    code = jnp.maximum(code, ((kind != _SIGNED) & (x != 0)).astype(jnp.uint32))
+    sign = bits >> 31 << 7
+    return jnp.where(sign & kind != 0, 0, code | sign).astype(jnp.uint8)
 
 
-def _maxima(leaves: Sequence[jax.Array], shape: tuple[int, ...]) -> Sequence[jax.Array]:
-    """Returns uint16 for each block of each leaf: 15 bits of its largest magnitude, and below them the sign of that."""
-    keys = [(_bits(x) >> 15 & 0xFFFE | _bits(x) >> 31).astype(jnp.uint16) for x in leaves]
-    keys = [key.reshape(*shape, -1) for key in keys]
-    return lax.reduce(
-        tuple(keys), (np.uint16(0),) * len(keys), lambda a, b: tuple(map(jnp.maximum, a, b)), (keys[0].ndim - 1,)
-    )
+def _maxima(leaves: Sequence[jax.Array], formats: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns the upper 16 bits of the largest magnitude in each block, or of a negative value if none was expected."""
+    keys = []
+    for x, f in zip(leaves, formats, strict=True):
+        has_sign = _spread(_parse(f)[1], x.shape) == _SIGNED
+        keys.append((_bits(x) >> 16 & jnp.where(has_sign, 0x7FFF, 0xFFFF)).astype(jnp.uint16).reshape(*f.shape, -1))
+
+    def larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(map(jnp.maximum, a, b))
+
+    return lax.reduce(tuple(keys), (np.uint16(0),) * len(keys), larger, (keys[0].ndim - 1,))
 
 
 def _next_formats(formats: jax.Array, maxima: jax.Array, falls: Any) -> jax.Array:
     """Returns the formats for values that are about as large as `maxima`, those of values in `formats`."""
     if maxima.size == 0:
         return formats
-    least, dropped = (x.astype(jnp.int32) for x in (formats >> 8, formats & 0xFF))
-    end = least + (128 >> 23 - dropped)
-    exponent = jnp.minimum((maxima >> 8).astype(jnp.int32), end - 1)
-    exponent_before = jnp.where(dropped == _WIDE, 0, end - _HEADROOM)
-    has_sign = (dropped == _SIGNED) | (maxima & 1 == 1)  # a block that had a negative maximum may have one again
-    dropped = jnp.where(has_sign, _SIGNED, _UNSIGNED)
+    least, kind = (x.astype(jnp.int32) for x in (formats >> 8, formats & 0xFF))
+    end = least + _octaves(kind)
+    exponent = jnp.minimum((maxima >> 7 & 0xFF).astype(jnp.int32), end - 1)
+    exponent_before = jnp.where(kind == _WIDE, 0, end - _HEADROOM)
+    kind = jnp.where((kind == _SIGNED) | (maxima >> 15 == 1), _SIGNED, _UNSIGNED)
     end = jnp.minimum(jnp.maximum(exponent, exponent_before - falls) + _HEADROOM, 255)  # where infinity begins
-    least = jnp.maximum(end - (128 >> 23 - dropped), 4)  # so that code 1 is a normal float32
-    return jnp.where(maxima <= 1, _FIRST, least << 8 | dropped).astype(jnp.uint16)
+    least = jnp.maximum(end - _octaves(kind), 4)  # so that code 1 is a normal float32
+    return jnp.where(maxima & 0x7FFF == 0, _FIRST, least << 8 | kind).astype(jnp.uint16)
+
+
+def _octaves(kind: jax.Array) -> jax.Array:
+    return (kind & 128) + 128 >> 23 - (kind & 31)
 
 
 def _store(x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns codes, rounded to nearest, and formats and maxima of the shape of `like` that the exact maxima decide."""
     formats = maxima = like
     if like.size:
-        negative = (x.reshape(*like.shape, -1) < 0).any(-1)
-        maxima = _maxima([x], like.shape)[0] | negative.astype(jnp.uint16)
+        blocks = x.reshape(*like.shape, -1)
+        sign = (blocks < 0).any(-1).astype(jnp.uint32) << 15
+        maxima = (_bits(jnp.abs(blocks)).max(-1) >> 16 | sign).astype(jnp.uint16)
         formats = _next_formats(jnp.full_like(like, _ANY), maxima, 0)
     return _encode(x, formats, _noise(x.shape, 0, None)), formats, maxima
