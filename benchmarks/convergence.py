@@ -56,7 +56,8 @@ FLOAT8_RUNS = {  # a run of `train_gpt.py`, and whether its products are `produc
 FLOAT8_SIZES = {"steps": 150, "batch": 32, "context": 32, "layers": 2}
 
 WHY = """Whether training in 16 bits and in float8 ends where float32 does, over seeds.
-For you: it does; the difference is smaller than that between two seeds."""
+For you: it does; the difference is smaller than that between two seeds. These models are small, so that many can be
+trained; [GPT-2 small](gpu_convergence.md) is trained once in each precision."""
 NOTES = """
 Scores are means and standard deviations over the seeds, on held-out data. A seed sets the initial parameters and the
 batches, which are the same for each precision. "Less float32" is the mean difference from the float32 run with the same

@@ -34,7 +34,7 @@ from trees import TREES, Shape
 import jmp_amp as amp
 from pallas_kernels import check_finite, unscale_check
 from pallas_kernels._measured import fastest_implementation
-from pallas_kernels._tune import median_seconds
+from pallas_kernels._tune import keep_results, median_seconds, repeated
 
 try:
     import torch
@@ -65,7 +65,6 @@ STEPS = {
     },
 }
 MODEL = "GPT of 2 layers"
-ALONE = ("nothing", "the call alone")
 LATEST = 300  # seconds after which nothing more is lowered, so that a run ends within 8 minutes
 
 COMPILED, QUANTIZED, MEASURED = "Compiled for an H200", "A layer in float8", "On a GPU"
@@ -93,11 +92,12 @@ them before the cast. So a kernel has fewer launches, and 0.1 to 0.5% more bytes
 
 `implementation=None` is XLA until times were measured on your GPU: fewer launches do not prove a shorter time. On a
 machine with an NVIDIA GPU, `python -m pallas_kernels tune` measures and chooses; `python benchmarks/kernels.py --out
-docs/benchmarks/kernels.md` fills the section above. A time is the median of batches of calls that are queued back
-to back, on random data that does not fit into the cache. The error is that of the sum of squares against float64; of a
-step, the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the
-share of a device-to-device copy in the same run. "The call alone" takes the same arguments and does nothing with them:
-rows near it wait for the host.
+docs/benchmarks/kernels.md` fills the section above. An op of JAX is timed as a train step runs it: 20 calls in one
+program, each of which overwrites the results of the one before (called by itself, it takes the time that the host needs
+to create a buffer for each leaf). Steps, and the ops of torch, which work in place, are queued back to back. A time is
+the median of 11 batches, on random data. The error is that of the sum of squares against float64; of a step,
+the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the share
+of a device-to-device copy in the same run.
 """
 
 
@@ -167,14 +167,13 @@ def quantized_layer():
 
 @dataclasses.dataclass
 class Run:
-    """What is measured: batches of `calls` of an op, or of `steps`; one to warm up, and `repeats` for the median."""
+    """What is measured: programs of `calls` of an op, batches of `steps`; one to warm up, `repeats` for the median."""
 
     trees: dict
     calls: int = 20
     steps: int = 100
     repeats: int = 11
     copied: int = 2**30  # bytes of the buffer whose copy is the measure
-    rotated: int = 2**28  # least bytes of the arguments taken in turn, more than the cache
     interpret: bool = False  # the kernels interpreted, no times shown
     bandwidth: float = math.nan  # of the copy, bytes a second
     seconds: dict = dataclasses.field(default_factory=dict)  # by (tree, dtype, op, by whom)
@@ -193,29 +192,29 @@ def random(shapes):
 
 
 def jobs(run, trees):
-    """Yields what has to be compiled: key, function, shapes of its arguments, options of `jax.jit`."""
+    """Yields what has to be compiled: key, program, shapes of its arguments."""
     for tree, name in itertools.product(trees[:1], STEPS):
         for by, tx in STEPS[name].items():
             if not (run.interpret and "mosaic_gpu" in by):
                 step, *shapes = optimizer_step(tx, run.trees[tree]("float32"))
-                yield (tree, "float32", name, by), step, shapes, {"donate_argnums": (0, 1)}
+                yield (tree, "float32", name, by), jax.jit(step, donate_argnums=(0, 1)), shapes
     for tree, dtype in itertools.product(trees, DTYPES):
         shapes = run.trees[tree](dtype), SCALAR
-        yield (tree, dtype, *ALONE), lambda leaves, factor: factor + 1, shapes, {"keep_unused": True}
         for op, by in itertools.product(OPS, ("xla", *KERNELS)):
             interpret = {"interpret": True} if run.interpret and by in KERNELS else {}
-            yield (tree, dtype, op, by), partial(OPS[op], implementation=by, **interpret), shapes, {}
+            program, results = repeated(partial(OPS[op], implementation=by, **interpret), shapes, run.calls)
+            yield (tree, dtype, op, by), program, (results, shapes)
 
 
 def build(run, trees):
     """Returns a future program by key. Lowered one after the other, for that is Python, and compiled side by side."""
     start, built = time.monotonic(), {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for key, fun, shapes, options in jobs(run, trees):
+        for key, program, shapes in jobs(run, trees):
             try:
                 if time.monotonic() - start > LATEST:
                     raise TimeoutError("not compiled, out of time")
-                built[key] = pool.submit(jax.jit(fun, **options).lower(*shapes).compile)
+                built[key] = pool.submit(program.lower(*shapes).compile)
             except Exception as error:
                 built[key] = concurrent.futures.Future()
                 built[key].set_exception(error)
@@ -228,9 +227,9 @@ def wait(out):
         getattr(torch, TORCH).synchronize()
 
 
-def median(run, calls, call, inputs):
+def median(run, calls, call):
     """Returns the seconds of a call."""
-    return median_seconds(call, inputs, calls=calls, batches=run.repeats, wait=wait)
+    return median_seconds(call, calls=calls, batches=run.repeats, wait=wait)
 
 
 def brief(error):
@@ -261,7 +260,7 @@ def disagreement(call, on_device, leaves, squares):
     for x, out in zip(leaves, *outs, strict=True) if outs else ():
         if not np.array_equal(out, (x.astype(np.float64) * np.float64(factor)).astype(out.dtype)):
             raise ValueError("wrong values")
-    error = abs(float(total) / (squares * float(factor) ** 2) - 1)
+    finite, error = bool(finite), abs(float(total) / (squares * float(factor) ** 2) - 1)  # before the next call
     worse = leaves[-1].copy()
     worse.flat[-1] = np.inf
     *_, overflown, nan = call([*on_device[:-1], worse], factor)
@@ -274,36 +273,36 @@ def op_rows(run, tree, dtype, built):
     """Yields the lines of the ops on one tree."""
     leaves = random(run.trees[tree](dtype))
     read, size = sum(x.nbytes for x in leaves), sum(x.size for x in leaves)
-    turns = range(max(2, -(-run.rotated // read)))
-    inputs = [(jax.device_put(leaves), jnp.float32(0.75)) for _ in turns]
+    args = jax.device_put(leaves), jnp.float32(0.75)
     squares = sum(np.square(x, dtype=np.float64).sum() for x in leaves)
 
     @functools.cache
-    def error(call):
-        return disagreement(call, inputs[0][0], leaves, squares)
+    def program(op, by):
+        shapes = jax.eval_shape(partial(OPS[op], implementation="xla"), *args)
+        call = keep_results(built[tree, dtype, op, by].result(), shapes)
+        return call, disagreement(call, args[0], leaves, squares)
 
-    def measure(op, program):
-        call = built[tree, dtype, op, program].result()
-        return error(call) if op in OPS else None, median(run, run.calls, call, inputs)
+    def measure(op, by):
+        call, error = program(op, by)
+        return error, median(run, 1, partial(call, *args)) / run.calls
 
-    yield measured_row(run, (tree, dtype, *ALONE), 0, None, partial(measure, *ALONE))
     for op in OPS:
         moved = read + (4 * size if op == "unscale_check" else 0)
         taken = fastest_implementation(op, [dtype], len(leaves))
-        programs = {"xla": "xla", "xla again": "xla", f"None ({taken})": taken, **{by: by for by in KERNELS}}
-        for by, program in programs.items():
-            yield measured_row(run, (tree, dtype, op, by), moved, "xla", partial(measure, op, program))
+        ways = {"xla": "xla", "xla again": "xla", f"None ({taken})": taken, **{by: by for by in KERNELS}}
+        for by, way in ways.items():
+            yield measured_row(run, (tree, dtype, op, by), moved, "xla", partial(measure, op, way))
     if TORCH:
-        grads = [to_torch(leaves) for _ in turns]
-        params = [with_grads([x.detach() for x in some], some) for some in grads]
+        grads = to_torch(leaves)
+        params = with_grads([x.detach() for x in grads], grads)
         found, factor = torch.zeros((), device=TORCH), torch.full((), -1.0, device=TORCH)  # in place: the sizes stay
         calls = {
-            "check_finite": (grads, lambda xs: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs)))),
-            "unscale_check": (grads, lambda xs: torch._amp_foreach_non_finite_check_and_unscale_(xs, found, factor)),
-            "clip_grad_norm_": (params, lambda xs: torch.nn.utils.clip_grad_norm_(xs, 1.0, foreach=True)),
+            "check_finite": lambda: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))),
+            "unscale_check": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor),
+            "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True),
         }
-        for passes, (op, (args, call)) in enumerate(calls.items(), 1):
-            time_it = partial(median, run, run.calls, call, [(xs,) for xs in args])
+        for passes, (op, call) in enumerate(calls.items(), 1):
+            time_it = partial(median, run, run.calls, call)
             yield measured_row(run, (tree, dtype, op, "torch"), passes * read, "xla", lambda f=time_it: (None, f()))
 
 
@@ -315,7 +314,7 @@ def step_rows(run, tree, built):
 
     def measure(start):
         step = start()
-        seconds = median(run, run.steps, step, [()])
+        seconds = median(run, run.steps, step)
         trained = [np.asarray(x if isinstance(x, jax.Array) else x.detach().cpu()) for x in step()]
         plain[:] = plain or trained
         off = math.hypot(*(np.linalg.norm(x - y) for x, y in zip(trained, plain, strict=True)))
@@ -419,7 +418,7 @@ def measured(run, only=""):
     trees = [name for name in run.trees if re.search(only, name)]
     built = build(run, trees)
     (buffer,) = map(jnp.asarray, random([Shape((run.copied // 4,), jnp.float32)]))
-    run.bandwidth = 2 * buffer.nbytes / median(run, run.calls, jax.jit(jnp.copy), [(buffer,)])
+    run.bandwidth = 2 * buffer.nbytes / median(run, run.calls, partial(jax.jit(jnp.copy), buffer))
     del buffer
     if not run.interpret:
         yield f"The copy of {run.copied / 1e9:.2f} GB moved {run.bandwidth / 1e9:.0f} GB/s, read and written."
@@ -455,7 +454,7 @@ def main():
     options = parser.parse_args()
     if options.interpret:
         trees = {"5 leaves": tiny, "one leaf": lambda dtype: tiny(dtype)[:1]}
-        run = Run(trees, calls=2, steps=2, repeats=1, copied=2**12, rotated=2**10, interpret=True)
+        run = Run(trees, calls=2, steps=2, repeats=1, copied=2**12, interpret=True)
         print(*measured(run), sep="\n")
         sys.exit(f"failed: {run.failed}" if run.failed else 0)
     gpu = jax.default_backend() == "gpu" and not (options.compile_only or options.layer)

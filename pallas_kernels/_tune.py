@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels._measured import KERNELS, Measured, Measurements
 from pallas_kernels.finite_check.api import check_finite, unscale_check
 from pallas_kernels.quantize.api import quantize
 
-ROTATED = 2**28  # least bytes of the arguments taken in turn, more than the cache of a GPU
+CALLS = 20  # of an op in one program
 DTYPES = {16: jnp.bfloat16, 32: jnp.float32}  # by the bits for which they stand
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -139,9 +140,9 @@ def mxfp8_pays(timer: Callable[[], float] = time.perf_counter, ways: Sequence[An
     """Times a layer in bfloat16 and in mxfp8, and returns a sentence that says which dtype to use on this GPU."""
     (tokens, features, results), low = LAYER, jnp.bfloat16
     shapes = ((tokens, features), low), ((features, results), jnp.float32), ((tokens, results), low)
-    inputs = [[jax.device_put(_random(jax.ShapeDtypeStruct(*each))) for each in shapes] for _ in range(2)]
+    args = [jax.device_put(_random(jax.ShapeDtypeStruct(*each))) for each in shapes]
     try:
-        seconds = [median_seconds(jax.jit(way), inputs, timer) for way in ways]
+        seconds = [median_seconds(partial(jax.jit(way), *args), timer) for way in ways]
     except Exception as error:  # as in `_gains`
         return f"mxfp8 does not run on this GPU ({_line(error)}): use bfloat16 or float8."
     gain = seconds[0] / seconds[1]
@@ -156,17 +157,15 @@ def _line(error: Exception) -> str:
 def _gains(call: Callable[..., Any], case: Case, timer: Callable[[], float], report: Any, op: str) -> dict[str, float]:
     """Times the implementations of an op in one case. Returns the gains of the kernels that win."""
     programs = _compile(call, case.args)
-    args = jax.tree.map(_random, case.args)
-    turns = range(max(2, -(-ROTATED // sum(x.nbytes for x in jax.tree.leaves(args)))))
-    inputs = [jax.device_put(args) for _ in turns]
-    expected = programs["xla"].result()(*inputs[0])
+    args = jax.device_put(jax.tree.map(_random, case.args))
+    expected = jax.tree.map(jnp.copy, programs["xla"].result()(*args))
     seconds = {}
     for by in ("xla", *KERNELS, "xla again"):
         try:
             program = programs[by.removesuffix(" again")].result()
-            if not _agree(program(*inputs[0]), expected):
+            if not _agree(program(*args), expected):
                 raise ValueError("another result than XLA's")
-            seconds[by] = median_seconds(program, inputs, timer)
+            seconds[by] = median_seconds(partial(program, *args), timer, calls=1) / CALLS
         except Exception as error:  # whatever a compiler or a device says: this kernel is not used
             figures = f"{_line(error)} |"
         else:
@@ -181,7 +180,8 @@ def _compile(call: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, concu
     """Compiles an op by each implementation, side by side."""
 
     def program(by: str) -> Any:
-        return jax.jit(partial(call, implementation=by)).lower(*args).compile()
+        program, results = repeated(partial(call, implementation=by), args)
+        return keep_results(program.lower(results, args).compile(), results)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return {by: pool.submit(program, by) for by in ("xla", *KERNELS)}
@@ -197,23 +197,60 @@ def _agree(result: Any, expected: Any) -> bool:
     return all(jnp.allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-4, equal_nan=True) for x, y in pairs)
 
 
+def repeated(call: Callable[..., Any], args: tuple[Any, ...], calls: int = CALLS) -> tuple[Any, Any]:
+    """Returns a program that evaluates a call many times, as train steps do: without the host, into the same buffers.
+
+    Called by itself, an op with hundreds of results takes the time that the host needs to create their buffers.
+
+    Args:
+        call: an op.
+        args: its arguments, arrays or their shapes.
+        calls: the number of calls.
+
+    Returns:
+        The program, a function of results, which it overwrites, and `args`; and the shapes of the results.
+    """
+
+    def program(results: Any, args: Any) -> Any:
+        def again(_: Any, results: Any) -> Any:
+            now, _ = lax.optimization_barrier((args, results))  # else the compiler moves the call out of the loop
+            return call(*now)
+
+        return lax.fori_loop(0, calls, again, results)
+
+    return jax.jit(program, donate_argnums=0), jax.eval_shape(call, *args)
+
+
+def keep_results(program: Callable[..., Any], shapes: Any) -> Callable[..., Any]:
+    """Returns a function of `args` that calls a `repeated` program. Its next call overwrites the results."""
+    results = None
+
+    def run(*args: Any) -> Any:
+        nonlocal results
+        if results is None:
+            results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        results = program(results, args)
+        return results
+
+    return run
+
+
 def median_seconds(
-    call: Callable[..., Any],
-    inputs: Sequence[Any],
+    call: Callable[[], Any],
     timer: Callable[[], float] = time.perf_counter,
     calls: int = 20,
     batches: int = 11,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> float:
-    """Returns the seconds of a call: the median of batches of calls that are queued back to back, on inputs in turn.
+    """Returns the seconds of a call: the median of batches of calls that are queued back to back.
 
     One more batch comes first, to warm up.
     """
-    turns, times = itertools.cycle(inputs), []
+    times = []
     for _ in range(batches + 1):
         start = timer()
         for _ in range(calls):
-            out = call(*next(turns))
+            out = call()
         wait(out)
         times.append((timer() - start) / calls)
     return statistics.median(times[1:])

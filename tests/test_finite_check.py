@@ -362,16 +362,17 @@ def test_the_programs_of_a_launch_cover_each_element_once(shapes, block):
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(st.integers(mosaic_gpu.NARROW, 20_000), blocks)
-def test_the_pieces_of_a_program_cover_each_element_once_and_none_beyond_the_row(length, block):
+@given(st.integers(mosaic_gpu.NARROW, 20_000), blocks, st.sampled_from(launch.DTYPES))
+def test_the_pieces_of_a_program_cover_each_element_once_and_none_beyond_the_row(length, block, dtype):
+    vectors = mosaic_gpu.vectors([dtype])
     counted = np.zeros(length, int)
     for segment in launch.segments([(1, length)], block)[0]:
         for program in range(segment.programs):
             start = segment.start + program * segment.size
-            for piece in mosaic_gpu.pieces(segment, length):
+            for piece in mosaic_gpu.pieces(segment, length, vectors):
                 first, last = start + piece.offset, start + piece.offset + piece.width
                 assert 0 <= first < last <= length
-                assert piece.width == mosaic_gpu.NARROW or first % mosaic_gpu.VECTORS[piece.width] == 0  # one load
+                assert piece.width == mosaic_gpu.NARROW or first % vectors[piece.width] == 0  # one load
                 counted[first + piece.overlap : last] += 1
     assert (counted == 1).all()
 

@@ -1,0 +1,36 @@
+"""The benchmarks that need a GPU, with tiny models on any machine: what they write, not how long it takes."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+
+pytestmark = pytest.mark.slow
+
+
+def page_of(name, tmp_path, *options):
+    page = tmp_path / "benchmarks" / "page.md"
+    (tmp_path / "img").mkdir()
+    command = [sys.executable, BENCHMARKS / name, "--tiny", "--rows", tmp_path / "rows", "--out", page, *options]
+    subprocess.run(command, check=True)
+    return page.read_text()
+
+
+def test_train_steps_are_measured(tmp_path):
+    only = "GPT-2 small: (by hand, float16|jmp_amp, float16|torch.*)$|ResNet-50: jmp_amp, bfloat16"
+    page = page_of("gpu_training.py", tmp_path, "--only", only)
+    assert "| by hand, float16 |" in page
+    assert "| jmp_amp, bfloat16 |" in page
+    assert "Error" not in page
+
+
+def test_a_model_is_trained_in_each_precision(tmp_path):
+    page = page_of("gpu_convergence.py", tmp_path)
+    (last,) = (line for line in page.splitlines() if line.startswith("| last, less float32 |"))
+    differences = [float(cell) for cell in last.split("|")[3:-1]]
+    assert len(differences) == 3
+    assert max(map(abs, differences)) < 0.01
+    assert (tmp_path / "img" / "gpu_convergence.png").exists()
