@@ -154,20 +154,14 @@ def costs():
             )
 
 
-STATES = {  # of AdamW, for bfloat16 parameters
-    "float32 masters and moments": amp.low_precision_params,
-    "remainders, float32 moments": finetune_8b.STATES["float32"],
-    "remainders, first moments in bfloat16": lambda tx: amp.low_precision_params(
-        optax.adamw(1e-5, mu_dtype=jnp.bfloat16), remainder=True
-    ),
-    "remainders, moments in 8 bits": finetune_8b.STATES["float8"],
+STATES = {  # of AdamW, for bfloat16 parameters with remainders
+    "float32 moments": finetune_8b.STATES["float32"],
+    "moments in 8 bits": finetune_8b.STATES["float8"],
 }
-SHORT = tuple(STATES)[1::2]
-PLANS = (  # GPUs, models and states
-    (1, ("llama3_1b", "llama3_3b", "llama2_13b"), SHORT),
-    (1, ("llama3_8b",), tuple(STATES)),
-    (8, ("llama2_13b", "llama3_70b"), SHORT),
-    (64, ("llama3_70b",), SHORT),
+PLANS = (  # GPUs and models
+    *((1, model) for model in ("llama3_1b", "llama3_8b", "llama3_3b", "llama2_13b")),
+    *((8, model) for model in ("llama2_13b", "llama3_70b")),
+    (64, "llama3_70b"),
 )
 SIZES = {"L4, RTX 4090": 24, "A100": 40, "A100, H100": 80, "H200": 141}
 
@@ -176,32 +170,26 @@ def memory():
     """The compiled peak of a step of `finetune_8b.py`, and the largest model that fits on one GPU."""
     yield from head("model", "GPUs", "state", "bytes a parameter", "peak of each GPU, GB")
     peaks = {}
-    for gpus, models, states in PLANS:
-        for model in models:
-            for name in states:
-                with mock.patch.dict(finetune_8b.STATES, {name: STATES[name]}):
-                    options = finetune_8b.parse(["--state", "float8", "--config", model])
-                    options.state = name
-                    mesh = gpu_aot.h200_mesh(gpus)
-                    compiled, shapes, _ = finetune_8b.compile_step(
-                        options, finetune_8b.CONFIGS[model], mesh, gpu_aot.compile_for
-                    )
-                size = sum(x.size for x in jax.tree.leaves(shapes[0]))
-                held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / size
-                peak = finetune_8b.peak(compiled) / 1e9
-                yield f"| {model}, {size / 1e9:.2f} B | {gpus} | {name} | {held:.2f} | {peak:.1f} |"
-                if gpus == 1:
-                    peaks.setdefault(name, {})[model] = size / 1e9, peak
+    for gpus, model in PLANS:
+        for name in STATES:
+            with mock.patch.dict(finetune_8b.STATES, STATES):
+                options = finetune_8b.parse(["--state", name])
+                mesh, config = gpu_aot.h200_mesh(gpus), finetune_8b.CONFIGS[model]
+                compiled, shapes, _ = finetune_8b.compile_step(options, config, mesh, gpu_aot.compile_for)
+            size = sum(x.size for x in jax.tree.leaves(shapes[0]))
+            held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / size
+            peak = finetune_8b.peak(compiled) / 1e9
+            yield f"| {model}, {size / 1e9:.2f} B | {gpus} | {name} | {held:.2f} | {peak:.1f} |"
+            if gpus == 1:
+                peaks.setdefault(name, {})[model] = peak
     yield ""
-    yield from head("GPU", "GB", *SHORT)
+    yield from head("GPU", "GB", *STATES)
     for gpu, size in SIZES.items():
         fits = [
-            max(
-                (model for model in peaks[name].items() if model[1][1] <= 0.92 * size), key=lambda x: x[1], default=None
-            )
-            for name in SHORT
+            max(((peak, model) for model, peak in peaks[name].items() if peak <= 0.92 * size), default=None)
+            for name in STATES
         ]
-        yield f"| {gpu} | {size} | {' | '.join(f'{fit[0]}: {fit[1][1]:.1f} GB' if fit else '' for fit in fits)} |"
+        yield f"| {gpu} | {size} | {' | '.join(f'{fit[1]}, {fit[0]:.1f} GB' if fit else 'none' for fit in fits)} |"
 
 
 SECTIONS = {"memory": memory, "cost": costs, "convergence": convergence}

@@ -84,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences a step on each device")
     parser.add_argument("--context", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--state", choices=STATES, default="float8", help="how the moments of AdamW are held")
+    parser.add_argument("--state", choices=list(STATES), default="float8", help="how the moments of AdamW are held")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="default: Python's standard library")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; without one, tokens are bytes")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="with *.safetensors; default: random weights")
