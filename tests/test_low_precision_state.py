@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax_transformations
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -317,6 +318,15 @@ def test_frozen_parameters_are_left_out(frozen):
     assert updates["frozen"] == frozen
 
 
+def test_gradients_of_integers_pass_through():
+    params = {"w": PARAMS["w"], "n": jnp.arange(3)}
+    tx = amp.low_precision_state(optax.masked(ADAM, {"w": True, "n": False}))
+    grads = {"w": gradients(0)["w"], "n": np.zeros(3, jax.dtypes.float0)}
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert updates["n"].dtype == jax.dtypes.float0
+    assert len(state.formats) == 2
+
+
 def test_an_optimizer_of_flax_nnx_trains():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
@@ -377,3 +387,43 @@ def test_a_sharded_step_is_that_of_one_device_and_sends_nothing(spec, dtype):
 def test_wrong_calls_say_what_is_allowed(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+# All of optax's transformations but L-BFGS, which subtracts the parameters and gradients of two steps
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
+@pytest.mark.parametrize("name", [name for name in optax_transformations.names() if "lbfgs" not in name])
+def test_every_transformation_steps_as_in_float32(name, monkeypatch):
+    """After one step and after four, with moments in 8 bits."""
+    weights = jnp.linspace(-1.0, 1.0, 128)
+    params = {"w": jnp.asarray(RNG.normal(size=(32, 128)), jnp.float32), "b": jnp.linspace(-1.0, 1.0, 3)}
+
+    def loss_fn(params):
+        return jnp.mean((jnp.tanh(params["w"]) @ weights - 1) ** 2) + jnp.mean((params["b"] - 2) ** 4)
+
+    monkeypatch.setattr(optax_transformations, "loss_fn", loss_fn)
+    monkeypatch.setattr(optax_transformations, "PARAMS", params)
+    case = optax_transformations.case_of(name)
+
+    def ends(wrap):
+        tx, found = wrap(case.make()), [optax_transformations.parameters(name)]
+        state = tx.init(found[0])
+
+        @jax.jit
+        def step(params, state):
+            value, grads = optax_transformations.gradients(name, params, 1.0)
+            updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **case.extra(value, grads))
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(4):
+            params, state = step(found[-1], state)
+            found.append(params)
+        return [jax.tree.leaves(params)[-1] for params in found], state
+
+    (low, state), (full, full_state) = ends(amp.low_precision_state), ends(lambda tx: tx)
+    for steps, tolerance in ((1, 0.07), (4, 0.35)):  # a first accumulator of 0.1 is rounded, too
+        moved = jnp.linalg.norm(full[steps] - full[0])
+        assert jnp.linalg.norm(low[steps] - full[steps]) <= tolerance * moved + 1e-6
+    assert jax.tree.structure(state.with_float32()) == jax.tree.structure(full_state)

@@ -489,9 +489,7 @@ def test_moments_have_8_bits_but_for_those_that_are_kept():
 @row("Optimizers in 8 bits", "`AdamW8bit(bf16_stochastic_round=True)`", "`FusedAdam(master_weights=True")
 def test_bfloat16_parameters_are_rounded_or_completed_by_remainders():
     params = {"w": jnp.ones((16, 256), jnp.bfloat16)}
-    rounded = amp.low_precision_params(
-        amp.low_precision_state(optax.adamw(1e-3)), masters=False, rounding="stochastic"
-    )
+    rounded = amp.low_precision_params(amp.low_precision_state(optax.adamw(1e-3)), masters=False, rounding="stochastic")
     assert rounded.init(params).masters is None
     halves = amp.low_precision_params(amp.low_precision_state(optax.adamw(1e-3)), remainder=True)
     assert halves.init(params).masters["w"].dtype == jnp.uint16
