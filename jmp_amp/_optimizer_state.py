@@ -20,7 +20,7 @@ _LEAST_SIZE, _LEAST_BLOCK = 4096, 32
 
 # A code counts the numbers with few mantissa bits from `least`, a power of two, to `abs(x) + least`. So 0 is code 0,
 # and rounding is exact on average down to 0. A format is the exponent of `least` in 8 bits, as in a float32, and its
-# kind in 8 more: how many of the 23 mantissa bits of a float32 are dropped, and 128 if codes have 8 bits and no sign, in
+# kind in 8 more: how many of the 23 mantissa bits of a float32 are dropped, and 128 if codes have 8 bits and no sign in
 # place of 7 bits and a sign.
 _SIGNED, _UNSIGNED, _WIDE = 20, 128 | 20, 23  # these reach over 16, 32 and 128 octaves
 _FIRST = 17 << 8 | _WIDE  # from 2**-110, for a block that was 0
@@ -311,7 +311,7 @@ def _octaves(kind: jax.Array) -> jax.Array:
 
 def _store(x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns codes, rounded to nearest, and formats and maxima of the shape of `like` that the exact maxima decide."""
-    formats = maxima = like
+    formats, maxima = like, jnp.zeros_like(like)
     if like.size:
         blocks = x.reshape(*like.shape, -1)
         sign = (blocks < 0).any(-1).astype(jnp.uint32) << 15

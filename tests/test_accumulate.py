@@ -66,10 +66,142 @@ def test_arguments_to_cut_can_be_named():
     args = PARAMS, np.full(3, 0.5, np.float32), BATCH, np.ones(32, np.float32)
     expected = jax.value_and_grad(fun)(*args)
     allclose(amp.value_and_grad(fun, accumulate_steps=4, batch_argnums=(2, 3))(*args), expected, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"accumulate_steps=4 splits .* argument 1 has shape \(3,\).*`batch_argnums`"):
+    with pytest.raises(ValueError, match=r"argument 1 has shape \(3,\); .*`batch_argnums=\(2, 3\)`"):
         amp.value_and_grad(fun, accumulate_steps=4)(*args)
     with pytest.raises(ValueError, match=r"argument 1\['x'\] has shape \(32, 4\)"):
         amp.value_and_grad(loss_fn, accumulate_steps=5)(PARAMS, BATCH)
+
+
+TABLE = RNG.normal(size=(1000, 4)).astype(np.float32)
+NO_BATCH = {
+    "a table": TABLE,
+    "class weights": np.ones(8, np.float32),
+    "batch statistics": {"mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)},
+    "a raw key": np.zeros(2, np.uint32),
+    "a scalar": np.float32(1),
+    "a table in the batch": None,
+}
+
+
+@pytest.mark.parametrize("name", NO_BATCH)
+def test_first_axes_that_differ_are_named_with_the_arguments_to_split(name):
+    def fun(params, batch, other):
+        rest = [jnp.sum(jnp.tanh(x)) for x in jax.tree.leaves((other, batch.get("table")))]
+        return loss_fn(params, batch) * (1 + sum(rest))
+
+    args = PARAMS, BATCH, NO_BATCH[name]
+    if name == "a table in the batch":
+        args = PARAMS, BATCH | {"table": TABLE}, np.zeros(32, np.float32)
+    cure = r"argument 2.*; name the arguments that are a batch, `batch_argnums=\(1,\)`"
+    if args[1] is not BATCH:
+        cure = r"argument 1\['table'\].*; pass it as an argument of its own, and .*`batch_argnums=\(1, 2\)`"
+    with pytest.raises(ValueError, match=cure):
+        amp.value_and_grad(fun, accumulate_steps=4)(*args)
+    if args[1] is BATCH:
+        got = amp.value_and_grad(fun, accumulate_steps=4, batch_argnums=(1,))(*args)
+        allclose(got, jax.value_and_grad(fun)(*args), rtol=1e-4, atol=1e-5)
+        by_name = amp.value_and_grad(fun, accumulate_steps=4)(PARAMS, BATCH, other=args[2])  # never split
+        allclose(by_name, got)
+
+
+def masks(params, batch, keys, rate=0.5):
+    kept = jax.tree.map(lambda key: jax.random.bernoulli(key, rate, batch["y"].shape), keys)
+    return loss_fn(params, batch), jnp.stack(jax.tree.leaves(kept))
+
+
+KEYS = {
+    "an argument": ((jax.random.key(0),), {}),
+    "a tree of keys": (({"dropout": jax.random.key(0), "noise": jax.random.key(1)},), {}),
+    "a keyword argument": ((), {"keys": jax.random.key(0)}),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", KEYS)
+def test_each_micro_batch_draws_its_own_random_numbers(name, named):
+    args, kwargs = KEYS[name]
+    options = {"batch_argnums": 1} if named else {}
+    drawn = jax.jit(amp.value_and_grad(masks, has_aux=True, accumulate_steps=4, **options))
+    (_, kept), _ = drawn(PARAMS, BATCH, *args, **kwargs)
+    assert len(np.unique(np.asarray(kept).reshape(-1, 8), axis=0)) == kept.size // 8
+
+
+def test_keys_in_an_array_are_split_as_a_batch_and_folded_as_an_argument():
+    def fun(params, batch, keys):
+        return loss_fn(params, batch), jax.vmap(lambda key: jax.random.uniform(key))(keys)
+
+    keys = jax.random.split(jax.random.key(0), 32)
+    (_, drawn), _ = amp.value_and_grad(fun, has_aux=True, accumulate_steps=4)(PARAMS, BATCH, keys)
+    assert sorted(drawn.ravel()) == sorted(jax.vmap(jax.random.uniform)(keys))
+    (_, drawn), _ = amp.value_and_grad(fun, has_aux=True, accumulate_steps=4, batch_argnums=1)(PARAMS, BATCH, keys)
+    assert drawn.shape == (4, 32)
+    assert len(np.unique(drawn)) == 128
+
+
+def test_the_state_of_float8_modules_is_the_maximum_and_is_not_scaled():
+    from flax import linen
+    from flax.linen import fp8_ops
+
+    def fun(variables, x):
+        return jnp.mean(net.apply(variables, x) ** 2)
+
+    def first(tree):
+        return {
+            name: float(jnp.ravel(x)[0])
+            for name, x in tree["_overwrite_with_gradient"]["Fp8DirectDotGeneralOp_0"].items()
+        }
+
+    net = linen.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+    x = np.linspace(-3, 70, 64, dtype=np.float32).reshape(16, 4)
+    variables = jax.jit(net.init)(jax.random.key(0), x)
+    want = first(jax.jit(jax.grad(fun))(variables, x))
+    want.pop("output_grad_amax_history")  # of the gradients of a micro-batch, which are others
+    for scale, reduction in ((1.0, "mean"), (2.0**12, "sum")):
+        options = {"accumulate_steps": 4, "loss_scale": scale, "reduction": reduction}
+        _, grads = jax.jit(amp.value_and_grad(fun, **options))(variables, x)
+        got = first(grads)
+        seen = got.pop("output_grad_amax_history")
+        assert got == want
+        assert seen > 0
+    # The optimizer, and all that reads its gradients, leaves them as they are.
+    tx = amp.dynamic_loss_scale(optax.identity(), amp.LossScale(init_scale=scale), clip_global_norm=1e-3)
+    updates, state = tx.update(grads, tx.init(variables), variables)
+    assert first(updates) == first(grads)
+    norm = optax.tree.norm(grads["params"]) / scale
+    np.testing.assert_allclose(amp.metrics(state)["grad_norm"], norm, rtol=1e-3)
+    np.testing.assert_allclose(optax.tree.norm(updates["params"]), 1e-3, rtol=1e-3)
+    nan = {**grads, "_overwrite_with_gradient": jax.tree.map(lambda x: x * jnp.nan, grads["_overwrite_with_gradient"])}
+    assert amp.metrics(tx.update(nan, state, variables)[1])["last_finite"]
+    link = amp.unscale_and_check()
+    assert first(link.update(grads, link.init(variables), loss_scale=scale)[0]) == first(grads)
+    rule = amp.LossScale()
+    unscaled, finite = rule.unscale(rule.init(), nan)
+    assert finite
+    assert np.isnan(first(unscaled)["input_scale"])
+
+
+def test_float8_state_of_its_own_dtype_is_accumulated_too():
+    from flax import linen
+    from flax.linen import fp8_ops
+
+    net = linen.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+    x = np.linspace(-3, 70, 64, dtype=np.float32).reshape(16, 4)
+
+    def cast(tree, dtype):
+        return jax.tree.map(lambda x: jax.lax.convert_element_type(x, dtype), tree)
+
+    @jax.jit
+    def history(x):
+        variables = net.init(jax.random.key(0), x)
+        state = cast(variables["_overwrite_with_gradient"], fp8_ops.fm32)
+        fun = amp.grad(
+            lambda state, x: jnp.mean(net.apply({**variables, "_overwrite_with_gradient": state}, x) ** 2),
+            accumulate_steps=4,
+            allow_int=True,
+        )
+        return cast(fun(state, x), jnp.float32)["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+
+    assert history(x)[0] == np.abs(x).max()
 
 
 def four_arguments(x, params, y, offset):
@@ -300,12 +432,12 @@ def test_inside_the_scale_multi_steps_leaves_the_micro_batch_out():
 @pytest.mark.parametrize(
     ("around", "message"),
     [
-        (lambda tx: optax.MultiSteps(tx, 2), "`optax.MultiSteps` wraps .*accumulated gradients.*; move it inside"),
+        (lambda tx: optax.MultiSteps(tx, 2), "`MultiSteps` around .* in its state at .acc_grads.*; move it inside"),
         (
             lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
-            "`optax.MultiSteps` wraps .*not reach the loss scale; move it inside",
+            "`MultiSteps` around .*does not back off; move it inside",
         ),
-        (lambda tx: optax.apply_if_finite(tx, 2), "`optax.apply_if_finite` wraps .*not back off.*; remove it"),
+        (lambda tx: optax.apply_if_finite(tx, 2), "`apply_if_finite` around .*does not back off; move it inside"),
     ],
 )
 def test_a_wrapper_that_keeps_overflows_is_found_even_if_its_inner_state_gave_the_scale(around, message, transform):

@@ -341,6 +341,33 @@ def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
         check(last)(PARAMS, tx.init(PARAMS))
 
 
+def noisy(params, x, key):
+    return loss_fn(params, x) * jnp.mean(jax.random.bernoulli(key, 0.5, (8,)))
+
+
+@pytest.mark.parametrize("make", [jax.random.PRNGKey, jax.random.key])
+def test_random_numbers_that_all_micro_batches_share_are_named(make):
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def step(params, state, x, key, **options):
+        value_and_grad = amp.value_and_grad(noisy, opt_state=state, batch_argnums=(1,), **options)
+        loss, grads = value_and_grad(params, x, key)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    args = PARAMS, tx.init(PARAMS), X, make(0)
+    check(step)(*args)
+    accumulating = functools.partial(step, accumulate_steps=2)
+    if make is jax.random.key:
+        check(accumulating)(*args)
+    else:
+        with pytest.warns(
+            UserWarning, match=r"\(noisy\), `step` draws the same random numbers in every micro-batch"
+        ) as found:
+            check(accumulating)(*args)
+        assert len(found) == 1
+
+
 def test_wrong_calls():
     with pytest.raises(TypeError, match="`check_loss_scaling` takes a function, got int"):
         check(3)

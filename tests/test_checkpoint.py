@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -259,6 +260,41 @@ def test_what_other_libraries_write_and_read_is_the_same_state(through, name):
     assert jax.tree.structure(restored) == jax.tree.structure(whole)
     assert bits(restored) == bits(whole)
     assert bits(step(**restored)) == bits(step(**whole))
+
+
+def through_flax_checkpoints(whole, start):
+    module = pytest.importorskip("flax.training.checkpoints", reason="needs Flax")
+    with tempfile.TemporaryDirectory() as folder:
+        module.save_checkpoint(folder, whole, 1)
+        return module.restore_checkpoint(folder, start)
+
+
+@pytest.mark.parametrize("wrap", [optax.adamw, lambda rate: amp.low_precision_params(optax.adamw(rate))])
+@pytest.mark.parametrize("through", [through_flax_bytes, through_flax_checkpoints, through_equinox])
+def test_a_float32_run_goes_on_with_a_loss_scale_and_back(through, wrap):
+    inner, params = wrap(1e-3), {"w": jnp.arange(3.0)}
+    tx = amp.dynamic_loss_scale(inner)
+    plain = inner.update(params, inner.init(params), params)[1]
+    state = tx.init(params)._replace(inner_state=through(plain, inner.init(params)))
+    scaled = jax.tree.map(lambda x: 2.0**16 * x, params)
+    (want, plain), (got, state) = inner.update(params, plain, params), tx.update(scaled, state, params)
+    assert bits(got) == bits(want)
+    assert bits(state.inner_state) == bits(plain)
+    back = through(state, tx.init(params)).inner_state
+    assert bits(inner.update(params, back, params)) == bits(inner.update(params, plain, params))
+
+
+@pytest.mark.parametrize("through", [through_flax_bytes, through_flax_checkpoints, through_equinox])
+def test_a_state_of_another_structure_is_an_error_but_for_one_library_as_the_page_says(through):
+    inner, params = optax.adamw(1e-3), {"w": jnp.arange(3.0)}
+    tx = amp.dynamic_loss_scale(inner)
+    plain, state = (each.update(params, each.init(params), params)[1] for each in (inner, tx))
+    for whole, start in ((plain, tx.init(params)), (state, inner.init(params))):
+        if through is through_flax_checkpoints:
+            assert optax.tree.get(through(whole, start), "ScaleByAdamState").count == 0
+        else:
+            with pytest.raises((ValueError, RuntimeError)):
+                through(whole, start)
 
 
 @functools.cache

@@ -89,26 +89,138 @@ def test_a_mark_anywhere_inside_is_the_optimizer_without_it(name, skip):
 
 
 OUTSIDE = {
-    "a mark in front": (
-        lambda tx: optax.chain(MARK(), tx),
-        r"`unscale_and_check` is outside.*opt_state\[0\].*inside",
-    ),
-    "a mark behind": (lambda tx: optax.chain(tx, MARK()), r"`unscale_and_check` is outside.*opt_state\[1\]"),
+    "a mark in front": (lambda tx: optax.chain(MARK(), tx), r"`chain` around `\w+` unscales gradients twice"),
+    "a mark behind": (lambda tx: optax.chain(tx, MARK()), r"`chain` around `\w+` unscales gradients twice"),
     "accumulation": (
         lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-        r"`optax.MultiSteps` wraps.*accumulated gradients.*move it inside",
+        r"`MultiSteps` around `\w+` keeps scaled gradients in its state at .acc_grads\['b'\]",
     ),
-    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), r"`optax.apply_if_finite` wraps.*remove it"),
+    "apply_if_finite": (
+        lambda tx: optax.apply_if_finite(tx, 3),
+        r"`apply_if_finite` around `\w+` replaces gradients that are not finite, so .* does not back off",
+    ),
+    "masked": (
+        lambda tx: optax.masked(tx, {"w": True, "b": False}),
+        r"`masked` around `\w+` returns scaled gradients.* at `\['b'\]`",
+    ),
+    "partition": (
+        lambda tx: optax.partition({"a": tx, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
+        r"`partition` around `\w+` returns scaled gradients.* at `\['b'\]`",
+    ),
+    "every other step": (
+        lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
+        r"`conditionally_transform` around `\w+` returns scaled gradients.* at `\['b'\]`",
+    ),
+}
+INSIDE_OF = {
+    "wrapper": amp.dynamic_loss_scale,
+    "link": lambda tx: optax.chain(MARK(), tx),
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("read", [amp.get_loss_scale, amp.metrics, amp.check_health])
-def test_what_may_not_be_around_the_wrapper_is_found_where_the_scale_is_read(name, read):
+# `MultiSteps` does not hand the scale on to a link.
+@pytest.mark.parametrize(
+    ("name", "by"), [(n, b) for n in OUTSIDE for b in INSIDE_OF if (n, b) != ("accumulation", "link")]
+)
+def test_what_may_not_be_around_the_wrapper_raises_under_jit_and_outside(name, by):
     around, message = OUTSIDE[name]
-    state = around(amp.dynamic_loss_scale(optax.sgd(0.1))).init(PARAMS)
-    with pytest.raises(ValueError, match=message):
-        read(state)
+    tx = optax.with_extra_args_support(around(INSIDE_OF[by](optax.sgd(0.1))))
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError, match=message + r".*; \w+ "):
+            update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=jnp.float32(8))
+
+
+RIGHT = {
+    "the rest set to zero": lambda tx: optax.chain(
+        optax.masked(tx, {"w": True, "b": False}), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+    ),
+    "the rest frozen": lambda tx: optax.partition({"a": tx, "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+    "each part": lambda tx: optax.partition({"a": tx, "b": tx}, {"w": "a", "b": "b"}),
+    "every other step": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
+    "a snapshot": lambda tx: optax.chain(optax.snapshot("norm", lambda updates, *_: optax.tree.norm(updates)), tx),
+    "centralized": lambda tx: optax.chain(optax.centralize(), optax.scale(0.5), optax.identity(), tx),
+    "a projection": lambda tx: optax.chain(optax.stateless(lambda g, _: jax.tree.map(project, g)), tx),
+    "an overflow as NaN": lambda tx: optax.chain(
+        optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.nan), g)), tx
+    ),
+    "of low rank": lambda tx: optax.chain(optax.stateless(lambda g, _: jax.tree.map(of_rank_1, g)), tx),
+    "hyperparameters": lambda tx: optax.chain(optax.inject_hyperparams(optax.scale)(step_size=0.5), tx),
+    "rounded by its bits": lambda tx: optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_bfloat16, g)), tx),
+    "quantized": lambda tx: optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_int8, g)), tx),
+}
+
+
+def to_bfloat16(x):
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x7FFF)
+    return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+
+
+def to_int8(x):
+    largest = jnp.maximum(jnp.max(jnp.abs(x)), 1e-12)
+    return jnp.round(x / largest * 127).astype(jnp.int8).astype(jnp.float32) * largest / 127
+
+
+def project(x):
+    y = jnp.cos(jnp.arange(x.size)).astype(x.dtype).reshape(x.shape)
+    return x - y * jnp.sum(x * y) / (jnp.sum(y * y) + 1e-6) + x * jnp.sum(x * x) / (jnp.sum(x * x) + 1e-8)
+
+
+def of_rank_1(x):
+    u, _, _ = jnp.linalg.svd(x[None], full_matrices=False)
+    return (u[:, :1] @ (u[:, :1].T @ x[None]))[0]
+
+
+@pytest.mark.parametrize("by", INSIDE_OF)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_composition_is_not_refused(name, by, monkeypatch):
+    monkeypatch.setattr("jmp_amp._loss_scale._composition._UNKNOWN", ())  # it is silent because it knows
+    tx = optax.with_extra_args_support(RIGHT[name](INSIDE_OF[by](optax.sgd(0.1))))
+    jax.eval_shape(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=jnp.float32(8)))
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
+def test_a_threshold_that_is_scaled_is_not_refused(jit):
+    inner = amp.dynamic_loss_scale(optax.sgd(0.5))
+
+    @jit
+    def update(grads, state):
+        tx = optax.chain(optax.clip_by_global_norm(1.0 * amp.get_loss_scale(state)), inner)
+        return tx.update(grads, state, PARAMS)[0]
+
+    norm = optax.tree.norm(PARAMS)
+    grads = jax.tree.map(lambda x: 2.0**16 * x, PARAMS)
+    assert_close(update(grads, ((), inner.init(PARAMS))), jax.tree.map(lambda x: -0.5 * x / norm, PARAMS))
+
+
+def test_without_a_scale_what_is_in_front_may_clip():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), amp.dynamic_loss_scale(optax.sgd(0.1), LossScale.none()))
+    assert_close(run(tx, bad=(1,))[0], run_plain(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), steps=3))
+    for inner in (optax.chain(MARK(), optax.sgd(0.1)), amp.dynamic_loss_scale(optax.sgd(0.1))):
+        tx = optax.chain(optax.clip(1.0), inner)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=1.0)
+        with pytest.raises(ValueError, match=r"at \[0\], compares"):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=2.0)
+
+
+def test_the_check_leaves_no_trace_in_what_is_jitted():
+    inner = amp.dynamic_loss_scale(optax.sgd(0.5))
+    jitted = optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))
+    tx = optax.chain(optax.identity(), jitted)
+    grads = jax.tree.map(lambda x: 2.0**16 * x, PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, state = update(grads, tx.init(PARAMS), PARAMS)
+        assert_close(updates, jax.tree.map(lambda x: -0.5 * x, PARAMS))
+        assert state[1].loss_scale.growth_tracker == 1
+
+
+def test_outside_jit_a_composition_is_analysed_once(monkeypatch):
+    traced = []
+    counted = optax.stateless(lambda g, _: traced.append(None) or g)
+    tx = optax.chain(counted, amp.dynamic_loss_scale(optax.sgd(0.5)))
+    state = tx.init(PARAMS)
+    for _ in range(3):
+        _, state = tx.update(PARAMS, state, PARAMS)
+    assert len(traced) == 3 + 1
 
 
 def test_apply_if_finite_inside_the_wrapper_is_harmless():
@@ -126,7 +238,7 @@ def test_one_wrapper_inside_another_is_an_error_at_any_depth():
 @pytest.mark.parametrize("between", [optax.identity(), optax.clip_by_global_norm(1.0), optax.scale_by_adam()])
 def test_gradients_that_a_chain_unscales_twice_are_found_while_it_is_traced(between):
     tx = optax.chain(MARK(), between, MARK(), optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"gradient at `\['b'\]` was already unscaled.*keep only one"):
+    with pytest.raises(ValueError, match=r"`chain` around `unscale_and_check` unscales gradients twice; unscale once"):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
 
 
@@ -140,19 +252,6 @@ def test_two_optimizers_that_each_unscale_their_own_gradients_are_no_error():
         return first, second
 
     assert_close(step(PARAMS, 2.0)[0], jax.tree.map(lambda x: -x / 2, PARAMS))
-
-
-PARTS = {
-    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
-    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_mark_alone_on_a_part_of_the_gradients_is_an_error(name):
-    tx = PARTS[name](optax.chain(MARK(), optax.sgd(1.0)))
-    with pytest.raises(ValueError, match=r"leave the gradient at `\['b'\]` scaled.*in front of that"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, loss_scale=8.0)
 
 
 # Transformations that take extra arguments, or other parameters than the gradients' own.
@@ -470,6 +569,15 @@ def loss_on(params, x):
     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
 
+def penalized(p, x, factor):
+    return loss_on(p, x) + factor * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+
+
+def weighted(p, x):
+    weights = jnp.abs(x[:, 0])
+    return jnp.sum(weights * jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) ** 2, 1)) / jnp.sum(weights)
+
+
 # From parameters, batch and scale, gradients of the loss.
 SCALED = {
     "by value_and_grad": lambda p, x, scale: amp.grad(loss_on, loss_scale=scale)(p, x),
@@ -492,6 +600,8 @@ SCALED = {
         lambda g, h: g + scale * h, amp.grad(loss_on, loss_scale=scale)(p, x), jax.grad(loss_on)(p, -x)
     ),
     "not here": lambda p, x, scale: p,
+    "with a traced penalty": lambda p, x, scale: amp.grad(penalized, loss_scale=scale)(p, x, x[0, 0]),
+    "a mean with weights": lambda p, x, scale: amp.grad(weighted, loss_scale=scale)(p, x),
 }
 UNSCALED = {
     "without a scale": lambda p, x, scale: amp.grad(loss_on)(p, x),
@@ -504,6 +614,11 @@ UNSCALED = {
     "in micro-batches": lambda p, x, scale: amp.grad(loss_on, accumulate_steps=2)(p, x),
     "masked": lambda p, x, scale: jax.tree.map(lambda g: g * np.float32([1, 0]), jax.grad(loss_on)(p, x)),
     "clipped": lambda p, x, scale: jax.tree.map(lambda g: jnp.clip(g, -1, 1), jax.grad(loss_on)(p, x)),
+    "with a traced penalty": lambda p, x, scale: amp.grad(penalized)(p, x, x[0, 0]),
+    "a mean with weights": lambda p, x, scale: jax.grad(weighted)(p, x),
+    "between two losses": lambda p, x, scale: amp.grad(lambda p, x, t: t * loss_on(p, x) + (1 - t) * loss_on(p, 2 * x))(
+        p, x, x[0, 0]
+    ),
 }
 AROUND = {  # traced, as this is where a wrong scale is found, and not compiled
     "jit": lambda step, *args: jax.jit(step)(*args),

@@ -348,3 +348,76 @@ def test_arrays_in_boxes_are_read_and_set_as_flax_nnx_has_them():
     state = amp.set_loss_scale(state, 8.0)
     assert isinstance(state.loss_scale.loss_scale, Box)
     assert amp.get_loss_scale(state) == 8
+
+
+# What may be wrong
+
+
+TWO = {"w": jnp.ones(2), "frozen": jnp.ones(2)}
+LABELS = {"w": "train", "frozen": "frozen"}
+
+
+def stepped(tx, n, **bad):
+    state = tx.init(TWO)
+    for _ in range(n):
+        _, state = tx.update({name: x * bad.get(name, 1.0) for name, x in TWO.items()}, state, TWO)
+    return state
+
+
+FREEZES = {
+    "multi_transform": lambda tx: optax.partition({"train": tx, "frozen": optax.set_to_zero()}, LABELS),
+    "selective_transform": lambda tx: optax.selective_transform(tx, freeze_mask={"w": False, "frozen": True}),
+}
+
+
+@pytest.mark.parametrize("name", FREEZES)
+@pytest.mark.usefixtures("users_code")
+def test_a_frozen_leaf_that_skips_every_step_is_named(name):
+    tx = amp.dynamic_loss_scale(FREEZES[name](optax.adam(0.1)), nonfinite_leaves=True)
+    with pytest.warns(
+        UserWarning, match=r"gradient of \['frozen'\] is not finite, so steps are skipped.* freeze it outside"
+    ):
+        amp.check_health(stepped(tx, 2, frozen=jnp.nan))
+    with pytest.warns(UserWarning, match=r"gradient of \['frozen'\]"):
+        amp.check_health(stepped(tx, 2, frozen=jnp.nan), grads={"w": jnp.ones(2), "frozen": jnp.inf * jnp.ones(2)})
+    amp.check_health(stepped(tx, 2, w=jnp.nan))  # is trained
+    amp.check_health(stepped(tx, 3))
+
+
+@pytest.mark.parametrize("name", FREEZES)
+@pytest.mark.usefixtures("users_code")
+def test_in_the_other_order_a_frozen_leaf_skips_nothing(name):
+    state = stepped(FREEZES[name](amp.dynamic_loss_scale(optax.adam(0.1), clip_global_norm=1.0)), 3, frozen=jnp.nan)
+    assert amp.metrics(state)["total_notfinite"] == 0
+    assert amp.metrics(state)["grad_norm"] == 2.0**-16 * jnp.sqrt(2.0)
+    amp.check_health(state)
+
+
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)])
+@pytest.mark.usefixtures("users_code")
+def test_an_optimizer_that_was_not_restored_with_its_scale_is_named(inner):
+    tx = amp.dynamic_loss_scale(inner)
+    state = stepped(tx, 3)
+    with pytest.warns(UserWarning, match=r"has taken no step, although the scale has counted 3.*`opt_state._replace"):
+        amp.check_health(state._replace(inner_state=inner.init(TWO)), TWO)
+    amp.check_health(state, TWO)
+    amp.check_health(tx.init(TWO)._replace(inner_state=state.inner_state), TWO)  # of a run without a scale
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.sgd(0.1, momentum=0.9),
+        optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(),
+        optax.apply_if_finite(optax.sgd(0.1), 3),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+        amp.low_precision_params(optax.adam(0.1)),
+    ],
+)
+@pytest.mark.usefixtures("users_code")
+def test_optimizers_that_count_otherwise_are_healthy(inner):
+    tx, grads = amp.dynamic_loss_scale(inner), jax.tree.map(jnp.ones_like, TWO)
+    state = tx.init(TWO)
+    for _ in range(3):
+        _, state = tx.update(grads, state, TWO, value=jnp.float32(1))
+        amp.check_health(state, TWO)

@@ -146,6 +146,39 @@ def test_wrong_levels_and_dtypes_are_named():
         call("O1", rule={})
 
 
+@pytest.mark.parametrize(
+    ("loss_scale", "cure"),
+    [
+        ("dynamic", r"got 'dynamic'; leave it out, or pass `LossScale.apex\(\)`"),
+        (128.0, r"pass `LossScale.static\(128.0\)`"),
+        ("128.0", r"pass `LossScale.static\(128.0\)`"),
+        ("off", r"or `LossScale.none\(\)` for no scaling"),
+    ],
+)
+def test_the_loss_scales_of_apex_are_named_with_ours(loss_scale, cure):
+    for call in (
+        lambda: amp.interop.apex.initialize(loss_fn, {}, optax.sgd(0.1), "O2", loss_scale=loss_scale),
+        lambda: amp.dynamic_loss_scale(optax.sgd(0.1), loss_scale),
+    ):
+        with pytest.raises(TypeError, match=cure):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("args", "got"),
+    [
+        ((loss_fn, {}, "O2"), "as `tx`, 'O2'"),
+        ((loss_fn, optax.sgd(0.1), {}, "O2"), "as `tx`, a dict"),
+        (({}, optax.sgd(0.1), "O2"), "as `loss_fn`, a dict"),
+    ],
+)
+def test_arguments_in_the_order_of_apex_are_named_with_ours(args, got):
+    with pytest.raises(
+        TypeError, match=got + r"; write `initialize\(loss_fn, params, optax.adam\(1e-3\), opt_level='O"
+    ):
+        amp.interop.apex.initialize(*args)
+
+
 @pytest.mark.parametrize("moments", [optax.adamw(1e-3, mu_dtype=jnp.bfloat16), optax.lion(1e-3, mu_dtype="bfloat16")])
 def test_moments_may_be_bfloat16(moments):
     fun, params, tx = amp.interop.apex.initialize(loss_fn, initial_params(), moments, "O2")

@@ -1,8 +1,16 @@
 """Loss scaling: the rule, scaled gradients, the optax transformations, and functions of their state."""
 
-from jmp_amp._loss_scale._grad import LOSS_SCALE, grad, value_and_grad
+from jmp_amp._loss_scale._grad import LOSS_SCALE, MICRO_BATCHES, grad, value_and_grad
 from jmp_amp._loss_scale._gradients import is_frozen
-from jmp_amp._loss_scale._rule import LARGEST_SCALE, SMALLEST_SCALE, LossScale, LossScaleState, to_count, to_number
+from jmp_amp._loss_scale._rule import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScale,
+    LossScaleState,
+    check_rule,
+    to_count,
+    to_number,
+)
 from jmp_amp._loss_scale._state import (
     LossScaleError,
     check_health,
@@ -20,3 +28,4 @@ from jmp_amp._loss_scale._transformations import (
     dynamic_loss_scale,
     unscale_and_check,
 )
+from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit

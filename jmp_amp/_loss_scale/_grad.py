@@ -1,5 +1,6 @@
 """Gradients of a scaled loss, of one batch or accumulated over micro-batches."""
 
+import collections
 import functools
 import operator
 import sys
@@ -16,10 +17,12 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp import _modules
 from jmp_amp._calls import describe, quote, transformation
 from jmp_amp._float8 import is_float8_scale
+from jmp_amp._loss_scale._gradients import is_overwritten, multiply
 from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
 from jmp_amp._loss_scale._state import find_state
-from jmp_amp._trees import multiply_wide, wide_dtype
+from jmp_amp._trees import wide_dtype
 
+MICRO_BATCHES = "micro_batches"  # marks the loop over them, for `check_loss_scaling`
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
 
 
@@ -57,10 +60,13 @@ def value_and_grad(
         accumulate_steps: number of micro-batches into which the batch is split. A `lax.scan` evaluates them one after
             the other, with the same scale. Gradients are accumulated and returned in float32 or wider, for parameters
             of any dtype; `aux` is stacked along a new first axis. An overflow in one micro-batch makes the sum
-            overflow. Batch statistics and random streams of Flax NNX modules change with each micro-batch.
+            overflow. Batch statistics and random streams of Flax NNX modules change with each micro-batch, and typed
+            keys (`jax.random.key`) that are not split are folded with its number. Of what Flax's float8 modules return
+            as gradients (`_overwrite_with_gradient`), the maximum over the micro-batches is returned.
         reduction: `"mean"` or `"sum"` over the micro-batches, of both losses and gradients.
         batch_argnums: the arguments to split along the first axes of their arrays, as in `argnums`; by default, all
-            positional arguments that are neither differentiated nor NNX modules.
+            positional arguments that are neither differentiated nor NNX modules nor a key, whose arrays must then agree
+            in the size of their first axes. Keyword arguments are never split.
         transform: creates the gradient function: `jax.value_and_grad`, `eqx.filter_value_and_grad` or
             `nnx.value_and_grad`.
         **kwargs: passed to `transform`.
@@ -78,8 +84,8 @@ def value_and_grad(
             its library.
         ValueError: `opt_state` does not hold exactly one `LossScaleState`; the scale is not between 2^-126 and 2^126
             (a traced one is not checked); `accumulate_steps` is not positive or does not divide a first axis (the
-            message names it); `batch_argnums` selects an argument that does not exist or is differentiated; or
-            `reduction` is neither `"mean"` nor `"sum"`.
+            message names it); first axes differ and `batch_argnums` is not given; `batch_argnums` selects an argument
+            that does not exist or is differentiated; or `reduction` is neither `"mean"` nor `"sum"`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -182,7 +188,7 @@ def _scaled_value_and_grad(fun: Callable, has_aux: bool, scale: jax.Array, trans
     def evaluate_batch(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
         (_, (loss, aux, grad_factor)), grads = grad_fn(*args, **kwargs)
         if grad_factor is not None:
-            grads = jax.tree.map(lambda g, wide: wide.astype(g.dtype), grads, multiply_wide(grads, grad_factor))
+            grads = jax.tree.map(lambda g, wide: wide.astype(g.dtype), grads, multiply(grads, grad_factor))
         return (loss, aux), grads
 
     return evaluate_batch
@@ -231,10 +237,10 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
     """
 
     def accumulated(*args: Any, **kwargs: Any) -> tuple[tuple[jax.Array, Any], Any]:
-        differentiated = _argnums_as_tuple(argnums)
-        if not all(-len(args) <= i < len(args) for i in differentiated):
+        if not all(-len(args) <= i < len(args) for i in _argnums_as_tuple(argnums)):
             return value_and_grad(*args, **kwargs)  # raises as `jax.value_and_grad` does
-        to_split = _arguments_to_split(args, {i % len(args) for i in differentiated}, batch_argnums)
+        differentiated = {i % len(args) for i in _argnums_as_tuple(argnums)}
+        to_split = _arguments_to_split(args, differentiated, batch_argnums, steps)
         batches = {i: _split_into_micro_batches(i, args[i], steps) for i in to_split}
         if not jax.tree.leaves(batches):
             raise ValueError(
@@ -244,18 +250,23 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         modules = [{i: x for i, x in group if _modules.holds_modules(x)} for group in (enumerate(args), kwargs.items())]
         state, merge = _modules.split_modules(modules)
 
-        def evaluate(state: Any, batch: dict[int, Any]) -> tuple[tuple[tuple[jax.Array, Any], Any], Any]:
+        def evaluate(state: Any, batch: Any) -> tuple[tuple[tuple[jax.Array, Any], Any], Any]:
+            number, parts = batch
             copies = positional, named = merge(state)
-            inputs = [(positional | batch).get(i, x) for i, x in enumerate(args)]
-            return value_and_grad(*inputs, **{**kwargs, **named}), _modules.state_of_modules(copies)
+            given = dict(enumerate(args)) | positional | parts
+            as_given = differentiated | positional.keys() | parts.keys()
+            inputs = [x if i in as_given else _fold_keys(x, number) for i, x in sorted(given.items())]
+            options = {k: named[k] if k in named else _fold_keys(x, number) for k, x in kwargs.items()}
+            return value_and_grad(*inputs, **options), _modules.state_of_modules(copies)
 
-        def step(carry: Any, batch: dict[int, Any]) -> tuple[Any, Any]:
+        def step(carry: Any, batch: Any) -> tuple[Any, Any]:
             total, state = carry
             ((loss, aux), grads), state = evaluate_hoisted(state, batch)
-            total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, _without_float0((loss, grads)))
+            total = jax.tree.map_with_path(_accumulated, total, _without_float0((loss, grads)))
             return (total, state), aux
 
-        first = jax.tree.map(lambda x: x[0], batches)
+        numbered = jnp.arange(steps, dtype=jnp.uint32), batches
+        first = jax.tree.map(lambda x: x[0], numbered)
         closed, _, rebuild = jx.trace_call(evaluate, (state, first), {})
         # Casts of weights, or their scales in float8, are the same for all micro-batches. A module returns its weights
         # as it got them.
@@ -275,17 +286,51 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
                 "between micro-batches; create the variable in the constructor, or return the value as `aux`"
             )
         before = _modules.arrays_by_path(state)
-        # `zeros_like`: also with the axes of `shard_map` along which a gradient varies.
-        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), _without_float0((loss, grads)))
-        (total, state), aux = lax.scan(step, (zeros, state), batches)
+        start = jax.tree.map_with_path(_start_of_sum, _without_float0((loss, grads)))
+        with jx.marked(MICRO_BATCHES):
+            (total, state), aux = lax.scan(step, (start, state), numbered)
         _modules.update_modules(modules, _modules.changed_state(before, state))
-        divisor = steps if reduction == "mean" else 1
-        loss, grads = jax.tree.map(
-            lambda like, x: np.zeros(like.shape, like.dtype) if x is None else x / divisor, (loss, grads), total
-        )
+
+        def reduced(path: Any, like: Any, x: Any) -> Any:
+            if x is None:
+                return np.zeros(like.shape, like.dtype)
+            if is_overwritten(path, like):
+                return lax.convert_element_type(x, like.dtype)
+            return x / (steps if reduction == "mean" else 1)
+
+        loss, grads = jax.tree.map_with_path(reduced, (loss, grads), total)
         return (loss, aux), grads
 
     return accumulated
+
+
+def _start_of_sum(path: Any, x: Any) -> jax.Array:
+    """Returns what is added to, in float32 or wider, with the axes of `shard_map` along which a gradient varies."""
+    if is_overwritten(path, x):
+        return jnp.full_like(x, -jnp.inf, jnp.float32)
+    return jnp.zeros_like(x, wide_dtype(x.dtype))
+
+
+def _accumulated(path: Any, total: Any, x: Any) -> jax.Array:
+    if is_overwritten(path, x):  # as Flax adds them up, the largest value of all micro-batches is that of the batch
+        return jnp.maximum(total, lax.convert_element_type(x, total.dtype))
+    return total + x.astype(total.dtype)
+
+
+def _fold_keys(tree: Any, number: jax.Array) -> Any:
+    """Returns a tree with the number of the micro-batch folded into its typed random keys."""
+
+    def fold(x: Any) -> Any:
+        if not _is_key(x):
+            return x
+        flat = jax.vmap(jax.random.fold_in, (0, None))(jnp.reshape(x, (-1,)), number)
+        return jnp.reshape(flat, jnp.shape(x))
+
+    return jax.tree.map(fold, tree)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 _GROWTH = 1.1  # casts stay in the loop if a micro-batch would need more than this many times its memory
@@ -299,10 +344,13 @@ def _is_cast(primitive: Any, *avals: Any, **params: Any) -> bool:
     return jx.is_floating(avals[0]) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < avals[0].dtype.itemsize
 
 
-def _arguments_to_split(args: Sequence[Any], differentiated: Set[int], batch_argnums: Any) -> list[int]:
+def _arguments_to_split(args: Sequence[Any], differentiated: Set[int], batch_argnums: Any, steps: int) -> list[int]:
     n = len(args)
     if batch_argnums is None:
-        return [i for i, x in enumerate(args) if i not in differentiated and not _modules.is_module(x)]
+        others = [i for i, x in enumerate(args) if i not in differentiated and not _modules.is_module(x)]
+        to_split = [i for i in others if not _is_single_key(args[i])]
+        _check_first_axes({i: args[i] for i in to_split}, steps)
+        return to_split
     for i in _argnums_as_tuple(batch_argnums):
         if not -n <= i < n:
             raise ValueError(
@@ -314,6 +362,29 @@ def _arguments_to_split(args: Sequence[Any], differentiated: Set[int], batch_arg
                 "too; the gradients of different micro-batches cannot be added up"
             )
     return sorted({i % n for i in _argnums_as_tuple(batch_argnums)})
+
+
+def _is_single_key(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return bool(leaves) and all(_is_key(x) and jnp.ndim(x) == 0 for x in leaves)
+
+
+def _check_first_axes(args: dict[int, Any], steps: int) -> None:
+    """Raises ValueError if arrays that would be split have no first axis of one size, as some are no batch."""
+    sizes = {i: {path: jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(tree)} for i, tree in args.items()}
+    counts = collections.Counter(size for each in sizes.values() for size in each.values())
+    if len(counts) < 2 or _modules.holds_modules(args):
+        return
+    common = max(counts, key=lambda size: (len(size), counts[size]))
+    i, path = next((i, path) for i, each in sizes.items() for path, size in each.items() if size != common)
+    shape = jnp.shape(dict(jax.tree.leaves_with_path(args[i]))[path])
+    batch = tuple(j for j, each in sizes.items() if common in each.values())
+    move = "pass it as an argument of its own, and " if i in batch else ""
+    raise ValueError(
+        f"accumulate_steps={steps} splits the first axes of arguments {list(args)}, most of which have the size "
+        f"{common[0]}, but argument {i}{keystr(path)} has shape {shape}; {move}name the arguments that are a batch, "
+        f"`batch_argnums={batch}`"
+    )
 
 
 def _split_into_micro_batches(i: int, tree: Any, steps: int) -> Any:

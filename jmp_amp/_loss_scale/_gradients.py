@@ -6,13 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import quote
+from jmp_amp._loss_scale._units import Unit, UnitAnalysis
 from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -29,7 +31,32 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
     # A multiplication, because XLA rewrites only some divisions by a scalar as multiplications. Plain JAX instead of a
     # kernel, so that XLA fuses it into the operations that use the result.
     with jax.named_scope(UNSCALE_SCOPE):
-        return multiply_wide(tree, factor)
+        return multiply(tree, factor)
+
+
+def multiply(tree: Any, factor: jax.Array) -> Any:
+    """As `unscale`, for gradients that stay scaled."""
+    return with_overwritten(tree, multiply_wide(tree, factor))
+
+
+def is_overwritten(path: tuple[Any, ...], x: Any) -> bool:
+    """Whether a leaf of a tree of gradients is no gradient, but the next state of a float8 module of Flax.
+
+    References:
+        `OVERWRITE_WITH_GRADIENT` and `fm32` in `flax.linen.fp8_ops`.
+    """
+    is_max = getattr(getattr(x, "dtype", None), "name", "").startswith("fp8_meta")
+    return is_max or "['_overwrite_with_gradient']" in keystr(path)
+
+
+def without_overwritten(grads: Any) -> Any:
+    """Returns the gradients, with a number in place of each leaf that is none."""
+    return jax.tree.map_with_path(lambda path, x: np.int32(0) if is_overwritten(path, x) else x, grads)
+
+
+def with_overwritten(grads: Any, new: Any) -> Any:
+    """Returns `new`, a tree as the gradients, with the leaves of these that are no gradients."""
+    return jax.tree.map_with_path(lambda path, x, y: x if is_overwritten(path, x) else y, grads, new)
 
 
 def check_grads(
@@ -59,6 +86,7 @@ def check_grads(
     """
     from pallas_kernels import check_finite
 
+    grads = without_overwritten(grads)
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     is_typed = any(map(_is_typed, names))
     leaves, treedef = jax.tree.flatten(grads)
@@ -169,26 +197,24 @@ def check_scaled(grads: Any, scale: Any = None) -> None:
     """Raises ValueError if the traced program shows that `grads` are not the gradients of a loss times `scale`.
 
     The gradients are wrong if they come from `unscale`, also through a chain of transformations. If `scale` is traced,
-    they are also wrong if the backward pass of a loss that nothing scales is behind them, and nothing that depends on
-    `scale`. A step may be split into `jit`s, so any argument that can hold the scale counts as the scale. The check
-    inspects only the first leaves, and passes whatever it cannot prove wrong.
+    they are also wrong if the backward pass of a loss is behind them, and nothing that may be a scale of all of it. A
+    step may be split into `jit`s, so any argument that can hold the scale may be the scale. The check inspects only the
+    first leaves, and passes whatever it cannot prove wrong.
     """
-    leaves = jax.tree.leaves_with_path(grads)
-    for path, x in leaves[:4]:
+    leaves = jax.tree.leaves_with_path(grads)[:4]
+    for path, x in leaves:
         if _is_unscaled(x):
             raise ValueError(
                 f"the gradient at `{keystr(path)}` was already unscaled: `unscale_and_check` is in front of another "
                 "one or of `dynamic_loss_scale`; keep only one, inside `dynamic_loss_scale` if there is one"
             )
-    for path, x in leaves[:1] if isinstance(scale, jax.core.Tracer) else ():
-        eqns = {id(eqn): eqn for y in jx.tracers_behind(x) if (eqn := jx.versions.parent_of(y)) is not None}
-        if not _may_depend_on(x, scale) and set(_has_constant_factors(eqns.values(), {})) == {True}:
-            raise ValueError(
-                f"the gradient at `{keystr(path)}` does not depend on the loss scale, so it must not be divided by it; "
-                "write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
-                "`dynamic_loss_scale(inner, LossScale.none())`, or pass the factor of the loss as "
-                "`tx.update(..., loss_scale=number)`"
-            )
+    if isinstance(scale, jax.core.Tracer) and leaves and not _may_depend_on([x for _, x in leaves], scale):
+        raise ValueError(
+            f"the gradient at `{keystr(leaves[0][0])}` does not depend on the loss scale, so it must not be divided by "
+            "it; write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
+            "`dynamic_loss_scale(inner, LossScale.none())`, or pass the factor of the loss as "
+            "`tx.update(..., loss_scale=number)`"
+        )
 
 
 def _is_unscaled(grad: Any) -> bool:
@@ -202,15 +228,58 @@ def _is_unscaled(grad: Any) -> bool:
     return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(jx.tracers_behind(*unscaled)))
 
 
-def _may_depend_on(grad: Any, scale: Any) -> bool:
-    """Whether a gradient and the scale depend on one value, or the gradient on an argument that can hold the scale."""
-    behind_scale = jx.tracers_behind(scale)
+def _may_depend_on(grads: Sequence[Any], scale: Any) -> bool:
+    """Whether gradients may be those of a loss times the scale, or of no loss at all."""
+    first, behind_scale = grads[0], jx.tracers_behind(scale)
     if not _arguments(behind_scale):
         return True  # a constant, as `set_loss_scale` writes; the gradient may depend on an equal one
-    if _arguments(jx.tracers_behind(grad, enters=lambda eqn: not _differentiates(eqn))):
+    if _arguments(jx.tracers_behind(first, enters=lambda eqn: not _differentiates(eqn))):
         return True  # an argument that changed the gradient after the backward pass
-    ids = {id(x) for x in behind_scale}
-    return any(id(x) in ids or _can_be_scale(x) for x in jx.tracers_behind(grad))
+    ids, behind = {id(x) for x in behind_scale}, jx.tracers_behind(first)
+    if any(id(x) in ids for x in behind):
+        return True
+    eqns = {id(eqn): eqn for x in behind if (eqn := jx.versions.parent_of(x)) is not None}
+    are_constant = set(_has_constant_factors(eqns.values(), {}))
+    candidates = [x for x in behind if _can_be_scale(x)]
+    if False in are_constant:  # the loss may compute its factor from any argument
+        arguments = [x for x in behind if jx.versions.parent_of(x) is None]
+        if any(jx.shape_of(x) == () and not jx.is_inexact(x) for x in arguments):
+            return True
+        candidates += filter(jx.is_floating, arguments)
+    return not are_constant or any(_multiplies_all(x, grads) for x in candidates)
+
+
+def _multiplies_all(candidate: Any, grads: Sequence[Any]) -> bool:
+    """Whether a traced value may be a factor of all gradients, as one of a single term of the loss is not."""
+    analysis = _Factor(1)
+    units = {id(_variable(candidate)): analysis.scales[0]._replace(is_data_free=False)}
+
+    def unit_of(atom: Any) -> Unit:
+        if isinstance(atom, Var):
+            return units.get(id(atom), analysis.unscaled)
+        return analysis.constant(atom.val if isinstance(atom, Literal) else atom)
+
+    entered = set()
+    for tracer in jx.tracers_behind(*grads):
+        eqn = jx.versions.parent_of(tracer)
+        if eqn is not None and id(eqn) not in entered and tracer is not candidate:
+            entered.add(id(eqn))
+            found = analysis.infer_equation(eqn, [unit_of(atom) for atom in jx.versions.operands_of(eqn)])
+            units = {id(var): unit for var, unit in zip(eqn.outvars, found, strict=True)} | units
+    ends = [unit_of(_variable(x)) for x in grads]
+    return all(not unit.origins and unit.powers in (None, analysis.scales[0].powers) for unit in ends)
+
+
+class _Factor(UnitAnalysis):
+    """The power of one value; an origin says that a result is a sum of different powers."""
+
+    def error(self, predicate: str, scaled: Unit) -> str:
+        return predicate
+
+
+def _variable(tracer: Any) -> Any:
+    tracer = jx.versions.source_of(tracer)
+    return getattr(tracer, "val", tracer)
 
 
 def _arguments(tracers: Iterable[Any]) -> set[int]:

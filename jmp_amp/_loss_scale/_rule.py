@@ -1,5 +1,6 @@
 """The rule by which a loss scale adapts, its state, and the numbers that it takes."""
 
+import contextlib
 import dataclasses
 import math
 from typing import Any, NamedTuple, Self
@@ -11,6 +12,7 @@ import optax
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, quote, shorten, warn, with_options
+from jmp_amp._loss_scale._gradients import with_overwritten, without_overwritten
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
@@ -174,8 +176,9 @@ class LossScale:
         from pallas_kernels import unscale_check
 
         warn_if_constant(state, tree)
-        unscaled_grads, is_finite, _ = unscale_check(tree, 1 / state.loss_scale, implementation=implementation)
-        return unscaled_grads, is_finite
+        grads = without_overwritten(tree)
+        unscaled_grads, is_finite, _ = unscale_check(grads, 1 / state.loss_scale, implementation=implementation)
+        return with_overwritten(tree, unscaled_grads), is_finite
 
     def update(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:
         """Returns the state for the next step.
@@ -285,6 +288,17 @@ _NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
     "max_scale": ("max_loss_scale",),
     "hysteresis": ("delayed_shift",),
 }
+
+
+def check_rule(value: Any) -> None:
+    """Raises TypeError unless `value` is a `LossScale`; apex's `loss_scale` is `"dynamic"` or a number."""
+    cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
+    if isinstance(value, str | int | float):
+        with contextlib.suppress(ValueError):
+            cure = f"pass `LossScale.static({float(value)})` for a fixed scale, or leave it out for a dynamic one"
+        if value == "dynamic":
+            cure = "leave it out, or pass `LossScale.apex()`, apex's rule: a `LossScale` is dynamic unless it is static"
+    check_type("loss_scale", value, LossScale, cure)
 
 
 def is_scale(value: Any) -> Any:

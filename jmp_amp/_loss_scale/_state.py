@@ -1,22 +1,17 @@
 """Reading, setting and checking the loss scale in an optimizer state."""
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import keystr
 
-from jmp_amp._calls import check_concrete
+from jmp_amp._calls import check_concrete, warn
 from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
-from jmp_amp._loss_scale._transformations import (
-    HARMFUL_WRAPPERS,
-    DynamicLossScaleState,
-    UnscaleAndCheckState,
-    is_observer,
-)
+from jmp_amp._loss_scale._transformations import DynamicLossScaleState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
 
@@ -144,6 +139,9 @@ def check_health(
 ) -> None:
     """Raises `LossScaleError` if training cannot recover by itself.
 
+    It also warns if steps are skipped for a leaf that the optimizer keeps no state for, as it may be frozen, and if the
+    optimizer has taken no step although the scale has counted some, as after a checkpoint that was restored in part.
+
     It waits for the device, so call it only occasionally, outside `jit`. If `params` or `grads` are sharded over
     several processes, all of these must call it, because the check runs a computation on all their devices.
 
@@ -159,9 +157,8 @@ def check_health(
             row.
 
     Raises:
-        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or a
-            transformation in front of `dynamic_loss_scale` holds arrays that are not finite; or the last two steps
-            overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
+        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
+            steps overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
             `max_skips` steps overflowed. The message names the leaves that are not finite, and contains the history of
             the scale and a cure.
         TypeError: called inside `jit`.
@@ -188,22 +185,36 @@ def check_health(
     check_concrete((state, params, grads), "check_health", cure)
     state = jax.device_get(state)
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
+    wrapper = next((x for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
+    flags = None if wrapper is None else wrapper.nonfinite_leaves
+    if wrapper is not None and state.growth_tracker.max() > 0 and _is_fresh(wrapper.inner_state):
+        warn(
+            "the optimizer inside `dynamic_loss_scale` has taken no step, although the scale has counted "
+            f"{state.growth_tracker.max()}: a checkpoint of another optimizer may have been restored in part; restore "
+            "it for the optimizer alone, and write it into this state, `opt_state._replace(inner_state=restored)`"
+        )
+    if wrapper is not None and consecutive_skips > 1:
+        bad = [
+            path for tree in (count_nonfinite(grads), flags) for path, x in jax.tree.leaves_with_path(tree) if x.any()
+        ]
+        if frozen := _without_state(wrapper.inner_state, bad):
+            warn(
+                f"the gradient of {', '.join(map(keystr, frozen))} is not finite, so steps are skipped, but the "
+                "optimizer keeps no state for it: if it is frozen, do not differentiate it, or freeze it outside, "
+                "`optax.partition({'train': dynamic_loss_scale(...), 'frozen': optax.set_to_zero()}, ...)`"
+            )
     if not is_scale(state.loss_scale).all():
         fact = "the loss scale in the state is not between 2^-126 and 2^126"
         cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
     elif description := describe_nonfinite(count_nonfinite(params), params):
         fact = f"parameters are not finite: {description}"
         cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
-    elif description := describe_nonfinite(_overflows_in_front(opt_state)):
-        fact = f"a transformation in front of `dynamic_loss_scale` keeps an overflow in its state: {description}"
-        cure = "move it inside, `dynamic_loss_scale(optax.chain(...))`, and restore the last checkpoint"
     elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
         fact = "the gradients overflow although the loss scale is at its minimum"
     elif consecutive_skips >= max_skips:
         fact = f"the last {consecutive_skips} steps overflowed"
     else:
         return
-    flags = next((x.nonfinite_leaves for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
     description = describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(flags)
     if description:
         fact += f"; non-finite gradients: {description}"
@@ -291,38 +302,30 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
     return ", ".join(nonfinite[:shown]) + more
 
 
-def _overflows_in_front(opt_state: Any) -> Any:
-    """Returns a tree of bool[]: which arrays in front of `dynamic_loss_scale`, in a chain, are not finite."""
-    in_front = [path for path, _ in _states_in_front(opt_state)]
-
-    def overflows(path: tuple[Any, ...], x: Any) -> Any:
-        if not is_inexact(x) or not any(path[: len(start)] == start for start in in_front):
-            return False
-        # A number may be infinite until it is known, such as the best loss so far.
-        return jnp.any(~jnp.isfinite(x) if jnp.ndim(x) else jnp.isnan(x))
-
-    return jax.tree.map_with_path(overflows, opt_state, is_leaf=is_observer)
+def _is_fresh(inner_state: Any) -> bool:
+    """Whether nothing in the state of an optimizer has been counted, and it has moments that are all zero."""
+    leaves = [x for x in jax.tree.leaves(inner_state) if isinstance(x, jax.Array | np.ndarray)]
+    counts = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: hasattr(x, "count"))
+    moments = [y for x in nodes if hasattr(x, "count") for y in jax.tree.leaves(x) if is_inexact(y) and jnp.ndim(y)]
+    return bool(moments) and not any(jnp.any(x != 0) for x in counts + moments)
 
 
-def _states_in_front(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(tree, DynamicLossScaleState) or not _nodes(tree, DynamicLossScaleState):
-        return
-    for key, x in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree):
-        if _nodes(x, DynamicLossScaleState):
-            yield from _states_in_front(x, path + key)
-            return
-        if type(tree) in (tuple, OrderedDict) and isinstance(x, tuple):  # as `optax.chain` and `named_chain` have them
-            yield path + key, x
+def _without_state(inner_state: Any, paths: Sequence[Any]) -> list[Any]:
+    """Returns those paths of parameters at which a state of an optimizer has nothing, as a mask leaves it out."""
+    leaves = jax.tree.leaves_with_path(inner_state, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+    def found(path: Any) -> set[bool]:
+        return {isinstance(x, optax.MaskedNode) for place, x in leaves if path and place[-len(path) :] == path}
+
+    return [path for path in dict.fromkeys(paths) if found(path) == {True}]
 
 
 def find_state(opt_state: Any) -> LossScaleState:
     """Returns the only `LossScaleState` in a tree, without the boxes that Flax NNX's optimizer puts around arrays.
 
-    Every step calls it to get the scale, so it also checks that `dynamic_loss_scale` is the outermost wrapper.
-
     Raises:
-        ValueError: there is no loss scale or more than one, or a transformation outside of `dynamic_loss_scale` changes
-            its gradients.
+        ValueError: there is no loss scale or more than one.
     """
     found = _nodes(opt_state, LossScaleState)
     if not found:
@@ -333,15 +336,6 @@ def find_state(opt_state: Any) -> LossScaleState:
     if len(found) > 1:
         paths = ", ".join(f"opt_state{path}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state; pass only one of: {paths}")
-    for path, x in _nodes(opt_state, DynamicLossScaleState, UnscaleAndCheckState, *HARMFUL_WRAPPERS):
-        if isinstance(x, UnscaleAndCheckState) and _nodes(opt_state, DynamicLossScaleState):
-            raise ValueError(
-                f"`unscale_and_check` is outside of `dynamic_loss_scale`, at opt_state{path}, so it would unscale the "
-                "gradients a second time, and replace overflows by zeros; move it inside, or remove it"
-            )
-        if type(x) in HARMFUL_WRAPPERS and _nodes(x, DynamicLossScaleState):
-            name, harm = HARMFUL_WRAPPERS[type(x)]
-            raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, at opt_state{path}, so {harm}")
     return LossScaleState(*jax.tree.leaves(found[0][1]))
 
 

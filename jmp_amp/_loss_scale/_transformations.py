@@ -1,13 +1,12 @@
 """The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
 import inspect
-import traceback
-from collections.abc import Callable, Hashable, Iterator
-from types import FrameType
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.tree_util import keystr
@@ -15,8 +14,18 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote, takes_options
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._rule import LossScale, LossScaleState, to_flag, to_number, to_scale, warn_if_constant
-from jmp_amp._trees import is_inexact, is_value, select_tree
+from jmp_amp._loss_scale._composition import Composition, as_unscaled, is_analysed
+from jmp_amp._loss_scale._rule import (
+    LossScale,
+    LossScaleState,
+    check_rule,
+    is_concrete,
+    to_flag,
+    to_number,
+    to_scale,
+    warn_if_constant,
+)
+from jmp_amp._trees import is_value, select_tree
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -46,9 +55,10 @@ def unscale_and_check(
 
     Use it without `dynamic_loss_scale`, in a chain of your own. `tx.update(..., loss_scale=scale)` passes the scale,
     1.0 for gradients that are not scaled. Transformations before this one receive the scaled gradients, so they must
-    not keep them; those after it receive the unscaled float32 gradients. On overflow, later transformations receive
-    **zeros**, which they treat as ordinary gradients: Adam's moments decay by one step, and its count and schedules
-    advance. Wrap the chain in `dynamic_loss_scale` instead to skip the whole step.
+    commute with the scale, pass on what is not finite, and keep nothing; those after it receive the unscaled float32
+    gradients. On overflow, later transformations receive **zeros**, which they treat as ordinary gradients: Adam's
+    moments decay by one step, and its count and schedules advance. Wrap the chain in `dynamic_loss_scale` instead to
+    skip the whole step.
 
     Inside `dynamic_loss_scale`, this transformation does nothing: the wrapper unscales the gradients, checks them and
     skips the step on overflow, so all the transformations that it wraps receive unscaled gradients.
@@ -62,9 +72,9 @@ def unscale_and_check(
     Returns:
         An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
         complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
-        TypeError without `loss_scale=`, and ValueError if it receives only a part of the gradients, as inside
-        `optax.masked`, if a transformation of optax in front of it keeps gradients, or if the traced program shows that
-        the gradients were already unscaled.
+        TypeError without `loss_scale=`, and ValueError if transformations of optax in front of it or around it are
+        wrong for scaled gradients, as in `optax.masked`, or if the traced program shows that the gradients were already
+        unscaled.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -77,12 +87,17 @@ def unscale_and_check(
         [-0.5 -1. ]
     """
     check_axis_name(axis_name)
+    composition = Composition(
+        "unscale_and_check", "unscale once, in front of it, or wrap it all in `dynamic_loss_scale`"
+    )
 
     def update(
         updates: optax.Updates, state: UnscaleAndCheckState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
         if state.last_finite is None:
             return updates, state
+        if is_analysed():
+            return as_unscaled(updates), state
         loss_scale = extra_args.get("loss_scale")
         if loss_scale is None:
             raise TypeError(
@@ -90,19 +105,13 @@ def unscale_and_check(
                 "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
-        for path, x in jax.tree.leaves_with_path(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode)):
-            if isinstance(x, optax.MaskedNode):
-                raise ValueError(
-                    f"`unscale_and_check` would leave the gradient at `{keystr(path)}` scaled, because "
-                    "it is inside `optax.masked` or one branch of `optax.partition`; put it in front of that "
-                    "transformation, or wrap the whole optimizer in `dynamic_loss_scale`"
-                )
         warn_if_constant(loss_scale, updates)
         _gradients.check_scaled(updates)
-        _check_in_front("unscale_and_check", "put it behind `unscale_and_check`")
+        composition.check(updates, is_scaled=not _is_one(loss_scale))
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
+        unscaled_grads = _gradients.with_overwritten(updates, unscaled_grads)
         return unscaled_grads, UnscaleAndCheckState(last_finite=is_finite)
 
     return optax.GradientTransformationExtraArgs(lambda params: UnscaleAndCheckState(jnp.asarray(True)), update)
@@ -184,10 +193,10 @@ def dynamic_loss_scale(
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, if gradients and parameters do not match, if a transformation of optax in front of it, or a wrapper of
-        it, keeps gradients, or if the traced program shows that the gradients were not scaled or already unscaled. It
-        raises TypeError if `inner` changes the dtype or shape of its state. It never raises because of non-finite
-        gradients.
+        path, if gradients and parameters do not match, and, with the place in the chain, if transformations of optax in
+        front of it or around it are wrong for scaled gradients: if they clip or replace them, or keep or return them;
+        also if the traced program shows that the gradients were not scaled or already unscaled. It raises TypeError if
+        `inner` changes the dtype or shape of its state. It never raises because of non-finite gradients.
 
     Raises:
         TypeError: `inner` is not an optax transformation, `loss_scale` is not a `LossScale`, or `clip_global_norm` is
@@ -208,13 +217,13 @@ def dynamic_loss_scale(
         The protocol is that of torch's `GradScaler`, the interface that of `optax.apply_if_finite`.
     """
     check_inner(inner, "dynamic_loss_scale")
-    cure = "pass `LossScale.static(scale)` for a fixed scale, or `LossScale.none()` for no scaling"
-    check_type("loss_scale", loss_scale, LossScale, cure)
+    check_rule(loss_scale)
     if skip not in ("cond", "select"):
         raise ValueError(f'`skip` must be "cond" or "select", got {quote(skip)}')
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
+    composition = Composition("dynamic_loss_scale", "move it inside, `dynamic_loss_scale({outer}(...))`")
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         leaves = _gradients.differentiated(params) if nonfinite_leaves else None
@@ -228,7 +237,8 @@ def dynamic_loss_scale(
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
         cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
         check_type("state", state, DynamicLossScaleState, cure)
-        _check_wrappers()
+        if is_analysed():
+            return as_unscaled(updates), state
         if params is not None:
             _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
@@ -236,7 +246,8 @@ def dynamic_loss_scale(
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
         # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
         _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
-        _check_in_front("dynamic_loss_scale", "move it inside, `dynamic_loss_scale(optax.chain(...))`")
+        is_one = loss_scale.is_static and loss_scale.init_scale == 1 if given_scale is None else _is_one(given_scale)
+        composition.check(updates, is_scaled=not is_one)
         factor = 1 / scale
         is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
@@ -265,74 +276,8 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# By the type of their state.
-HARMFUL_WRAPPERS = {
-    optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite",
-        "the loss scale would not back off on overflow; remove it: `dynamic_loss_scale` skips overflows itself",
-    ),
-    optax.MultiStepsState: (
-        "optax.MultiSteps",
-        "an overflow would remain in the accumulated gradients, or not reach the loss scale; move it inside, "
-        "`dynamic_loss_scale(optax.MultiSteps(...).gradient_transformation())`, or use "
-        "`amp.value_and_grad(..., accumulate_steps=)`",
-    ),
-    optax.contrib.MechanicState: (
-        "optax.contrib.mechanize",
-        "an overflow would remain in its state; move it inside, `dynamic_loss_scale(optax.contrib.mechanize(...))`",
-    ),
-    optax.contrib.SAMState: (
-        "optax.contrib.sam",
-        "parameters would become NaN on overflow; move it inside, `dynamic_loss_scale(optax.contrib.sam(...))`",
-    ),
-}
-
-
-def _check_wrappers() -> None:
-    """Raises ValueError if `update` is called by a wrapper that keeps overflows, or keeps them from the loss scale.
-
-    The caller is the only evidence where the loss is scaled by the state that the wrapper holds, as with
-    `value_and_grad(loss_fn, opt_state=opt_state.inner_opt_state)`.
-    """
-    for function, _ in _callers_in_optax():
-        for name, harm in HARMFUL_WRAPPERS.values():
-            if function.startswith(f"{name.rpartition('.')[2]}."):
-                raise ValueError(f"`{name}` wraps `dynamic_loss_scale`, so {harm}")
-
-
-def _check_in_front(name: str, cure: str) -> None:
-    """Raises ValueError if a transformation of optax has run before this one in a chain, and keeps gradients."""
-    for function, frame in _callers_in_optax():
-        if function.startswith(("chain.", "named_chain.")):
-            states = frame.f_locals.get("new_state")  # of the transformations that have run
-            nodes = jax.tree.leaves_with_path(states, is_leaf=lambda x: is_observer(x) or _keeps_gradients(x))
-            for path, x in nodes:
-                if _keeps_gradients(x):
-                    raise ValueError(
-                        f"a transformation in front of `{name}` in a chain, at {keystr(path)}, keeps scaled gradients "
-                        f"in a `{type(x).__name__}`, so an overflow would remain there; {cure}"
-                    )
-
-
-def _callers_in_optax() -> Iterator[tuple[str, FrameType]]:
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_globals.get("__name__", "").startswith("optax."):
-            yield frame.f_code.co_qualname, frame
-
-
-def is_observer(state: Any) -> bool:
-    """Whether a node of a tree is a state of optax that no update depends on."""
-    return type(state).__name__ in ("MonitorState", "SnapshotState")  # optax 0.2.5 does not export them
-
-
-def _keeps_gradients(state: Any) -> bool:
-    """Whether a node of a tree is a state of optax that holds numbers itself, other than hyperparameters."""
-    kind = type(state)
-    if not (isinstance(state, tuple) and kind.__module__.startswith("optax.")) or is_observer(state):
-        return False
-    if kind.__name__ in ("InjectHyperparamsState", "InjectStatefulHyperparamsState", "ReduceLROnPlateauState"):
-        return False
-    return any(map(is_inexact, jax.tree.leaves(tuple(state), is_leaf=lambda x: hasattr(x, "_fields"))))
+def _is_one(scale: Any) -> bool:
+    return is_concrete(scale) and bool(np.all(np.asarray(scale) == 1))
 
 
 def _disable_check(path: Any, x: Any) -> Any:
@@ -399,4 +344,5 @@ def check_inner(inner: Any, wrapper: str) -> None:
     """Raises TypeError unless `inner`, the argument of the function `wrapper`, is an optax transformation."""
     if not isinstance(inner, optax.GradientTransformation):
         call = f"{inner.__name__}(...)" if inspect.isfunction(inner) else "optax.adam(1e-3)"
+        call = "inner.gradient_transformation()" if isinstance(inner, optax.MultiSteps) else call
         raise TypeError(f"`inner` must be an optax transformation, got {describe(inner)}; write `{wrapper}({call})`")

@@ -6,9 +6,9 @@ from typing import Any
 import optax
 
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import quote
+from jmp_amp._calls import describe, quote
 from jmp_amp._formats import parse_format
-from jmp_amp._loss_scale import LossScale, dynamic_loss_scale
+from jmp_amp._loss_scale import LossScale, check_rule, dynamic_loss_scale
 from jmp_amp._params import cast_params, is_norm, low_precision_params
 from jmp_amp._policy import Policy
 
@@ -57,7 +57,7 @@ def initialize(
         `(loss_fn, params, tx)`, for any train step: `tx.init(params)`, `value_and_grad(loss_fn, opt_state=opt_state)`.
 
     Raises:
-        TypeError: `policy` is given.
+        TypeError: `loss_fn` or `tx` is of another type, `loss_scale` is not a `LossScale`, or `policy` is given.
         ValueError: `opt_level` or `dtype` is unknown.
 
     Examples:
@@ -76,6 +76,12 @@ def initialize(
         `amp.initialize` of apex. apex's O2 and O3 run every op on 16-bit parameters in 16 bits. Here the rules of
         `autocast` apply at each level, because XLA fuses the ops that stay float32.
     """
+    if not callable(loss_fn) or not isinstance(tx, optax.GradientTransformation):
+        got = f"`loss_fn`, {describe(loss_fn)}" if not callable(loss_fn) else f"`tx`, {describe(tx)}"
+        raise TypeError(
+            "`initialize` takes a loss function, parameters and an optax transformation, in this order, got as "
+            f"{got}; write `initialize(loss_fn, params, optax.adam(1e-3), opt_level={opt_level!r})`"
+        )
     if opt_level not in ("O0", "O1", "O2", "O3"):
         raise ValueError(f"`opt_level` must be one of 'O0', 'O1', 'O2', 'O3', got {quote(opt_level)}")
     if "policy" in options:
@@ -83,6 +89,8 @@ def initialize(
             f"`initialize` takes no `policy`, because the level and `dtype` set it, got {quote(options['policy'])}; "
             'write `opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and `dynamic_loss_scale`'
         )
+    if loss_scale is not None:
+        check_rule(loss_scale)
     form = parse_format(dtype)
     if not form.is_low:
         raise ValueError(f'`dtype` must have less than 32 bits, got {form.name}; for float32 use opt_level="O0"')
