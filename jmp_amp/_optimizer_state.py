@@ -105,9 +105,10 @@ def low_precision_state(
     second moment changes by a thousandth in a step, and rounding to nearest would lose that change. The random bits are
     a hash of the number of the step and of the index of the element.
 
-    The maximum of a block in one step gives its scale in the next one, so one pass over the values is enough. The scale is a power of two with room for values that grow 8-fold in a step. Larger ones become the largest number, and
-    the scale follows in the next step. So an outlier changes nothing but its own block. Infinity and NaN also
-    become the largest number; wrap the result in `dynamic_loss_scale`, which skips such steps.
+    The maximum of a block in one step gives its scale in the next one, so one pass over the values is enough. The scale
+    is a power of two with room for values that grow 8-fold in a step. Larger ones become the largest number, and the
+    scale follows in the next step. So an outlier changes nothing but its own block. Infinity and NaN also become the
+    largest number; wrap the result in `dynamic_loss_scale`, which skips such steps.
 
     Codes have the shape of the parameter, so shard them as the parameter is sharded: no step gathers anything. If the
     last axis is sharded, `block` must divide the part that a device holds. Inside `shard_map` all devices draw the same
