@@ -17,7 +17,8 @@ from programs import PROGRAMS
 from report import arguments, head, report, row
 
 import jmp_amp as amp
-from jmp_amp.debug._budget import estimate
+from jmp_amp.debug._budget import errors_alone
+from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation
 
@@ -62,6 +63,14 @@ WHY = (
     "How close the shares of `amp.debug.error_budget` are to the errors of one rounding at a time, and what they cost."
 )
 
+KINKS_HEADING = (
+    "",
+    "## Programs with kinks",
+    "",
+    "Roundings flip comparisons, and the gradient jumps. Most of its error is that of the flips.",
+    "",
+)
+
 
 def model(name):
     loss_fn, init = CASES[name](None, **SIZES[name])
@@ -84,9 +93,90 @@ def small(name):
     return loss_fn, args
 
 
-PROGRAMS_TRIED = {name: functools.partial(model, name) for name in SIZES} | {
+def relu_network(w, x, y):
+    for i in range(3):
+        x = x + jax.nn.relu(x @ w["up"][i]) @ w["down"][i]
+    return jnp.mean(x**2)
+
+
+def scan_of_leaky_relu(w, x, y):
+    def layer(x, w):
+        return x + jax.nn.leaky_relu(x @ w), None
+
+    return jnp.mean((jax.lax.scan(layer, x, w["up"])[0] - y) ** 2)
+
+
+def max_pooling(w, x, y):
+    x = x.reshape(-1, 4, 4, 64)
+    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    for i in range(2):
+        x = jax.lax.conv_general_dilated(x, w["up"][i][None, None], (1, 1), "SAME", **numbers)
+        x = jax.lax.reduce_window(jnp.tanh(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return jnp.mean((x.reshape(-1, 64) @ w["down"][0]) ** 2)
+
+
+def clipped(w, x, y):
+    h = jnp.clip(x @ w["up"][0], -1, 1)
+    return jnp.mean((jnp.clip(h @ w["down"][0], -0.5, 0.5) - y) ** 2)
+
+
+def absolute_error(w, x, y):
+    return jnp.mean(jnp.abs(jnp.tanh(x @ w["up"][0]) @ w["down"][0] - y))
+
+
+def hinge_loss(w, x, y):
+    scores = jax.nn.relu(x @ w["up"][0]) @ w["down"][0]
+    labels = jax.nn.one_hot(jnp.argmax(y, -1), 64)
+    true = jnp.sum(scores * labels, -1, keepdims=True)
+    return jnp.mean(jnp.max(jnp.maximum(0, scores - true + 1) * (1 - labels), -1))
+
+
+def two_of_eight_experts(w, x, y):
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["up"][0][:, :8]), 2)
+    gates = jnp.sum(jax.nn.one_hot(chosen, 8) * gates[..., None], 1)
+    hidden = jnp.tanh(x @ w["up"][1]).reshape(-1, 8, 8) * gates[..., None]
+    return jnp.mean((hidden.reshape(-1, 64) @ w["down"][1] - y) ** 2)
+
+
+def codebook(w, x, y):
+    z = jnp.tanh(x @ w["up"][0])
+    nearest = w["up"][1][jnp.argmax(z @ w["up"][1].T - jnp.sum(w["up"][1] ** 2, -1) / 2, -1)]
+    decoded = (z + jax.lax.stop_gradient(nearest - z)) @ w["down"][0]
+    return jnp.mean((decoded - y) ** 2) + jnp.mean((nearest - jax.lax.stop_gradient(z)) ** 2)
+
+
+def rounded_activations(w, x, y):
+    h = x @ w["up"][0]
+    h = h + jax.lax.stop_gradient(jnp.round(4 * h) / 4 - h)
+    return jnp.mean((jnp.tanh(h) @ w["down"][0] - y) ** 2)
+
+
+def sliced_wasserstein(w, x, y):
+    first, second = (jnp.sort(jnp.tanh(x @ w) @ w.T, 0) for w in (w["up"][0], w["up"][1]))
+    return jnp.mean((first - second) ** 2)
+
+
+KINKS = {
+    fun.__name__.replace("_", " "): fun
+    for fun in (
+        relu_network, scan_of_leaky_relu, max_pooling, clipped, absolute_error, hinge_loss, two_of_eight_experts,
+        codebook, rounded_activations, sliced_wasserstein,
+    )
+}  # fmt: skip
+
+
+def kinked(name):
+    """A program with kinks: three layers of width 64, 256 rows."""
+    rng = np.random.default_rng(0)
+    weights = {x: jnp.asarray(rng.standard_normal((3, 64, 64)) / 8, jnp.float32) for x in ("up", "down")}
+    x, y = (jnp.asarray(rng.standard_normal((256, 64)), jnp.float32) for _ in range(2))
+    return KINKS[name], (weights, x, y)
+
+
+SMOOTH_TRIED = {name: functools.partial(model, name) for name in SIZES} | {
     name: functools.partial(small, name) for name in SMALL
 }
+KINKS_TRIED = {name: functools.partial(kinked, name) for name in KINKS}
 
 
 def cpu_seconds(run, *args, times=5):
@@ -125,9 +215,9 @@ def measure(make, dtype):
     scaled = amp.value_and_grad(amp.autocast(loss_fn, dtype), loss_scale=scale)
     step, step_compile = compiled(lambda: jax.jit(scaled).lower(*args).compile())
     program, own_compile = compiled(lambda: traced_and_compiled(loss_fn, args, dtype))
-    off = 0 * program.default
-    runs = [program(off, scale, seed) for seed in range(4)]
-    exact, every = runs[0], program(program.default, scale)
+    every = program(program.default, scale)
+    runs = [program(0 * program.default, scale, seed, every.decisions) for seed in range(4)]
+    exact = runs[0]
     alone = each_alone(program, scale)
     own_arrays, program._arrays = program._arrays, nearby(program._arrays)
     again, program._arrays = each_alone(program, scale), own_arrays
@@ -135,15 +225,16 @@ def measure(make, dtype):
     native, reference = flat(as_written(*args)[1]) / scale, flat(jax.jit(jax.grad(loss_fn))(*args))
     true_error = np.linalg.norm(native - reference) / np.linalg.norm(reference)
     known = alone > 1e-6  # smaller errors are rounding errors of float32
-    ranks = [rank_correlation(estimate(part)[known], alone[known]) for part in (runs[:1], runs)]
-    ranks.append(rank_correlation(again[known], alone[known]))
-    ratios = np.sqrt(estimate(runs[:1])[known]) / np.linalg.norm(exact.grads) / alone[known]
+    one, four = (errors_alone(program, part, every, scale, Clock()) for part in (runs[:1], runs))
+    ranks = [rank_correlation(x[known], alone[known]) for x in (one, four, again)]
+    ratios = one[known] / alone[known]
     factor = np.exp(np.median(np.abs(np.log(ratios))))
     vectors = np.ones((program._count, program._size), np.float32)
-    inputs = np.zeros(program._most, np.float32), program._arrays, jnp.float32(scale), vectors
+    off = np.zeros(program._most, np.float32)
+    inputs = off, program._arrays, jnp.float32(scale), vectors, every.decisions
     own, plain = cpu_seconds(program._run, *inputs), cpu_seconds(step, *args)
     total = relative_error(every.grads, exact.grads)
-    rows = np.sqrt(estimate(runs[:1]).sum()) / np.linalg.norm(exact.grads) / total
+    rows = np.linalg.norm(one) / total
     costs = (
         plain * 1e3,
         own / plain,
@@ -155,11 +246,15 @@ def measure(make, dtype):
 
 
 def each_alone(program, scale):
-    """Returns the error of the gradient with each rounding alone."""
-    off = 0 * program.default
-    exact = program(off, scale)
-    one_on = np.eye(len(off), dtype=np.float32)
-    return np.array([relative_error(program(on, scale).grads, exact.grads) for on in one_on])
+    """Returns the error of the gradient with each rounding alone, or with the flips of a line alone."""
+    every, exact = (program(on * program.default, scale) for on in (1, 0))
+    decides, errors = np.array([row.decides for row in program.rows]), []
+    for i in range(len(decides)):
+        on, decisions = np.arange(len(decides)) == i, every.decisions
+        if not decides[i]:  # decisions are those of float32
+            on, decisions = on | decides, exact.decisions
+        errors.append(relative_error(program(on, scale, decisions=decisions).grads, exact.grads))
+    return np.array(errors)
 
 
 def nearby(arrays):
@@ -181,10 +276,11 @@ def table(programs):
         for dtype in LOSS_SCALE:
             results.append((name, dtype, *measure(make, dtype)))
     results.sort(key=lambda x: x[3])
-    one, four, again, factor, total, _, ms, steps, build, mb, memory = map(
+    one, four, again, factor, total, rows, ms, steps, build, mb, memory = map(
         np.array, list(zip(*results, strict=True))[3:]
     )
     off = np.exp(np.abs(np.log(total)))
+    explained = np.exp(np.abs(np.log(rows)))
     yield from head("", "goal", "median", "worst", "reached by")
     for label, goal, values, limit, sign in (
         ("rank correlation, 1 probe", "median 0.95, worst 0.85", one, 0.85, -1),
@@ -192,6 +288,7 @@ def table(programs):
         ("rank correlation of the truth at inputs off by 0.1%", "-", again, 0.85, -1),
         ("estimate / truth of a rounding, or its reciprocal", "-", factor, 1.5, 1),
         ("total / true error, or its reciprocal", "median 1.1, worst 1.3", off, 1.3, 1),
+        ("rows / total, or its reciprocal", "1.25", explained, 1.25, 1),
         ("a probe, in steps", "6", steps, 6, 1),
         ("the same, where a step takes more than 1 ms", "6", steps[ms > 1], 6, 1),
         ("compiling, x the gradient", "3", build, 3, 1),
@@ -215,7 +312,8 @@ def table(programs):
 
 NOTES = """
 "Rank" is Spearman's rank correlation of the estimated errors of the roundings with their true errors: a run with only
-that rounding, against a run with none. Roundings with errors below 1e-6 of the gradient are left out, because the
+that rounding, against a run with none. Where there are kinks, that run has the decisions of float32, and a row of
+decisions is a run with its flips alone. Roundings with errors below 1e-6 of the gradient are left out, because the
 rounding errors of float32 hide them. "Truth again" is that of the true errors with those at inputs that differ by a
 thousandth. "Factor" is the median over the roundings of estimate / truth, or of its reciprocal, with 1 probe. "Total /
 true" is the error that `ErrorBudget.total` reports, in the emulation, over that of the compiled gradient under
@@ -231,16 +329,23 @@ Where the goals are missed:
   the values that the next one rounds, so the errors of a run with the rounding are not those of the run in float32.
 - **A probe.** A small program takes microseconds a step, and a probe runs ten times as many kernels.
 - **Compiling.** Each rounding is two to three kernels that XLA fuses otherwise. Where a program is elementwise ops in
-  low precision, as a GELU or a flow, that is more than 3 times the work.
+  low precision, as a GELU or a flow, that is more than 3 times the work. An op that reads decisions is there twice.
 - **Memory.** The reverse pass keeps every rounded value in float32, where a step keeps some of them in 16 bits. A
   program of small arrays runs with up to 64 random vectors at once, each array then of up to 4096 numbers.
 """
 
 
+def tables(only):
+    """Yields the tables of the programs with a text in their names: of smooth programs, and of those with kinks."""
+    for heading, programs in ((), SMOOTH_TRIED), (KINKS_HEADING, KINKS_TRIED):
+        if chosen := {name: make for name, make in programs.items() if only in name}:
+            yield from heading
+            yield from table(chosen)
+
+
 def main():
     args = arguments(__doc__, "measure only the programs with this in their name").parse_args()
-    programs = {name: make for name, make in PROGRAMS_TRIED.items() if args.only in name}
-    report("The error budget of a gradient", WHY, table(programs), NOTES, args.out)
+    report("The error budget of a gradient", WHY, tables(args.only), NOTES, args.out)
 
 
 if __name__ == "__main__":

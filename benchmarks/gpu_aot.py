@@ -7,6 +7,8 @@ on any CPU machine, for one GPU or for hundreds. It runs nothing on a GPU and ti
 
 Needs, beside jax: `pip install jax-cuda13-plugin==$V jax-cuda13-pjrt==$V` with V the installed jax
 version, and `ptxas` (on PATH, under /usr/local/cuda*, or from `pip install nvidia-cuda-nvcc`).
+cuDNN's attention needs cuDNN, and no GPU either: `pip install --no-deps --target DIR nvidia-cudnn-cu13 nvidia-cublas`
+(1.5 GB), with DIR on PYTHONPATH and the folders DIR/nvidia/*/lib on LD_LIBRARY_PATH.
 
 As a program:  python gpu_aot.py FILE.py:CASE [--target T4] [--devices 8] [--hlo OUT.txt]
     CASE is a function in FILE.py that takes the mesh and returns (fun, args) or (fun, args, jit_kwargs),

@@ -28,6 +28,13 @@ MODELS = {  # case, what is counted and how many, sizes, and sizes for a trial o
         {},
         {"layers": 1, "batch": 2, "length": 16, "dim": 32, "heads": 2, "vocab": 64},
     ),
+    "GPT-2 small, 4096 tokens": (
+        "gpt_case",
+        "tokens",
+        2 * 4096,
+        {"batch": 2, "length": 4096},
+        {"layers": 1, "batch": 1, "length": 32, "dim": 32, "heads": 2, "vocab": 64},
+    ),
     "GPT, width 2048": (  # large enough for float8, which takes multiples of 16
         "gpt_case",
         "tokens",
@@ -53,8 +60,11 @@ VARIANTS = {  # what is trained, and the precision of float32 products
     "jmp_amp, bfloat16": ("autocast bfloat16", "tensorfloat32"),
     "jmp_amp, float16, cuDNN's attention": ("autocast float16 cudnn", "tensorfloat32"),
     "jmp_amp, bfloat16, cuDNN's attention": ("autocast bfloat16 cudnn", "tensorfloat32"),
+    'jmp_amp, float16, attention="cudnn"': ("autocast float16 attention", "tensorfloat32"),  # of the model as it is
+    'jmp_amp, bfloat16, attention="cudnn"': ("autocast bfloat16 attention", "tensorfloat32"),
     "jmp_amp, float8": ("autocast float8", "default"),  # the precision of float8 products, too
     "jmp_amp, float8, cuDNN's attention": ("autocast float8 cudnn", "default"),
+    'jmp_amp, float8, attention="cudnn"': ("autocast float8 attention", "default"),
     "jmp_amp, mxfp8": ("autocast mxfp8", "default"),  # for Blackwell; elsewhere the row says what the device lacks
     'jmp_amp, float16, implementation="mosaic_gpu"': ("autocast float16 mosaic_gpu", "tensorfloat32"),
     "torch, float32, TF32 off": ("torch float32", ""),
@@ -66,18 +76,19 @@ BASE = "by hand, float16"
 WARMUP, REPEATS, STEPS = 3, 5, 10
 
 WHY = """How long a train step takes on a GPU, and how much memory it needs. For you: autocast is within 3% of casts by
-hand, and 1.6 to 2 times as fast as float32 in TF32. With cuDNN's attention, which is one decorator in your model
-([how](../custom-rules.md#attention)), GPT-2 small takes 1.15 times the time of compiled torch, and a wider GPT 0.98
-times, in float8 0.86."""
+hand, and 1.6 to 2 times as fast as float32 in TF32. With cuDNN's attention ([how](../custom-rules.md#attention)), GPT-2
+small takes 1.15 to 1.18 times the time of compiled torch, and a wider GPT 0.98 times, in float8 0.86. A model that is
+left as it is, under `attention="cudnn"`, takes the same time and memory as one with a decorator."""
 NOTES = """
 A step is loss, gradients, unscale, check, AdamW, with donated state; the median of {repeats} blocks of {steps} steps,
 after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and activations in float16, norms, softmax
 and loss in float32, under the same loss scale. Torch trains the same models, `autocast` and `GradScaler` with fused
 AdamW, its attention by `scaled_dot_product_attention`. The models in JAX write the scores of their attention to
 memory, but for the rows with cuDNN's attention: there `jax.nn.dot_product_attention(implementation="cudnn")` reads
-queries, keys and values in 16 bits. Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2
-small and ResNet-50 are as with bfloat16: none of their products is large enough to gain. A row that is missing was
-not measured.
+queries, keys and values in 16 bits, by a decorator in the model. With `attention="cudnn"` the model has no decorator.
+Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2 small and ResNet-50 are as with
+bfloat16: none of their products is large enough to gain. A row that is missing, such as those of mxfp8, was not
+measured. Compare rows of one table: each is one GPU's.
 """
 
 
@@ -97,7 +108,7 @@ def jax_step(case, sizes, what):
         sizes = sizes | {"kernel": models.fused_attention(implementation, low)}
     loss_fn, shapes = getattr(models, case)(jnp.float16 if kind == "hand" else None, **sizes)
     if kind == "autocast":
-        loss_fn = amp.autocast(loss_fn, dtype)
+        loss_fn = amp.autocast(loss_fn, dtype, attention="cudnn" if "attention" in options else None)
     if kind == "jmp":
         loss_fn = models.cast_whole(loss_fn)
     rule = amp.LossScale.none() if dtype in ("float32", "bfloat16", "float8", "mxfp8") else amp.LossScale()
@@ -134,9 +145,8 @@ def measure(model, variant, tiny):
     sizes = small if tiny else full
     what, precision = VARIANTS[variant]
     if not tiny:
-        warnings.filterwarnings(
-            "error", ".* has no (float8 units|units for blocks of float8)"
-        )  # the row would be one of bfloat16
+        # The row would be one of bfloat16, or of the attention of the model.
+        warnings.filterwarnings("error", ".* has no (float8 units|units for blocks of float8)|.* refuses attention")
     if what.startswith("torch"):
         import torch_models
 
@@ -176,26 +186,29 @@ def in_a_process(model, variant, tiny):
 
 
 def measured(only, tiny, file):
-    """Returns the figures by model and variant: those in the file, and those measured now."""
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
-    figures = {(one["model"], one["variant"]): one for one in found}
+    """Returns the figures: those in the file, and those measured now."""
+    figures = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+    known = {(one["model"], one["variant"]) for one in figures}
     for key in itertools.product(MODELS, VARIANTS):
         has_none = "attention" in key[1] and "GPT" not in key[0]
-        if key not in figures and not has_none and re.search(only, ": ".join(key)):
-            figures[key] = dict(zip(("model", "variant"), key, strict=True)) | in_a_process(*key, tiny)
-            print(json.dumps(figures[key]), file=sys.stderr, flush=True)
+        if key not in known and not has_none and re.search(only, ": ".join(key)):
+            figures.append(dict(zip(("model", "variant"), key, strict=True)) | in_a_process(*key, tiny))
+            print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
             if file:
                 with file.open("a") as lines:
-                    print(json.dumps(figures[key]), file=lines)
+                    print(json.dumps(figures[-1]), file=lines)
     return figures
 
 
 def table(figures):
-    for model, (_, unit, count, *_) in MODELS.items():
-        rows = {variant: figures[model, variant] for variant in VARIANTS if (model, variant) in figures}
+    """Yields a table for each model and GPU."""
+    for model, device in itertools.product(MODELS, values(figures, "device")):
+        _, unit, count, *_ = MODELS[model]
+        found = {one["variant"]: one for one in figures if (one["model"], one.get("device", device)) == (model, device)}
+        rows = {variant: found[variant] for variant in VARIANTS if variant in found}
         if not rows:
             continue
-        yield from head(model, "ms a step", "x by hand", f"{unit} a second", "peak GB", "x by hand")
+        yield from head(f"{model}, {device}", "ms a step", "x by hand", f"{unit} a second", "peak GB", "x by hand")
         base = rows.get(BASE, {})
         for variant, one in rows.items():
             if "error" in one:
@@ -205,6 +218,10 @@ def table(figures):
             slowdown, memory = (f"{one[of] / base[of]:.3f}" if base.get(of) else "" for of in ("seconds", "peak"))
             yield row(variant, time_, slowdown, f"{count / one['seconds']:,.0f}", f"{one['peak'] / 1e9:.2f}", memory)
         yield ""
+
+
+def values(figures, field):
+    return sorted({one[field] for one in figures if field in one})
 
 
 def main():
@@ -217,9 +234,7 @@ def main():
         print(json.dumps(measure(*options.measure, options.tiny)))
         return
     figures = measured(options.only, options.tiny, options.rows)
-    devices, libraries = (
-        " and ".join(sorted({one[of] for one in figures.values() if of in one})) for of in ("device", "library")
-    )
+    devices, libraries = " and one ".join(values(figures, "device")), " and ".join(values(figures, "library"))
     opening = f"{WHY}\n\nMeasured on one {devices} with {libraries}, by `benchmarks/gpu_training.py`."
     notes = NOTES.format(repeats=REPEATS, steps=STEPS, warmup=WARMUP)
     report("Train steps on a GPU", opening, table(figures), notes, options.out)

@@ -106,6 +106,7 @@ USUAL = {  # of a primitive whose class depends on its parameters or shapes: a u
     "integer_pow": (lambda: X**3, "a negative exponent: full"),
     "mul": (lambda: X * X, "with `out_dtype`: original"),
     "gather": (lambda: X[jnp.array([0, 1])], "with a fill value that float16 cannot hold: full"),
+    "sort": (lambda: jnp.sort(X), "of `argsort`: a float32 product in front, if it has at most 512 columns"),
     "convert_element_type": (
         lambda: LOW.astype(jnp.float32),
         "a cast to any other dtype than float32: original, so it is done as written; to an integer of more than 8 "
@@ -118,6 +119,8 @@ READ = {
     Demand.RANGE: "in float16, float32 products in front",
     Demand.EDGE: "float32 products in front",
     Demand.ROOT: "in `sqrt(1 - x)`, float32 products in front",
+    Demand.CODE: "float32 products with whole numbers in front",
+    Demand.RANK: "a float32 product in front, if it has at most 512 columns",
 }
 
 

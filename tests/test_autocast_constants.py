@@ -89,12 +89,12 @@ def test_an_op_is_float32_wherever_its_constant_has_an_element_that_is_too_large
 
 
 def test_a_constant_that_the_low_dtype_holds_leaves_its_product_low():
-    for constant in (np.float32([6e4] * 8), np.full((8, 2), 1e3, np.float32), np.float32([np.inf, *[1] * 7])):
+    for constant in (np.float32([[6e4] * 2] * 8), np.full((8, 2), 1e3, np.float32), np.float32([[np.inf] * 2] * 8)):
         fun = amp.autocast(lambda w, c=constant: (X @ w) @ c)
         assert set(dtypes(fun, W, primitive="dot_general")) <= {LOW}
-    fun = amp.autocast(lambda w: (X @ w) @ np.float32([1e6, *[1] * 7]), "bfloat16")
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([[1e6, 1]] * 8), "bfloat16")
     assert set(dtypes(fun, W, primitive="dot_general")) == {"bfloat16 bfloat16 -> bfloat16"}
-    fun = amp.autocast(lambda w: (X @ w) @ np.float32([3.4e38, *[1] * 7]), "bfloat16")
+    fun = amp.autocast(lambda w: (X @ w) @ np.float32([[3.4e38, 1]] * 8), "bfloat16")
     assert dtypes(fun, W, primitive="dot_general")[1] == FULL
 
 

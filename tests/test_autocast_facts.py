@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jaxprs import dtypes, equations
+from jaxprs import dtypes, equations, row
 from rounding import EPSILON, error
 
 import jmp_amp as amp
@@ -27,6 +27,9 @@ X, W, Y = normal(4, 6, 8), normal(8, 8, scale=0.3), normal(6, 8)
 SPD = W @ W.T + jnp.eye(8)
 NEAR_ONE = jnp.eye(8) + normal(8, 8, scale=1e-3)
 WINDOW = jnp.ones((4, 6), jnp.float32) / 6
+LAPLACE = jnp.roll(jnp.eye(8), 1, 0) + jnp.roll(jnp.eye(8), -1, 0) - 2 * jnp.eye(8)
+BINS = jnp.linspace(-20, 20, 8)
+POWERS = 2.0 ** jnp.arange(16.0).reshape(8, 2)
 LARGE = np.random.default_rng(1).uniform(2e5, 1e6, size=(8, 8)).astype(np.float32)
 
 
@@ -48,6 +51,10 @@ def associative(gate, value):
         return a[0] * b[0], a[1] * b[0] + b[1]
 
     return lax.associative_scan(combine, (gate, (1 - gate) * value))[1] @ W
+
+
+def reacted(u):
+    return lax.scan(lambda u, _: (u + 0.1 * (LAPLACE @ u) + 0.1 * u * (1 - u), None), u, length=5)[0]
 
 
 def halved(x):
@@ -86,6 +93,11 @@ BODIES = {
         lambda h: lax.scan(lambda h, _: (NEAR_ONE @ h, None), h, length=5)[0],
         (True, True),
     ),
+    "a simulation": (lambda x: x.T, reacted, (True, True)),
+    "a router": (lambda x: x @ W, lambda h: lax.top_k(jax.nn.softmax(h), 2)[1].astype(jnp.float32), (True, True)),
+    "an expectation": (jax.nn.softmax, lambda p: jnp.sinh(p @ BINS), (True, True)),
+    "codes": (lambda x: x @ POWERS, lambda c: (c[:, None] == c[None]).astype(jnp.float32), (True, True)),
+    "a Gram matrix of many rows": (lambda x: jnp.tile(x, (200, 1)), lambda f: f.T @ f / f.size, (True, False)),
     "a loop that decides": (lambda x: 9 * x, halved, (True, True)),
     "gates": (gates, gated, (False, False)),
     "gates of an associative scan": (gates, associative, (False, False)),
@@ -255,6 +267,51 @@ def batched(*parts):
     return lambda xs: [lax.map(of_one(*parts), xs), parts[1](lax.map(parts[0], xs))]
 
 
+def conjugate_gradients(b):
+    """Written out: the carries are divided by each other."""
+
+    def step(carry, _):
+        x, residual, direction = carry
+        product, old = SPD @ direction, residual @ residual
+        length = old / (direction @ product)
+        residual = residual - length * product
+        return (x + length * direction, residual, residual + (residual @ residual) / old * direction), None
+
+    return lax.scan(step, (jnp.zeros(8), b, b), length=6)[0][0]
+
+
+def coded(bits):
+    code = bits @ jnp.exp2(jnp.arange(16.0))
+    return code[:, None] == code[None]
+
+
+VELOCITIES = np.float32([[i, j] for i in (-1, 0, 1) for j in (-1, 0, 1)])
+SHARES = np.float32([[[1, 4, 1, 4, 16, 4, 1, 4, 1]]]) / 36
+
+
+def lattice_boltzmann(f):
+    def step(f, _):
+        density = f.sum(-1, keepdims=True)
+        velocity = f @ VELOCITIES / density
+        along = velocity @ VELOCITIES.T
+        settled = density * SHARES * (1 + 3 * along + 4.5 * along**2 - 1.5 * jnp.sum(velocity**2, -1, keepdims=True))
+        f = f - 0.6 * (f - settled)
+        moves = [jnp.roll(f[..., i], tuple(map(int, VELOCITIES[i])), (0, 1)) for i in range(9)]
+        return jnp.stack(moves, -1), None
+
+    return lax.scan(step, f, length=100)[0]
+
+
+def convolved(u):
+    stencil = jnp.asarray([[0, 1, 0], [1, -4, 1], [0, 1, 0]], jnp.float32)[:, :, None, None]
+
+    def step(u, _):
+        flow = lax.conv_general_dilated(u, stencil, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return u + 0.1 * flow + 0.05 * u * (1 - u), None
+
+    return lax.scan(step, u, length=100)[0]
+
+
 # Programs that were off, or infinite, before facts crossed borders.
 PROGRAMS = {
     "cholesky in a map": (lambda x: lax.map(jnp.linalg.cholesky, x @ x.mT + 1e-3 * jnp.eye(6)), X),
@@ -284,6 +341,11 @@ PROGRAMS = {
     ),
     "covariances by einsum": (log_determinant, jnp.float32(0.3)),
     "the same without a loop": (jax.grad(unrolled_filter), jnp.float32(0.3)),
+    "conjugate gradients": (conjugate_gradients, normal(8)),
+    "an expectation that an exponential reads": (lambda x: jnp.sinh(jax.nn.softmax(3 * x) @ BINS), Y),
+    "codes of 16 bits": (lambda x: coded((x > 0).astype(jnp.float32)), normal(64, 16)),
+    "a Gram matrix of many rows": (lambda x: x.T @ x / x.size, 30 + normal(4096, 4)),
+    "experts": (lambda x: jax.nn.one_hot(lax.top_k(x @ W, 2)[1], 8), normal(512, 8)),
     "a Gaussian process": (
         lambda x: kernel(x[:5] + 0.1, x) @ jnp.linalg.solve(kernel(x, x) + 1e-4 * jnp.eye(40), jnp.sin(x[:, 0])),
         POINTS,
@@ -318,6 +380,18 @@ def test_is_that_of_float32(name):
     want, *both = jax.jit(lambda x: [fun(x), *[amp.autocast(fun, low)(x) for low in EPSILON]])(arg)
     for low, got in zip(EPSILON, both, strict=True):
         assert error(got, want) < 2 * EPSILON[low], low
+
+
+@pytest.mark.parametrize("low", EPSILON)
+def test_a_gradient_through_a_simulation_is_that_of_float32(low):
+    for simulate, start in (convolved, IMAGE), (lattice_boltzmann, SHARES * (1 + 0.1 * normal(8, 8, 1))):
+        weights = jnp.cos(jnp.arange(float(start.size))).reshape(start.shape)
+
+        def loss(start, simulate=simulate, weights=weights):
+            return jnp.sum(simulate(start) * weights)
+
+        want, got = jax.jit(lambda x, loss=loss: [jax.grad(f)(x) for f in (loss, amp.autocast(loss, low))])(start)
+        assert error(got, want) < 2 * EPSILON[low], simulate
 
 
 # What changes a value, and then back.
@@ -458,6 +532,143 @@ def test_gates_are_float32_wherever_they_are_computed(name):
     assert set(dtypes(amp.autocast(fun), arg, primitive="logistic")) == {"float32 -> float32"}
 
 
+def cost_of(x):
+    """A sum of two products, which may cancel."""
+    return x**2 @ W**2 - 2 * (x @ W)
+
+
+def potential(cost):
+    return jax.nn.logsumexp(-cost / 0.1, 1)
+
+
+def loop_of(read):
+    return lambda c: lax.scan(lambda f, _: (f + read(c), None), jnp.zeros(6), length=3)[0]
+
+
+def with_rule(read):
+    fun = jax.custom_vjp(read)
+    fun.defvjp(lambda c: (read(c), c), lambda c, g: (c * g[:, None],))
+    return fun
+
+
+# Where the reader of a sum stands: beyond which border.
+READERS = {
+    "none": potential,
+    "a constant of a scan": loop_of(potential),
+    "slices of a scan": lambda c: lax.map(lambda row: potential(row[None])[0], c),
+    "a constant of a fori_loop": lambda c: lax.fori_loop(0, 3, lambda _, f: f + potential(c), jnp.zeros(6)),
+    "a loop in a loop": loop_of(loop_of(potential)),
+    "a cond": lambda c: lax.cond(True, potential, lambda c: potential(2 * c), c),
+    "a branch that reads nothing": lambda c: lax.cond(True, potential, lambda c: jnp.zeros(6), c),
+    "a jit": jax.jit(potential),
+    "a loop in a jit": jax.jit(loop_of(potential)),
+    "a checkpoint": jax.checkpoint(potential),
+    "a custom_vjp": with_rule(potential),
+    "moved and scaled": lambda c: loop_of(potential)(0.5 * c[::-1]),
+}
+MAKERS = {
+    "none": cost_of,
+    "a jit": jax.jit(cost_of),
+    "a checkpoint": jax.checkpoint(cost_of),
+    "a map": lambda x: lax.map(lambda row: cost_of(row[None])[0], x),
+    "a cond": lambda x: lax.cond(x[0, 0] > 9, cost_of, lambda x: cost_of(-x), x),
+}
+
+
+@pytest.mark.parametrize("low", EPSILON)
+def test_a_sum_that_all_readers_read_in_float32_is_float32_beyond_borders(low):
+    for made in MAKERS:
+        for read in READERS if made == "none" else ("none", "a constant of a scan"):
+            fun = amp.autocast(lambda x, made=made, read=read: READERS[read](MAKERS[made](x)), low)
+            sums = [
+                row(e) for e in equations(fun, Y) if e.primitive.name == "sub" and e.outvars[0].aval.shape[-1:] == (8,)
+            ]
+            assert sums[0] == "float32 float32 -> float32", (made, read)
+            assert set(dtypes(fun, Y, primitive="dot_general")) == {f"{low} {low} -> {low}"}, (made, read)
+
+
+def test_what_a_loop_stores_is_low_if_it_is_no_sum_or_a_reader_is_low():
+    for fun in (
+        lambda x: loop_of(potential)(x @ W),
+        lambda x: loop_of(potential)(x @ W + 1.0),
+        lambda x: loop_of(potential)(jnp.tanh(x @ W)),
+        lambda x: loop_of(lambda c: jnp.sum(c @ W, 1))(x @ W - jnp.tanh(x @ W)),
+    ):
+        loop = next(e for e in equations(amp.autocast(fun), Y) if e.primitive.name == "scan")
+        assert "float16" in {var.aval.dtype.name for var in loop.invars if var.aval.shape == (6, 8)}
+
+
+def unread(h):
+    """Reads `h` in vain, in ops, branches, loops and results of calls."""
+    h.T.shape
+    lax.cond(True, lambda: h.T, lambda: h.T)
+    lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c + 1, h)
+    h, _ = jax.jit(lambda h: (h, h.T))(h)
+    return lax.scan(lambda h, _: (h, h.T), h, length=3)[0]
+
+
+def test_what_nothing_reads_does_not_count_as_a_reader():
+    fun = amp.autocast(lambda x: jnp.sin(unread(30 * x @ W)))
+    assert dtypes(fun, Y, primitive="dot_general") == ["float32 float32 -> float32"]
+    fun = amp.autocast(lambda x: (lambda h: (jnp.sin(h), h.T))(30 * x @ W))
+    assert dtypes(fun, Y, primitive="dot_general") == ["float16 float16 -> float16"]
+
+
+def cut_off(u, polynomial):
+    return jnp.where(u < 1, polynomial(u), 0.0)
+
+
+@pytest.mark.parametrize(
+    "polynomial",
+    [
+        lambda u: 1 - 28 * u**6 + 48 * u**7 - 21 * u**8,
+        lambda u: 1 - 6 * u**5 + 15 * u**4 - 10 * u**3,
+        lambda u: 1 - 45 * u**8 + 80 * u**9 - 36 * u**10,
+    ],
+)
+def test_layers_with_a_polynomial_cutoff_are_low(polynomial):
+    def fun(x, u):
+        for _ in range(8):
+            x = jnp.tanh(cut_off(u, polynomial) * x @ W)
+        return x
+
+    assert set(dtypes(amp.autocast(fun), Y, jnp.ones((6, 1)), primitive="dot_general")) == {
+        "float16 float16 -> float16"
+    }
+
+
+VOCABULARY = normal(8, 1000)
+NOT_ROUTED = {
+    "argmax": lambda x: jnp.argmax(x @ W, -1),
+    "a draw": lambda x: jax.random.categorical(jax.random.key(0), x @ W),
+    "sorted": lambda x: jnp.sort(x @ W),
+    "the best of a vocabulary": lambda x: lax.top_k(jax.nn.softmax(jnp.tanh(x) @ VOCABULARY), 5)[1],
+    "the best of a vocabulary, for one example": lambda x: lax.top_k(jnp.tanh(x[:1]) @ VOCABULARY, 5)[1],
+    "what is in front of a router": lambda x: lax.top_k(jnp.tanh(x @ W) @ W[:, :0], 0)[1] + jnp.argmax(x @ W),
+    "a region": lambda x: amp.precision("float16")(lambda x: lax.top_k(x @ W, 2)[1])(x),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ROUTED)
+def test_other_products_that_are_compared_are_low(name):
+    assert dtypes(amp.autocast(NOT_ROUTED[name]), Y, primitive="dot_general")[0] == "float16 float16 -> float16"
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        lambda x: lax.top_k(x @ W, 2),
+        lambda x: lax.top_k(jax.nn.sigmoid(x @ W) + 0.1, 2),
+        lambda x: jnp.argsort(-(x @ W), -1)[:, :2],
+        lambda x: lax.approx_max_k(x @ W, 2),
+        lambda x: lax.top_k(jax.vmap(lambda row: W.T @ row)(x), 2),
+        lambda x: lax.top_k((x @ W).T, 2),
+    ],
+)
+def test_a_router_is_float32(route):
+    assert dtypes(amp.autocast(route), Y, primitive="dot_general") == ["float32 float32 -> float32"]
+
+
 DECAY = jnp.linspace(0.9, 1, 8)[:, None]
 FACTORS = {
     "nothing": lambda x, s: x,
@@ -498,6 +709,11 @@ LOW_LOOPS = {
         0, 9, lambda _, v: (lambda u: u / jnp.linalg.norm(u))(W @ v), jnp.ones((8, 1))
     ),
     "residual layers": lambda x: lax.scan(lambda h, w: (h + jax.nn.gelu(h @ w), None), x[0], jnp.stack([W] * 3))[0],
+    "linear residual layers": lambda x: lax.scan(lambda h, w: (h + h @ w, None), x[0], jnp.stack([W] * 3))[0],
+    "shared layers with a nonlinearity": lambda x: lax.fori_loop(0, 9, lambda _, h: h + jnp.tanh(h @ W), x[0]),
+    "shared layers with a norm": lambda x: lax.fori_loop(
+        0, 9, lambda _, h: h + (h / jnp.linalg.norm(h, axis=-1, keepdims=True)) @ W, x[0]
+    ),
     "a delta network": lambda x: delta_net(x @ W, x @ W, x @ W),
 }
 

@@ -160,8 +160,6 @@ LOW = {
     "a comparison": lambda p: (p > 0.5).astype(int),
     "bool": lambda p: p.astype(bool).astype(int),
     "argmax": lambda p: jnp.argmax(p, -1).astype(int),
-    "top_k": lambda p: lax.top_k(p, 2)[1],
-    "argsort": lambda p: jnp.argsort(p, 0),
     "the condition of a choice": lambda p: jnp.where(p > 0, 1.0, 2.0).astype(int),
     "a branch": lambda p: lax.cond(p[0, 0] > 0, lambda: 1.0, lambda: 2.0).astype(int),
     "a metric": lambda p: jnp.sum(jax.nn.log_softmax(p)).astype(int),

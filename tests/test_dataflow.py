@@ -14,7 +14,6 @@ import jmp_amp as amp
 from jmp_amp._autocast._analyses import (
     NOTHING,
     Demands,
-    IntegerKind,
     Knowledge,
     Moment,
     Paths,
@@ -34,14 +33,13 @@ KNOWN = st.builds(
     st.booleans(),
     st.sampled_from(Squares),
     st.sampled_from(Moment),
-    st.sampled_from(IntegerKind),
-    *[st.booleans()] * 4,
+    *[st.booleans()] * 6,
 )
-PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 15)), max_size=4)
+PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 127)), max_size=4)
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "demands": (Demands.join, st.integers(0, 2**14 - 1), Demands.bottom),
+    "demands": (Demands.join, st.integers(0, 2**17 - 1), Demands.bottom),
 }
 
 
@@ -53,7 +51,7 @@ def test_a_join_is_that_of_a_lattice(name, data):
     assert join(None, a, b) == join(None, b, a)
     assert join(None, a, join(None, b, c)) == join(None, join(None, a, b), c)
     assert join(None, a, a) == a
-    assert name == "known" or join(None, a, bottom) == a  # data are no whole numbers
+    assert name == "known" or join(None, a, bottom) == a  # data are neither constant nor whole numbers
 
 
 def infos_of(jaxpr):

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._compare import floating_value_and_grad
 from jmp_amp.debug._emulation import Emulation
 
@@ -147,6 +148,18 @@ def test_errors_are_linear_in_the_roundings():
         assert 6 < b / a < 10
 
 
+def test_errors_pass_through_stop_gradient():
+    def loss_fn(params, x):
+        target = lax.stop_gradient(jnp.tanh(x @ params["b"]))
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["a"]) - target))
+
+    budget = amp.debug.error_budget(loss_fn, "bfloat16", probes=8)(W, X)
+    products = [row for row in budget.rows if (row.primitive, row.direction) == ("dot_general", "forward")]
+    assert len(products) == 2
+    assert all(row.error > 0 for row in products)
+    assert 0.7 < budget.explained < 1.4
+
+
 def test_a_planted_module_has_the_largest_share():
     def loss_fn(params, x):
         for name, w in params.items():
@@ -274,6 +287,141 @@ def test_arguments_that_are_no_floating_arrays_and_aux_pass_through():
     assert 0 < budget.total < 1e-2
 
 
+def relus(params, x):
+    for name, w in params.items():
+        with jax.named_scope(name):
+            x = x + jax.nn.relu(x @ w) @ w.T
+    return jnp.mean(jnp.square(x))
+
+
+def pooled(params, x):
+    image = lax.conv_general_dilated(
+        x.reshape(-1, 4, 4, 8), params["a"][None, None], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.mean(lax.reduce_window(image, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2)
+
+
+def chosen(params, x):
+    gates, which = lax.top_k(x @ params["a"], 2)
+    return jnp.mean((jnp.tanh(x @ params["b"])[:, None] * jax.nn.one_hot(which, 8) * gates[..., None]) ** 2)
+
+
+def nearest(params, x):
+    codes = x @ params["a"]
+    which = jnp.argmax(jnp.tanh(codes) @ params["b"], -1)
+    return jnp.mean(jnp.square(codes - params["c"][which]))
+
+
+def straight_through(x):
+    return x + lax.stop_gradient(jnp.round(8 * x) / 8 - x)
+
+
+def scanned_relus(params, x):
+    step = lambda x, w: (x + jax.nn.leaky_relu(x @ w), None)  # noqa: E731
+    return jnp.mean(jnp.square(lax.scan(step, x, jnp.stack([*params.values()]))[0]))
+
+
+KINKS = {
+    "relu": relus,
+    "scan": scanned_relus,
+    "max pooling": pooled,
+    "top_k": chosen,
+    "argmax": nearest,
+    "clip": lambda params, x: jnp.mean(jnp.clip(x @ params["a"], -0.3, 0.5) ** 2),
+    "abs": lambda params, x: jnp.mean(jnp.abs(jnp.tanh(x @ params["a"]) @ params["b"] @ params["c"])),
+    "sort": lambda params, x: jnp.mean(jnp.sort(x @ params["a"], 0) * jnp.arange(2048.0)[:, None]),
+    "round": lambda params, x: jnp.mean((straight_through(x @ params["a"]) @ params["b"]) ** 2),
+    "comparison": lambda params, x: jnp.mean(jnp.where(x @ params["a"] > 0.3, x @ params["b"], 1.0) ** 2),
+}
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("name", KINKS)
+def test_decisions_that_roundings_flip_are_rows_with_their_line(name):
+    loss_fn = KINKS[name]
+    args = W, jax.random.normal(KEYS[4], (2048, 8))
+    budget = amp.debug.error_budget(loss_fn, "bfloat16", loss_scale=1.0, probes=8)(*args)
+    decisions = [row for row in budget.rows if row.decides]
+    assert 0.8 < budget.explained < 1.25
+    first = max(decisions, key=lambda row: row.error)
+    assert first.flips > 0
+    assert re.fullmatch(r".*test_error_budget.py:\d+ \(.*\)", first.source)
+    assert f"{first.flips} flips" in str(budget)
+
+    # Its switch makes the decisions of the run in low precision, and nothing else.
+    program = emulation(loss_fn, "bfloat16", *args)
+    exact, low = (program(on * program.default, 1.0) for on in (0, 1))
+    on = np.array([row.decides for row in program.rows], np.float32)
+    flipped = program(on, 1.0, decisions=low.decisions)
+    assert distance(flipped.grads, exact.grads) > 0.5 * first.error
+    assert (program(on, 1.0, decisions=exact.decisions).grads == exact.grads).all()
+
+
+def test_what_a_custom_derivative_computes_in_the_backward_pass_has_its_scope():
+    program = jax.make_jaxpr(amp.grad(amp.autocast(relus)))(W, X)
+    found = [at for eqn, at in jx.equations_in(program, jx.Provenance()) if eqn.primitive.name == "select_n"]
+    assert {at.module for at in found if jx.is_backward(at.stack)} == set("abc")
+
+
+def test_without_kinks_there_are_no_decisions_to_record():
+    mask = jnp.tril(jnp.ones((16, 16), bool))
+
+    def loss_fn(w, tokens):
+        x = w[tokens]
+        return jnp.mean((jax.nn.softmax(jnp.where(mask, x @ x.T, -1e9)) @ x) ** 2)
+
+    program = emulation(loss_fn, "bfloat16", W["a"], jnp.arange(16) % 8)
+    assert not program(program.default, 1.0).decisions
+    assert not any(row.decides for row in program.rows)
+
+
+def test_ops_of_integers_stay_as_traced():
+    def loss_fn(w, x, counts, bits):
+        n = len(x)
+        flags = lax.reduce_window(counts, 0, lax.add, (2,), (1,), "SAME") + lax.cumsum(counts) + lax.cummax(counts)
+        flags += jax.ops.segment_sum(counts, counts % 4, n) + jax.ops.segment_max(counts, counts % 4, n).clip(0)
+        flags += jax.ops.segment_min(counts, counts % 4, n).clip(0, 9) + jax.ops.segment_prod(counts, counts % 4, n)
+        flags += jnp.bincount(counts, length=n) + jnp.searchsorted(jnp.cumsum(counts), counts)
+        flags += lax.population_count(bits) + lax.clz(bits) + (bits >> 1 & 3 ^ 1) + jnp.argsort(-counts) + counts**3
+        flags += counts @ jnp.ones((n, n), jnp.int32) + lax.sort(bits) % 5 + lax.reduce_xor(counts, (0,)) // 2
+        flags = flags.at[counts].add(1).at[counts].mul(2).at[counts].min(99) + jnp.sign(counts - 2)
+        flags += lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + counts), (0, counts))[1]
+        y = jnp.repeat(x @ w, counts, total_repeat_length=2 * n, axis=0)
+        return jnp.mean(jnp.tanh(y[:n] * jnp.cos(flags.astype(jnp.float32))[:, None]) ** 2)
+
+    counts = jnp.arange(16) % 4
+    args = W["a"], X, counts, 3 * counts + 1
+    program = emulation(loss_fn, "bfloat16", *args)
+    exact, low = (program(on * program.default, 1.0) for on in (0, 1))
+    native = flat(jax.jit(jax.grad(amp.autocast(loss_fn, "bfloat16")))(*args))
+    assert distance(exact.grads, flat(jax.jit(jax.grad(loss_fn))(*args))) < 1e-6
+    assert distance(low.grads, exact.grads) == pytest.approx(distance(native, exact.grads), rel=0.25)
+
+
+def test_under_vmap_each_element_may_leave_a_while_loop_after_its_own_number_of_iterations():
+    @jax.custom_vjp
+    def settle(w, x, n):
+        step = lambda c: (c[0] + 1, jnp.tanh(0.3 * c[1] @ w + x))  # noqa: E731
+        return lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
+
+    def forward(w, x, n):
+        y = settle(w, x, n)
+        return y, (w, x, y)
+
+    settle.defvjp(forward, lambda kept, ct: (*settled_backward(kept, ct), None))
+
+    def loss_fn(w, x, n):
+        return jnp.mean(jax.vmap(settle, (None, 0, 0))(w, x, n) ** 2)
+
+    args = W["a"], X, jnp.arange(16) % 5
+    program = emulation(loss_fn, "float16", *args)
+    exact, low = (program(on * program.default, 2.0**8) for on in (0, 1))
+    native = flat(jax.jit(amp.grad(amp.autocast(loss_fn), loss_scale=2.0**8))(*args)) / 2.0**8
+    assert distance(exact.grads, flat(jax.jit(jax.grad(loss_fn))(*args))) < 1e-6
+    assert distance(low.grads, exact.grads) == pytest.approx(distance(native, exact.grads), rel=0.25)
+    assert {row.runs for row in program.rows} == {1, 4}
+
+
 def test_float8_products_round_with_their_scales():
     loss_fn = amp.precision("float8")(layers)
     args = {name: jnp.kron(w, jnp.eye(4)) for name, w in W.items()}, jnp.kron(X, jnp.ones((1, 4)))
@@ -296,7 +444,7 @@ def test_what_cannot_be_seen_into_is_listed():
         )
         return mean(params["a"], x)
 
-    budget = amp.debug.error_budget(lambda params, x: mapped(params, x) + layers(params, x))(W, X)
+    budget = amp.debug.error_budget(lambda params, x: mapped(params, x) + layers({"b": params["b"]}, x))(W, X)
     assert any(x.startswith("shard_map at") for x in budget.opaque)
     assert "Not seen: roundings in shard_map at" in str(budget)
     with pytest.raises(ValueError, match=r"rounded to float16 outside of shard_map at .*, which cannot be seen into"):

@@ -1,5 +1,6 @@
 """The evaluation of the debug tools returns what a program returns, inside of `shard_map` too."""
 
+import importlib
 from pathlib import Path
 
 import jax
@@ -91,3 +92,36 @@ def test_a_collective_that_vmap_does_not_know_leaves_one_op():
 def test_the_shape_of_values_on_devices_has_their_mesh_in_front():
     found = first_nonfinite(shard_map(lambda x: jnp.log(x - x), P("rows"), P("rows")))(X)
     assert found.result.shape == (2, 2, 4, 4)
+
+
+def in_a_scan(x):
+    return lax.scan(lambda c, row: (c + jnp.sum(row), 1 / row), jnp.sum(x), x)[1]
+
+
+# What a device computes of its shard, and how the shards are cut.
+SHARDS = {
+    "a shard": (lambda x: 1 / x, P("rows", "columns")),
+    "two axes": (lambda x: 1 / x, P(None, ("columns", "rows"))),
+    "copies": (lambda x: 1 / x, P("columns")),
+    "a scan": (in_a_scan, P("rows", "columns")),
+    "a branch": (lambda x: lax.cond(jnp.sum(x) > -1e9, lambda x: 1 / x, jnp.exp, x), P("rows", "columns")),
+}
+
+
+@pytest.mark.parametrize("at", [(5, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((0, 0), (7, 3)))])
+@pytest.mark.parametrize("name", SHARDS)
+def test_an_element_of_an_argument_is_named_by_its_index_in_the_whole_array(name, at):
+    fun, spec = SHARDS[name]
+    x = np.ones((8, 4), np.float32)
+    x[at] = 0
+    inside = shard_map(fun, (spec,), spec, check_vma=False)
+    behind = shard_map(lambda x: 2 * x, (spec,), spec, check_vma=False)
+    for program in (inside, lambda x: 1 / behind(x)):
+        assert first_nonfinite(program)(x).cause.endswith(f"`x[{at[0]}, {at[1]}]` is 0")
+
+
+def test_an_overflow_that_is_hidden_on_a_device_is_found_in_a_large_program(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("jmp_amp.debug._nonfinite"), "_MANY", 0)
+    found = first_nonfinite(shard_map(lambda x: x / jnp.sum(x * x), P("rows"), P("rows")))(1e30 * X)
+    assert found.primitive == "mul"
+    assert "`div` at" in found.hidden_by

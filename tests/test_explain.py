@@ -1,6 +1,7 @@
 """What `explain` says of programs whose decisions are known."""
 
 import cProfile
+import functools
 import json
 import pstats
 import sys
@@ -372,3 +373,103 @@ def test_lines_of_a_notebook_are_named_after_their_cell(monkeypatch, compiler, f
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     (row,) = rows(lambda x: x @ W, X, primitive="dot_general")
     assert row.source.startswith(f"{file}:")
+
+
+def refuses(x, t):
+    return jnp.mean(jnp.tanh(x @ x) * refused(t)) ** 2
+
+
+@jax.custom_jvp
+def refused(t):
+    return t
+
+
+refused.defjvp(lambda primals, tangents: pytest.fail("differentiated"))
+
+
+def test_argnums_choose_the_arguments_that_are_differentiated():
+    x, t = jnp.ones((4, 4)), jnp.float32(1)
+    for argnums in (0, (0,), -2):
+        rows = amp.explain(refuses, argnums=argnums)(x, t).rows
+        assert {row.direction for row in rows} == {"forward", "backward"}
+    products = [
+        len(amp.explain(lambda a, b: jnp.sum(a @ b), argnums=i)(x, x).select(primitive="dot_general").rows)
+        for i in (0, (0, 1), None)
+    ]
+    assert products == [2, 3, 3]
+    assert amp.explain(refuses, argnums=0)(x, t).diff(dtype="bfloat16").after.dtype == "bfloat16"
+    for wrong in (2, (0, -3), "x"):
+        with pytest.raises(ValueError, match="`argnums` must be positions of the 2 positional arguments, got"):
+            amp.explain(refuses, argnums=wrong)(x, t)
+
+
+def test_argnums_count_the_arguments_behind_an_nnx_module():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((4, 4)))
+
+        def __call__(self, x, t):
+            return refuses(x @ self.w[...], t)
+
+    assert amp.explain(Model(), argnums=0)(jnp.ones((4, 4)), jnp.float32(1)).kept is not None
+
+
+def test_an_argument_that_a_library_does_not_differentiate_leaves_the_forward_pass():
+    eqxi = pytest.importorskip("equinox.internal")
+
+    def model(w, t):
+        return jnp.mean(jnp.tanh(w @ w) * eqxi.nondifferentiable(t))
+
+    args = jnp.ones((4, 4)), jnp.float32(1)
+    report = amp.explain(model)(*args)
+    assert (report.kept, {row.direction for row in report.rows}) == (None, {"forward"})
+    assert report.why_forward.startswith("with respect to all floating arguments (RuntimeError: ")
+    assert "JAX cannot differentiate it with respect to all floating arguments" in str(report)
+    assert amp.explain(model, argnums=0)(*args).why_forward == ""
+
+
+def test_an_error_of_the_users_derivative_says_what_was_asked_for():
+    @jax.custom_jvp
+    def wrong(x):
+        return x
+
+    @wrong.defjvp
+    def _(primals, tangents):
+        raise ValueError("of mine")
+
+    with pytest.raises(ValueError, match="of mine") as caught:
+        amp.explain(wrong)(jnp.ones(2))
+    assert "`explain` differentiates with respect to all floating arguments" in "".join(caught.value.__notes__)
+
+
+def over_its_norm(w, x, divisor):
+    h = x @ w
+    return jnp.mean((h / divisor(jnp.sum(jnp.abs(h), -1, keepdims=True)) - 1) ** 2)
+
+
+# The divisor of rows of a product, and whether the gradient of a row of zeros overflows in float16.
+DIVISORS = {
+    "a sum": (lambda n: n + 1e-12, True),
+    "the other way": (lambda n: 1e-6 + n, True),
+    "a maximum": (lambda n: jnp.maximum(n, 1e-9), True),
+    "broadcast": (lambda n: jnp.broadcast_to(n + 1e-12, (32, 32)), True),
+    "a large constant": (lambda n: n + 1e-3, False),
+    "a choice": (lambda n: jnp.where(n > 0, n, 1.0), False),
+    "a root": (lambda n: jnp.sqrt(n + 1e-8), False),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_a_quotient_by_a_small_constant_is_marked_where_its_gradient_overflows(name):
+    divisor, overflows = DIVISORS[name]
+    w, x = jnp.ones((32, 32)), jnp.zeros((32, 32)).at[0].set(1.0)
+    loss_fn = functools.partial(over_its_norm, divisor=divisor)
+    marked = {
+        dtype: [r for r in amp.explain(loss_fn, dtype)(w, x).rows if r.why == "small divisor"]
+        for dtype in ("float16", "bfloat16")
+    }
+    assert (len(marked["float16"]), len(marked["bfloat16"])) == (overflows, 0)
+    assert jnp.isnan(amp.grad(amp.autocast(loss_fn), loss_scale=2.0**10)(w, x)).any() == overflows
+    assert not jnp.isnan(jax.grad(loss_fn)(w, x)).any()

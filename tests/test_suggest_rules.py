@@ -1,11 +1,14 @@
 """`amp.debug.suggest_rules`: the fewest rules that bring the gradient close to that in float32."""
 
+import contextlib
+import inspect
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jmp_amp as amp
 
@@ -115,7 +118,51 @@ def test_an_op_class_is_suggested_where_it_is_cheaper_than_the_modules():
     assert gradient_error(loss_fn, rules, args) <= 1e-2 < gradient_error(loss_fn, {}, args)
 
 
-def test_without_scopes_primitives_are_what_is_left():
+def without_scopes(in_float32=contextlib.nullcontext):
+    def dense(w, x):
+        return x @ w
+
+    def loss_fn(params, x):
+        x = jnp.tanh(dense(params["a"], x))
+        with in_float32():
+            x = dense(64 + params["b"], x) - dense(jnp.full((8, 8), 64.0), x)  # the line
+        return jnp.mean(jnp.square(jnp.tanh(dense(params["c"], x))))
+
+    return loss_fn
+
+
+def with_a_scan(in_float32=contextlib.nullcontext):
+    def layer(x, w):
+        x = jnp.tanh(x @ w)
+        with in_float32():
+            return x @ (64 + w) - x @ jnp.full(w.shape, 64.0), None  # the line
+
+    @jax.jit
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(lax.scan(layer, x, jnp.stack([*params.values()]))[0]))
+
+    return loss_fn
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("make", [without_scopes, with_a_scan])
+def test_where_scopes_cannot_tell_a_line_is_named(make):
+    keys = jax.random.split(jax.random.key(0), 4)
+    args = {x: jax.random.normal(key, (8, 8)) / 3 for x, key in zip("abc", keys, strict=False)}, jnp.ones((16, 8))
+    rules, report = amp.debug.suggest_rules(make())(*args, tol=5e-3)
+    code, first = inspect.getsourcelines(make)
+    number = first + next(i for i, line in enumerate(code) if "# the line" in line)
+    assert rules == {}
+    assert [re.match(r".*test_suggest_rules.py:(\d+) ", line)[1] for line in report.lines] == [str(number)]
+    assert f"Put `with amp.full_precision():` around {report.lines[0]}." in str(report)
+    assert report.met
+    assert report.compilations == 2
+    assert 0.3 < report.rows[1].low < 0.7
+    assert gradient_error(make(), {}, args) > 5e-3
+    assert gradient_error(make(amp.full_precision), {}, args) == pytest.approx(report.error, rel=0.3)
+
+
+def test_one_line_may_be_the_whole_program():
     def loss_fn(params, x):
         return jnp.mean(jnp.tanh(x @ (64 + params["w"]) - x @ jnp.full((5, 5), 64.0)))
 
@@ -124,6 +171,41 @@ def test_without_scopes_primitives_are_what_is_left():
     assert rules == {jax.lax.dot_general_p: "full"}
     assert report.rows[1].low == 0
     assert gradient_error(loss_fn, rules, args) <= 1e-2
+
+
+def test_of_kinks_the_gain_of_a_rule_is_measured():
+    def loss_fn(params, x):
+        for name, w in params.items():
+            with jax.named_scope(name):
+                x = x + jax.nn.relu(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {f"layer_{i}": jax.random.normal(key, (8, 8)) / 3 for i, key in enumerate(keys[:3])}
+    args = params, jax.random.normal(keys[3], (1024, 8))
+    report = amp.debug.suggest_rules(loss_fn, "bfloat16")(*args, tol=None).report
+    assert report.rows[-1].error < 1e-6 < report.rows[0].error
+    names = [row.key for row in report.rows[1:]]
+    assert names.index("layer_0") < names.index("layer_2")  # its roundings flip the comparisons of all layers
+
+
+def test_after_max_seconds_the_report_says_what_was_left_out(args):
+    report = amp.debug.suggest_rules(network("layer_1"), max_seconds=1e-3)(*args).report
+    assert not report.met
+    assert report.compilations == 1
+    assert "The time was over: " in str(report)
+    assert "`max_seconds=`" in str(report)
+
+
+def test_what_cannot_be_seen_into_has_no_certificate():
+    beside = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
+    mapped = on_one_device(beside)
+    loss_fn = lambda w, x: mapped(w, x) + beside(w, x)  # noqa: E731
+    report = amp.debug.suggest_rules(loss_fn)(jnp.eye(8), jnp.linspace(0, 1, 32).reshape(4, 8), tol=1e-5).report
+    assert report.error <= 1e-5
+    assert not report.met
+    assert "Not seen: roundings in shard_map at" in str(report)
+    assert "No rules meet" not in str(report)
 
 
 def test_bfloat16_needs_more_than_float16(args):

@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,16 +39,10 @@ class Moment(enum.IntEnum):
     SQUARED = 4  # a multiplication of two such products: `blur(x) * blur(y)`
 
 
-class IntegerKind(enum.IntEnum):
-    """Whether a value holds whole numbers."""
-
-    NO = 0
-    CONSTANT = 1  # a constant of whole numbers: `jnp.ones(n)`
-    COUNT = 2  # sums and products of comparisons and integers: `jax.nn.one_hot(ids, n)`
-
-
 class ValueFacts(NamedTuple):
-    """What is known of a value. Each field is False, 0 or 1 where nothing is known, and `join` takes the larger one.
+    """What is known of a value. Each field is False, 0 or 1 where nothing is known.
+
+    `join` takes the larger one, and the smaller one of `is_constant` and `is_whole`.
 
     Attributes:
         size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
@@ -55,7 +50,8 @@ class ValueFacts(NamedTuple):
         is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
         squares: how it is made of squares.
         moment: how it is made of products.
-        integers: whether it holds whole numbers.
+        is_constant: whether it is made of constants only, as `jnp.linspace(-20, 20, 255)`.
+        is_whole: whether it holds whole numbers, as `jax.nn.one_hot(ids, n)`.
         is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it, as the
             residual `b - a @ jnp.linalg.solve(a, b)`.
         adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not: `h` in `h + x`.
@@ -68,14 +64,15 @@ class ValueFacts(NamedTuple):
     is_log: bool = False
     squares: Squares = Squares.NO
     moment: Moment = Moment.NO
-    integers: IntegerKind = IntegerKind.NO
+    is_constant: bool = False
+    is_whole: bool = False
     is_solution: bool = False
     adds_up: bool = False
     recurs: bool = False
     multiplies_slices: bool = False
 
 
-NOTHING = ValueFacts()
+NOTHING, _CONSTANT = ValueFacts(), ValueFacts(is_constant=True)
 
 
 class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
@@ -99,7 +96,10 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     def join(self, a: ValueFacts, b: ValueFacts) -> ValueFacts:
         """Returns what is known of a value that is either of two."""
-        return a if a == b else ValueFacts._make(map(max, a, b))._replace(integers=min(a.integers, b.integers))
+        if a == b:
+            return a
+        is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
+        return ValueFacts._make(map(max, a, b))._replace(is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
@@ -129,10 +129,11 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             or (joined.is_log and rule.passes_on and rule.kind is not ResultKind.QUOTIENT),
             _squares(info, operands),
             _moment(info, operands),
-            _integer_kind(info, read),
+            all(known.is_constant for known in operands),
+            _is_whole(info, read),
             rule.demand == Demand.MATRIX or (joined.is_solution and passes_on and not is_norm),
             joined.adds_up and rule.moves,
-            joined.recurs and rule.is_linear,
+            joined.recurs and (passes_on or rule.is_polynomial),
             joined.multiplies_slices if rule.moves else info.multiplies_slices,
         )
         return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
@@ -141,13 +142,14 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _is_source(info: EqnInfo) -> bool:
     """Whether something is known of the results of an op of whose operands nothing is known."""
     rule = info.rule
-    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or rule.is_cast
+    is_constant = not info.eqn.invars  # `jnp.arange`
+    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or rule.is_cast or is_constant
 
 
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        return NOTHING
+        return _CONSTANT if known.is_constant else NOTHING
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 
@@ -166,8 +168,13 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFac
     if rule.kind in (ResultKind.PRODUCT, ResultKind.OUTER_PRODUCT) or rule.is_product:
         return _scaled(eqn, operands, operands[1].size)
     if rule.passes_on or rule.sums:
-        return max(known.size for known in read)
+        size = max(known.size for known in read)
+        # The terms of a cutoff, `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, cancel where `u` is 1.
+        return min(size, 1.0) if rule.kind is ResultKind.DIFFERENCE and size < _COEFFICIENT else size
     return 1.0
+
+
+_COEFFICIENT = 256
 
 
 def _rounded(size: float) -> float:
@@ -211,14 +218,13 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
     return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
 
 
-def _integer_kind(info: EqnInfo, read: Sequence[ValueFacts]) -> IntegerKind:
+def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
     rule = info.rule
-    if not read:
-        return IntegerKind.COUNT if rule.is_cast else IntegerKind.NO
-    counts = [known.integers for known in read]
-    if IntegerKind.NO in counts or not (rule.is_linear or rule.passes_on) or rule.kind is ResultKind.QUOTIENT:
-        return IntegerKind.NO
-    return IntegerKind.COUNT if rule.kind is ResultKind.SELECTED else max(counts)
+    if not read:  # made of comparisons or integers
+        return rule.is_cast or not info.eqn.invars
+    is_power = rule.kind is ResultKind.POWER and (rule.power or 0) % 1 == 0
+    keeps = (rule.is_linear or rule.passes_on or is_power) and rule.kind is not ResultKind.QUOTIENT
+    return keeps and all(known.is_whole for known in read)
 
 
 def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
@@ -250,15 +256,16 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
 class Path:
     """What is on the way from an input of a body to a value, as a set of bits; nothing but moves at first."""
 
-    CHOICE = 1 << 0  # an op that selects elements, or multiplies them by an array of this iteration, as a gate does
+    CHOICE = 1 << 0  # an op that chooses, as `max`, or multiplies by an array of this iteration, as a gate does
     ARITHMETIC = 1 << 1
     PRODUCT = 1 << 2
     OTHER = 1 << 3
-    VARIES = 1 << 4  # the input is another one in each iteration; no constant of the loop
+    CARRY = 1 << 4  # the input is a carry
+    SLICE = 1 << 5  # the input is another slice in each iteration
+    LAYER = 1 << 6  # a product with an array of this iteration, such as the weight of a layer
 
 
-_ADDS = Path.CHOICE | Path.ARITHMETIC | Path.VARIES  # what may be on the way from an accumulator to itself
-_RECURS = Path.PRODUCT | Path.ARITHMETIC | Path.VARIES  # and from a recurrence
+_ADDS = Path.CHOICE | Path.ARITHMETIC | Path.CARRY | Path.SLICE  # what may be on the way from an accumulator to itself
 
 # Each input of a body that reaches a value, by index, with what is on the way.
 Sources = frozenset[tuple[int, int]]
@@ -276,8 +283,8 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
         adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
         reads_sum = [any(adds_up[i] for i, _ in paths) for paths in added]
-        of_itself = [{path | Path.ARITHMETIC for i, path in paths if i == k} for k, paths in enumerate(after)]
-        return [(is_sum, paths == {_RECURS}) for is_sum, paths in zip(reads_sum, of_itself, strict=True)]
+        of_itself = [[path for i, path in paths if i == k] for k, paths in enumerate(after)]
+        return list(zip(reads_sum, map(_recurs, of_itself), strict=True))
 
     def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         """Returns what reaches the carries of a loop in one or more iterations, and its results."""
@@ -286,7 +293,8 @@ class Paths(jx.Forward[EqnInfo, Sources]):
 
     def _find_carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
         n, first = len(jx.open_jaxpr(loop.body)[0].invars), loop.n_consts
-        inputs = [frozenset({(i, Path.VARIES if i >= first else 0)}) for i in range(n)]
+        kinds = [0] * first + [Path.CARRY] * loop.n_carry + [Path.SLICE] * (n - first - loop.n_carry)
+        inputs = [frozenset({pair}) for pair in enumerate(kinds)]
         outs = self.outs(loop.body, inputs)
         entering, before = inputs, None
         while entering != before:
@@ -311,15 +319,30 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         rule, path = info.rule, Path.OTHER
         if rule.is_product or rule.sums or rule.demand == Demand.MATRIX:
             path = Path.PRODUCT
-        elif rule.arithmetic:
+        elif rule.is_polynomial:
             path = Path.ARITHMETIC
-        elif rule.passes_on:
-            path = 0 if rule.moves else Path.CHOICE
-        if rule.scales:
+        elif rule.passes_on:  # a part that is replaced, or selected by a mask, is no choice: the mask is followed, too
+            path = Path.CHOICE if rule.kind is ResultKind.CHOSEN and rule.fuses and not rule.makes_gates else 0
+        if rule.scales or rule.is_product or rule.kind is ResultKind.SELECTED:
+            gate = Path.LAYER if rule.is_product else Path.CHOICE
             gated = [_is_gated(info, k, operands) for k in range(len(operands))]
-            operands = [_after(of, Path.CHOICE) if gate else of for of, gate in zip(operands, gated, strict=True)]
+            operands = [_after(of, gate) if is_gated else of for of, is_gated in zip(operands, gated, strict=True)]
         reached = _after(self.bottom.union(*operands), path)
-        return [reached if jx.dtype_of(var) == np.float32 else self.bottom for var in info.eqn.outvars]
+        return [reached if jx.dtype_of(var) in _FOLLOWED else self.bottom for var in info.eqn.outvars]
+
+
+_FOLLOWED = {np.dtype(np.float32), np.dtype(bool)}
+
+
+def _recurs(paths: Sequence[int]) -> bool:
+    """Whether a carry that reaches itself on these paths is a recurrence: the state of a simulation.
+
+    Its errors add up: nothing forgets them, and some are made by products. In `h + h @ layer`, whose products read
+    another array in each iteration, they do not add up more than in a network of as many layers.
+    """
+    products = [path & Path.PRODUCT for path in paths]
+    is_network = not all(products) and any(path & Path.LAYER for path in paths)
+    return any(products) and not is_network and not any(path & (Path.CHOICE | Path.OTHER) for path in paths)
 
 
 def _after(sources: Sources, path: int) -> Sources:
@@ -327,9 +350,11 @@ def _after(sources: Sources, path: int) -> Sources:
 
 
 def _is_gated(info: EqnInfo, k: int, operands: Sequence[Sources]) -> bool:
-    """Whether operand `k` of a multiplication is multiplied by an array that is another one in each iteration."""
-    others = zip(info.eqn.invars[:k] + info.eqn.invars[k + 1 :], (*operands[:k], *operands[k + 1 :]), strict=True)
-    return any(varying(jx.shape_of(atom)) and any(path & Path.VARIES for _, path in of) for atom, of in others)
+    """Whether operand `k` is multiplied, or selected, by an array of this iteration, or by a function of a carry."""
+    others = [0] if info.rule.kind is ResultKind.SELECTED else [i for i in range(len(operands)) if i != k]
+    slices = [i for i in others if varying(jx.shape_of(info.eqn.invars[i]))]
+    is_slice = any(path & Path.SLICE for i in slices for _, path in operands[i])
+    return is_slice or any(path & Path.CARRY and path & Path.OTHER for i in others for _, path in operands[i])
 
 
 def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> Sources:
@@ -347,6 +372,10 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         """Returns what two readers demand of a value."""
         return a | b
 
+    def _pass(self, info: EqnInfo, *facts: Any) -> Sequence[int]:
+        operands, outs = facts
+        return [Demand.NONE] * len(operands) if info.is_dead(outs) else super()._pass(info, *facts)
+
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of the accumulators and the recurrences of a loop."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
@@ -358,26 +387,31 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
 
         Operands of a loop may be rounded, even where they decide when it ends: rounded once, they do not change in it.
         """
-        ends_loop = joined(outs) & Demand.ENDS_LOOP
+        kept = joined(outs) & (Demand.ENDS_LOOP | Demand.RECURRENCE)
         if isinstance(structure, jx.Branches):
-            return [ends_loop or Demand.ANY, *demands[1:]]
+            return [kept & Demand.ENDS_LOOP or Demand.ANY, *demands[1:]]
         if isinstance(structure, jx.Call):
             return demands
         gates = [Demand.GATE if demand & (Demand.GATE | Demand.MAKES_GATE) else Demand.NONE for demand in demands]
-        return [(demand & ~_OF_A_BODY) | gate | ends_loop for demand, gate in zip(demands, gates, strict=True)]
+        pairs = zip(demands, gates, strict=True)
+        return [demand and ((demand & ~_OF_A_BODY) | gate | kept or Demand.ANY) for demand, gate in pairs]
 
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
-        of_all = rule.demand
+        asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
+        of_all = Demand.NONE if asks_for_nan else rule.demand
         if rule.moves or demand & ~Demand.OTHERS:
             of_all |= _passed_on(info, demand)
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(operands)
-        if demand & Demand.INDEX and _is_elementwise(rule):
-            indices = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.INDEX]
-            of_all |= Demand.INDEX * any(map(jx.is_floating, indices))  # a comparison with a threshold is no index
-        each = [of_all or Demand.ANY] * len(operands)
+        if demand & Demand.EXACT and _is_elementwise(rule):
+            # A comparison with a threshold is no index.
+            floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
+            of_all |= joined(floating) & Demand.EXACT
+        if not of_all & ~(Demand.CODE | Demand.RANK):
+            of_all |= Demand.ANY
+        each = [of_all] * len(operands)
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
         if gate := _gate(info, operands, demand):
@@ -408,13 +442,20 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     # A residual is what is left of two equal numbers: `b - a @ x`, where `x = jnp.linalg.solve(a, b)`.
     if any(known.is_solution for known in operands):
         return "solution"
+    # An expectation, `probabilities @ jnp.linspace(-20, 20, 255)`, or a code, `bits @ 2.0 ** jnp.arange(14)`.
+    terms, is_constant = info.rule.terms, [known.is_constant for known in operands]
+    sizes = [math.prod(jx.shape_of(atom) or ()) for atom in compress(info.eqn.invars, is_constant)]
+    if info.rule.columns and terms in sizes and not all(is_constant):
+        return "vector"
     # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
-    counts = [known.integers for known in operands]
-    if min(counts) > IntegerKind.NO and max(counts) is IntegerKind.COUNT:
+    is_whole = [known.is_whole for known in operands]
+    if all(is_whole) and not all(is_constant):
         return "count"
-    # A sum by a matrix of zeros and ones: `jax.nn.one_hot(ids, n).T @ x` of 100,000 ones is inf in float16.
-    is_long = isinstance(info.rule.terms, int) and info.rule.terms > form.largest
-    if max(counts) > IntegerKind.NO and is_long:
+    if any(is_whole) and demand & Demand.CODE:
+        return "code"
+    # A sum by a matrix of zeros and ones: `jax.nn.one_hot(ids, n).T @ x` of 100,000 ones is inf in float16. So is that
+    # of the squares of thousands of rows, `x.T @ x / len(x)`, before it is divided.
+    if isinstance(terms, int) and form.largest < terms * (_SQUARE if info.repeats_operand else any(is_whole)):
         return "sum"
     if demand & Demand.OTHERS:  # `x = h @ w; jnp.sin(x) * x` rounds `x` anyway
         demand &= ~Demand.ANGLE
@@ -422,6 +463,8 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         demand &= ~Demand.RANGE
     return next((reason for way, reason in _NAMES.items() if demand & way), None)
 
+
+_SQUARE = 64  # 1024 squares of 8 are 65536
 
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.FACTOR | Demand.MAKES_GATE
@@ -444,8 +487,11 @@ WHY_AS_TRACED = {  # what `why_as_traced` returns, in words
     "logarithm": "a logarithm reads its result, which may be smaller or larger than float16 holds",
     "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
     "index": "its result is converted to an integer",
+    "code": "a sum by whole numbers that is compared with another, as a code",
+    "rank": "its few columns are chosen from by their order, as by `top_k` or `argsort`",
+    "vector": "a product with a constant vector, such as an expectation over bins, which is a sum",
     "count": "it counts: both operands come from comparisons or integers",
-    "sum": "it sums so many terms by a matrix of whole numbers, such as a one-hot one, that float16 may overflow",
+    "sum": "it sums so many squares, or terms by a matrix of whole numbers, that float16 may overflow",
     "loop": "it decides when a loop ends",
 }
 

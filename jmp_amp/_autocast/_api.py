@@ -1,7 +1,7 @@
 """`autocast`: the function transformation."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._attention import Found, name_of, with_kernel
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
@@ -89,6 +90,7 @@ class _Options(TypedDict, total=False):
     save: str
     weight_grad_dtype: Any
     residual_stream: str
+    attention: str | Callable[..., Any] | None
     enabled: bool
 
 
@@ -108,6 +110,7 @@ def autocast(
     save: str = "matmuls",
     weight_grad_dtype: Any = None,
     residual_stream: str = "float32",
+    attention: str | Callable[..., Any] | None = None,
     enabled: bool = True,
 ) -> Any:
     """Returns `fun` with each of its ops run in the precision that suits it.
@@ -153,6 +156,13 @@ def autocast(
             the carries of scans over layers. On an H200 it saves 4 to 8% of the bytes of a transformer and 2 to 5% of
             its memory. In float16 the sums overflow above 65504. `"float32"` gives such a sum the widest dtype of its
             terms, as PyTorch and JAX do. States, losses, and sums that `fun` returns stay float32.
+        attention: what computes the attention of `fun`, which needs no change: `"cudnn"` or another `implementation`
+            of `jax.nn.dot_product_attention`, or a function with its signature. Every `softmax(scale * q @ k.T + bias,
+            masked) @ v` whose weights nothing else reads becomes one call of it, in `dtype` in both passes. A function
+            gets query, key and value of shape (batch, length, heads, features), and `bias`, `mask`, `scale` and
+            `is_causal`; `local_window_size` and `key_value_seq_lengths` only where the program has them. Regions and
+            `rules` keep their say. Attention that the kernel refuses as it is traced stays as it is written, with a
+            warning; `explain` says why any other does. None leaves attention as it is written.
         enabled: False returns `fun` as it is.
 
     Returns:
@@ -160,8 +170,8 @@ def autocast(
         accumulate in float32 on hardware that does so (every GPU and TPU matrix unit); sums accumulate in float32.
 
     Raises:
-        TypeError: `fun` is not callable, `dtype` and `policy` are both given, or a rule is for neither a primitive nor
-            a string.
+        TypeError: `fun` is not callable, `dtype` and `policy` are both given, a rule is for neither a primitive nor a
+            string, or `attention` is neither a string nor a function.
         ValueError: `dtype` is not one of these, or the value of a rule is not a dtype or a class that its primitive
             can have. A pattern that matches no scope warns and lists the scopes.
 
@@ -188,10 +198,11 @@ def autocast(
             save=save,
             weight_grad_dtype=weight_grad_dtype,
             residual_stream=residual_stream,
+            attention=attention,
             enabled=enabled,
         )
     check_function(fun)
-    settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype, residual_stream)
+    settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype, residual_stream, attention)
     if not enabled or (settings.format is FORMATS["float32"] and policy is None and not rules):
         return fun
     autocasted = autocast_with(fun, settings)
@@ -285,6 +296,7 @@ def parse_settings(
     save: str = "matmuls",
     weight_grad_dtype: Any = None,
     residual_stream: str = "float32",
+    attention: str | Callable[..., Any] | None = None,
 ) -> Settings:
     """Checks the arguments of `autocast`; it documents them."""
     check_dtype_or_policy(dtype, policy)
@@ -304,8 +316,14 @@ def parse_settings(
         raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {quote(weight_grad_dtype)}")
     if residual_stream not in ("float32", "low"):
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{shorten(str(residual_stream))}"')
+    is_function = callable(attention) and isinstance(attention, Hashable)
+    if not (attention is None or isinstance(attention, str) or is_function):
+        raise TypeError(
+            f'`attention` must be None, an implementation of `jax.nn.dot_product_attention` such as "cudnn", or a '
+            f"function with its signature that can be hashed, got {quote(attention)}"
+        )
     grads = None if weight_grad_dtype is None else FLOAT32
-    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low"))
+    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low", attention))
 
 
 @functools.lru_cache(maxsize=64)
@@ -317,12 +335,16 @@ def planner_of(options: Options) -> Planner:
     return Planner(plan_higher_order, options)
 
 
-def autocast_with(fun: Callable, settings: Settings, planned: Callable[[Plan], Any] = lambda plan: None) -> Callable:
-    """Returns `fun` under autocast; each call passes its plan to `planned`."""
+def _ignore(plan: Plan, found: Sequence[Found]) -> None:
+    pass
+
+
+def autocast_with(fun: Callable, settings: Settings, planned: Callable[..., Any] = _ignore) -> Callable:
+    """Returns `fun` under autocast; each call passes its plan, and the attention that it found, to `planned`."""
     return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
 
 
-def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any]) -> Callable:
+def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) -> Callable:
     policy, form, options = settings
     stored = FLOAT32 if policy is None else policy.param_dtype
 
@@ -345,9 +367,12 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
         use = Use(demand, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
         region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
+        found: Sequence[Found] = ()
+        if options.attention is not None and form.is_low:
+            closed, found = with_kernel(closed, planner_of(options), region, options.attention)
         plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
-        planned(plan)
-        _warn(plan, options)
+        planned(plan, found)
+        _warn(plan, options, found)
         results = zip(plan(*arrays), jaxpr.outvars, strict=True)
         out = rebuild([jx.as_type(x, var.aval) for x, var in results])
         return out if policy is None else policy.cast_to_output(out)
@@ -355,8 +380,11 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[[Plan], Any
     return autocasted
 
 
-def _warn(plan: Plan, options: Options) -> None:
-    """Warns of patterns that match no scope, and of products that stay as they were traced."""
+def _warn(plan: Plan, options: Options, found: Sequence[Found]) -> None:
+    """Warns of what a kernel refuses, of patterns that match no scope, and of products that stay as traced."""
+    for why in dict.fromkeys([each.why for each in found if each.is_refused]):
+        name = name_of(options.attention)
+        warn(f"`{name}` refuses attention of the function, which stays as it is written: {why}")
     matched = {pattern for scope in plan.scopes for pattern in options.overrides.matching(scope)}
     for pattern in options.overrides.scopes.keys() - matched:
         scopes = sorted(filter(None, plan.scopes))

@@ -27,8 +27,10 @@ class Context(NamedTuple):
         options: the arguments of `autocast`.
         values: what is known of its operands.
         needs_float32: whether all readers of its results read float32, so that it is evaluated in float32.
+        is_stored: whether they do, but some from memory, so that only a sum, which may cancel, is.
         overflows: whether its results may be too large for the low dtype, because of a constant.
         reads_stored_norm: whether it reads a norm of low-precision data that a product reads too.
+        is_ranked: whether its results are chosen from by their order.
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         uses: how each of its results is used, if it holds jaxprs.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
@@ -40,8 +42,10 @@ class Context(NamedTuple):
     options: Options
     values: tuple[Value, ...]
     needs_float32: bool = False
+    is_stored: bool = False
     overflows: bool = False
     reads_stored_norm: bool = False
+    is_ranked: bool = False
     stream: int = Stream.NONE
     uses: tuple[Use, ...] = ()
     inside: Sequence[Inside] = ()
@@ -65,7 +69,7 @@ class Context(NamedTuple):
     @property
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, *self[3:8]
+        return self.region.format, *self[3:10]
 
     @property
     def is_float32(self) -> list[bool]:
@@ -105,11 +109,13 @@ def decide(op: Context) -> tuple[Any, str]:
             return FLOAT32, "constant"
         if not op.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
-        return (FLOAT32, "constant") if op.overflows else (low, "traced" if is_traced else "rule")
+        if op.overflows:
+            return FLOAT32, "constant"
+        return (FLOAT32, "rank") if _is_router(op) else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
         return None, "traced" if is_traced else "rule"
     # In `jnp.exp(x @ w - 1)` the subtraction fuses with the exponential, which is float32.
-    if op.overflows or (op.needs_float32 and not _is_exact(op)):
+    if op.overflows or (op.needs_float32 and not _is_exact(op)) or (op.is_stored and _adds_arrays(op)):
         return FLOAT32, _why_float32(op, values)
     stored = [value.as_data() for value in values] if op.reads_stored_norm or rule.stores else values
     dtype = common_dtype(stored) if rule.op_class is OpClass.PROMOTE else widest(value.dtype for value in stored)
@@ -130,6 +136,25 @@ def _why_float32(op: Context, values: Sequence[Value]) -> str:
     if op.overflows or any(value.exceeds(low) or (is_low and not value.fits(low)) for value in values):
         return "constant"
     return "readers" if is_low else "rule"
+
+
+def _is_router(op: Context) -> bool:
+    """Whether an op is a product whose few columns are chosen from by their order.
+
+    A router has a column for each expert, up to some hundred. A layer that has one for each word of a vocabulary, which
+    is searched, stays low: it is the largest product of a model.
+    """
+    columns = [n for n, is_input in zip(op.rule.columns, op.is_input, strict=False) if is_input and isinstance(n, int)]
+    return op.is_ranked and min(columns, default=math.inf) <= _MOST_EXPERTS
+
+
+_MOST_EXPERTS = 512
+
+
+def _adds_arrays(op: Context) -> bool:
+    """Whether an op adds or subtracts two arrays, none of them a bias."""
+    is_sum = op.rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE)
+    return is_sum and all(value.origin is not Origin.SCALAR for value in for_promotion(op))
 
 
 def _is_exact(op: Context) -> bool:

@@ -14,12 +14,14 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
+from jmp_amp._autocast._attention import Found
 from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, OpClass, Rule
+from jmp_amp._autocast._primitives import RULES, OpClass, ResultKind, Rule
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
+from jmp_amp._calls import quote, shorten
 from jmp_amp._float8 import PLAIN_PRIMITIVE, PRIMITIVE, RAGGED_PRIMITIVE
 from jmp_amp._formats import AS_TRACED, FORMATS, Format
 from jmp_amp._modules import unbound
@@ -57,6 +59,24 @@ class OpSite(NamedTuple):
     bytes: int
 
 
+class AttentionSite(NamedTuple):
+    """A softmax of the program that a product reads, where `attention` is given.
+
+    Attributes:
+        module: the named scopes around the product.
+        source: the file and line that it comes from, and the function there.
+        kernel: what computes the attention; empty if it stays as it is written.
+        why: why it stays as it is written; of a kernel, how it is told of masks.
+        runs: how often it runs.
+    """
+
+    module: str
+    source: str
+    kernel: str
+    why: str
+    runs: int
+
+
 REASONS = {
     "rule": "the class of its primitive",
     "bias": "a bias does not widen a product, nor a scalar an array",
@@ -77,6 +97,8 @@ REASONS = {
     "traced": "the op, or an operand, was traced in another dtype than float32",
     "kernel": "autocast cannot read a kernel: it runs in the dtypes that it was traced in; see `cast_inputs`",
     "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
+    "small divisor": "it divides a float16 value by a number plus a constant below 6e-5: where the number is 0, the "
+    "gradient of the value is 1 / constant, beyond float16; see docs/sharp-bits.md",
     "opaque": "no rule for this primitive: the products in it stay as they were traced",
     "derivative": "JAX derives it from the forward pass",
 }
@@ -87,7 +109,7 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
     return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
-def _flops(eqn: Any) -> int:
+def flops_of(eqn: Any) -> int:
     """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
     groups = 1
     if eqn.primitive.name in ("dot_general", PRIMITIVE):
@@ -162,8 +184,28 @@ def _forward_site(
         why = "opaque" if planner.hides_products(eqn) else "unknown"
     elif rule.is_kernel:
         why = "kernel"
+    elif rule.kind is ResultKind.QUOTIENT and _has_small_divisor(planner, plan, eqn.invars):
+        why = "small divisor"
     inputs = [value.dtype for value in compress(values, is_float)]
     return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
+
+
+def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) -> bool:
+    """Whether a quotient is of a float16 value and of a number that a small constant keeps from 0.
+
+    The derivative in the value is 1 / constant where the number is 0, and is cast to float16.
+    """
+    value, divisor = operands
+    if isinstance(value, Literal) or plan.values[value].dtype != jnp.float16:
+        return False
+    made = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
+    while isinstance(divisor, Var) and (eqn := made.get(divisor)):
+        rule = planner.rule_of(eqn)
+        if rule.kind is ResultKind.SUM or eqn.primitive.name == "max":
+            numbers = [float(x.val) for x in eqn.invars if isinstance(x, Literal) and np.ndim(x.val) == 0]
+            return any(0 < x < float(jnp.finfo(jnp.float16).tiny) for x in numbers)
+        divisor = eqn.invars[0] if rule.moves or rule.is_cast else None
+    return False
 
 
 def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
@@ -187,7 +229,7 @@ def _site(
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    costs = times, times * _flops(eqn), times * nbytes
+    costs = times, times * flops_of(eqn), times * nbytes
     return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
 
 
@@ -196,8 +238,12 @@ def _nbytes(var: Any, dtype: Any) -> int:
 
 
 def explain_call(
-    fun: Callable, settings: Settings, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[OpSite], int, dict[str, int] | None, dict[str, list[str]]]:
+    fun: Callable,
+    settings: Settings,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None = None,
+) -> tuple[list[OpSite], list[AttentionSite], int, dict[str, int] | None, dict[str, list[str]], str]:
     """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
 
     Args:
@@ -205,19 +251,26 @@ def explain_call(
         settings: those of autocast.
         args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: likewise.
+        argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
 
     Returns:
-        All op sites; how often a floating value is cast to another floating dtype; the bytes of the residuals, which
-        the backward pass reads, by dtype and without arguments, or None if the program has no derivative; and the lines
-        of the scans, by who decides what their backward pass keeps.
+        All op sites; each softmax that a product reads, if `attention` is given; how often a floating value is cast to
+        another floating dtype; the bytes of the residuals, which the backward pass reads, by dtype and without
+        arguments, or None if the program has no derivative; the lines of the scans, by who decides what their backward
+        pass keeps; and why there is no derivative, or an empty string.
     """
+    args, kwargs = jx.as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
+    n_args = len(args)
     fun, args = unbound(fun, args)
-    plans: list[Plan] = []
-    autocasted = autocast_with(fun, settings, plans.append)
+    chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
+    calls: list[tuple[Plan, Sequence[Found]]] = []
+    autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))
 
     def call_and_pull(*args: Any, **kwargs: Any) -> Any:
         arrays, rebuild = jx.split_arrays((args, kwargs))
-        is_float = list(map(jx.is_floating, arrays))
+        of_argument = [i for i, arg in enumerate(args) for _ in jx.split_arrays(arg)[0]]
+        is_chosen = [argnums is None or i in chosen for i in (*of_argument, *[None] * len(arrays))]
+        is_float = [jx.is_floating(x) and ok for x, ok in zip(arrays, is_chosen, strict=False)]
 
         def of_floats(*floats: Any) -> list[Any]:
             args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
@@ -226,21 +279,47 @@ def explain_call(
         out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
         return out, pull([jnp.ones_like(x) for x in out])
 
+    why_forward = ""
     try:
-        program, is_differentiable = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0], True
+        program = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0]
     except Exception as error:
+        by = "all floating arguments" if argnums is None else f"the arguments {argnums}"
         if not jx.versions.has_no_derivative(error):
+            error.add_note(f"`explain` differentiates with respect to {by}; others are chosen by `argnums`")
             raise
-        program, is_differentiable = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0], False
+        program = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0]
+        what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
+        why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
+    plan, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
-    forward = _forward(planner, plans[-1], settings.format, jx.Provenance(), None)
+    forward = _forward(planner, plan, settings.format, jx.Provenance(), None)
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
-    for keeper, line in dict.fromkeys(_keepers(plans[-1], jx.Provenance())):
+    for keeper, line in dict.fromkeys(_keepers(plan, jx.Provenance())):
         scans[keeper].append(line)
-    return sites, casts, _kept(program) if is_differentiable else None, dict(scans)
+    kept, attention = None if why_forward else _kept(program), list(map(_attention_site, found))
+    return sites, attention, casts, kept, dict(scans), why_forward
+
+
+def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
+    """Returns the positions of arguments among `n`, behind `offset` others."""
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(isinstance(i, int) and -n <= i < n for i in numbers):
+        raise ValueError(f"`argnums` must be positions of the {n} positional arguments, got {quote(argnums)}")
+    return {i % n + offset for i in numbers}
+
+
+def _attention_site(found: Found) -> AttentionSite:
+    """Returns where a softmax is, and what became of it."""
+    provenance = jx.Provenance()
+    for eqn in found.eqns:
+        structure = jx.structure_of(eqn)
+        provenance = provenance.of(eqn)
+        if isinstance(structure, jx.Loop) and structure.length is not None:
+            provenance = provenance._replace(times=provenance.times * structure.length)
+    return AttentionSite(provenance.module, provenance.source, found.kernel, found.why, provenance.times)
 
 
 def _keepers(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant, with_results
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import Demand
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, ValueFacts, join
+from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
 
@@ -137,13 +137,13 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     if is_checkpoint:
         region = region._replace(is_checkpointed=True)
     plan = planner.plan(jaxpr, values, uses, region)
-    needs_float32 = (False,) * len(values) if entry.keeps_inputs else plan.needs_float32
+    reads = _stored(plan.reads) if entry.keeps_inputs else plan.reads
     cast = tuple(
-        value.as_float32() if needs and jx.dtype_of(atom) == FLOAT32 else value
-        for value, needs, atom in zip(values, needs_float32, eqn.invars, strict=True)
+        value.as_float32() if each == Reads.FUSED and jx.dtype_of(atom) == FLOAT32 else value
+        for value, each, atom in zip(values, reads, eqn.invars, strict=True)
     )
     plan = planner.plan(jaxpr, cast, uses, region)
-    step = _step(eqn, values, cast, plan.outs, [plan.body()], [(plan, 1)])._replace(needs_float32=needs_float32)
+    step = _step(eqn, values, cast, reads, plan.outs, [plan.body()], [(plan, 1)])
     if is_checkpoint and not planner.options.keeps_checkpoints:
         return step._replace(run=functools.partial(_run_inline, plan), changed=True)
     if call.rule is None or not plan.changed:
@@ -169,23 +169,23 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, eqn: JaxprEqn) -> S
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(eqn.outvars)
     plan = planner.plan(call.jaxpr, inputs, uses, op.region._replace(format=AS_TRACED))
     outs = tuple(Value(jx.dtype_of(atom)) for atom in opened.outvars)
-    step = _step(eqn, op.values, cast, outs, [], [(plan, 1)])
-    return step._replace(needs_float32=(True,) * len(cast), run=functools.partial(jx.bind, eqn))
+    step = _step(eqn, op.values, cast, (Reads.FUSED,) * len(cast), outs, [], [(plan, 1)])
+    return step._replace(run=functools.partial(jx.bind, eqn))
 
 
 def _branches(planner: Planner, branches: jx.Branches, op: Context) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
     inputs, plans = tuple(op.values[i] for i in branches.operands), []
     for branch, known, demands in op.inside:
-        # The results are stored, so float32 would cost memory, even if all readers read float32.
-        stored = tuple(
-            use._replace(demand=each, needs_float32=False) for use, each in zip(op.uses, demands, strict=True)
-        )
+        reads = _stored([use.reads for use in op.uses])
+        stored = tuple(map(Use, demands, [use.stream for use in op.uses], reads))
         plans.append(planner.plan(branch, _known_as(inputs, known), stored, op.region))
     of_results = zip(*(plan.outs for plan in plans), strict=True)
     outs = tuple(functools.reduce(join, of_branches) for of_branches in of_results)
     bodies = [plan.body(outs) for plan in plans]
-    return _step(op.eqn, op.values, op.values, outs, bodies, [(plan, 1) for plan in plans])
+    of_operands = zip(*[plan.reads for plan in plans], strict=True)
+    reads = _stored([Reads.LOW, *map(min, of_operands)])
+    return _step(op.eqn, op.values, op.values, reads, outs, bodies, [(plan, 1) for plan in plans])
 
 
 def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
@@ -200,7 +200,8 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
         streams = planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in uses])
     read_as = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
     read_as = [use.stream if use.stream & Stream.RETURNED else each for use, each in zip(uses, read_as, strict=False)]
-    of_body = tuple(map(Use, demands, read_as))
+    reads = [Reads.LOW] * loop.n_carry + _stored([use.reads for use in uses[loop.n_carry :]])
+    of_body = tuple(map(Use, demands, read_as, reads))
 
     def plan_body(carry: Values) -> Plan:
         return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)
@@ -215,7 +216,8 @@ def _scan(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     keeper = _keeper(planner, plan, body, op.region)
     policy = planner.is_saved if keeper == "autocast" else None
     cast = (*consts, *carry, *values[loop.xs])
-    step = _step(eqn, values, cast, outs, [plan.body(outs, policy)], [(plan, loop.length)])
+    reads = _of_operands(plan, loop, carry)
+    step = _step(eqn, values, cast, reads, outs, [plan.body(outs, policy)], [(plan, loop.length)])
     return step._replace(keeper=keeper)
 
 
@@ -246,16 +248,31 @@ def _while(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     of_cond = _known_as((*values[loop.cond_consts], *carry), known_of_cond)
     cond = planner.plan(loop.cond, of_cond, (Use(Demand.ENDS_LOOP),), op.region)
     cast = (*values[loop.cond_consts], *values[loop.consts], *carry)
-    return _step(eqn, values, cast, carry, [cond.body(), body.body(carry)], [(cond, 1), (body, 1)])
+    reads = (*_stored(cond.reads[: loop.cond_consts.stop]), *_of_operands(body, loop, carry))
+    return _step(eqn, values, cast, reads, carry, [cond.body(), body.body(carry)], [(cond, 1), (body, 1)])
+
+
+def _of_operands(body: Plan, loop: jx.Loop, carry: Values) -> list[int]:
+    """Returns in which dtype a loop reads its operands: carries in the dtypes that they have in it."""
+    first = [Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry]
+    return _stored([*body.reads[: loop.n_consts], *first, *body.reads[loop.n_consts + loop.n_carry :]])
+
+
+def _stored(reads: Iterable[int]) -> list[int]:
+    """Returns in which dtype values are read that are stored in memory."""
+    return [Reads.STORED if each == Reads.FUSED else each for each in reads]
 
 
 def _step(
-    eqn: JaxprEqn, values: Values, cast: Values, outs: Values, bodies: list[jx.Body], inner: list[tuple[Plan, Any]]
+    eqn: JaxprEqn,
+    values: Values,
+    cast: Values,
+    reads: Sequence[int],
+    outs: Values,
+    bodies: list[jx.Body],
+    inner: list[tuple[Plan, Any]],
 ) -> Step:
-    """Returns the decision for an equation: the casts of its operands, and other bodies if a plan changes one.
-
-    Its operands are stored, so float32 would cost memory. So `needs_float32` is false, even if the body reads float32.
-    """
+    """Returns the decision for an equation: the casts of its operands, and other bodies if a plan changes one."""
     casts = tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(values, cast, strict=True))
     run_with, changed = jx.HIGHER_ORDER[eqn.primitive.name].run, any(plan.changed for plan, _ in inner)
     run: Run = functools.partial(jx.bind, eqn)
@@ -263,7 +280,7 @@ def _step(
         run = functools.partial(run_with, eqn, bodies)
         if isinstance(jx.structure_of(eqn), jx.Loop):
             run = functools.partial(_run_loop, run_with, eqn, bodies)
-    return Step(eqn, casts, outs, run, changed, (False,) * len(casts), inner=tuple(inner))
+    return Step(eqn, casts, outs, run, changed, tuple(reads), inner=tuple(inner))
 
 
 def _run_loop(run_with: Any, eqn: JaxprEqn, bodies: Sequence[jx.Body], args: Sequence[Any]) -> Sequence[Any]:

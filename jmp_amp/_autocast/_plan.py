@@ -101,7 +101,7 @@ class Step(NamedTuple):
         outs: what is known of the results.
         run: evaluates the equation on its cast operands.
         changed: whether a dtype in it differs from the traced one.
-        needs_float32: whether it reads each operand only in float32, so that the operand may be computed in float32.
+        reads: in which dtype it reads each operand; one that is read in float32 may be computed in float32.
         why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
         inner: the plans of its jaxprs, and how often each runs; 1 if that is not known.
         as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
@@ -113,7 +113,7 @@ class Step(NamedTuple):
     outs: tuple[Value, ...]
     run: Run
     changed: bool
-    needs_float32: tuple[bool, ...]
+    reads: tuple[int, ...]
     why: str = ""
     inner: "tuple[tuple[Plan, Any], ...]" = ()
     as_traced: str | None = None
@@ -148,7 +148,7 @@ class Plan:
         values: what is known of each variable.
         steps: the decision for each equation.
         outs: what is known of the results.
-        needs_float32: whether each input is read in float32 only.
+        reads: in which dtype each input is read.
         region: the surroundings of the jaxpr.
         scopes: the paths of its equations; empty if no rule has a pattern.
         opaque: the primitives that hold products and have no rule, so that these stay as they were traced.
@@ -160,7 +160,7 @@ class Plan:
     values: Mapping[Var, Value]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
-    needs_float32: tuple[bool, ...]
+    reads: tuple[int, ...]
     region: Region
     scopes: frozenset[str]
     opaque: frozenset[str]

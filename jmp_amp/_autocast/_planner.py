@@ -16,7 +16,7 @@ from jmp_amp._autocast._plan import Op, Plan, Region, Run, Step, differs, is_loo
 from jmp_amp._autocast._primitives import RULES, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, constant, constants
+from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
 
 
@@ -167,8 +167,9 @@ class Planner:
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
-        needs_float32 = tuple(d == FLOAT32 or not shows for d in dtypes)
-        return Step(eqn, shared, outs, run, changed, needs_float32, why)
+        otherwise = Reads.STORED if op.is_stored else Reads.LOW
+        reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
+        return Step(eqn, shared, outs, run, changed, reads, why)
 
 
 @dataclasses.dataclass(slots=True)
@@ -178,25 +179,24 @@ class _Variable:
     Attributes:
         value: what is known of it; None until its equation is decided.
         producer: the equation that computes it; None for an input.
-        readers: the equations that read it.
-        low_readers: those of them that may read it in low precision, and -1 if a result of the jaxpr may.
+        readers: the equations that read it, with the dtype in which each does.
+        returned: in which dtype the results of the jaxpr that it is are read.
         demand: how its readers read it.
         stream: how it is read as a residual stream.
     """
 
     value: Value | None = None
     producer: int | None = None
-    readers: list[int] = dataclasses.field(default_factory=list)
-    low_readers: set[int] = dataclasses.field(default_factory=set)
+    readers: dict[int, int] = dataclasses.field(default_factory=dict)
+    returned: int = Reads.UNREAD
     demand: int = Demand.NONE
     stream: int = Stream.NONE
 
     @property
-    def needs_float32(self) -> bool:
-        """Whether all its readers read float32, or it is a gate."""
-        return (self.demand != Demand.NONE and not self.low_readers) or bool(
-            self.demand & (Demand.FACTOR | Demand.GATE)
-        )
+    def reads(self) -> int:
+        """In which dtype it is read; as a gate, in float32."""
+        is_gate = self.demand & (Demand.FACTOR | Demand.GATE)
+        return Reads.FUSED if is_gate else min([self.returned, *self.readers.values()])
 
 
 class _PlanBuilder:
@@ -216,19 +216,21 @@ class _PlanBuilder:
         given = zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True)
         self._variables = {var: _Variable(value) for var, value in given}
         infos = planner.infos_of(opened)
-        for i, each in enumerate(infos):
-            for var in each.operands:
-                self._variables[var].readers.append(i)
-                self._variables[var].low_readers.add(i)
-            self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
-        for use, atom in zip(uses, opened.outvars, strict=True):
-            is_low = use.demand != Demand.RETURNED and not use.demand & Demand.SENSITIVE
-            if isinstance(atom, Var) and is_low and not use.needs_float32:
-                self._variables[atom].low_readers.add(-1)
         known = [value.known for value in values]
         self._known = planner.knowledge.find(jaxpr, known)
-        for var, demand in planner.demands.find(jaxpr, known, [use.demand for use in uses]).items():
+        demands = planner.demands.find(jaxpr, known, [use.demand for use in uses])
+        for i, each in enumerate(infos):
+            self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
+            is_dead = each.is_dead([demands.get(var, Demand.NONE) for var in each.eqn.outvars])
+            for var in each.operands:
+                self._variables[var].readers[i] = Reads.UNREAD if is_dead else Reads.LOW
+        for var, demand in demands.items():
             self._variables[var].demand = demand
+        for use, atom in zip(uses, opened.outvars, strict=True):
+            if isinstance(atom, Var) and use.demand != Demand.NONE:
+                is_float32 = use.demand == Demand.RETURNED or use.demand & Demand.SENSITIVE
+                result = self._variables[atom]
+                result.returned = min(result.returned, Reads.FUSED if is_float32 else use.reads)
         if planner.options.has_low_stream:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
             streams = planner.streams.of(jaxpr, is_computed, [use.stream for use in uses])
@@ -256,7 +258,8 @@ class _PlanBuilder:
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
         stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
-        return op._replace(overflows=overflows, stream=stream)
+        is_ranked = bool(demand & Demand.RANK) and format_in(eqn.source_info.name_stack) is None
+        return op._replace(overflows=overflows, is_ranked=is_ranked, stream=stream)
 
     def plan(self) -> Plan:
         """Decides all equations."""
@@ -265,7 +268,7 @@ class _PlanBuilder:
             while pending:
                 pending += self._decide(pending.pop())
         known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
-        needs_float32 = tuple([self._variables[var].needs_float32 for var in self._jaxpr.invars])
+        reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
         pairs = zip(filter(None, self._steps), self._contexts, strict=True)
         steps = [step._replace(as_traced=op.as_traced) for step, op in pairs]
         inner = [plan for step in steps for plan, _ in step.inner]
@@ -273,7 +276,7 @@ class _PlanBuilder:
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
         frame, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
-        return Plan(frame, self._consts, known, steps, outs, needs_float32, self._region, scopes, opaque)
+        return Plan(frame, self._consts, known, steps, outs, reads, self._region, scopes, opaque)
 
     def _read(self, atom: Any) -> Value:
         if isinstance(atom, Literal):
@@ -287,15 +290,17 @@ class _PlanBuilder:
         outs = [self._variables[var] for var in eqn.outvars]
         uses: tuple[Use, ...] = ()
         if info.structure is not None:
-            uses = tuple([Use(out.demand or Demand.ANY, out.stream, out.needs_float32) for out in outs])
+            uses = tuple([Use(out.demand, out.stream, out.reads) for out in outs])
         values = tuple([self._read(atom) for atom in eqn.invars])
         has_copy = False
         if info.uses_copies:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
             has_copy = any(value.has_float32_copy for value in values)
+        reads = min([out.reads for out in outs], default=Reads.UNREAD)
         op = old._replace(
             values=values,
-            needs_float32=(rule.fuses or (rule.moves and has_copy)) and _need_float32(outs),
+            needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads == Reads.FUSED,
+            is_stored=(rule.moves or rule.arithmetic) and reads == Reads.STORED,
             reads_stored_norm=self._reads_stored_norm(info, values),
             uses=uses,
         )
@@ -316,18 +321,20 @@ class _PlanBuilder:
         if value.as_data().dtype == jx.dtype_of(atom):
             return value
         variable = self._variables[atom]
-        has_copy = not variable.low_readers.issuperset(set(variable.readers) - {reader})
+        has_copy = any(reads == Reads.FUSED for i, reads in variable.readers.items() if i != reader)
         return value._replace(has_float32_copy=True) if has_copy else value
 
     def _affected(self, i: int, step: Step) -> Iterator[int]:
         """Records the operands that an equation reads in float32, and yields the equations to decide again."""
-        pairs = zip(step.eqn.invars, step.needs_float32, strict=True)
-        low = {atom for atom, is_float32 in pairs if not is_float32 and isinstance(atom, Var)}
-        for var in self._contexts[i].info.operands:
+        reads = dict[Var, int]()
+        for atom, each in zip(step.eqn.invars, step.reads, strict=True):
+            if isinstance(atom, Var):
+                reads[atom] = min(each, reads.get(atom, each))
+        for var, each in reads.items():
             operand = self._variables[var]
-            if var not in low and i in operand.low_readers:
-                operand.low_readers.remove(i)
-                if operand.needs_float32 and operand.producer is not None:
+            if each > operand.readers[i]:
+                operand.readers[i] = each
+                if operand.reads > Reads.LOW and operand.producer is not None:
                     yield operand.producer
                 yield from [reader for reader in operand.readers if self._contexts[reader].info.uses_copies]
 
@@ -344,9 +351,3 @@ class _PlanBuilder:
         pairs = zip(info.eqn.invars, values, strict=True)
         norms = [atom for atom, value in pairs if value.data_dtype is not None and value.data_dtype != value.dtype]
         return any(isinstance(atom, Var) and is_stored(atom) for atom in norms)
-
-
-def _need_float32(results: Sequence[_Variable]) -> bool:
-    """Whether all results of an equation that are read need float32, and at least one does."""
-    needs = [result.needs_float32 for result in results]
-    return any(needs) and all(need or not result.low_readers for need, result in zip(needs, results, strict=True))

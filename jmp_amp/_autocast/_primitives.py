@@ -112,7 +112,8 @@ class ResultKind(enum.StrEnum):
     CHOSEN = "chosen"  # some of the elements, or their negatives
     SELECTED = "selected"  # elements of several operands, chosen by a condition
     SUM = "sum"  # sums of two elements; one may be a bias
-    DIFFERENCE = "difference"  # differences of two elements, or sums of two cotangents
+    DIFFERENCE = "difference"  # differences of two elements
+    COTANGENT = "cotangent"  # sums of two cotangents
     PRODUCT = "product"
     QUOTIENT = "quotient"
     OUTER_PRODUCT = "outer product"  # a matrix product that sums nothing
@@ -142,8 +143,11 @@ class Demand:
     RECURRENCE = 1 << 12  # as the next value of a recurrence by products: `x = a @ x`
     ENDS_LOOP = 1 << 13  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
     INDEX = 1 << 14  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
+    CODE = 1 << 15  # to see whether it is equal to another: `code[:, None] == code`
+    RANK = 1 << 16  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
 
     OTHERS = ANY | RETURNED
+    EXACT = INDEX | CODE | RANK  # which ops on few elements pass on
     LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
     SENSITIVE = LINEAR | ENDS_LOOP | INDEX  # those that float32 is for
 
@@ -158,6 +162,8 @@ class Rule(NamedTuple):
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         terms: how many elements a product sums for each of its result; 0 for other ops.
+        columns: for a product that is no convolution, how many axes of either operand it does not sum over, as numbers
+            of elements.
         rows: for a product, the axes of the result that come from the other operand, if the first or the second operand
             is the weight. None if that operand cannot be the weight.
         costly: `jax.checkpoint` saves the result instead of computing it again.
@@ -179,6 +185,7 @@ class Rule(NamedTuple):
     demand: int = Demand.NONE
     fuses: bool = False
     terms: Any = 0
+    columns: tuple[Any, ...] = ()
     rows: tuple[Axes | None, Axes | None] = (None, None)
     costly: bool = False
     stores: bool = False
@@ -239,12 +246,18 @@ class Rule(NamedTuple):
         return self.kind is ResultKind.POWER and (self.power is None or self.power % 1 != 0)
 
     @property
+    def is_polynomial(self) -> bool:
+        """Whether the op adds, multiplies or divides, or is a power by a whole number."""
+        return self.arithmetic or (self.power is not None and self.power > 0 and self.power % 1 == 0)
+
+    @property
     def is_linear(self) -> bool:
         """Whether the op moves, adds and multiplies, so that it passes on errors as they are."""
         return self.moves or self.arithmetic or self.is_product or self.sums
 
 
-_ARITHMETIC = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT}
+_ARITHMETIC = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
+_ARITHMETIC |= {ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT}
 _PASSES_ON = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED, *_ARITHMETIC}
 
 # The rule of a primitive, or a function of the parameters of the op and the types of its operands.
@@ -335,7 +348,7 @@ def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     is_of_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
     if is_of_vectors and rule.can_run_as_traced:
         return Rule(OpClass.FULL, ResultKind.MATRIX_PRODUCT, dtype_params=_LOWER.dtype_params)
-    return rule
+    return rule._replace(columns=(math.prod(left), math.prod(right)))
 
 
 def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
@@ -393,6 +406,12 @@ def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     return _SCATTER if params["update_jaxpr"] is None else ORIGINAL
 
 
+def _sort(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """What is sorted beside the keys is chosen by them, as the indices of `argsort`."""
+    is_by_order = len(avals) > params["num_keys"]
+    return _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK if is_by_order else Demand.NONE)
+
+
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     product = _PAIRWISE._replace(kind=ResultKind.PRODUCT, fold=lambda _, x, y: x * y)
     return product if params.get("out_dtype") is None else ORIGINAL
@@ -434,14 +453,15 @@ RULES: Rules = _table(
         # Several operands of one dtype.
         "add": _PAIRWISE._replace(kind=ResultKind.SUM, fold=lambda _, x, y: x + y),
         "sub": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE, fold=lambda _, x, y: x - y),
-        "add_any": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE),
+        "add_any": _PAIRWISE._replace(kind=ResultKind.COTANGENT),
         "mul": _mul,
         "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=lambda _, x, y: x / y),
         "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x, y: np.maximum(x, y)),
         "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x, y: np.minimum(x, y)),
         "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN),
         "select_n": _PAIRWISE._replace(kind=ResultKind.SELECTED),
-        "eq ne lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
+        "eq ne": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE),
+        "lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
         "rem nextafter": _PROMOTE._replace(keeps_unit=True),
         "atan2": _PROMOTE,
         "scatter": _scatter,
@@ -463,8 +483,10 @@ RULES: Rules = _table(
         "cbrt": _ELEMENTWISE._replace(power=1 / 3),
         "floor ceil round tanh logistic erf erfc": _ELEMENTWISE,
         "argmax argmin": _FOLLOW._replace(drops_unit=True),
-        "cummax cummin sort top_k": _FOLLOW._replace(keeps_unit=True),
-        "approx_top_k": _FOLLOW,
+        "cummax cummin": _FOLLOW._replace(keeps_unit=True),
+        "sort": _sort,
+        "top_k": _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK),
+        "approx_top_k": _FOLLOW._replace(demand=Demand.RANK),
         "reduce_window_max reduce_window_min": _FOLLOW._replace(stores=True),
         "psum psum_invariant": _FOLLOW._replace(kind=ResultKind.TOTAL),
         "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
@@ -530,6 +552,10 @@ class EqnInfo(NamedTuple):
     def enters(self) -> jx.Structure | None:
         """How analyses enter its jaxprs: a solver is one op to them."""
         return None if self.rule.demand else self.structure
+
+    def is_dead(self, demands: Sequence[int]) -> bool:
+        """Whether nothing reads its results, of which `demands` is demanded, so that XLA drops it."""
+        return not (any(demands) or self.eqn.effects)
 
     @property
     def uses_copies(self) -> bool:

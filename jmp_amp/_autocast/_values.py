@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._analyses import NOTHING, IntegerKind, ValueFacts
+from jmp_amp._autocast._analyses import NOTHING, ValueFacts
 from jmp_amp._autocast._primitives import Axes, Demand, varying
 from jmp_amp._formats import FLOAT32
 
@@ -42,18 +42,27 @@ class Stream:
     NORM = ELEMENTS | STATISTIC  # by a norm, so that a sum of layer outputs is, inputs of the program included
 
 
+class Reads:
+    """In which dtype a value is read, as plain integers; where it has several readers, the smallest counts."""
+
+    LOW = 0  # in low precision, if it is that
+    STORED = 1  # in float32, and from memory, as by the body of a loop: computed in float32, it takes more memory
+    FUSED = 2  # in float32, by an op that fuses with the one that computes it
+    UNREAD = 3
+
+
 class Use(NamedTuple):
     """How a result of a jaxpr is used.
 
     Attributes:
         demand: what its readers demand.
         stream: as which residual stream they read it.
-        needs_float32: whether all readers read float32.
+        reads: in which dtype they read it.
     """
 
     demand: int = Demand.ANY
     stream: int = Stream.NONE
-    needs_float32: bool = False
+    reads: int = Reads.LOW
 
 
 class Value(NamedTuple):
@@ -156,13 +165,13 @@ def _constant(x: Any) -> Value:
     value, read = unknown(jax.typeof(x)), _elements(x)
     if read is None:
         return value
-    value = value._replace(scalar=read.item() if read.shape == () else None)
+    value = value._replace(scalar=read.item() if read.shape == () else None, known=ValueFacts(is_constant=True))
     if read.dtype != FLOAT32:
         return value
     with np.errstate(all="ignore"):
-        whole = IntegerKind.CONSTANT if np.all(read == np.rint(read)) else IntegerKind.NO
+        is_whole = bool(np.all(read == np.rint(read)))
     sizes = magnitudes(read)
-    return value._replace(magnitudes=sizes, known=ValueFacts(size=sizes[1], integers=whole))
+    return value._replace(magnitudes=sizes, known=ValueFacts(size=sizes[1], is_constant=True, is_whole=is_whole))
 
 
 # Constants of up to so many elements are read, at trace time, to find out whether a low dtype can hold them: vectors,

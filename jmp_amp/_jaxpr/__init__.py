@@ -12,6 +12,7 @@ from jmp_amp._jaxpr._structures import (
     HigherOrder,
     Loop,
     Structure,
+    entries,
     holds,
     holds_jaxprs,
     inner_jaxprs,
@@ -20,6 +21,7 @@ from jmp_amp._jaxpr._structures import (
 from jmp_amp._jaxpr._trace import (
     Cache,
     apply_as_traced,
+    as_jit_takes,
     as_type,
     aval_with,
     bind,

@@ -12,8 +12,10 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._jaxpr._structures import Body, Call, Loop, holds, inner_jaxprs, structure_of
 from jmp_amp._jaxpr._trace import (
     apply_as_traced,
+    bind,
     evaluate,
     nbytes_of,
+    shape_of,
     trace,
     with_constants_as_inputs,
     with_last_reads,
@@ -96,6 +98,8 @@ def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], selects
     assert isinstance(loop, Loop)
     consts, carry, n = args[loop.consts], tuple(args[loop.carry]), loop.n_carry
     hoisted = hoist(body.jaxpr, consts, selects)
+    if cond and shape_of(open_jaxpr(cond[0].jaxpr)[0].outvars[0]):  # under `vmap`, which `lax.while_loop` refuses
+        return bind(eqn, args, cond_jaxpr=cond[0].jaxpr, body_jaxpr=body.jaxpr)
     if cond:
         goes_on = functools.partial(cond[0], *args[loop.cond_consts])
         return lax.while_loop(lambda carry: goes_on(*carry)[0], lambda carry: tuple(hoisted(*consts, *carry)), carry)

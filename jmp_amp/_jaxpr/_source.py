@@ -13,10 +13,9 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._jaxpr._structures import inner_jaxprs
-from jmp_amp._jaxpr._versions import is_of_derivative, open_jaxpr, scopes_of
+from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_of_derivative, open_jaxpr, scopes_of
 
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)")
-_SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
 
 
 class Frame(NamedTuple):
@@ -29,7 +28,7 @@ class Frame(NamedTuple):
     @property
     def is_of_library(self) -> bool:
         """Whether it is in an installed package."""
-        return _SITE_PACKAGES.match(self.file) is not None
+        return SITE_PACKAGES.match(self.file) is not None
 
     def __str__(self) -> str:
         """Returns `train.py:12 (loss_fn)`; the path is relative to `site-packages` or to the working directory."""
@@ -38,7 +37,7 @@ class Frame(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _shortened(file: str, folder: str) -> pathlib.Path:
-    path = pathlib.Path(_SITE_PACKAGES.sub("", file))
+    path = pathlib.Path(SITE_PACKAGES.sub("", file))
     return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 

@@ -270,6 +270,15 @@ def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool])
     return before, after
 
 
+def without_dead_code(program: Any) -> Any:
+    """Returns a closed jaxpr without what its results do not depend on; it keeps its inputs and constants."""
+    from jax._src.interpreters import partial_eval as pe
+
+    opened, _ = open_jaxpr(program)
+    live = pe.dce_jaxpr(opened, True, True)[0]
+    return program.replace(jaxpr=live) if opened is not program else live
+
+
 class CustomRule(NamedTuple):
     """The derivative rule of a `custom_jvp`, a `custom_vjp` or a `HiPrim`.
 
@@ -371,6 +380,8 @@ def lowered_for_devices(primitive: Primitive) -> Primitive:
     return primitive
 
 
+SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
+
 # Where JAX cannot differentiate an op, and does not raise `NotImplementedError`: a loop, a callback, an FFI call, an op
 # in the forward pass of a `custom_vjp`, a solver without a transpose.
 _NO_DERIVATIVE = re.compile(
@@ -380,11 +391,13 @@ _NO_DERIVATIVE = re.compile(
 
 
 def has_no_derivative(error: Exception) -> bool:
-    """Whether JAX raised an error because it cannot differentiate an op, and not the code that it differentiates."""
+    """Whether JAX or a library raised because it does not differentiate an op, and not the code of the user."""
     from jax._src.source_info_util import is_user_filename  # neither JAX's, nor Python's, nor this package's
 
-    if any(is_user_filename(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
-        return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    others = [file for file in files if is_user_filename(file)]
+    if others:  # such as `equinox.nondifferentiable`
+        return all(map(SITE_PACKAGES.match, others))
     return isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error)) is not None
 
 
@@ -393,7 +406,7 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 
 # An equation that `jax.checkpoint` recomputes or transposes has its path twice, `transpose(jvp(net))/jvp(net)/layer`,
 # in its own name stack or together with that of the equation around it.
-_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\()")
+_REPEATED = re.compile(r"transpose\(jvp\(.*?\)\)(?:/[^()/]+)*/(?=jvp\([^)])")
 
 _OF_JAX = re.compile(r"^$|->|^checkpoint$|^rematted_computation$")  # `->` is in the name of an einsum
 

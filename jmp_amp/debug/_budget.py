@@ -16,6 +16,7 @@ import numpy as np
 from jmp_amp._autocast import parse_settings
 from jmp_amp._calls import check_concrete, new_figure, saved, transformation
 from jmp_amp._loss_scale import to_number
+from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, html_table
@@ -35,6 +36,7 @@ def error_budget(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
+    max_seconds: float = 60.0,
     **options: Any,
 ) -> "Callable[..., ErrorBudget]":
     """Returns a function that estimates how much each rounding of `autocast` adds to the error of the gradient.
@@ -49,12 +51,17 @@ def error_budget(
     derivative are included; those of one op in all iterations count as one. `jax.checkpoint` is left out, so that a
     value that would be computed again is rounded once.
 
+    Roundings also flip decisions: comparisons, and what `relu`, `max` or `top_k` choose. The run with all roundings
+    records them. The decisions of a line are a row. Its error is measured: that of a run in float32 with these
+    decisions.
+
     The estimate is random. By one vector, that of a single number, such as the scale of a loss, is off by a factor of 2
     in 4 of 10 cases, and that of a large array by a few percent. A program of small arrays, up to 4096 elements, has up
-    to 64 orthogonal vectors in a probe. The estimate is the mean of `probes`. It cannot see roundings inside of
-    kernels, callbacks and `shard_map`, which `ErrorBudget.opaque` lists; how roundings amplify or cancel each other;
-    and what would be rounded otherwise if one were not: to choose rules, use `suggest_rules`, which runs the program
-    with them. It is too large for elements whose errors cancel, as in a long chain of layers whose gradient vanishes.
+    to 64 orthogonal vectors in a probe. The estimate is the mean of `probes`. It cannot see flips inside of branches
+    and `while` loops; roundings inside of kernels, callbacks and `shard_map`, which are low precision in all runs, and
+    which `ErrorBudget.opaque` lists; how roundings amplify or cancel each other; and what would be rounded otherwise if
+    one were not: to choose rules, use `suggest_rules`, which runs the program with them. It is too large for elements
+    whose errors cancel, as in a long chain of layers whose gradient vanishes.
     It takes the memory of about 3 to 6 steps, since nothing is kept in 16 bits.
 
     Args:
@@ -65,6 +72,7 @@ def error_budget(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
+        max_seconds: after so many seconds, no more decisions are measured; the rest are estimated.
         **options: other options of `autocast`: `policy`, instead of `dtype`, `rules`, `weight_grad_dtype`,
             `residual_stream`.
 
@@ -99,6 +107,7 @@ def error_budget(
     @functools.wraps(fun, updated=())
     def budget(*args: Any, **kwargs: Any) -> ErrorBudget:
         check_concrete((args, kwargs), "error_budget")
+        clock = Clock(max_seconds)
         emulate = functools.partial(Emulation, fun, args, kwargs, options, grad_options)
         emulation = emulate()
         if not emulation.rows:
@@ -108,14 +117,19 @@ def error_budget(
                 "`print(amp.explain(fun, dtype)(*args))` says why each op is in its dtype"
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
-        exact = [emulation(0 * emulation.default, scale, seed) for seed in range(probes)]
+        exact = [emulation(0 * emulation.default, scale, seed, low.decisions) for seed in range(probes)]
         check_exact(exact[0], emulation.opaque)
-        errors = np.sqrt(estimate(exact)) / (np.linalg.norm(exact[0].grads) or 1.0)
+        errors = errors_alone(emulation, exact, low, scale, clock)
+        flips = exact[0].flips * low.is_finite
         overflows |= ~np.isfinite(errors)
         errors[overflows] = np.nan
         shares = errors**2 / (np.nansum(errors**2) or 1.0)  # 0 if there is no error
-        found = zip(emulation.rows, map(float, shares), map(float, errors), map(bool, overflows), strict=True)
-        rows = tuple(row._replace(share=s, error=e, overflows=over) for row, s, e, over in found)
+        columns = [x.tolist() for x in (shares, errors, overflows, flips)]
+        rows = tuple(
+            row._replace(share=s, error=e, overflows=over, flips=n)
+            for row, s, e, over, n in zip(emulation.rows, *columns, strict=True)
+            if n or not row.decides
+        )
         explored = functools.partial(_could_be_lower, functools.partial(emulate, rounds_float32=True), scale)
         total = relative_error(low.grads, exact[0].grads)
         return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque), explored)
@@ -149,6 +163,22 @@ def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -
         if not (overflows & backward).any():
             break
     return run, scale, overflows
+
+
+def errors_alone(emulation: Emulation, exact: Sequence[Probe], low: Probe, scale: float, clock: Clock) -> np.ndarray:
+    """Returns the error of the gradient with each row alone: estimated from runs without roundings, or measured.
+
+    Decisions are measured, since a few jumps are no mean over many elements; the largest first, until it is late.
+    """
+    size = np.linalg.norm(exact[0].grads) or 1.0
+    errors, flips = np.sqrt(estimate(exact)) / size, exact[0].flips * low.is_finite
+    for i in sorted(np.flatnonzero(flips), key=lambda i: -errors[i]):
+        if clock.is_late:
+            break
+        one_on = np.arange(len(errors)) == i
+        errors[i] = relative_error(emulation(one_on, scale, decisions=low.decisions).grads, exact[0].grads)
+    errors[(flips == 0) & [row.decides for row in emulation.rows]] = 0
+    return errors
 
 
 def estimate(runs: Sequence[Probe]) -> np.ndarray:
@@ -202,7 +232,7 @@ class ErrorBudget:
     """What each rounding adds to the error of a gradient; `error_budget` returns it. `print` shows a table.
 
     Attributes:
-        rows: a `Rounding` for each, in program order.
+        rows: a `Rounding` for each, in program order, and for the decisions of each line that roundings flip.
         dtype: the compute dtype.
         total: the error of the gradient with all roundings, measured: the norm of its difference to the gradient in
             float32 over the norm of that. It is infinite if a value overflows.
@@ -229,7 +259,7 @@ class ErrorBudget:
 
     @property
     def explained(self) -> float:
-        """The root of the sum of the squared errors of all roundings, over `total`.
+        """The root of the sum of the squared errors of all rows, over `total`.
 
         Far from 1, the roundings do not add up like independent errors: they are correlated or amplify each other.
         """
@@ -275,12 +305,20 @@ class ErrorBudget:
         found = _sums(self.rows, *_FIELDS)
         rest = [_sum(found[_SHOWN:])._replace(primitive=f"{len(found) - _SHOWN} more")] if found[_SHOWN:] else []
         rows = [
-            (format_percent(x.share), f"{x.error:.1e}", *(getattr(x, field) or "-" for field in _FIELDS))
+            (
+                format_percent(x.share),
+                f"{x.error:.1e}",
+                f"{x.primitive or '-'}{f': {x.flips} flips' if x.decides else ''}",
+                *(getattr(x, field) or "-" for field in _FIELDS[1:]),
+            )
             for x in [*found[:_SHOWN], *rest]
         ]
-        notes = [f"{len(self.rows)} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
+        count = sum(not x.decides for x in self.rows)
+        notes = [f"{count} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
             notes.append(f"The rows sum to {self.explained:.2f} of the error: the roundings are not independent.")
+        if any(row.decides for row in self.rows):
+            notes.append("Flips: a decision is not that of float32, since what it compares is rounded in other rows.")
         over = [f"`{row.primitive}` at {row.source or '-'} ({row.direction})" for row in self.rows if row.overflows]
         cure = "`amp.debug.first_nonfinite` finds the cause."
         notes += [f"Overflow, in no share: {x}. {cure}" for x in dict.fromkeys(over)]
@@ -330,8 +368,8 @@ class ErrorBudget:
 def _sum(rows: Sequence[Rounding]) -> Rounding:
     """Returns the sum of roundings; a text that is not the same for all is empty."""
     texts: dict[str, Any] = {name: "" for name in Rounding._fields[:5] if len({getattr(x, name) for x in rows}) > 1}
-    runs, size, share = (sum(getattr(x, name) for x in rows) for name in ("runs", "size", "share"))
-    return rows[0]._replace(**texts, runs=runs, size=size, share=share, error=math.hypot(*(x.error for x in rows)))
+    sums = {name: sum(getattr(x, name) for x in rows) for name in ("runs", "size", "share", "flips")}
+    return rows[0]._replace(**texts, **sums, error=math.hypot(*(x.error for x in rows)))
 
 
 def _sums(rows: Sequence[Rounding], *fields: str) -> list[Rounding]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -123,11 +123,18 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
             return Cause("an-integer-that-wraps-around", f"`{e.node.primitive}` {_where(e.node)} {text}")
         reader, reads = e.node, _reads(e)
         same = [x for x in reads if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
+        if e.number == 0 and _needs(e, several := _independent(same)):
+            # One alone is not why, unless it was rounded to 0.
+            origins = (_origin(x, reader, is_same, names) for x in several.values())
+            if cause := next((x for x in origins if x.section), None):
+                return cause
+            break
     if e.node.place and not e.node.place.eqns:
         return Cause("", f"`{names[e.node.index[1]]}{_at(e.at)[4:]}` is {e.number:.4g}")
     value = f"{e.number:.4g}{_at(e.at)}"
     if not e.node.eqn:
-        return Cause("", f"{value} is a constant of the program")
+        is_known = not (e.node.source or e.node.operands)
+        return Cause("", f"{value} is a constant of the program" if is_known else f"where {value} is from is not known")
     text = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is"
     exact = _exact(e) if e.node.is_floating and e.number == 0 else None
     if exact and abs(exact) < jnp.finfo(e.node.values.dtype).smallest_subnormal:
@@ -151,13 +158,19 @@ def _written(reader: Node, constant: Element) -> str:
 
 def _reads(e: Element) -> list[Element]:
     """Returns the elements that an element was computed from, as far as that is known."""
-    node, index = e.node, e.at
+    node, index, n = e.node, e.at, len(e.node.place.mesh) if e.node.place else 0
+    if node.moved and node.source and node.source.held is not None:
+        shape = np.shape(node.source.held)
+        elements = np.asarray(node.moved(jnp.arange(math.prod(shape), dtype=np.int32).reshape(shape)))
+        return [_element(node.source, tuple(map(int, np.unravel_index(elements[index], shape))))]
     if node.source:
         slices = node.place.iteration[-1:] if np.ndim(node.source.held) > len(index) else ()
-        return [_element(node.source, (*slices, *index))]
-    if node.eqn is None:  # the results of iterations are stacked
-        is_stacked = node.operands and index and np.ndim(node.operands[0].held) == len(index) - 1
-        return [_element(node.operands[index[0]], index[1:])] if is_stacked else []
+        return [_element(node.source, (*index[:n], *slices, *index[n:]))]
+    if node.eqn is None and node.operands:  # the results of iterations are stacked, behind the axes of the mesh
+        n = len(node.operands[0].place.mesh) if node.operands[0].place else 0
+        return [_element(node.operands[index[n]], (*index[:n], *index[n + 1 :]))]
+    if node.eqn is None:
+        return []
     if not _is_known(node):
         return []
     rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
@@ -194,6 +207,23 @@ def _exact(e: Element) -> Any:
     with precise(FLOAT64):
         out = _run_wide(e.node, [*map(jnp.asarray, _wide(e.node))])
     return None if out is None else np.asarray(out)[e.at].item()
+
+
+def _independent(elements: Sequence[Element]) -> dict[Node, Element]:
+    """Returns the elements by their value; without those of values that were computed from another's."""
+    nodes = {x.node for x in elements}
+    return {x.node: x for x in elements if len(nodes) == 1 or nodes.isdisjoint([*nearest([x.node])][1:])}
+
+
+def _needs(e: Element, nodes: Collection[Node]) -> bool:
+    """Whether a number changes with each of several values that its op reads, none of which is a constant."""
+    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not e.node.eqn or not _is_known(e.node):
+        return False
+    with precise(FLOAT64):
+        arrays = [*map(jnp.asarray, _wide(e.node))]
+        moved = ([x + (y is node) for x, y in zip(arrays, e.node.operands, strict=True)] for node in nodes)
+        outs = [_run_wide(e.node, operands) for operands in moved]
+    return all(out is not None and np.asarray(out)[e.at] != e.number for out in outs)
 
 
 def _wide(node: Node) -> list[np.ndarray]:

@@ -132,6 +132,7 @@ def compare(
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
+        args, kwargs = jx.as_jit_takes(fun, args, kwargs, if_needed=True)
         wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
         exact = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
         if not exact.all_grads.size:

@@ -45,6 +45,27 @@ class Replacement(NamedTuple):
     function: Callable[..., Any]
 
 
+@dataclasses.dataclass
+class Tape:
+    """Arrays of a traced evaluation, by key. Those in a scan are stacked; those in branches and `while` are lost.
+
+    Attributes:
+        recorded: those of this evaluation.
+        replayed: those of another one.
+    """
+
+    recorded: dict[Id, Any] = dataclasses.field(default_factory=dict)
+    replayed: Mapping[Id, Any] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def inside(self, replayed: Mapping[Id, Any]) -> Any:
+        """A context in which a body is traced; gives the arrays that it records."""
+        outer = self.recorded, self.replayed
+        self.recorded, self.replayed = {}, replayed
+        yield self.recorded
+        self.recorded, self.replayed = outer
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluator:
     """A program, its arguments, and how to evaluate it; `dataclasses.replace` returns a variant.
@@ -57,6 +78,7 @@ class Evaluator:
         trip_counts: the number of iterations of each `while` loop, by the id of its place, that must not be exceeded:
             with values replaced, the loop might never end. With it, a traced loop can be differentiated in reverse.
         counted: gets the most iterations of each other `while` loop of a traced evaluation, when that runs.
+        tape: where `around` records arrays of a traced evaluation.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
@@ -75,6 +97,7 @@ class Evaluator:
     allowed: Collection[Id] | None = None
     trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
     counted: dict[Id, int] | None = None
+    tape: Tape = dataclasses.field(default_factory=Tape)
     loss_factor: float = 1.0
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
@@ -222,7 +245,8 @@ class Evaluation:
 
     def _evaluated(self, structure: Any, operands: list[Cell], place: Place) -> Sequence[Cell]:
         depth = len(place.key)
-        is_split = self.wide is not None or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+        changes_all = self.wide is not None or self.evaluator.around is not None
+        is_split = changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
         match structure:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
@@ -254,55 +278,72 @@ class Evaluation:
 
         options = {"mesh": params["mesh"], "axis_names": {name for name, _ in mesh}, "check_vma": False}
 
-        def moved(x: Cell, source: Any, target: Any, index: Any) -> Cell:
-            shards = jax.shard_map(lambda x: x[index], in_specs=source, out_specs=target, **options)
-            return x if x.value is None else x._replace(value=jax.jit(shards)(x.value))
+        def moves(source: Any, target: Any, index: Any) -> Callable[[Any], Any]:
+            return jax.jit(jax.shard_map(lambda x: x[index], in_specs=source, out_specs=target, **options))
 
-        args = [
-            moved(x, spec, blocks, (None,) * len(mesh)) for x, spec in zip(operands, params["in_specs"], strict=True)
-        ]
+        def moved(x: Cell, at: Place, index: Id, move: Callable[[Any], Any]) -> Cell:
+            cell = self._renamed(x if x.value is None else x._replace(value=move(x.value)), at, index)
+            cell.node.moved = move
+            return cell
+
+        inside, to_blocks = place.body(0)._replace(mesh=mesh), (None,) * len(mesh)
         try:
-            outs = self._run_body(jaxpr, args, place.body(0)._replace(mesh=mesh))
+            args = [
+                moved(x, inside, argument_id(j), moves(spec, blocks, to_blocks))
+                for j, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True))
+            ]
+            outs = self._run(jaxpr, args, inside)
         except _DoneError:
             raise
         except Exception:  # a collective that `vmap` does not know, such as `all_gather` over two axes
             del self.nodes[n_nodes:]
             self.nonfinite = nonfinite
             return self._op(list(operands), place)
-        outs = [moved(x, blocks, spec, first) for x, spec in zip(outs, params["out_specs"], strict=True)]
-        return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
+        specs = enumerate(zip(outs, params["out_specs"], strict=True))
+        return [moved(x, place, (k,), moves(blocks, spec, first)) for k, (x, spec) in specs]
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
 
-        def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
+        def recording(replayed: Mapping[Id, Any], k: int, jaxpr: Any, *args: Any) -> tuple[list[Any], dict[Id, Any]]:
             inner = place.body(k)._replace(times=place.times * times)
-            return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)]
+            with tape.inside(replayed) as recorded:
+                return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)], recorded
+
+        def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
+            return recording({}, k, jaxpr, *args)[0]
 
         # Differentiated, a loop keeps its carries only.
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
-            body = int(structure.cond is not None)
-            outs = run(body, structure.body, *values[structure.consts], *carry, *xs)
+        def step(carry: Sequence[Any], xs: tuple[Sequence[Any], Mapping[Id, Any]]) -> tuple[Any, Any]:
+            body, (slices, replayed) = int(structure.cond is not None), xs
+            outs, recorded = recording(replayed, body, structure.body, *values[structure.consts], *carry, *slices)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
-            return new, outs[structure.n_carry :]
+            return new, (outs[structure.n_carry :], recorded)
 
+        tape, depth = self.evaluator.tape, len(place.key)
         values, limit, times = [x.value for x in operands], self.trip_counts.get(place.id), 1
         if isinstance(structure, jx.Branches):
             branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
             outs = lax.switch(values[0], branches, *(values[i] for i in structure.operands))
         elif structure.cond is None:
             options, times = {name: place.eqn.params[name] for name in ("length", "reverse")}, structure.length
-            carry, ys = lax.scan(step, values[structure.carry], values[structure.xs], **options)
+            replayed = {key: x for key, x in tape.replayed.items() if key[:depth] == place.key}
+            carry, (ys, recorded) = lax.scan(step, values[structure.carry], (values[structure.xs], replayed), **options)
+            tape.recorded.update(recorded)
             outs = [*carry, *ys]
         else:
             consts, times = values[structure.cond_consts], limit or 1
 
             def proceeds(carry: Sequence[Any]) -> Any:
-                return run(0, structure.cond, *consts, *carry)[0]
+                return jnp.any(run(0, structure.cond, *consts, *carry)[0])
 
             def following(carry: Sequence[Any]) -> Any:
-                return step(carry, [])[0]
+                new = step(carry, ([], {}))[0]
+                if not jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]):
+                    return new
+                predicate = run(0, structure.cond, *consts, *carry)[0]
+                return [_where(predicate, *pair) for pair in zip(new, carry, strict=True)]
 
             def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, None]:
                 return lax.cond(proceeds(carry), following, lambda x: x, carry), None
@@ -415,11 +456,13 @@ class Evaluation:
         return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
 
     def _select(self, predicate: Any, new: Cell, old: Cell) -> Cell:
-        """Returns the next carry of a `while` loop; under `vmap`, the elements that are done keep their values."""
-        if not np.ndim(predicate):
-            return new
-        predicate = lax.broadcast_in_dim(predicate, np.shape(new.value), range(np.ndim(predicate)))
-        return self._cell(lax.select(predicate, new.value, old.value.astype(new.value.dtype)), [new, old])
+        """Returns the next carry of a `while` loop."""
+        return self._cell(_where(predicate, new.value, old.value), [new, old]) if np.ndim(predicate) else new
+
+
+def _where(predicate: Any, new: Any, old: Any) -> Any:
+    """Returns the next carry of a `while` loop under `vmap`, where the elements that are done keep their values."""
+    return lax.select(lax.broadcast_in_dim(predicate, new.shape, range(predicate.ndim)), new, old.astype(new.dtype))
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
@@ -472,7 +515,8 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
     eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
-    if keeps_dtypes(eqn):
+    is_of_integers = narrow is None and not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars)))
+    if keeps_dtypes(eqn) or is_of_integers:
         return None
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.

@@ -12,27 +12,32 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import REASONS, RULES, OpSite, Rule, explain_call, matches_scope, parse_settings
+from jmp_amp._autocast import REASONS, RULES, AttentionSite, OpSite, Rule, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp.debug._report import check_callable, format_table, html_table, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
+_ATTENTION = ("module", "kernel", "why", "runs", "source")
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
 
 
 @transformation
-def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., PrecisionReport]":
+def explain(
+    fun: Callable, dtype: Any = None, *, argnums: int | Sequence[int] | None = None, **options: Any
+) -> "Callable[..., PrecisionReport]":
     """Returns a function that reports, for each op of `fun`, the dtypes that `autocast` chooses, and why.
 
     The returned function takes the arguments of `fun`. It traces the forward and the backward pass (of all floating
-    results, with respect to all floating arguments), and compiles and runs nothing. The report includes the ops inside
-    loops, branches and custom derivatives.
+    results, with respect to all floating arguments, or those in `argnums`), and compiles and runs nothing. The report
+    includes the ops inside loops, branches and custom derivatives. If the derivative raises, as of an argument that a
+    library does not differentiate, the report has the forward pass, and what was raised.
 
     Args:
         fun: a function for `autocast`, or a function that `autocast` returned. The latter brings its own settings, so
             pass no other arguments with it.
         dtype: as for `autocast`.
-        **options: `policy`, `rules`, `save`, `weight_grad_dtype` and `residual_stream`, as for `autocast`.
+        argnums: as in `jax.grad`; None differentiates all floating arrays.
+        **options: `policy`, `rules`, `save`, `weight_grad_dtype`, `residual_stream` and `attention`, as for `autocast`.
 
     Returns:
         A function that returns a `PrecisionReport`. Its array arguments may be `jax.ShapeDtypeStruct`.
@@ -40,6 +45,7 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
     Raises:
         TypeError: `fun` is not callable, or is already under `autocast` and options are given; `dtype` and `policy` are
             both given; or `explain` got the arguments of `fun`.
+        ValueError: `argnums` names no argument of the call.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -71,10 +77,11 @@ def explain(fun: Callable, dtype: Any = None, **options: Any) -> "Callable[..., 
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
         def explain_again(**options: Any) -> PrecisionReport:
-            return explain(fun, **options)(*args, **kwargs)
+            return explain(fun, argnums=argnums, **options)(*args, **kwargs)
 
-        sites, casts, kept, scans = explain_call(fun, settings, args, kwargs)
-        return PrecisionReport(tuple(sites), settings.format.name, casts, kept, scans, explain_again)
+        sites, attention, casts, kept, scans, why = explain_call(fun, settings, args, kwargs, argnums)
+        form = settings.format.name
+        return PrecisionReport(tuple(sites), tuple(attention), form, casts, kept, scans, why, explain_again)
 
     return explained
 
@@ -89,12 +96,16 @@ class PrecisionReport:
     Attributes:
         rows: an `OpSite` for each op: direction, module, source, primitive, class, reason, input, compute and output
             dtypes, number of runs, FLOPs and bytes.
+        attention: an `AttentionSite` for each softmax that a product reads: what computes it, or why it stays as it is
+            written. Empty without the option `attention`.
         dtype: the compute dtype.
         casts: the number of casts between floating dtypes that the program runs, including the backward pass.
         kept: by dtype, the bytes of the residuals: values that the backward pass reads from the forward pass, except
-            arguments. None if JAX cannot differentiate the program, such as a `while_loop`.
+            arguments. None if the report has no backward pass.
         scans: the lines of the scans, by who decides what their backward pass keeps: `"jax.checkpoint"` in the program,
             `"autocast"` (`save="matmuls"`), or `"JAX"`.
+        why_forward: why the report has no backward pass: with respect to what the program was differentiated, and what
+            that raised, as for a `while_loop`. Empty if it has one.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -107,10 +118,12 @@ class PrecisionReport:
     """
 
     rows: tuple[OpSite, ...]
+    attention: tuple[AttentionSite, ...]
     dtype: str
     casts: int
     kept: dict[str, int] | None
     scans: dict[str, list[str]]
+    why_forward: str
     _explain_again: Callable[..., "PrecisionReport"] = dataclasses.field(repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
@@ -120,7 +133,8 @@ class PrecisionReport:
             A dict with `dtype`; `matmul_flops`, the shares of the FLOPs of products and convolutions by compute dtype,
             including the backward pass, where `"float8"` counts all float8 dtypes; `activation_bytes`, the share of
             dtypes of less than 32 bits in the bytes of the residuals, before XLA rematerializes any (None without a
-            backward pass); `scans`; `casts`; `kernels`, the names of the primitives of kernels, which autocast cannot
+            backward pass); `scans`; `attention`, how often each kernel computes attention, `"as written"` for the rest;
+            `casts`; `kernels`, the names of the primitives of kernels, which autocast cannot
             read; and `unknown`, the names of the other primitives without a rule.
         """
         flops: Counter[str] = Counter()
@@ -135,6 +149,7 @@ class PrecisionReport:
             "matmul_flops": {dtype: n / flops.total() for dtype, n in flops.most_common() if n},
             "activation_bytes": low_share,
             "scans": self.scans,
+            "attention": dict(Counter(site.kernel or "as written" for site in self.attention)),
             "casts": self.casts,
             "kernels": sorted(_KERNELS & {row.primitive for row in self.rows}),
             "unknown": sorted({row.primitive for row in self.rows if row.why in ("unknown", "opaque")}),
@@ -168,7 +183,9 @@ class PrecisionReport:
         return json.dumps({"summary": self.summary(), "rows": [row._asdict() for row in self.rows]}, **options)
 
     def __str__(self) -> str:
-        lines, printed = [_headline(self.summary())], self._printed_rows()
+        lines, printed = [_headline(self)], self._printed_rows()
+        if self.attention:
+            lines += ["", "attention", format_table([_ATTENTION, *_attention_rows(self.attention)], align_right=False)]
         for title, rows in _grouped_rows(printed):
             lines += ["", title, format_table([_COLUMNS, *rows], align_right=False)]
         return "\n".join([*lines, "", *_notes(printed, self.rows)])
@@ -178,7 +195,10 @@ class PrecisionReport:
         return tuple(row for row in self.rows if row.direction == "forward") or self.rows
 
     def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(_headline(self.summary()))}</p>"]
+        parts = [f"<p>{html.escape(_headline(self))}</p>"]
+        if self.attention:
+            table = html_table(_ATTENTION, _attention_rows(self.attention))
+            parts.append(f"<details><summary>attention</summary>{table}</details>")
         for title, rows in _grouped_rows(self.rows):
             table = html_table(_COLUMNS, rows)
             parts.append(f"<details><summary>{html.escape(title)}</summary>{table}</details>")
@@ -240,11 +260,12 @@ def _format(value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float) else str(value)
 
 
-def _headline(summary: dict[str, Any]) -> str:
+def _headline(report: PrecisionReport) -> str:
     """Returns a summary of a `PrecisionReport` as one line."""
+    summary = report.summary()
     flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in summary["matmul_flops"].items())
     share = summary["activation_bytes"]
-    saved = "JAX cannot differentiate it"
+    saved = f"JAX cannot differentiate it {report.why_forward}; `argnums` chooses arguments"
     if share is not None:
         saved = f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
     keepers = ", ".join(f"{keeper} ({len(lines)})" for keeper, lines in summary["scans"].items())
@@ -269,6 +290,23 @@ def _grouped_rows(sites: Iterable[OpSite]) -> Iterator[tuple[str, list[tuple[str
     for (_, direction), group in groups.items():
         modules = [_module_or_function(site) for equal in group.values() for site in equal]
         yield f"{_format_modules(modules)}, {direction}", [_row(equal) for equal in group.values()]
+
+
+def _attention_rows(sites: Iterable[AttentionSite]) -> list[tuple[str, ...]]:
+    """Returns the table rows of attention; sites that differ in numbers of their module only share a row."""
+    modules: dict[AttentionSite, list[AttentionSite]] = defaultdict(list)
+    for site in sites:
+        modules[site._replace(module=without_numbers(site.module), runs=0)].append(site)
+    return [
+        (
+            _format_modules(site.module for site in same),
+            kernel or "as written",
+            why,
+            str(sum(x.runs for x in same)),
+            source,
+        )
+        for (_, source, kernel, why, _), same in modules.items()
+    ]
 
 
 def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:

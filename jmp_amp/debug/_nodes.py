@@ -143,6 +143,7 @@ class Node:
         index: which result of the op it is; `argument_id(i)` for an argument of a body.
         operands: the values that the op read.
         source: the same value outside of the body that it is an argument of, or inside of the loop that returned it.
+        moved: how the elements of an array like `source` are moved between devices to those of this value, if they are.
         held: the value of constants, integers and flags.
         number: values are numbered as they are computed.
         is_constant: whether it was computed from literals alone.
@@ -155,6 +156,7 @@ class Node:
     index: Id = ()
     operands: Sequence["Node"] = ()
     source: "Node | None" = None
+    moved: Any = None
     held: Any = None
     number: int = 0
     is_constant: bool = False

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import math
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,11 +20,12 @@ from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Evaluator, applies_loss_scale
-from jmp_amp.debug._nodes import Id, Node, Values, argument_id, is_low, nearest, values_of
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, applies_loss_scale
+from jmp_amp.debug._nodes import NO_VALUES, Id, Node, Place, Values, argument_id, is_low, nearest, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
 from jmp_amp.debug._trials import Trials, lines_in_float32
 
+_MANY = 100  # different ops; a program of more is run as a whole first
 _GUIDE = "docs/my-loss-is-nan.md#"
 
 
@@ -44,6 +46,9 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     op that turned it into NaN, such as the softmax of a fully masked row. Other non-finite arguments are reported
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
+    A program of more than 100 different ops is compiled as a whole first. If nothing overflows there, that is the
+    answer, and nothing is evaluated op by op.
+
     If all results are finite, but an op overflowed and a later op hides that, as a division by the infinity does, the
     program is evaluated in float64, too. If the results differ, or the time is over before that is known, the op is
     reported.
@@ -54,10 +59,12 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     float64 equal to those of the program. Where the names of the user are not known, the report has no cure.
 
     Args:
-        fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects, as for
-            `autocast`.
+        fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects. Python
+            numbers in them, such as a count of steps, are arrays, as in `jax.jit`. An argument that is a number stays
+            one, unless `fun` raises for it.
         max_seconds: after so many seconds, no more ops are evaluated and no more cures tried; the report names what was
-            left out. Progress is shown on stderr after 5 seconds.
+            left out. If no op made a value non-finite until then, it says how many of the ops were seen. Progress is
+            shown on stderr after 5 seconds.
 
     Returns:
         A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
@@ -67,7 +74,6 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     Raises:
         TypeError: `fun` is not callable; or the returned function is called inside `jit` or another transformation.
         ValueError: `max_seconds` is not positive.
-        TimeoutError: the time was over before an op made a value non-finite.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -92,6 +98,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         clock = Clock(max_seconds)
         with emulated():
+            args, kwargs = jx.as_jit_takes(fun, args, kwargs, np.floating)
             program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(
@@ -112,8 +119,8 @@ class NonFinite:
     """The op that made the results of a program non-finite; `first_nonfinite` returns it. `print` shows a paragraph.
 
     Attributes:
-        primitive: the name of the op in the jaxpr; `"argument"` if an argument is non-finite, and `"constant"` if the
-            results contain an infinity that no op produced.
+        primitive: the name of the op in the jaxpr; `"argument"` if an argument is non-finite, `"constant"` if the
+            results contain an infinity that no op produced, and empty if the time was over before an op was found.
         source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`.
         library: the innermost line of library code that the user's line calls; empty if the user's line is innermost.
         scope: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`.
@@ -164,13 +171,17 @@ class NonFinite:
 
     def __str__(self) -> str:
         lines = [("operand", str(x)) for x in self.operands]
-        if self.primitive == "argument":
-            head = f"`{self.source}` is not finite: {self.result}"
-        else:
+        if self.result.dtype and self.primitive != "argument":
             lines.append(("result", str(self.result)))
-            head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
-        if self.primitive == "constant":
-            head = "the results contain an infinite constant that no op produced"
+        heads = {
+            "": "no non-finite value was found in the time",
+            "argument": f"`{self.source}` is not finite: {self.result}",
+            "constant": "the results contain an infinite constant that no op produced",
+        }
+        head = (
+            heads.get(self.primitive)
+            or f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
+        )
         if self.hidden_by:
             head += f", hidden by {self.hidden_by}"
         leaf = "" if self.scope else self.leaf
@@ -197,15 +208,19 @@ def _wrapped(text: str) -> str:
 
 
 def _find(evaluator: Evaluator) -> NonFinite | None:
+    equations = [eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance())]
+    ops = [eqn for eqn in equations if not jx.holds_jaxprs(eqn)]
+    # Op by op, each op of another kind or shape is compiled. A program of many takes less time as a whole.
+    is_large = len({(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in ops}) > _MANY
+    calls = (x for x in map(jx.structure_of, equations) if isinstance(x, jx.Call))
+    is_seen = all(x.is_inline for x in calls)  # all but `shard_map`
+    if is_large and is_seen and evaluator.arrays and _has_no_overflow(evaluator):
+        return None
     evaluation = evaluator.run()
     if evaluation.is_stopped:
         node = next(iter(evaluation.nonfinite.values()), None)
         if node is None:
-            n, seconds = len(evaluation.nodes), evaluator.clock.max_seconds
-            raise TimeoutError(
-                f"within {seconds:g} s, {n:,} values were computed, and no op made one non-finite; pass a larger "
-                "`max_seconds`"
-            )
+            return _unseen(evaluation, len(ops))
         return _report(evaluation, node, rest="the ops that follow")
     if evaluation.is_finite:
         return _hidden(evaluation)
@@ -221,6 +236,50 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
         text = f"`{source}{[*index] if index else ''}` is {np.asarray(array)[index]}"
     return NonFinite(name, source, "", "", False, (), (), result, text, _GUIDE + "an-argument-that-is-not-finite")
+
+
+def _has_no_overflow(evaluator: Evaluator) -> bool:
+    """Whether no op makes an infinity from finite numbers that others read: the program is compiled as a whole.
+
+    NaN takes the place of such an infinity, since no arithmetic hides it. What reads it and is no number, as a
+    comparison, tells it.
+    """
+    found = list[bool]()
+
+    def tell(is_nan: Any) -> None:
+        found.append(bool(is_nan))
+
+    def marked(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> list[Any]:
+        outs, floats = list(compute(operands)), [x for x in operands if jx.is_inexact(x)]
+        if floats and not all(map(jx.is_inexact, outs)):
+            jax.debug.callback(tell, functools.reduce(operator.or_, [jnp.any(jnp.isnan(x)) for x in floats]))
+        for i, out in enumerate(outs if floats and not rule_of(place.eqn).moves else ()):
+            if jx.is_inexact(out):
+                # Of a product or a sum, the operands have other shapes. They are taken to be finite.
+                same = [jnp.isfinite(x) for x in floats if x.shape in ((), out.shape)]
+                outs[i] = jnp.where(functools.reduce(operator.and_, same, jnp.isinf(out)), jnp.nan, out)
+        return outs
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(arrays: Sequence[Any]) -> list[jax.Array]:
+        results = dataclasses.replace(evaluator, arrays=arrays, around=marked).run().results
+        return [jnp.all(jnp.isfinite(x.value)) for x in results if jx.is_inexact(x.value)]
+
+    try:
+        is_finite = all(map(bool, run(evaluator.arrays)))
+    except Exception:  # a custom primitive may not run inside of `jit`; op by op, its error tells its line
+        return False
+    jax.effects_barrier()
+    return is_finite and not any(found)
+
+
+def _unseen(evaluation: Evaluation, n_ops: int) -> NonFinite:
+    """Reports that the time was over before an op made a value non-finite."""
+    n, seconds = len({x.place.key for x in evaluation.nodes if x.eqn}), evaluation.evaluator.clock.max_seconds
+    text = f"nothing became non-finite in the {n:,} of {n_ops:,} ops that were evaluated in {seconds:g} s"
+    rest = f"the other {n_ops - n:,} ops: pass a larger `max_seconds`"
+    section = _GUIDE + "how-to-read-the-report"
+    return NonFinite("", "", "", "", False, (), (), NO_VALUES, text, section, left_out=rest)
 
 
 def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:

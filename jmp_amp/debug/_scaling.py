@@ -85,6 +85,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
+        args, kwargs = jx.as_jit_takes(step, args, kwargs, jax.ShapeDtypeStruct)
         program, arrays, rebuild = jx.trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
         # The loss scale of each `LossScaleState`, by its position among the arrays.
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))

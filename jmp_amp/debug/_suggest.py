@@ -1,26 +1,28 @@
-"""`suggest_rules`: finds the modules and primitives of a program that need float32."""
+"""`suggest_rules`: finds the modules, primitives or lines of a program that need float32."""
 
 import dataclasses
 import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Primitive, primitives
+from jax.extend.core import JaxprEqn, Primitive, primitives
 
-from jmp_amp._autocast import RULES, OpSite, Rule, parse_rules, parse_settings
+from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
 from jmp_amp.debug._budget import check_exact, estimate, run_scaled
+from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
-_WORK = "flops", "bytes"
+_MOST = 3  # compilations
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -33,16 +35,20 @@ def suggest_rules(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
+    max_seconds: float = 60.0,
     **options: Any,
 ) -> "Callable[..., Suggestion]":
     """Returns a function that finds a small set of rules with which the gradient of `fun` is accurate.
 
     The rules are `"full"`. For float8, rules that name the base dtype are tried first. Each rule selects a named scope
-    (a Flax or Haiku module) or a primitive. The gradient is compiled once, with its roundings as switches, as by
-    `error_budget`. The rules with the largest shares of the error for the least work are added until a run without
-    their roundings is accurate, and those that are not needed are dropped. The program with these rules is compiled to
-    check them, since the ops after a rule may be rounded otherwise; if its error is larger than `tol`, more rules are
-    added in the same way.
+    (a Flax or Haiku module) or a primitive. If lines of your code need less than half of their work in float32, the
+    report names these lines instead, for `with amp.full_precision():`.
+
+    The gradient is compiled once, with its roundings as switches, as by `error_budget`. The rules with the largest
+    shares of the error for the least work are added until a run without their roundings is accurate, and those that are
+    not needed are dropped. The shares are estimated, or, where the estimates explain less than 0.8 of the error, as in
+    networks with `relu`, measured. The program with these rules is compiled to check them, since the ops after a rule
+    may be rounded otherwise; if its error is larger than `tol`, more rules are added, or another set is tried, once.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -52,6 +58,7 @@ def suggest_rules(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
+        max_seconds: after so many seconds, no more rules are looked for; the report says what was left out.
         **options: other options of `autocast`: `policy`, instead of `dtype`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
@@ -97,16 +104,22 @@ def suggest_rules(
                 f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent, None shows the trade"
             )
         check_concrete((args, kwargs), "suggest_rules")
+        clock = Clock(max_seconds)
 
-        def search(rules: Mapping[Any, str]) -> _Search:
+        def search(keys: Sequence[Any]) -> _Search:
+            marked = {key for key in keys if isinstance(key, Line)}
+            rules = [key for key in keys if key not in marked]
+
             def emulate(more: Mapping[Any, str]) -> Emulation:
-                return Emulation(fun, args, kwargs, {**options, "rules": {**rules, **more}}, grad_options)
+                all_rules = {**dict.fromkeys(rules, value), **more}
+                return Emulation(_in_float32(fun, marked), args, kwargs, {**options, "rules": all_rules}, grad_options)
 
-            return _Search(emulate, loss_scale)
+            return _Search(emulate, loss_scale, clock)
 
-        first = search({})
+        value = "full"
+        first = search([])
         error = first.error([])
-        keys, value, floor, compilations = list[Any](), "full", math.nan, 1
+        keys, floor, compilations = list[Any](), math.nan, 1
         if tol is None or error > tol:
             rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
             low = [op for op in rows if op.compute != "float32"]
@@ -118,27 +131,80 @@ def suggest_rules(
                 ops, value = of_float8, form.dtype.name
             floor = first.consider(ops, value, fixed)
             limit = 0.0 if tol is None else max(tol, 1.1 * floor)
-            keys = first.choose(limit)
-            if keys and tol is not None:
+            with_lines = tol is not None and value == "full"
+            tried = list[tuple[float, list[Any]]]()
+            for keys in first.choose(limit, with_lines):
+                if not keys or tol is None or clock.is_late:
+                    break
                 # The ops after a rule may be rounded otherwise.
-                second, compilations = search(dict.fromkeys(keys, value)), 2
-                error = second.error([])
-                if error > limit:
-                    second.consider(ops, value, fixed)
-                    more = second.choose(limit)
-                    keys, error = [*keys, *more], second.error(more)
+                program, compilations = search(keys), compilations + 1
+                error = program.error([])
+                if error > limit and compilations < _MOST:
+                    program.consider(ops, value, fixed)
+                    if more := next(program.choose(limit, with_lines)):
+                        tried.append((error, keys))
+                        keys, compilations = [*keys, *more], compilations + 1
+                        error = search(keys).error([])
+                tried.append((error, keys))
+                if error <= limit or compilations == _MOST:
+                    break
+            error, keys = min(tried, key=lambda x: x[0], default=(error, keys))
         steps = tuple(first.step(keys[:i]) for i in range(len(keys) + 1))
-        rules = {} if tol is None else dict.fromkeys(keys, value)
-        return Suggestion(rules, SuggestionReport(steps, form.name, tol, error, floor, compilations, value))
+        is_checked = not keys or compilations > 1 or tol is None
+        rules = {} if tol is None else dict.fromkeys((key for key in keys if not isinstance(key, Line)), value)
+        left_out = tuple(first.opaque), clock.is_late, is_checked
+        report = SuggestionReport(
+            steps, form.name, tol, error if is_checked else steps[-1].error, floor, compilations, value, *left_out
+        )
+        return Suggestion(rules, report)
 
     return suggest
+
+
+class Line(NamedTuple):
+    """A line of code that needs `with amp.full_precision():` around it.
+
+    Attributes:
+        source: `train.py:41 (loss_fn)`.
+    """
+
+    source: str
+
+    def __str__(self) -> str:
+        return self.source
+
+
+def _in_float32(fun: Callable, lines: Collection[Line]) -> Callable:
+    """Returns `fun` with `with amp.full_precision():` around some of its lines."""
+
+    def body_of(jaxpr: Any) -> jx.Body:
+        avals = [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars]
+        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
+
+    def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
+        if any(Line(str(frame)) in lines for frame in jx.frames_of(eqn, depth)):
+            with full_precision():
+                return jx.apply_as_traced(eqn, args)
+        structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
+        if run is None or structure is None or getattr(structure, "rule", None):
+            return jx.apply_as_traced(eqn, args)
+        jaxprs = (structure.cond, structure.body) if isinstance(structure, jx.Loop) else structure.jaxprs
+        with jx.versions.origin_of(eqn):
+            return run(eqn, [body_of(jaxpr) for jaxpr in jaxprs if jaxpr is not None], args)
+
+    @functools.wraps(fun, updated=())
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
+        return rebuild(jx.evaluate(program, arrays, apply))
+
+    return in_float32 if lines else fun
 
 
 class Step(NamedTuple):
     """A rule, and what it brings together with the rules before it.
 
     Attributes:
-        key: a pattern of named scopes, or a primitive; None for no rule.
+        key: a pattern of named scopes, a primitive, or a `Line`; None for no rule.
         low: the share of the FLOPs of products in the forward pass that stay in low precision.
         error: the gradient error.
     """
@@ -162,8 +228,11 @@ class SuggestionReport:
         tol: the `tol` of the call.
         error: the gradient error with the suggested rules.
         error_floor: the gradient error with a rule for every module and primitive; NaN if no rule is needed.
-        compilations: how often the gradient was compiled: at most twice.
+        compilations: how often the gradient was compiled: at most three times.
         value: the value of all suggested rules: `"full"`, or the base dtype of a float8 format.
+        opaque: the ops that ran as they were traced, so that the errors do not include those of the roundings in them.
+        is_late: whether the time was over.
+        is_checked: whether the program was compiled with the rules; without, its error is not known to be `error`.
     """
 
     rows: tuple[Step, ...]
@@ -173,11 +242,19 @@ class SuggestionReport:
     error_floor: float
     compilations: int
     value: str = "full"
+    opaque: tuple[str, ...] = ()
+    is_late: bool = False
+    is_checked: bool = True
 
     @property
     def met(self) -> bool:
-        """Whether `error` is at most `tol`."""
-        return self.tol is not None and self.error <= self.tol
+        """Whether the error of the program with the rules is known to be at most `tol`."""
+        return self.tol is not None and self.error <= self.tol and self.is_checked and not self.opaque
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines to put `with amp.full_precision():` around."""
+        return tuple(row.key.source for row in self.rows if isinstance(row.key, Line)) if self.tol is not None else ()
 
     def __str__(self) -> str:
         lines = [f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules"]
@@ -186,7 +263,12 @@ class SuggestionReport:
         cells = [(_name(step.key), format_percent(step.low), f"{step.error:.1e}") for step in self.rows]
         if self.rows[1:]:
             lines.append(format_table([(f"{self.value}, added", "low FLOPs", "error"), *cells]))
-        if self.tol is not None and not self.met:
+        lines += [f"Put `with amp.full_precision():` around {line}." for line in self.lines]
+        lines += [f"Not seen: roundings in {x}; `amp.debug.compare` measures the error with them." for x in self.opaque]
+        if self.is_late:
+            what = "rules" if not self.rows[1:] else "other rules" if self.is_checked else "these rules"
+            lines.append(f"The time was over: {what} were not tried. `max_seconds=` sets it.")
+        if self.tol is not None and not self.error <= self.tol and not self.is_late:
             lines.append(
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
                 "and `precision` regions, and the gradients for overflow at every loss scale."
@@ -236,12 +318,15 @@ class Suggestion(NamedTuple):
 class _Search:
     """A program with some rules, compiled once, and what rounding each rule removes that can be added."""
 
-    def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: Any) -> None:
-        self._emulate, self._loss_scale, self._program = emulate, loss_scale, emulate({})
+    def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: Any, clock: Clock) -> None:
+        self._emulate, self._loss_scale, self._clock, self._program = emulate, loss_scale, clock, emulate({})
+        self.opaque = self._program.opaque
         self._exact = self._program(0 * self._program.default, 1.0)
-        check_exact(self._exact, self._program.opaque)
+        check_exact(self._exact, self.opaque)
         self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
-        self._ops: Sequence[OpSite] = ()
+        known = math.sqrt(self._squares @ self._program.default) / (np.linalg.norm(self._exact.grads) or 1.0)
+        self._is_smooth = known >= 0.8 * self.error([])
+        self._removes, self._work_of = lambda key: self._program.default > 0, self._program.work
 
     def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> float:
         """Takes the modules of ops, and their primitives, except those that only move values, as rules to add.
@@ -253,6 +338,8 @@ class _Search:
 
         @functools.cache
         def removes(key: Any) -> np.ndarray:
+            if isinstance(key, Line):
+                return is_free & np.array([key.source in lines for lines in self._program.lines], bool)
             if isinstance(key, str):
                 matching = parse_rules({key: "full"}).matching
                 return is_free & np.array([bool(matching(row.module)) for row in rows], bool)
@@ -265,36 +352,80 @@ class _Search:
 
         is_selected = np.array([value == "full" or row.dtype.startswith("float8") for row in rows], bool)
         is_free = is_selected & np.array([(row.module, row.source) not in fixed for row in rows], bool)
+        forward = np.array([row.direction == "forward" for row in rows], bool)
         moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
         names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
         self._keys = dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])
-        self._ops, self._removes = ops, removes
-        return self.error([*self._keys])
+        self._removes, self._work_of = removes, self._program.work * (is_free & forward)[:, None]
+        removed = is_free if names else functools.reduce(np.logical_or, map(removes, self._keys), is_free & False)
+        return self._error(self._program.default * ~removed)
 
     def _on(self, keys: Iterable[Any]) -> np.ndarray:
         return functools.reduce(lambda on, key: on * ~self._removes(key), keys, self._program.default)
 
+    def _error(self, on: np.ndarray) -> float:
+        return relative_error(run_scaled(self._program, on, self._loss_scale)[0].grads, self._exact.grads)
+
     def error(self, keys: Sequence[Any]) -> float:
         """Returns the error of the gradient without the roundings that these rules remove."""
-        run = run_scaled(self._program, self._on(keys), self._loss_scale)[0]
-        return relative_error(run.grads, self._exact.grads)
+        return self._error(self._on(keys))
 
     def step(self, keys: Sequence[Any]) -> Step:
         """Returns the last of some rules, with what they bring."""
         return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
 
-    def _work(self, keys: Sequence[Any]) -> list[float]:
-        """Returns the shares of the FLOPs and of the bytes of the ops that rules select."""
-        rules = parse_rules(dict.fromkeys(keys, "full"))
-        selected = [op for op in self._ops if op.primitive in rules.primitives or rules.matching(op.module)]
-        return [sum(getattr(x, of) for x in selected) / max(sum(getattr(x, of) for x in self._ops), 1) for of in _WORK]
+    def _work(self, keys: Sequence[Any]) -> np.ndarray:
+        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
+        selected = functools.reduce(np.logical_or, map(self._removes, keys), np.zeros(len(self._work_of), bool))
+        return self._work_of[selected].sum(0) / np.maximum(self._work_of.sum(0), 1)
 
-    def choose(self, limit: float) -> list[Any]:
+    def choose(self, limit: float, with_lines: bool = False) -> Iterator[list[Any]]:
+        """Yields sets of rules with which the error is small enough, the best first: of rules, and of lines.
+
+        A line must be edited. So it is worse than modules of an eighth of the work of the program, or of at most twice
+        its own. Without modules, primitives, which take a trace each, are left for last if lines need less than half.
+        """
+        by_line = self._lines(limit) if with_lines else []
+        has_modules = any(isinstance(key, str) for key in self._keys)
+        if by_line and not has_modules and sum(self._work(by_line)) < 1:
+            yield by_line
+            yield self._chosen([*self._keys], limit)
+            return
+        by_rule = self._chosen([*self._keys], limit)
+        factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 1.0
+        # Of the FLOPs and of the elements together, which are 2.
+        costs_less = by_line and sum(self._work(by_line)) <= factor * (sum(self._work(by_rule)) - 0.25)
+        yield from [by_line, by_rule] if costs_less else [by_rule, by_line]
+
+    def _lines(self, limit: float) -> list[Any]:
+        """Returns lines with which the error is small enough; none if there are none."""
+        lines = [Line(x) for x in dict.fromkeys(x for lines in self._program.lines for x in lines)]
+        chosen = self._chosen(lines, limit)
+        if self.error(chosen) > limit:
+            return []
+        on, work = self._on(chosen), sum(self._work(chosen))
+        callers = [x for x in lines if (self._on([x]) <= on).all() and sum(self._work([x])) <= 1.01 * work]
+        return callers[:1] or chosen  # one line may call the others, and little else
+
+    def _gain(self, key: Any, on: np.ndarray) -> float:
+        """Returns the square of the error that the roundings cause which a rule removes.
+
+        If it is not estimated, it is the mean of what they add to no roundings, and to the others.
+        """
+        removed = self._removes(key)
+        if self._is_smooth:
+            return float(self._squares @ (on * removed))
+        first, every, others = (min(self._error(x) ** 2, 1e30) for x in (on * removed, on, on * ~removed))
+        return (first + max(every - others, 0)) / 2
+
+    def _chosen(self, candidates: Sequence[Any], limit: float) -> list[Any]:
         """Adds rules until the error is small enough, and drops those that are not needed."""
-        keys, error, work = list[Any](), self.error([]), {key: self._work([key]) for key in self._keys}
+        keys, error = list[Any](), self.error([])
         while error > limit:
-            squares = self._squares * (self._on(keys) > 0)
-            gains = {key: squares[self._removes(key)].sum() / max(sum(x), 1e-9) for key, x in work.items()}
+            on, gains = self._on(keys), dict[Any, float]()
+            for key in candidates:
+                if not self._clock.is_late:
+                    gains[key] = self._gain(key, on) / max(sum(self._work([key])), 1e-9)
             best = max(gains, key=lambda key: gains[key], default=None)
             if best is None or not gains[best] > 0:
                 break
@@ -302,7 +433,7 @@ class _Search:
             error = self.error(keys)
         if not limit:
             return keys
-        for key in sorted(keys, key=lambda key: work[key], reverse=True):
+        for key in sorted(keys, key=lambda key: sum(self._work([key])), reverse=True):
             rest = [x for x in keys if x != key]
             keys = rest if self.error(rest) <= max(limit, error) else keys
         # Modules that differ in numbers only have one pattern, `layer_*/norm`.

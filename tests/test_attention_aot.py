@@ -1,0 +1,37 @@
+"""`attention="cudnn"` of a GPT compiled for an H200, beside a model that calls cuDNN, and beside the model alone."""
+
+import functools
+
+import gpu_aot
+import jax
+import models
+import pytest
+
+import jmp_amp as amp
+
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
+
+
+def cost(case, **options):
+    loss_fn, shapes = case(None)
+    fun = jax.value_and_grad(amp.autocast(loss_fn, "float16", **options))
+    compiled = gpu_aot.compile_for(fun, *gpu_aot.struct(gpu_aot.h200_mesh(), shapes))
+    return gpu_aot.cost(compiled), compiled.as_text()
+
+
+def test_an_unchanged_model_compiles_to_the_program_of_a_model_that_calls_the_kernel(cudnn):
+    small = functools.partial(models.gpt_case, layers=1, batch=1, length=256, dim=128, heads=2, vocab=256)
+    unchanged, text = cost(small, attention="cudnn")
+    decorated, _ = cost(functools.partial(small, kernel=models.fused_attention("cudnn", "float16")))
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax') >= 2
+    assert unchanged == decorated
+
+
+@pytest.mark.slow  # compiles GPT-2 small twice
+@pytest.mark.parametrize("scan", [False, True])
+def test_gpt_2_moves_half_of_the_bytes_and_needs_half_of_the_memory(scan, cudnn):
+    case = functools.partial(models.gpt_case, scan=scan)
+    with_kernel, _ = cost(case, attention="cudnn")
+    as_written, _ = cost(case)
+    assert with_kernel["bytes_moved"] <= 0.55 * as_written["bytes_moved"]
+    assert with_kernel["temp_bytes"] <= 0.50 * as_written["temp_bytes"]
