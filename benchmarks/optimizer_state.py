@@ -47,7 +47,7 @@ OPTIMIZERS = {
 }
 
 
-ALL_FORMATS = ("AdamW, b2 = 0.999", "RMSProp")  # the optimizers that are tried in more than float8
+ALL_FORMATS = ("AdamW, b2 = 0.999", "RMSProp", "Muon")  # the optimizers that are tried in more than float8
 
 
 def init_params(key):
@@ -196,7 +196,7 @@ SECTIONS = {"memory": memory, "cost": costs, "convergence": convergence}
 TITLES = {"memory": "Memory", "cost": "Cost of a step", "convergence": "Where training ends"}
 WHY = """What the state of an optimizer in 8 bits saves, costs and loses.
 For you: 6 bytes a parameter in place of 12 or 14, 0.55 times the bytes moved in a step, and a loss that differs by less
-than that of two seeds."""
+than that of two seeds, but for Muon, which needs `rounding="nearest"`."""
 NOTES = {
     "memory": """
 The train step of `examples/finetune_8b.py`: all parameters, AdamW, one sequence of 4,096 tokens on each GPU, layers and
@@ -215,7 +215,9 @@ stores the new moments of a leaf in float32 for a moment, and saves memory, but 
 A GPT of one layer and width 64 on the source text of Python's standard library, {steps} steps, {seeds} seeds, float32
 parameters, every matrix and table in low precision. Losses are those of 1,024 windows that are not trained on. A
 seed sets parameters and batches, which are the same for each state. "Less float32" is the mean difference from float32
-with the same seed, and its standard error: below 0, the state in low precision ended lower.
+with the same seed, and its standard error: below 0, the state in low precision ended lower. Muon makes all singular
+values of the momentum equal, those of random rounding included: round to nearest there, or use bfloat16. The others
+lose to rounding to nearest, or do not care.
 """,
 }
 

@@ -121,7 +121,7 @@ def low_precision_state(
         dtype: `"float8"` or `"bfloat16"`.
         block: the largest number of values that share a scale.
         keep: `keep(path, leaf)` is True for leaves of the state that stay as they are, such as those of embeddings.
-        rounding: `"stochastic"` or `"nearest"`.
+        rounding: `"stochastic"` or `"nearest"`. Use `"nearest"` for Muon, which amplifies random errors.
 
     Returns:
         An optax transformation. Wrap it in `low_precision_params` or `dynamic_loss_scale`:
