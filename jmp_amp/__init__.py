@@ -20,6 +20,7 @@ from jmp_amp._loss_scale import (
     unscale_and_check,
     value_and_grad,
 )
+from jmp_amp._optimizer_state import LowPrecisionState, low_precision_state
 from jmp_amp._params import LowPrecisionParamsState, cast_params, is_norm, low_precision_params
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._trees import all_finite
@@ -56,6 +57,8 @@ __all__ = [  # noqa: RUF022
     "is_norm",
     "low_precision_params",
     "LowPrecisionParamsState",
+    "low_precision_state",
+    "LowPrecisionState",
     "watch",
     "debug",
     "interop",

@@ -459,6 +459,42 @@ def test_skips_are_counted_and_the_smallest_scale_raises():
         amp.check_health(state, PARAMS)
 
 
+# Optimizers in 8 bits
+
+
+@row(
+    "Optimizers in 8 bits",
+    "`bnb.optim.AdamW8bit(...)`",
+    "`FusedAdam(exp_avg_dtype=torch.uint8",
+    "`GlobalOptimManager.override_config",
+    "`min_8bit_size=4096`",
+    "`AdamW8bit(block_size=256)`",
+)
+def test_moments_have_8_bits_but_for_those_that_are_kept():
+    params = {"embed": jnp.ones((16, 256)), "w": jnp.ones((16, 256)), "small": jnp.ones((15, 256))}
+    tx = amp.low_precision_state(
+        optax.adamw(1e-3), block=256, keep=lambda path, leaf: "embed" in jax.tree_util.keystr(path)
+    )
+    state = tx.init(params)
+    for moment in ("mu", "nu"):
+        found = optax.tree.get(state, moment)
+        assert {name: x.dtype for name, x in found.items()} == {
+            "embed": jnp.float32,
+            "w": jnp.uint8,
+            "small": jnp.float32,
+        }
+    assert {x.shape for x in state.formats.values()} == {(16, 1)}
+
+
+@row("Optimizers in 8 bits", "`AdamW8bit(bf16_stochastic_round=True)`", "`FusedAdam(master_weights=True")
+def test_bfloat16_parameters_are_rounded_or_completed_by_remainders():
+    params = {"w": jnp.ones((16, 256), jnp.bfloat16)}
+    rounded = amp.low_precision_params(amp.low_precision_state(optax.adamw(1e-3)), masters=False, rounding="stochastic")
+    assert rounded.init(params).masters is None
+    halves = amp.low_precision_params(amp.low_precision_state(optax.adamw(1e-3)), remainder=True)
+    assert halves.init(params).masters["w"].dtype == jnp.uint16
+
+
 # jmp
 
 

@@ -31,7 +31,7 @@ def test_packages_are_typed():
 
 def test_examples_are_short():
     for path in ROOT.glob("examples/*.py"):
-        if path.name not in ("train_gpt.py", "grpo_float16.py"):  # one saves and resumes, one samples as well
+        if path.name not in ("train_gpt.py", "grpo_float16.py", "finetune_8b.py"):  # which save and resume, or sample
             assert len(path.read_text().splitlines()) < 150, path.name
 
 

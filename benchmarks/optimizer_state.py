@@ -1,0 +1,256 @@
+"""What the state of an optimizer in 8 bits saves, costs and loses.
+
+    python benchmarks/optimizer_state.py [--out docs/benchmarks/optimizer_state.md]
+    python benchmarks/optimizer_state.py --only cost        # or memory, or convergence
+
+Trains a small GPT on the CPU, in a quarter of an hour, and compiles for GPUs that are not there (`gpu_aot.py`).
+"""
+
+import functools
+import itertools
+import platform
+import statistics
+import sys
+from pathlib import Path
+from unittest import mock
+
+import cpu  # first: it sets a flag of XLA
+import gpu_aot  # second: it sets the platform
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from report import arguments, head
+
+import jmp_amp as amp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import data
+import finetune_8b
+
+FORMATS = {
+    "float32": lambda tx: tx,
+    "float8": amp.low_precision_state,
+    "float8, nearest": functools.partial(amp.low_precision_state, rounding="nearest"),
+    "bfloat16": functools.partial(amp.low_precision_state, dtype="bfloat16"),
+}
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 1, 2, 32, 16
+OPTIMIZERS = {
+    "AdamW, b2 = 0.95": lambda rate: optax.adamw(rate(3e-3), b2=0.95),
+    "AdamW, b2 = 0.999": lambda rate: optax.adamw(rate(3e-3), b2=0.999),
+    "Lion": lambda rate: optax.lion(rate(5e-4)),
+    "RMSProp": lambda rate: optax.rmsprop(rate(2e-3), decay=0.95),
+    "SGD, momentum 0.9": lambda rate: optax.sgd(rate(0.3), momentum=0.9),
+    "Muon": lambda rate: optax.contrib.muon(rate(1e-2)),
+    "Adafactor, momentum 0.9": lambda rate: optax.adafactor(rate(1e-2), momentum=0.9),
+}
+
+
+ALL_FORMATS = ("AdamW, b2 = 0.999", "RMSProp", "Muon")  # the optimizers that are tried in more than float8
+
+
+def init_params(key):
+    shapes = {"token": (256, WIDTH), "position": (CONTEXT, WIDTH)}
+    layer = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    shapes |= {f"{name}{i}": shape for i in range(LAYERS) for name, shape in layer.items()}
+    keys = jax.random.split(key, len(shapes))
+    return {name: 0.02 * jax.random.normal(k, shape) for (name, shape), k in zip(shapes.items(), keys, strict=True)}
+
+
+def loss_fn(params, tokens):
+    x = params["token"][tokens[:, :-1]] + params["position"]
+    for i in range(LAYERS):
+        q, k, v = jnp.split((jax.nn.standardize(x) @ params[f"qkv{i}"]).reshape(*x.shape[:2], HEADS, -1), 3, -1)
+        x += jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ params[f"out{i}"]
+        x += jax.nn.gelu(jax.nn.standardize(x) @ params[f"up{i}"]) @ params[f"down{i}"]
+    logits = jax.nn.standardize(x) @ params["token"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def final_losses(make, store, steps, seeds):
+    """The validation loss of each seed; a seed sets parameters and batches."""
+    text, held_out = data.library_text(4_000_000)
+    validation = jnp.asarray(next(data.windows(held_out, CONTEXT + 1, 1024, 0)))
+    streams = [data.windows(text, CONTEXT + 1, BATCH, seed) for seed in range(seeds)]
+    schedule = functools.partial(optax.warmup_cosine_decay_schedule, 0, warmup_steps=steps // 10, decay_steps=steps)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), store(make(lambda peak: schedule(peak_value=peak))))
+
+    @jax.jit
+    @jax.vmap
+    def train(carry, batches):
+        def step(carry, tokens):
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss_fn)(params, tokens), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return lax.scan(step, carry, batches)[0]
+
+    params = jax.vmap(init_params)(jax.random.split(jax.random.key(0), seeds))
+    carry = params, jax.vmap(tx.init)(params)
+    for _ in range(steps // 50):
+        carry = train(carry, np.stack([[next(stream) for _ in range(50)] for stream in streams]))
+    return [float(x) for x in jax.vmap(loss_fn, (0, None))(carry[0], validation)]
+
+
+def convergence(steps, seeds):
+    yield from head("optimizer", "state", "mean loss", "standard deviation", "less float32")
+    for optimizer, make in OPTIMIZERS.items():
+        expected = None
+        for name, store in FORMATS.items():
+            if name not in ("float32", "float8") and optimizer not in ALL_FORMATS:
+                continue
+            found = final_losses(make, store, steps, seeds)
+            less = ""
+            if expected:
+                pairs = [a - b for a, b in zip(found, expected, strict=True)]
+                less = f"{statistics.mean(pairs):+.4f} ± {statistics.stdev(pairs) / len(pairs) ** 0.5:.4f}"
+            expected = expected or found
+            yield f"| {optimizer} | {name} | {statistics.mean(found):.4f} | {statistics.stdev(found):.4f} | {less} |"
+
+
+LEAVES = {f"up{i}": (2048, 8192) for i in range(4)} | {f"down{i}": (8192, 2048) for i in range(4)}
+STEPS = {  # parameters, and what trains them
+    "float32 parameters and moments": (jnp.float32, lambda tx: tx),
+    "float32 parameters, `low_precision_state`": (jnp.float32, amp.low_precision_state),
+    "`low_precision_params`": (jnp.bfloat16, amp.low_precision_params),
+    "`remainder=True`": (jnp.bfloat16, finetune_8b.STATES["float32"]),
+    '`remainder=True`, `low_precision_state(..., "bfloat16")`': (jnp.bfloat16, finetune_8b.STATES["bfloat16"]),
+    "`remainder=True`, `low_precision_state`": (jnp.bfloat16, finetune_8b.STATES["float8"]),
+}
+
+
+def cost(optimizer, name):
+    """The figures of an update of eight leaves, compiled for an H200; gradients have the dtype of parameters."""
+    dtype, make = STEPS[name]
+    params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in LEAVES.items()}
+    tx = make(optimizer)
+    state = jax.eval_shape(tx.init, params)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = gpu_aot.struct(gpu_aot.h200_mesh(), (params, state, params))
+    found = gpu_aot.cost(gpu_aot.compile_for(step, *args, donate_argnums=(0, 1)))
+    size, leaves = sum(x.size for x in jax.tree.leaves(params)), len(jax.tree.leaves(params))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    return {
+        "held": held / size,
+        "moved": found["bytes_moved"] / size,
+        "temporary": found["temp_bytes"] / size,
+        "launches": found["kernels"] / leaves,
+    }
+
+
+def costs():
+    yield from head("", "bytes held", "bytes moved", "temporary bytes", "launches a leaf")
+    for title, optimizer in (("AdamW", optax.adamw(1e-4)), ("Lion", optax.lion(1e-4))):
+        for name in STEPS:
+            found = cost(optimizer, name)
+            yield (
+                f"| {title}: {name} | {found['held']:.2f} | {found['moved']:.1f} | {found['temporary']:.3f} "
+                f"| {found['launches']:.1f} |"
+            )
+
+
+STATES = {  # of AdamW, for bfloat16 parameters with remainders
+    "float32 moments": finetune_8b.STATES["float32"],
+    "moments in 8 bits": finetune_8b.STATES["float8"],
+}
+PLANS = (  # GPUs and models
+    *((1, model) for model in ("llama3_1b", "llama3_8b", "llama3_3b", "llama2_13b")),
+    *((8, model) for model in ("llama2_13b", "llama3_70b")),
+    (64, "llama3_70b"),
+)
+SIZES = {"L4, RTX 4090": 24, "A100": 40, "A100, H100": 80, "H200": 141}
+
+
+def memory():
+    """The compiled peak of a step of `finetune_8b.py`, and the largest model that fits on one GPU."""
+    yield from head("model", "GPUs", "state", "bytes a parameter", "peak of each GPU, GB")
+    peaks = {}
+    for gpus, model in PLANS:
+        for name in STATES:
+            with mock.patch.dict(finetune_8b.STATES, STATES):
+                options = finetune_8b.parse(["--state", name])
+                mesh, config = gpu_aot.h200_mesh(gpus), finetune_8b.CONFIGS[model]
+                compiled, shapes, _ = finetune_8b.compile_step(options, config, mesh, gpu_aot.compile_for)
+            size = sum(x.size for x in jax.tree.leaves(shapes[0]))
+            held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / size
+            peak = finetune_8b.peak(compiled) / 1e9
+            yield f"| {model}, {size / 1e9:.2f} B | {gpus} | {name} | {held:.2f} | {peak:.1f} |"
+            if gpus == 1:
+                peaks.setdefault(name, {})[model] = peak
+    yield ""
+    yield from head("GPU", "GB", *STATES)
+    for gpu, size in SIZES.items():
+        fits = [
+            max(((peak, model) for model, peak in peaks[name].items() if peak <= 0.92 * size), default=None)
+            for name in STATES
+        ]
+        yield f"| {gpu} | {size} | {' | '.join(f'{fit[1]}, {fit[0]:.1f} GB' if fit else 'none' for fit in fits)} |"
+
+
+SECTIONS = {"memory": memory, "cost": costs, "convergence": convergence}
+TITLES = {"memory": "Memory", "cost": "Cost of a step", "convergence": "Where training ends"}
+WHY = """What the state of an optimizer in 8 bits saves, costs and loses.
+For you: 6 bytes a parameter in place of 12 or 14, 0.55 times the bytes moved in a step, and a loss that differs by less
+than that of two seeds, but for Muon, which needs `rounding="nearest"`."""
+NOTES = {
+    "memory": """
+The train step of `examples/finetune_8b.py`: all parameters, AdamW, one sequence of 4,096 tokens on each GPU, layers and
+logits recomputed, parameters and state sharded over the GPUs. Peak is what the compiled program holds at once. The
+second table has the largest of these models whose peak is at most 92% of the memory, which JAX uses with
+`XLA_PYTHON_CLIENT_MEM_FRACTION=.92`.
+""",
+    "cost": """
+An update of eight leaves of 2048 x 8192, without the forward and backward pass, for each parameter. Gradients have the
+dtype of the parameters. Launches count every kernel, also those of the few scalars, and copies of empty arrays with
+bfloat16. With remainders and 8 bits, one launch a leaf reads and writes everything of its size; one a moment computes
+the formats of its blocks, a hundredth of the bytes. With float32 parameters, XLA does not fuse the whole step: it
+stores the new moments of a leaf in float32 for a moment, and saves memory, but no traffic.
+""",
+    "convergence": """
+A GPT of one layer and width 64 on the source text of Python's standard library, {steps} steps, {seeds} seeds, float32
+parameters, every matrix and table in low precision. Losses are those of 1,024 windows that are not trained on. A
+seed sets parameters and batches, which are the same for each state. "Less float32" is the mean difference from float32
+with the same seed, and its standard error: below 0, the state in low precision ended lower. Muon makes all singular
+values of the momentum equal, those of random rounding included: round to nearest there, or use bfloat16. The others
+lose to rounding to nearest, or do not care.
+""",
+}
+
+
+def write(name, options):
+    """Prints a section as its lines come; with `out`, puts it into the page in place of the one that is there."""
+    by = f"By `benchmarks/optimizer_state.py`, JAX {jax.__version__}, "
+    if name == "convergence":
+        by += f"Python {platform.python_version()}, on {cpu.features()}."
+        section, sizes = convergence(options.steps, options.seeds), {"steps": options.steps, "seeds": options.seeds}
+    else:
+        section, sizes, by = SECTIONS[name](), {}, by + "compiled for NVIDIA H200s; nothing ran on one."
+    lines = []
+    for line in itertools.chain([by, ""], section):
+        print(line, flush=True)
+        lines.append(line)
+    if options.out:
+        page = options.out.read_text() if options.out.exists() else ""
+        parts = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+        parts[TITLES[name]] = "\n" + "\n".join(lines) + "\n" + NOTES[name].format(**sizes)
+        body = "\n".join(f"## {title}\n{parts[title].rstrip()}\n" for title in TITLES.values() if title in parts)
+        options.out.write_text(f"# Optimizer state in 8 bits\n\n{WHY}\n\n{body}")
+
+
+def main():
+    parser = arguments(__doc__, only=f"one of {', '.join(SECTIONS)}; with --out, leaves the rest of the page as it is")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    for name in SECTIONS:
+        if options.only in ("", name):
+            write(name, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""`low_precision_state`: what is held in 8 or 16 bits, how it is rounded, and how it composes with optax and flax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax_transformations
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_amp as amp
+from jmp_amp import _optimizer_state as codec
+
+pytestmark = pytest.mark.usefixtures("users_code")  # optax adds arrays of different ranks
+RNG = np.random.default_rng(0)
+SHAPE = (32, 256)
+PARAMS = {"w": jnp.asarray(RNG.normal(size=SHAPE), jnp.float32), "b": jnp.zeros(256)}
+ADAM = optax.adam(1e-2)
+
+
+def gradients(step, like=PARAMS):
+    rng = np.random.default_rng(step)
+    return jax.tree.map(lambda x: jnp.asarray(1e-3 * rng.normal(size=x.shape), x.dtype), like)
+
+
+@functools.cache
+def jitted(tx):
+    return jax.jit(tx.update)
+
+
+def run(tx, steps, params=PARAMS, state=None, first=0, grads_of=gradients):
+    state = tx.init(params) if state is None else state
+    for step in range(first, first + steps):
+        updates, state = jitted(tx)(grads_of(step), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def same_bits(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def low_leaves(state):
+    """The paths of what is held in low precision."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.inner_state)]
+    return {jax.tree_util.keystr(paths[int(i)], simple=True, separator="/") for i in state.formats}
+
+
+# The format
+
+
+@pytest.fixture(scope="module")
+def many():
+    """Values over 30 octaves with and without signs, in formats for them, and each rounded with 2,000 random bits."""
+    x = 2.0 ** RNG.uniform(-30, 0, (2, 256))
+    x[0] *= RNG.choice([-1, 1], 256)
+    x[0, [0, 128]] = -1
+    x = jnp.asarray(x, jnp.float32)
+    codes, formats, _ = codec._store(x, jnp.zeros((2, 2), jnp.uint16))
+
+    @jax.jit
+    @jax.vmap
+    def rounded(seed):
+        return codec._decode(codec._encode(x, formats, codec._noise(x.shape, 0, seed)), formats)
+
+    return (
+        x,
+        codec._decode(codes, formats),
+        np.asarray(rounded(jnp.arange(2000, dtype=jnp.uint32) * np.uint32(0x9E3779B9))),
+    )
+
+
+def test_values_are_rounded_to_the_nearest_of_3_mantissa_bits(many):
+    x, nearest, _ = many
+    error = np.abs(nearest - x) / np.abs(x)
+    assert error[0][np.abs(x[0]) > 2.0**-8].max() <= 2**-4 + 2**-8
+    assert error[1][x[1] > 2.0**-24].max() <= 2**-4 + 2**-8
+
+
+def test_stochastic_rounding_is_exact_on_average_down_to_0(many):
+    x, _, rounded = many
+    mean, spread = rounded.mean(0), rounded.std(0) / len(rounded) ** 0.5
+    rare = (np.abs(x) / 4 + 2.0**-12) * 10 / len(rounded)  # what is seen a few times or not at all
+    assert (np.abs(mean - x) <= 5 * spread + rare * [[1], [1e-4]] + 1e-3 * np.abs(x)).all()
+    assert (rounded[:, 1] > 0).all()
+
+
+def test_what_is_read_is_stored_as_it_was(many):
+    x, nearest, _ = many
+    codes, formats, _ = codec._store(x, jnp.zeros((2, 2), jnp.uint16))
+    for seed in (None, np.uint32(1)):
+        assert same_bits(codec._encode(nearest, formats, codec._noise(x.shape, 0, seed)), codes)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-30, 1e38, np.inf, np.nan])
+def test_extreme_values_are_stored_and_read(value):
+    x = jnp.zeros((1, 4096)).at[0, 0].set(value)
+    codes, formats, _ = codec._store(x, jnp.zeros((1, 32), jnp.uint16))
+    read = codec._decode(codes, formats)
+    assert (read[0, 1:] == 0).all()
+    np.testing.assert_allclose(read[0, 0], value if np.isfinite(value) else 3e38, rtol=0.13)
+
+
+# The first step, outliers and zeros
+
+
+def test_the_first_update_is_that_of_float32():
+    tx = amp.low_precision_state(ADAM)
+    grads = gradients(0)
+    update, _ = jitted(tx)(grads, tx.init(PARAMS), PARAMS)
+    want, _ = jitted(ADAM)(grads, ADAM.init(PARAMS), PARAMS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), update, want)
+
+
+def test_an_outlier_changes_its_own_block_alone():
+    tx = amp.low_precision_state(ADAM)
+    _, state = run(tx, 4)
+    grads = gradients(4)
+    _, plain = jitted(tx)(grads, state, PARAMS)
+    _, spoiled = jitted(tx)(grads | {"w": grads["w"].at[3, 5].set(1e6)}, state, PARAMS)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(spoiled), strict=True):
+        if a.shape == SHAPE:
+            same = np.asarray(a) == np.asarray(b)
+            assert np.delete(same, 3, axis=0).all()
+            assert same[3, 128:].all()
+            assert not same[3, :128].all()
+
+
+def test_growth_beyond_the_headroom_is_followed_within_steps():
+    tx = amp.low_precision_state(optax.trace(0.9))
+    _, state = run(tx, 2)
+    for step in range(6):
+        _, state = jitted(tx)(jax.tree.map(lambda g: 1e6 * g, gradients(step)), state, PARAMS)
+    assert 0.3 < jnp.abs(state.with_float32().trace["w"]).max() / 1e3 < 20
+
+
+def test_moments_decay_to_0_while_gradients_are_0():
+    tx = amp.low_precision_state(optax.adam(1e-2, b2=0.95))
+    params, state = run(tx, 20)
+
+    @jax.jit
+    def rest(params, state):
+        def step(_, carry):
+            updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), carry[1], carry[0])
+            return optax.apply_updates(carry[0], updates), state
+
+        return jax.lax.fori_loop(0, 1000, step, (params, state))
+
+    rested, state = rest(params, state)
+    moments = state.with_float32()[0]
+    assert jnp.abs(moments.mu["w"]).max() < 1e-30
+    assert moments.nu["w"].max() < 1e-20
+    # Adam in float32 moves on by about 10 steps, until its momentum is gone.
+    assert jnp.abs(rested["w"] - params["w"]).max() < 20 * 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
+def test_moments_follow_those_of_float32(dtype):
+    tx = amp.low_precision_state(ADAM, dtype)
+    (params, state), (want, full) = run(tx, 40), run(ADAM, 40)
+    moments = state.with_float32()[0]
+    for name in ("mu", "nu"):
+        low, high = (getattr(moments, name)["w"], getattr(full[0], name)["w"])
+        error = jnp.linalg.norm(low - high) / jnp.linalg.norm(high)
+        assert error < {"float8": 0.3, "bfloat16": 0.02}[dtype]
+    assert abs(moments.nu["w"].sum() / full[0].nu["w"].sum() - 1) < 0.01
+    moved = jnp.linalg.norm(want["w"] - PARAMS["w"])
+    assert jnp.linalg.norm(params["w"] - want["w"]) / moved < {"float8": 0.15, "bfloat16": 0.01}[dtype]
+
+
+def test_rounding_to_nearest_freezes_a_slow_average_and_stochastic_rounding_does_not():
+    """The second moment of gradients that become 10 times smaller, after 1,000 steps with b2 = 0.999."""
+    grads = jnp.full((1, 4096), 1e-3).at[:, ::128].set(1.0)
+
+    def shrunk(rounding):
+        tx = amp.low_precision_state(optax.scale_by_rms(0.999, bias_correction=False), rounding=rounding)
+        state = tx.init(grads)
+        state = state.with_low_precision(state.with_float32()._replace(nu=grads**2))
+
+        def step(state, _):
+            return tx.update(grads.at[:, 1::2].multiply(0.1), state)[1], None
+
+        first, last = state, jax.jit(lambda state: jax.lax.scan(step, state, length=1000)[0])(state)
+        first, last = (state.with_float32().nu[:, 1::2] for state in (first, last))
+        return last.sum() / first.sum()
+
+    want = 0.999**1000 + (1 - 0.999**1000) * 0.01
+    assert shrunk("nearest") > 0.8
+    assert abs(shrunk("stochastic") / want - 1) < 0.05
+
+
+@pytest.mark.slow
+def test_moments_do_not_drift_in_20_000_steps():
+    shape = (16, 256)
+    size = jnp.exp(jnp.linspace(-4, 4, 256)) * 1e-4
+
+    def ends(tx):
+        def step(carry, key):
+            updates, state = tx.update(size * jax.random.normal(key, shape), carry)
+            return state, jnp.abs(updates).mean()
+
+        keys = jax.random.split(jax.random.key(0), 20_000)
+        state, moved = jax.jit(lambda state: jax.lax.scan(step, state, keys))(tx.init(jnp.zeros(shape)))
+        return state, moved
+
+    adam = optax.scale_by_adam(b2=0.999)
+    (low, moved), (high, wanted) = ends(amp.low_precision_state(adam)), ends(adam)
+    ratio = jnp.mean(low.with_float32().nu / high.nu, 0)
+    assert abs(ratio.mean() - 1) < 0.05
+    assert (jnp.abs(ratio - 1) < 0.5).all()
+    for part in (slice(1000, 2000), slice(10_000, 11_000), slice(19_000, 20_000)):
+        assert abs(moved[part].mean() / wanted[part].mean() - 1) < 0.06
+
+
+# What is held in low precision
+
+
+def test_float32_leaves_of_the_shape_of_a_large_parameter_are_held_in_low_precision():
+    shapes = {"w": (64, 64), "small": (63, 64), "odd": (128, 33), "prime": (128, 37), "thin": (4096, 8), "scalar": ()}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    state = amp.low_precision_state(ADAM).init(params)
+    assert low_leaves(state) == {f"0/{moment}/{name}" for moment in ("mu", "nu") for name in ("w", "odd", "prime")}
+    assert {x.shape for x in state.formats.values()} == {(64, 1), (128, 1)}
+
+
+def test_what_inner_chose_and_keep_are_respected():
+    tx = amp.low_precision_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    assert low_leaves(tx.init(PARAMS)) == {"0/nu/w"}
+    params = {"embed": PARAMS["w"], "w": PARAMS["w"]}
+    tx = amp.low_precision_state(ADAM, keep=lambda path, leaf: "embed" in jax.tree_util.keystr(path))
+    assert low_leaves(tx.init(params)) == {"0/mu/w", "0/nu/w"}
+
+
+def test_copies_of_parameters_are_no_moments():
+    tx = amp.low_precision_state(optax.contrib.schedule_free_adamw(1e-3))
+    for init in (tx.init, jax.jit(tx.init)):
+        assert low_leaves(init(PARAMS)) == {"base_optimizer_state/0/nu/w"}
+
+
+def test_the_state_takes_2_bytes_a_parameter_and_a_sixteenth():
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    for dtype, wanted in (("float8", 2.0625), ("bfloat16", 4.0)):
+        state = jax.eval_shape(amp.low_precision_state(ADAM, dtype).init, params)
+        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) == wanted * 2**20 + 8
+
+
+@pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
+def test_a_state_goes_to_float32_and_back(dtype):
+    tx = amp.low_precision_state(ADAM, dtype)
+    params, state = run(tx, 3)
+    full = state.with_float32()
+    assert jax.tree.structure(full) == jax.tree.structure(ADAM.init(PARAMS))
+    jitted(ADAM)(gradients(3), full, params)
+    back = tx.init(params).with_low_precision(full)
+    for low, high in zip(jax.tree.leaves(back.with_float32()), jax.tree.leaves(full), strict=True):
+        assert jnp.abs(low - high).max() <= 2.0**-11 * jnp.abs(high).max()
+
+
+# Skipped steps, checkpoints, wrappers
+
+
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_a_skipped_step_changes_no_bit(skip):
+    tx = amp.dynamic_loss_scale(amp.low_precision_state(ADAM), skip=skip)
+    params, state = run(tx, 2)
+    bad = jax.tree.map(lambda g: g.at[0].set(jnp.inf), gradients(2))
+    updates, after = jitted(tx)(bad, state, params)
+    assert same_bits(after.inner_state, state.inner_state)
+    assert not any(x.any() for x in jax.tree.leaves(updates))
+
+
+def test_a_restored_run_is_the_uninterrupted_one(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tx = amp.low_precision_state(ADAM)
+    half, whole = run(tx, 3), run(tx, 6)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", half)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, half))
+    assert same_bits(run(tx, 3, *restored, first=3), whole)
+
+
+WRAPPED = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}),
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "low_precision_params": amp.low_precision_params,
+}
+WRAPPED |= {f"{name}, inside": make for name, make in WRAPPED.items() if name != "low_precision_params"}
+WRAPPED["inject_hyperparams, inside"] = lambda tx: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_train_as_they_do_in_float32(name):
+    wrap = WRAPPED[name]
+    tx = amp.low_precision_state(wrap(ADAM)) if "inside" in name else wrap(amp.low_precision_state(ADAM))
+    (params, state), (want, _) = run(tx, 12), run(wrap(ADAM), 12)
+    assert any(x.dtype == jnp.uint8 for x in jax.tree.leaves(state))
+    moved = jnp.linalg.norm(want["w"] - PARAMS["w"])
+    # Sums of gradients in 8 bits, as well.
+    assert jnp.linalg.norm(params["w"] - want["w"]) / moved < (0.4 if name == "MultiSteps, inside" else 0.2)
+
+
+@pytest.mark.parametrize("frozen", [None, optax.MaskedNode()])
+def test_frozen_parameters_are_left_out(frozen):
+    tx = amp.low_precision_params(amp.low_precision_state(optax.sgd(1e-2, momentum=0.9)))
+    params = {"w": PARAMS["w"].astype(jnp.bfloat16), "frozen": frozen}
+    state = tx.init(params)
+    updates, state = tx.update({"w": gradients(0)["w"], "frozen": frozen}, state, params)
+    assert low_leaves(state.inner_state) == {"0/trace/w"}
+    assert updates["frozen"] == frozen
+
+
+def test_gradients_of_integers_pass_through():
+    params = {"w": PARAMS["w"], "n": jnp.arange(3)}
+    tx = amp.low_precision_state(optax.masked(ADAM, {"w": True, "n": False}))
+    grads = {"w": gradients(0)["w"], "n": np.zeros(3, jax.dtypes.float0)}
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert updates["n"].dtype == jax.dtypes.float0
+    assert len(state.formats) == 2
+
+
+def test_an_optimizer_of_flax_nnx_trains():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, amp.low_precision_state(optax.adam(1e-2)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [step(model, optimizer, jnp.ones((2, 64))) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert any(x.dtype == jnp.uint8 for x in jax.tree.leaves(nnx.state(optimizer)))
+
+
+# Many devices
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["FSDP", "last axis"])
+@pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
+def test_a_sharded_step_is_that_of_one_device_and_sends_nothing(spec, dtype):
+    params = {"w": jnp.asarray(RNG.normal(size=(16, 1024)), jnp.float32)}
+    tx = amp.low_precision_state(ADAM, dtype)
+    alone = run(tx, 3, params, grads_of=lambda step: gradients(step, params))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def place(x):
+        return jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P()))
+
+    params, state = jax.tree.map(place, (params, tx.init(params)))
+    kept = jax.tree.map(lambda x: x.sharding, (params, state))
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(update, out_shardings=kept).lower(params, state, params).compile()
+    text = step.as_text()
+    assert not any(name in text for name in ("all-", "collective", "reduce-scatter"))
+    for i in range(3):
+        params, state = step(jax.tree.map(place, gradients(i, params)), state, params)
+    assert same_bits(state, alone[1])
+
+
+# Wrong calls
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: amp.low_precision_state(optax.adam), "`inner` must be an optax transformation"),
+        (lambda: amp.low_precision_state(ADAM, "int8"), "`dtype` must be 'float8' or 'bfloat16', got 'int8'"),
+        (lambda: amp.low_precision_state(ADAM, rounding="up"), "`rounding` must be"),
+        (lambda: amp.low_precision_state(ADAM, block=16), "`block` must be at least 32, got 16"),
+    ],
+)
+def test_wrong_calls_say_what_is_allowed(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+# All of optax's transformations
+
+# These subtract parameters and gradients of two steps, or bet on the sum of all gradients: the page says to keep these.
+NOT_MEANT = {"lbfgs", "scale_by_lbfgs", "contrib.cocob"}
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
+@pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))
+def test_every_transformation_steps_as_in_float32(name, monkeypatch):
+    """After one step and after four, with moments in 8 bits."""
+    weights = jnp.linspace(-1.0, 1.0, 128)
+    params = {"w": jnp.asarray(RNG.normal(size=(32, 128)), jnp.float32), "b": jnp.linspace(-1.0, 1.0, 3)}
+
+    def loss_fn(params):
+        return jnp.mean((jnp.tanh(params["w"]) @ weights - 1) ** 2) + jnp.mean((params["b"] - 2) ** 4)
+
+    monkeypatch.setattr(optax_transformations, "loss_fn", loss_fn)
+    monkeypatch.setattr(optax_transformations, "PARAMS", params)
+    case = optax_transformations.case_of(name)
+
+    def ends(wrap):
+        tx, found = wrap(case.make()), [optax_transformations.parameters(name)]
+        state = tx.init(found[0])
+
+        @jax.jit
+        def step(params, state):
+            value, grads = optax_transformations.gradients(name, params, 1.0)
+            updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **case.extra(value, grads))
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(4):
+            params, state = step(found[-1], state)
+            found.append(params)
+        return [jax.tree.leaves(params)[-1] for params in found], state
+
+    (low, state), (full, full_state) = ends(amp.low_precision_state), ends(lambda tx: tx)
+    later = 0.5 if "yogi" in name else 0.35  # which goes by the sign of a difference
+    for steps, tolerance in ((1, 0.07), (4, later)):  # a first accumulator of 0.1 is rounded, too
+        moved = jnp.linalg.norm(full[steps] - full[0])
+        assert jnp.linalg.norm(low[steps] - full[steps]) <= tolerance * moved + 1e-6
+    assert jax.tree.structure(state.with_float32()) == jax.tree.structure(full_state)

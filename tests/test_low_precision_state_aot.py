@@ -1,0 +1,65 @@
+"""What the optimizer state in 8 bits costs on a GPU, read from programs compiled for H200s: `benchmarks/gpu_aot.py`."""
+
+import functools
+
+import gpu_aot
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_amp as amp
+
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
+PARAMS = {
+    name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    for name, shape in {"up": (2048, 8192), "down": (8192, 2048), "up2": (2048, 8192), "down2": (8192, 2048)}.items()
+}
+SIZE = sum(x.size for x in PARAMS.values())
+
+
+@functools.cache
+def compiled(wrap, optimizer="adamw", devices=1, spec=()):
+    """A step with remainders and gradients in bfloat16, parameters and state donated, and the bytes of its state."""
+    tx = amp.low_precision_params(wrap(getattr(optax, optimizer)(1e-4)), remainder=True)
+    mesh = gpu_aot.h200_mesh(devices)
+
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*spec) if x.ndim == 2 else P()))
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    kept = jax.tree.map(place, (PARAMS, jax.eval_shape(tx.init, PARAMS)))
+    shardings = jax.tree.map(lambda x: x.sharding, kept)
+    program = gpu_aot.compile_for(step, *kept, kept[0], donate_argnums=(0, 1), out_shardings=shardings)
+    return program, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept[1].inner_state))
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 2), ("lion", 1)])
+def test_a_step_moves_each_value_once_and_holds_nothing_more(optimizer, moments):
+    program, state = compiled(amp.low_precision_state, optimizer)
+    cost = gpu_aot.cost(program)
+    assert state / SIZE <= 1.035 * moments
+    # Parameter, remainder, gradient and codes are read, and all but the gradient written.
+    assert cost["bytes_moved"] / SIZE <= 10 + 2 * moments + 0.5
+    assert cost["temp_bytes"] / SIZE <= 0.05
+    # One kernel has the size of the leaf; one for each moment computes the formats of its blocks.
+    assert cost["kernels"] <= len(PARAMS) * (1 + moments) + 5
+
+
+def test_a_step_moves_55_percent_of_one_with_moments_in_float32():
+    low, full = (gpu_aot.cost(compiled(wrap)[0])["bytes_moved"] for wrap in (amp.low_precision_state, lambda tx: tx))
+    assert low <= 0.56 * full
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["FSDP", "last axis"])
+def test_a_sharded_step_sends_nothing_and_costs_each_device_its_part(spec):
+    program, _ = compiled(amp.low_precision_state, devices=8, spec=spec)
+    assert list(gpu_aot.collectives(program)) == []
+    cost = gpu_aot.cost(program)
+    assert cost["bytes_moved"] / SIZE * 8 <= 14.7
+    assert cost["temp_bytes"] / SIZE * 8 <= 0.05
