@@ -203,6 +203,10 @@ The train step of `examples/finetune_8b.py`: all parameters, AdamW, one sequence
 logits recomputed, parameters and state sharded over the GPUs. Peak is what the compiled program holds at once. The
 second table has the largest of these models whose peak is at most 92% of the memory, which JAX uses with
 `XLA_PYTHON_CLIENT_MEM_FRACTION=.92`.
+
+`examples/finetune_8b.py --config llama3_8b --steps 60` on one NVIDIA H100 80GB HBM3 (JAX 0.11.2) planned a peak of 71.23
+GB and measured 71.23 GB, at 1.15 steps, or 4,706 tokens, a second; the loss of its random weights fell from 12.7 to
+2.5. Its codes were of an earlier form, of the same size.
 """,
     "cost": """
 An update of eight leaves of 2048 x 8192, without the forward and backward pass, for each parameter. Gradients have the
@@ -216,8 +220,8 @@ A GPT of one layer and width 64 on the source text of Python's standard library,
 parameters, every matrix and table in low precision. Losses are those of 1,024 windows that are not trained on. A
 seed sets parameters and batches, which are the same for each state. "Less float32" is the mean difference from float32
 with the same seed, and its standard error: below 0, the state in low precision ended lower. Muon makes all singular
-values of the momentum equal, those of random rounding included: round to nearest there, or use bfloat16. The others
-lose to rounding to nearest, or do not care.
+values of the momentum equal, those of random rounding included: round to nearest there, or use bfloat16. RMSProp ends
+higher with rounding to nearest. For AdamW, five seeds cannot tell the states apart: the standard error is 0.01.
 """,
 }
 
