@@ -204,9 +204,9 @@ logits recomputed, parameters and state sharded over the GPUs. Peak is what the 
 second table has the largest of these models whose peak is at most 92% of the memory, which JAX uses with
 `XLA_PYTHON_CLIENT_MEM_FRACTION=.92`.
 
-`examples/finetune_8b.py --config llama3_8b --steps 60` on one NVIDIA H100 80GB HBM3 (JAX 0.11.2) planned a peak of 71.23
-GB and measured 71.23 GB, at 1.15 steps, or 4,706 tokens, a second; the loss of its random weights fell from 12.7 to
-2.5. Its codes were of an earlier form, of the same size.
+`examples/finetune_8b.py --config llama3_8b --steps 60` on one NVIDIA H100 80GB HBM3 (JAX 0.11.2) planned a peak of
+71.23 GB and measured 71.23 GB, at 1.15 steps, or 4,706 tokens, a second; the loss of its random weights fell from 12.7
+to 2.5. Its codes were of an earlier form, of the same size.
 """,
     "cost": """
 An update of eight leaves of 2048 x 8192, without the forward and backward pass, for each parameter. Gradients have the

@@ -72,6 +72,23 @@ def test_every_row_has_a_test():
 # torch.amp
 
 
+@row("torch.amp", "`F.scaled_dot_product_attention`", "`sdpa_kernel(SDPBackend.CUDNN_ATTENTION)`")
+def test_attention_as_written_is_computed_by_the_kernel_that_the_user_names():
+    def attend(q, k, v):
+        return jax.nn.softmax(q @ k.T / 8**0.5) @ v
+
+    def kernel(query, key, value, **options):
+        called.append(query.dtype)
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+    called = []
+    as_written = amp.autocast(attend, "bfloat16", attention=None)(X, X, X)
+    assert not called
+    by_kernel = amp.autocast(attend, "bfloat16", attention=kernel)(X, X, X)
+    assert set(called) == {jnp.dtype("bfloat16")}
+    assert_trees_close(by_kernel, as_written)
+
+
 @row("torch.amp", '`with torch.autocast("cuda", torch.float16):`', "`@torch.autocast(...)`")
 def test_autocast_is_a_function_of_a_function_and_a_decorator():
     @amp.autocast
