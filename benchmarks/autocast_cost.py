@@ -149,9 +149,9 @@ Beside an expert, too, if a ratio is above 1.02:
 
 - The residual stream of a transformer: GPT-2 small (but not scanned without remat), ViT-B/16, Llama, LoRA, the GPT in
   16 micro-batches. It is float32, because an addition takes the widest of its operands. In the forward pass the float32
-  values are fused away. In the backward pass the gradient of the stream is stored in float32, and every layer reads it. With
-  `residual_stream="low"`, which rounds the stream to float16 at each addition as by hand, all of these move 0.99 to
-  1.00 times the bytes of the expert.
+  values are fused away. In the backward pass the gradient of the stream is stored in float32, and every layer reads it.
+  With `residual_stream="low"`, which rounds the stream to float16 at each addition as by hand, all of these move 0.99
+  to 1.00 times the bytes of the expert.
 - The graph network: 11%. Half of it is the gradient of `x[senders]`, a sum over edges, and the features themselves,
   both float32; by hand they are float16. Half is a bias: messages are summed in float32, so the bias is added in
   float32, and XLA computes its gradient in another kernel, which reads the messages again. Without biases autocast
