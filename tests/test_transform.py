@@ -698,7 +698,7 @@ def test_an_inner_that_widens_its_state_from_16_bits_is_told_of_masters_and_no_o
     ("args", "error", "message"),
     [
         ((0.1,), TypeError, "`inner` must be an optax transformation, got 0.1; write `dynamic_loss_scale(optax.adam("),
-        ((optax.sgd(0.1), 2.0**16), TypeError, "`LossScale.static(scale)`"),
+        ((optax.sgd(0.1), 2.0**16), TypeError, "`LossScale.static(65536.0)`"),
         ((optax.sgd(0.1), LossScale), TypeError, "`loss_scale` must be a `LossScale`"),
         ((optax.sgd(0.1), None), TypeError, "`LossScale.none()`"),
         ((optax.sgd(0.1), LossScale(), None, "where"), ValueError, "'where'"),
