@@ -193,6 +193,7 @@ DIRECTIONS = {"forward": lambda f: f, "and backward": functools.partial(amp.valu
         for k, way in enumerate(DIRECTIONS)
     ],
 )
+@pytest.mark.sweep(2)
 def test_the_planted_line_is_named(model, direction):
     if direction != "forward" and model is while_in_scan:
         pytest.skip("JAX does not differentiate `while_loop`")

@@ -89,6 +89,7 @@ SEARCHED += [(name, border) for name in ("lbfgs", "backtracking") for border in 
 
 
 @pytest.mark.parametrize(("name", "border"), SEARCHED)
+@pytest.mark.sweep(3)
 def test_a_line_search_gets_unscaled_gradients_behind_every_border(name, border):
     plain, tx = optax.with_extra_args_support(SEARCHES[name]()), amp.dynamic_loss_scale(SEARCHES[name]())
 

@@ -77,6 +77,7 @@ def exact(x, dtype, block):
 @for_both_scalings
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sweep(3)
 def test_elements_are_scaled_by_powers_of_two_and_rounded_once(way, dtype, block):
     for x_dtype in READ:
         x = normal((128, 256), x_dtype)
