@@ -139,7 +139,7 @@ def test_keys_in_an_array_are_split_as_a_batch_and_folded_as_an_argument():
 
 
 def test_the_state_of_float8_modules_is_the_maximum_and_is_not_scaled():
-    from flax import linen
+    linen = pytest.importorskip("flax.linen", reason="needs Flax")
     from flax.linen import fp8_ops
 
     def fun(variables, x):
@@ -181,7 +181,7 @@ def test_the_state_of_float8_modules_is_the_maximum_and_is_not_scaled():
 
 
 def test_float8_state_of_its_own_dtype_is_accumulated_too():
-    from flax import linen
+    linen = pytest.importorskip("flax.linen", reason="needs Flax")
     from flax.linen import fp8_ops
 
     net = linen.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
