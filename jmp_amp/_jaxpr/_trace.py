@@ -195,7 +195,7 @@ def as_jit_takes(
     for depth in (math.inf, 2, 1) if if_needed else (2, 1):
         try:
             changed = jax.tree.map_with_path(
-                lambda path, x: jnp.asarray(x) if is_number(x) and len(path) > depth else x,  # noqa: B023
+                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x,
                 (args, kwargs),
             )
             trace_call(fun, *changed, *also)
