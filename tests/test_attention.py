@@ -445,20 +445,12 @@ def test_a_long_chain_of_ops_before_a_softmax_is_read_without_deep_recursion():
 @pytest.mark.parametrize("name", PROGRAMS_OF_USERS)
 def test_a_program_that_is_rewritten_without_attention_is_the_same(name, monkeypatch):
     """Every jaxpr in it is built anew."""
-    monkeypatch.setattr(_attention._Part, "is_changed", True)
+    monkeypatch.setattr(_attention._Program, "is_changed", True)
+    monkeypatch.setattr(_attention, "_may_have_attention", lambda jaxpr: True)
     fun, args = PROGRAMS_OF_USERS[name].make()
     closed, leaves, _ = jx.trace_call(fun, args, {})
     options = parse_settings("float32", attention="xla")
-    avals = [var.aval for var in jx.open_jaxpr(closed)[0].invars]
-    part = _attention._Part(
-        closed,
-        [_attention.Fact()] * len(avals),
-        Region(options.format),
-        planner_of(options.options),
-        options.format,
-        "xla",
-    )
-    rewritten = jx.trace(part, avals)
+    rewritten, _ = with_kernel(closed, planner_of(options.options), Region(options.format), "xla")
     assert list(map(str, rewritten.out_avals)) == list(map(str, closed.out_avals))
     outs = [jax.jit(lambda *xs, p=p: jax.core.eval_jaxpr(*jx.open_jaxpr(p), *xs))(*leaves) for p in (closed, rewritten)]
     for x, y in zip(*outs, strict=True):

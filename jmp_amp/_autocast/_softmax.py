@@ -1,133 +1,45 @@
 """Reads values of a program as softmaxes of terms, however they are written.
 
-The program is a graph of values, each of which has a `Form`: a sum of terms, or the exponential of one. A sum of
-exponentials is the exponential of a `_LogSum`, a term that is constant along the axes that it sums, as is the largest
-score that a softmax subtracts. So the form of every softmax is the exponential of `scores - logsum(scores)`.
+What is read of a value goes forward from what is read of the operands of its op. A floating value has a `Form`: a sum
+of terms, or the exponential of one. A sum of exponentials is the exponential of a `_LogSum`, a term that is constant
+along the axes that it sums, as is the largest score that a softmax subtracts. So the form of every softmax is the
+exponential of `scores - logsum(scores)`.
 
 Masks are such terms as well. Of one that depends on no input it is known which indices it keeps, without computing it.
 """
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._plan import Region
 from jmp_amp._autocast._primitives import rule_of, varying
 
 Axes = tuple[Any, ...]  # for each axis of an array, its place in another; None for an axis of one element
-Line = tuple[Any, tuple[Any, ...]]  # the sum of a number and, for each axis, the index times a factor
 
 _LARGEST = 2**26  # elements of a constant in which a mask is looked for
 _MASKED = -1e4  # the exponential of a score that is this much smaller is 0
 _LEAST_FACTOR = 2.0**-7  # that a mask may be multiplied by
 _LAYOUTS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _COPIES = {"convert_element_type", "copy", "name", "sharding_constraint", "device_put", "pvary", "reshard"}
-_FLAGS: dict[str, Callable[..., Any]] = {"not": operator.not_, "and": np.logical_and, "or": np.logical_or}
-_FLAGS |= {name: getattr(operator, name) for name in ("eq", "ne", "ge", "gt", "le", "lt")}
-_PASSED = {"exp", "log", "abs", "neg", "add", "add_any", "sub", "mul", "div", "integer_pow", "reduce_sum", "select_n"}
-_PASSED |= {"max", "sqrt", "rsqrt", "pow", *_LAYOUTS, *_COPIES, *_FLAGS}
-_DEEPEST = 60  # ops of these in a row
-_INVERSE = {"ge": "lt", "lt": "ge", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+_COMPARISONS = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}  # and their opposites
+_FOLDS: dict[str, Callable[..., Any]] = {name: getattr(operator, name) for name in _COMPARISONS}
+_FOLDS |= {"not": operator.not_, "and": np.logical_and, "or": np.logical_or}
+_FOLDS["select_n"] = lambda which, *cases: cases[int(which)]
+EXPONENTIALS = {"exp": 1.0, "exp2": math.log(2)}  # by their primitives, the logarithms of their bases
+_READ = {"log", "abs", "neg", "add", "add_any", "sub", "mul", "div", "integer_pow", "reduce_sum", "max", "sqrt"}
+_READ |= {"rsqrt", "pow", *EXPONENTIALS, *_LAYOUTS, *_COPIES, *_FOLDS}
 
 
-class Fact(NamedTuple):
-    """What is known of a value that depends on no input: how it depends on the indices of an element.
-
-    Attributes:
-        line: the line that it is; None if it is none.
-        choice: lines, and the numbers that it is where one of them is negative, and where none is.
-    """
-
-    line: Line | None = None
-    choice: tuple[tuple[Line, ...], Any, Any] | None = None
-
-
-class Node:
-    """A value of the program.
-
-    Attributes:
-        aval: its type.
-        op: the equation that computes it; None for an input or a constant.
-        value: the value of a constant.
-        name: the name of the primitive that computes it; empty if it is not read, or there is none.
-        has_exp: whether it is computed from an exponential, by ops that a form may go through.
-    """
-
-    __slots__ = ("_fact", "aval", "depth", "has_exp", "memo", "name", "op", "value")
-
-    def __init__(self, aval: Any, op: "Op | None" = None, value: Any = None, fact: "Fact | None" = None) -> None:
-        self.aval, self.op, self.value, self._fact = aval, op, value, fact
-        self.memo: dict[Any, Any] = {}
-        self.name, self.depth, self.has_exp = "", 0, False
-        if op is not None:
-            name = op.eqn.primitive.name
-            passes = name in _PASSED
-            self.depth = 1 + max([x.depth for x in op.operands], default=0) if passes else 0
-            # Of a long chain of ops, a part is read: Python's recursion ends.
-            self.name, self.depth = (name, self.depth) if self.depth < _DEEPEST else ("", 0)
-            self.has_exp = name == "exp" or (passes and any(x.has_exp for x in op.operands))
-
-    @property
-    def eqn(self) -> Any:
-        """The equation that computes it; None for inputs and constants."""
-        return self.op and self.op.eqn
-
-    @property
-    def operands(self) -> Sequence["Node"]:
-        """The values that it is computed from."""
-        return self.op.operands if self.op else ()
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Its shape; of a token, none."""
-        return getattr(self.aval, "shape", ())
-
-    @property
-    def axes(self) -> Axes:
-        """Its own axes."""
-        return tuple([i if n != 1 else None for i, n in enumerate(self.shape)])
-
-    @property
-    def known(self) -> Fact:
-        """What is known of an input or a constant."""
-        if self._fact is None:
-            self._fact = Fact() if self.value is None else _fact_of_constant(self.value, self.aval)
-        return self._fact
-
-
-class Op:
-    """An equation.
-
-    Attributes:
-        eqn: the equation.
-        region: the region that it is in.
-        operands: the values that it reads.
-        calls: the calls around it that are read in place, the outermost first.
-        outs: the values that it computes.
-        inside: the equations of such a call.
-        parts: its jaxprs, if it is not read in place.
-    """
-
-    def __init__(self, eqn: Any, region: Region, operands: Sequence[Node], calls: "tuple[Op, ...]") -> None:
-        self.eqn, self.region, self.operands, self.calls = eqn, region, operands, calls
-        self.outs: Sequence[Node] = ()
-        self.inside: list[Op] = []
-        self.parts: list[Any] = []
-
-
-def _memoized(read: Callable[[Node], Any]) -> Callable[[Node], Any]:
-    def once(node: Node) -> Any:
-        if read not in node.memo:
-            node.memo[read] = read(node)
-        return node.memo[read]
-
-    return once
+def axes_of(x: Any) -> Axes:
+    """Returns the axes of a variable or an array themselves."""
+    return tuple([i if n != 1 else None for i, n in enumerate(getattr(x, "aval", x).shape)])
 
 
 def placed(axes: Axes, places: Any) -> Axes:
@@ -135,239 +47,76 @@ def placed(axes: Axes, places: Any) -> Axes:
     return tuple([None if axis is None else places[axis] for axis in axes])
 
 
-def _moved(node: Node) -> tuple[Node, Axes] | None:
-    """Returns the value whose elements an op moves, and the places of its axes; None for an op that does more."""
-    if node.name not in _LAYOUTS | _COPIES or len(node.operands) != 1:
-        return None
-    (before,) = node.operands
-    if node.name in _COPIES:
-        return before, before.axes
-    eqn, places = node.eqn, dict[int, int]()
-    for axis in varying(before.shape):
-        found = rule_of(eqn).move_axes(eqn.params, before.shape, node.shape, frozenset({axis})) or ()
-        if len(found) != 1 or node.shape[min(found)] != before.shape[axis]:
-            return None
-        places[axis] = min(found)
-    return (before, placed(before.axes, places)) if len({*places.values()}) == len(places) else None
+class Line(NamedTuple):
+    """A value that is the sum of a number and, for each axis, the index times a factor."""
 
+    number: Any
+    factors: tuple[Any, ...]
 
-def _fact_of_constant(value: Any, aval: Any) -> Fact:
-    """Returns what is known of a constant: whether it is one number, a range of them, or a band of a matrix."""
-    is_read = not isinstance(value, jax.core.Tracer) and hasattr(aval, "shape") and math.prod(aval.shape) <= _LARGEST
-    if not is_read or jnp.issubdtype(aval.dtype, jax.dtypes.extended) or jnp.iscomplexobj(value) or not np.size(value):
-        return Fact()
-    x, flat = np.asarray(value), tuple(range(np.ndim(value)))
-    low, high = x.min().item(), x.max().item()
-    if low == high:
-        return Fact((low, (0,) * x.ndim))
-    axes, kept = sorted(varying(x.shape)), x == high
-    if len(axes) == 1 and x.dtype != np.bool_:  # such as `jnp.arange(n)`
-        first, step = x.flat[0].item(), x.flat[1].item() - x.flat[0].item()
-        is_line = np.array_equal(x.ravel(), first + step * np.arange(x.size))
-        return Fact((first, tuple([step if i == axes[0] else 0 for i in flat])) if is_line else None)
-    if len(axes) != 2 or not (kept | (x == low)).all():
-        return Fact()
-    for on, off in ((high, low), (low, high)):
-        matrix = (x == on).reshape([x.shape[axis] for axis in axes])
-        rows, columns = np.nonzero(matrix)
-        offset = np.arange(matrix.shape[1]) - np.arange(matrix.shape[0])[:, None]
-        most, least = (columns - rows).max().item(), (columns - rows).min().item()
-        if np.array_equal(matrix, (offset <= most) & (offset >= least)):
-            slope = tuple([{axes[0]: 1, axes[1]: -1}.get(i, 0) for i in flat])
-            return Fact(choice=(((most, slope), (-least, tuple([-n for n in slope]))), off, on))
-    return Fact()
+    def plus(self, other: "Line", factor: Any = 1) -> "Line":
+        """Returns the sum with a multiple of another line; one without axes is a number."""
+        pairs = zip(self.factors or [0] * len(other.factors), other.factors or [0] * len(self.factors), strict=True)
+        return Line(self.number + factor * other.number, tuple([x + factor * y for x, y in pairs]))
 
+    def placed(self, axes: Axes, rank: int) -> "Line":
+        """Returns it as a line of the indices of another array, given the places of its axes there."""
+        factors = dict(zip(axes, self.factors, strict=True))
+        return Line(self.number, tuple([factors.get(i, 0) for i in range(rank)]))
 
-@_memoized
-def _line(node: Node) -> Line | None:
-    """Returns a value as a line of the indices of its elements; None if it is none."""
-    none = (0,) * len(node.shape)
-    if node.op is None:
-        return node.known.line
-    if node.name not in _PASSED and node.name != "iota":
-        return None
-    if node.name == "iota":
-        return 0, tuple([int(i == node.eqn.params["dimension"]) for i in range(len(node.shape))])
-    if (moved := _moved(node)) is not None:
-        known = _line(moved[0])
-        if known is None or (not jx.is_floating(node) and any(x % 1 for x in (known[0], *known[1]))):
-            return None
-        factors = dict(zip(moved[1], known[1], strict=True))
-        return known[0], tuple([factors.get(i, 0) for i in range(len(node.shape))])
-    lines = list(map(_line, node.operands))
-    if not lines or None in lines:
-        return None
-    numbers, slopes = zip(*[(number, factors or none) for number, factors in lines], strict=True)
-    if not any(map(any, slopes)):
-        value = _computed(node, numbers)
-        return None if value is None else (value, none)
-    if node.name in ("add", "sub"):
-        sign = 1 if node.name == "add" else -1
-        return numbers[0] + sign * numbers[1], tuple([x + sign * y for x, y in zip(*slopes, strict=True)])
-    by = (
-        -1
-        if node.name == "neg"
-        else next((n for n, slope in zip(numbers, slopes, strict=True) if not any(slope)), None)
-    )
-    if node.name in ("mul", "neg") and by is not None:
-        number, factors = next(line for line in lines if any(line[1]))
-        return by * number, tuple([by * factor for factor in factors])
-    return None
-
-
-def _computed(node: Node, numbers: Sequence[Any]) -> Any:
-    """Returns what an op computes from numbers; None if that is not known."""
-    fold = rule_of(node.eqn).fold
-    with np.errstate(all="ignore"):
-        if node.name in _FLAGS:
-            return bool(_FLAGS[node.name](*numbers))
-        return None if fold is None else fold(node.eqn.params, *numbers)
-
-
-def _number(node: Node) -> Any:
-    """Returns the number that all elements of a value are; None if there is none, or it is not known."""
-    line = _line(node)
-    return line[0] if line is not None and not any(line[1]) else None
-
-
-class _Choice(NamedTuple):
-    """A value of two numbers: `on` where `node == keep`, and `off` where it is `other`."""
-
-    node: Node
-    axes: Axes
-    keep: Any
-    other: Any
-    on: Any
-    off: Any
-
-
-@_memoized
-def _choice(node: Node) -> _Choice | None:
-    """Returns a value as a choice of two numbers; a flag of which no more is known is one of itself."""
-    itself = _Choice(node, node.axes, True, False, True, False) if jx.dtype_of(node) == np.bool_ else None
-    if node.op is None:
-        ends = node.known.choice
-        return itself if ends is None else _Choice(node, node.axes, ends[2], ends[1], ends[2], ends[1])
-    if node.name not in _PASSED:
-        return itself
-    if (moved := _moved(node)) is not None:
-        before = _choice(moved[0])
-        return itself if before is None else before._replace(axes=placed(before.axes, moved[1]))
-    numbers = list(map(_number, node.operands))
-    if node.name == "select_n" and len(numbers) == 3 and None not in numbers[1:]:
-        flag = _choice(node.operands[0])
-        return flag and flag._replace(on=numbers[1 + bool(flag.on)], off=numbers[1 + bool(flag.off)])
-    unknown = [_choice(x) for x, number in zip(node.operands, numbers, strict=True) if number is None]
-    if len(unknown) != 1 or unknown[0] is None:
-        return itself
-    on, off = ([end if x is None else x for x in numbers] for end in (unknown[0].on, unknown[0].off))
-    on, off = _computed(node, on), _computed(node, off)
-    return itself if on is None or off is None else unknown[0]._replace(on=on, off=off)
-
-
-class Length(NamedTuple):
-    """How many keys are kept: a value, and a number to add to it; `along` is the axis of the keys."""
-
-    node: Node
-    axes: Axes
-    plus: int
-    along: int
+    @property
+    def is_whole(self) -> bool:
+        """Whether it goes through integers."""
+        return not any(n % 1 for n in (self.number, *self.factors))
 
 
 class Condition(NamedTuple):
-    """A value that says where scores are kept.
+    """Says of each element of a value whether it is one number or another.
 
     Attributes:
-        node: the value.
-        axes: the places of its axes.
-        keep: what it is where scores are kept.
-        lines: none of them is negative where scores are kept; None if that is not known.
-        length: how many keys are kept, if it says that.
+        atom: the value.
+        keep: the number where the condition holds.
+        other: the number elsewhere.
+        lines: none of them is negative where it holds; None if that is not known.
+        length: if it says how many keys are kept, a value, the places of its axes, a number to add to it, and the axis of
+            the keys.
     """
 
-    node: Node
+    atom: Any
+    keep: Any
+    other: Any
+    lines: tuple[Line, ...] | None = None
+    length: tuple[Any, Axes, int, int] | None = None
+
+    @property
+    def opposite(self) -> "Condition":
+        """The condition that holds where this one does not."""
+        lines = self.lines if self.lines is not None and len(self.lines) == 1 else ()
+        negative = tuple([Line(-1 - line.number, tuple([-n for n in line.factors])) for line in lines])
+        return Condition(self.atom, self.other, self.keep, negative or None)
+
+
+class Choice(NamedTuple):
+    """A value of two numbers: `on` where all conditions hold, and `off` elsewhere. Each has the places of its axes."""
+
+    conditions: tuple[tuple[Condition, Axes], ...]
+    on: Any
+    off: Any
+
+    def where(self, value: Any) -> tuple[tuple[Condition, Axes], ...] | None:
+        """Returns conditions that all hold where it is one of its numbers; None if there are none."""
+        if self.on == value:
+            return self.conditions
+        ((condition, axes), *others) = self.conditions
+        return None if others or self.off != value else ((condition.opposite, axes),)
+
+
+class Scaled(NamedTuple):
+    """A product of arrays times the power, 1 or -1, of another value; `axes` has the places of the axes of that."""
+
+    product: Any
+    by: Any
     axes: Axes
-    keep: Any
-    lines: tuple[Line, ...] | None
-    length: Length | None
-
-
-def conditions(node: Node, axes: Axes, keep: Any) -> Iterator[Condition]:
-    """Yields the conditions that all hold where a value is `keep`."""
-    choice = _choice(node)
-    if choice is not None and choice.node is not node and choice.on != choice.off:
-        keeps = choice.keep if choice.on == keep else choice.other
-        yield from conditions(choice.node, placed(choice.axes, axes), keeps)
-        return
-    parts: list[tuple[Node, Any]] = []
-    if node.name in ("and", "or") and bool(keep) == (node.name == "and"):
-        parts = [(x, keep) for x in node.operands]
-    elif node.name == "select_n" and keep and False in (cases := list(map(_number, node.operands[1:]))):
-        # `flag & x`, as `jnp.tril` writes it
-        parts = [(node.operands[0], cases.index(False) == 0), (node.operands[2 - cases.index(False)], True)]
-    if not parts:
-        yield Condition(node, axes, keep, _lines(node, keep), _length(node, axes, keep))
-    for x, kept in parts:
-        if (number := _number(x)) is None or number != kept:
-            yield from conditions(x, placed(x.axes, axes), kept)
-
-
-def _lines(flag: Node, keep: Any) -> tuple[Line, ...] | None:
-    """Returns lines, none of which is negative where a value is `keep`; None if that is not known."""
-    if flag.op is None:
-        choice = flag.known.choice
-        return choice[0] if choice is not None and keep == choice[2] else None
-    name = flag.name if keep else _INVERSE.get(flag.name, "")
-    if name not in _INVERSE or name == "ne":
-        return None
-    a, b = flag.operands
-    pairs = {"le": [(b, a, 1)], "lt": [(b, a, 1)], "eq": [(a, b, 1), (b, a, 1)]}.get(name, [(a, b, 1)])
-    if a.name == "abs" and name in ("le", "lt"):  # `abs(i - j) <= n`
-        pairs = [(b, a.operands[0], sign) for sign in (1, -1)]
-    found = []
-    for x, y, sign in pairs:
-        (p, left), (q, right) = _line(x) or (0.5, ()), _line(y) or (0.5, ())
-        slopes = [[*factors, *[0] * (len(flag.shape) - len(factors))] for factors in (left, right)]
-        line = p - sign * q - (name in ("gt", "lt")), tuple([f - sign * g for f, g in zip(*slopes, strict=True)])
-        if any(n % 1 for n in (p, q, *line[1])):
-            return None
-        found.append(line)
-    return tuple(found)
-
-
-def _length(flag: Node, axes: Axes, keep: Any) -> Length | None:
-    """Returns the number of keys that are kept, if a flag compares their indices with one: `jnp.arange(n) < length`."""
-    name = flag.name if keep else _INVERSE.get(flag.name, "")
-    if name not in ("lt", "le", "gt", "ge"):
-        return None
-    index, length = flag.operands if name in ("lt", "le") else flag.operands[::-1]
-    line, own = _line(index), length.axes
-    if line is None or line[0] % 1 or sorted(line[1]) != [0] * (len(line[1]) - 1) + [1]:
-        return None
-    while (moved := _moved(length)) is not None and jx.dtype_of(moved[0]) != np.bool_:
-        length, own = moved[0], placed(moved[1], own)
-    return Length(length, placed(own, axes), int(name in ("le", "ge")) - int(line[0]), axes[line[1].index(1)])
-
-
-def fact_of(node: Node) -> Fact:
-    """Returns what is known of a value inside the body that it is passed to."""
-    choice, line = _choice(node), _line(node)
-    kept = list(conditions(node, node.axes, choice.on)) if choice is not None and choice.on != choice.off else []
-    if not kept or any(each.lines is None for each in kept):
-        return Fact(line)
-    lines = [
-        (number, tuple([dict(zip(each.axes, factors, strict=True)).get(i, 0) for i in range(len(node.shape))]))
-        for each in kept
-        for number, factors in each.lines or ()
-    ]
-    return Fact(line, (tuple(lines), choice.off, choice.on))
-
-
-class Mask(NamedTuple):
-    """A term that is 0 where a value is `keep`, and so small elsewhere that its exponential is 0."""
-
-    node: Node
-    keep: Any
+    power: int
 
 
 class _LogSum(NamedTuple):
@@ -381,134 +130,366 @@ class Form(NamedTuple):
     """A value as a sum of terms, or as the exponential of such a sum.
 
     Attributes:
-        terms: by a term and the places of its axes, its factor. A term is a value, a `Mask`, a `_LogSum`, or None: 1.
+        terms: by a term and the places of its axes, its factor. A term is a variable, a product that is `Scaled`, a
+            `_LogSum`, None for 1, or a `Condition`: a mask, 0 where it holds, and elsewhere so small that its
+            exponential is 0.
         is_exp: whether it is the exponential.
     """
 
-    terms: dict[tuple[Any, Axes], float]
+    terms: Mapping[tuple[Any, Axes], float]
     is_exp: bool = False
 
-    def plus(self, other: "Form | None", factor: float = 1) -> "Form | None":
+    def plus(self, other: "Form", factor: float = 1) -> "Form | None":
         """Returns the form with a multiple of the terms of another; None if they do not go together."""
-        if other is None or self.is_exp != other.is_exp or (factor < 0 and other.is_masked):
+        if self.is_exp != other.is_exp or (factor < 0 and other.is_masked):
             return None
         terms = dict(self.terms)
         for key, each in other.terms.items():
-            terms[key] = 1 if isinstance(key[0], Mask) else terms.get(key, 0) + factor * each
+            terms[key] = 1 if isinstance(key[0], Condition) else terms.get(key, 0) + factor * each
         return Form({key: each for key, each in terms.items() if each}, self.is_exp)
+
+    def times(self, factor: float) -> "Form | None":
+        """Returns a multiple of a sum of terms; None if a mask would become larger than it may be."""
+        if self.is_exp or not np.isfinite(factor) or factor == 0:
+            return self if factor == 1 else None
+        if self.is_masked and factor < _LEAST_FACTOR:
+            return None
+        return Form({key: n if isinstance(key[0], Condition) else factor * n for key, n in self.terms.items()})
 
     @property
     def is_masked(self) -> bool:
         """Whether a term is a mask."""
-        return any(isinstance(term, Mask) for term, _ in self.terms)
+        return any(isinstance(term, Condition) for term, _ in self.terms)
 
     def placed(self, places: Any) -> "Form":
         """Returns the form of the value with its axes moved."""
         return self._replace(terms={(term, placed(axes, places)): n for (term, axes), n in self.terms.items()})
 
 
-_ONE = Form({}, is_exp=True)
+class Reading(NamedTuple):
+    """What is read of a value.
+
+    Attributes:
+        known: the line or the choice of two numbers that it is; None if it is neither.
+        form: its form; None if it is not finite, or not floating.
+    """
+
+    known: Line | Choice | None
+    form: Form | None
+
+    @property
+    def number(self) -> Any:
+        """The number that all elements are; None if there is none, or it is not known."""
+        return self.known.number if isinstance(self.known, Line) and not any(self.known.factors) else None
 
 
-@_memoized
-def form_of(node: Node) -> Form:
-    """Returns the form of a value; one of which nothing is known is a term of its own."""
-    form = _derived(node) if jx.is_floating(node) else None
-    # A sum that holds no scores is one term: `(1 - mask) * -1e9` would lose them as `1e9 * mask - 1e9`.
-    is_kept = form is not None and (form.is_exp or any(map(_is_scores, form.terms)) or _number(node) is not None)
-    return form if form is not None and is_kept else Form({(node, node.axes): 1})
+class Values:
+    """The values of a program, each of which is read when it is asked for.
 
+    Attributes:
+        eqns: the equation that computes each variable.
+        exponentials: the variables that are computed from an exponential by ops that are read.
+    """
 
-def _is_scores(key: tuple[Any, Axes]) -> bool:
-    return isinstance(key[0], Mask | _LogSum) or getattr(key[0], "name", "") == "dot_general"
+    def __init__(self, given: Mapping[Var, Line | Choice | None]) -> None:
+        """Takes what is known of the inputs and the constants of the program."""
+        self.eqns: dict[Var, JaxprEqn] = {}
+        self.exponentials: set[Any] = set()
+        self._given, self._readings = dict[Var, Any](), dict[Var, Reading]()
+        for var, known in given.items():
+            self.give(var, known)
 
+    def add(self, eqn: JaxprEqn) -> None:
+        """Adds an equation behind those that it reads."""
+        self.eqns.update(dict.fromkeys(eqn.outvars, eqn))
+        name = eqn.primitive.name
+        if name in EXPONENTIALS or (
+            name in _READ and any(isinstance(atom, Var) and atom in self.exponentials for atom in eqn.invars)
+        ):
+            self.exponentials.update(eqn.outvars)
 
-def _derived(node: Node) -> Form | None:
-    if node.op is not None and node.name not in _PASSED:
+    def give(self, var: Var, known: Line | Choice | None) -> None:
+        """Says what is known of an input or a constant."""
+        if isinstance(known, Choice):
+            conditions = [(condition._replace(atom=var), axes) for condition, axes in known.conditions]
+            known = known._replace(conditions=tuple(conditions))
+        self._given[var] = known
+
+    def name(self, atom: Any) -> str:
+        """Returns the name of the primitive that computes a value; empty for an input or a constant."""
+        eqn = self.eqns.get(atom) if isinstance(atom, Var) else None
+        return "" if eqn is None else eqn.primitive.name
+
+    def read(self, atom: Any) -> Reading:
+        """Returns what is read of a value."""
+        if isinstance(atom, Literal):
+            known = known_of(atom.val, atom.aval)
+            return Reading(known if isinstance(known, Line) else None, self._form(atom, known, []))
+        waiting = [atom]
+        while waiting:  # operands first; Python's recursion would end in a long chain of ops
+            operands = self.eqns[waiting[-1]].invars if self.name(waiting[-1]) in _READ else ()
+            unread = [x for x in operands if isinstance(x, Var) and x not in self._readings]
+            if not unread and (var := waiting.pop()) not in self._readings:
+                readings = list(map(self.read, operands))
+                known = self._known(var, readings)
+                self._readings[var] = Reading(known, self._form(var, known, readings))
+            waiting += unread
+        return self._readings[atom]
+
+    def inside(self, atom: Any) -> Line | Choice | None:
+        """Returns what is known of a value inside a body that it is passed to, where no other variable is known."""
+        known = self.read(atom).known
+        if not isinstance(known, Choice) or any(condition.lines is None for condition, _ in known.conditions):
+            return known if isinstance(known, Line) else None
+        rank = len(atom.aval.shape)
+        lines = [line.placed(axes, rank) for condition, axes in known.conditions for line in condition.lines or ()]
+        return Choice(((Condition(None, known.on, known.off, tuple(lines)), axes_of(atom)),), known.on, known.off)
+
+    def _known(self, var: Var, readings: Sequence[Reading]) -> Line | Choice | None:
+        """Returns what is known of a value, given what is read of the operands of its op."""
+        eqn, rank, known = self.eqns.get(var), len(getattr(var.aval, "shape", ())), self._given.get(var)
+        name = self.name(var)
+        if name == "iota" and eqn is not None:
+            known = Line(0, tuple([int(i == eqn.params["dimension"]) for i in range(rank)]))
+        elif eqn is not None and readings:
+            known = self._computed(eqn, name, rank, readings)
+        if known is None and jx.dtype_of(var) == np.bool_:
+            return Choice(((Condition(var, True, False), axes_of(var)),), True, False)
+        return known
+
+    def _computed(self, eqn: JaxprEqn, name: str, rank: int, readings: Sequence[Reading]) -> Line | Choice | None:
+        if (axes := _moved(eqn)) is not None:
+            known = readings[0].known
+            if isinstance(known, Line):
+                is_rounded = not (known.is_whole or jx.is_floating(eqn.outvars[0]))
+                return None if is_rounded else known.placed(axes, rank)
+            moved = [(condition, placed(own, axes)) for condition, own in known.conditions] if known else []
+            return known and known._replace(conditions=tuple(moved))
+        numbers, each = [x.number for x in readings], [x.known for x in readings]
+        unknown = [i for i, number in enumerate(numbers) if number is None]
+        if not unknown:
+            value = _fold(eqn, numbers)
+            return None if value is None else Line(value, (0,) * rank)
+        if name in _COMPARISONS:
+            return self._compared(eqn, name)
+        match name, each:
+            case (("add" | "sub"), [Line(), Line()]):
+                return each[0].plus(each[1], 1 if name == "add" else -1)
+            case "neg", [Line()]:
+                return Line(0, (0,) * rank).plus(each[0], -1)
+            case "mul", [Line(), Line()] if len(unknown) == 1:
+                return Line(0, (0,) * rank).plus(each[unknown[0]], numbers[1 - unknown[0]])
+            case (("and" | "or"), [Choice(), Choice()]):
+                return _all(name == "and", *each)
+            case "select_n", [Choice(), *cases] if False in numbers[1:] and jx.dtype_of(eqn.outvars[0]) == np.bool_:
+                i = numbers.index(False, 1)  # `flag & x`, as `jnp.tril` writes it
+                if isinstance(other := cases[2 - i], Choice):
+                    conditions = each[0].where(i == 1)
+                    return conditions and _all(True, Choice(conditions, True, False), other)
+        if len(unknown) == 1 and isinstance(choice := each[unknown[0]], Choice):
+            i = unknown[0]
+            on, off = (_fold(eqn, [*numbers[:i], end, *numbers[i + 1 :]]) for end in (choice.on, choice.off))
+            if on is not None and off is not None:
+                return Line(on, (0,) * rank) if on == off else choice._replace(on=on, off=off)
         return None
-    number, choice = _number(node), _choice(node)
-    if number is not None:
-        return Form({(None, ()): float(number)} if number else {}) if np.isfinite(number) else None
-    if (mask := _mask(choice, 0, lambda n: n <= _MASKED)) is not None:
-        return mask
-    if (moved := _moved(node)) is not None:
-        return form_of(moved[0]).placed(moved[1]) if jx.is_floating(moved[0]) else None
-    if node.op is None:
+
+    def _compared(self, eqn: JaxprEqn, name: str) -> Choice | None:
+        """Returns a comparison of indices with each other, or with a number of keys, as where it is true, or false."""
+        (var,) = eqn.outvars
+        for keep, relation in ((True, name), (False, _COMPARISONS[name])):
+            a, b = eqn.invars if relation in ("lt", "le", "eq") else eqn.invars[::-1]
+            is_strict, x, y = relation in ("lt", "gt"), self.read(a).known, self.read(b).known
+            lines, length = list[Line](), None
+            if self.name(a) == "abs" and isinstance(y, Line):  # `abs(i - j) <= n`
+                x = self.read(self.eqns[a].invars[0]).known
+                lines = [y.plus(x, sign) for sign in (1, -1)] if isinstance(x, Line) else []
+            elif isinstance(x, Line) and relation not in ("eq", "ne"):
+                lines = [y.plus(x, -1)] if isinstance(y, Line) else []
+                if x.is_whole and sorted(x.factors) == [0] * (len(x.factors) - 1) + [1]:
+                    length = *self._source(b), int(not is_strict) - int(x.number), x.factors.index(1)
+            elif isinstance(x, Line) and isinstance(y, Line) and relation == "eq":
+                lines = [y.plus(x, -1), x.plus(y, -1)]
+            lines = [Line(line.number - is_strict, line.factors or (0,) * len(axes_of(var))) for line in lines]
+            found = tuple(lines) if all(line.is_whole for line in lines) else ()
+            if found or length:
+                return Choice(((Condition(var, keep, not keep, found or None, length), axes_of(var)),), keep, not keep)
         return None
-    forms, numbers = list(map(form_of, node.operands)), list(map(_number, node.operands))
-    match node.name, forms:
-        case "exp", [Form(terms, False)]:
-            return Form(terms, True)
-        case "log", [Form(terms, True)]:
-            return Form(terms)
-        case "abs", [Form(_, True)]:
-            return forms[0]
-        case "neg", [Form(_, False)]:
-            return Form({}).plus(forms[0], -1)
-        case (("add" | "add_any"), [a, b]) if not a.is_exp:
-            return a.plus(b)
-        case "sub", [a, b] if not a.is_exp:
-            return a.plus(b, -1)
-        case "div", [a, b]:
-            a = _ONE if numbers[0] == 1 else a
-            return a.plus(b, -1) if a.is_exp else _scaled(a, numbers[1], inverse=True)
-        case "integer_pow", [a] if a.is_exp and node.eqn.params["y"] == -1:
-            return _ONE.plus(a, -1)
-        case "mul", [a, b]:
-            if a.is_exp and b.is_exp:
-                return a.plus(b)
-            i = next((i for i in (0, 1) if numbers[i] is not None), None)
-            if i is not None:
-                return _scaled(forms[1 - i], numbers[i])
-            flags = _choice(node.operands[int(a.is_exp)])  # as numbers: `weights * mask`
-            return forms[1 - int(a.is_exp)].plus(_mask(flags, 1, lambda n: n == 0, is_exp=True))
-        case "reduce_sum", [a] if a.is_exp:
-            return _summed(a, node)
-        case "select_n", [_, *cases] if len(cases) == 2:
-            for i, fill in enumerate(numbers[1:]):
-                kept, flags = cases[1 - i], _choice(node.operands[0])
-                if fill is not None and (fill == 0 if kept.is_exp else fill <= _MASKED):
-                    return kept.plus(_mask(flags, i == 0, lambda n: True, kept.is_exp))
+
+    def _source(self, atom: Any) -> tuple[Any, Axes]:
+        """Returns a value before it was only moved, and the places of its axes."""
+        axes = axes_of(atom)
+        while isinstance(atom, Var) and atom in self.eqns and (moved := _moved(self.eqns[atom])) is not None:
+            (before,) = self.eqns[atom].invars
+            if jx.is_floating(before) != jx.is_floating(atom) or jx.dtype_of(before) == np.bool_:
+                break
+            atom, axes = before, placed(moved, axes)
+        return atom, axes
+
+    def _form(self, atom: Any, known: Any, readings: Sequence[Reading]) -> Form | None:
+        """Returns the form of a value; one of which nothing is known is a term of its own."""
+        if not jx.is_floating(atom):
+            return None
+        if isinstance(known, Line) and not any(known.factors):
+            return (
+                Form({(None, ()): float(known.number)} if known.number else {}) if np.isfinite(known.number) else None
+            )
+        if isinstance(atom, Literal):
+            return None
+        form = self._derived(self.eqns[atom], readings) if readings else None
+        if isinstance(known, Choice) and (mask := _mask(known, atom, 0, lambda n: n <= _MASKED)) is not None:
+            return Form(mask)
+        # A sum that holds no scores is one term: `(1 - mask) * -1e9` would lose them as `1e9 * mask - 1e9`.
+        is_kept = form is not None and (
+            form.is_exp or any(isinstance(term, Condition | _LogSum) or self.is_product(term) for term, _ in form.terms)
+        )
+        return form if is_kept else Form({(atom, axes_of(atom)): 1})
+
+    def is_product(self, term: Any) -> bool:
+        """Whether a term is a product of arrays."""
+        return isinstance(term, Scaled) or self.name(term) == "dot_general"
+
+    def _derived(self, eqn: JaxprEqn, readings: Sequence[Reading]) -> Form | None:
+        name, forms, numbers = eqn.primitive.name, [x.form for x in readings], [x.number for x in readings]
+        if (axes := _moved(eqn)) is not None:
+            return forms[0] and forms[0].placed(axes)
+        match name, forms:
+            case (("exp" | "exp2"), [Form(_, False)]):
+                form = forms[0].times(EXPONENTIALS[name])
+                return form and form._replace(is_exp=True)
+            case "log", [Form(terms, True)]:
+                return Form(terms)
+            case "abs", [Form(_, True)]:
+                return forms[0]
+            case "neg", [Form(_, False)]:
+                return Form({}).plus(forms[0], -1)
+            case (("add" | "add_any"), [Form(_, False), Form()]):
+                return forms[0].plus(forms[1])
+            case "sub", [Form(_, False), Form()]:
+                return forms[0].plus(forms[1], -1)
+            case "div", [Form(_, True), Form()]:
+                return forms[0].plus(forms[1], -1)
+            case "div", [_, Form(_, True)] if numbers[0] == 1:
+                return Form({}, True).plus(forms[1], -1)
+            case "integer_pow", [Form(_, True)] if eqn.params["y"] == -1:
+                return Form({}, True).plus(forms[0], -1)
+            case (("mul" | "div"), [Form(), Form()]):
+                return self._multiplied(eqn, readings)
+            case "reduce_sum", [Form(_, True)]:
+                return _summed(forms[0], eqn)
+            case "select_n", [_, *cases] if len(cases) == 2:
+                for i, fill in enumerate(numbers[1:]):
+                    kept, flags = cases[1 - i], readings[0].known
+                    if fill is not None and kept is not None and (fill == 0 if kept.is_exp else fill <= _MASKED):
+                        mask = _mask(flags, eqn.invars[0], i == 0, lambda n: True)
+                        return mask and kept.plus(Form(mask, kept.is_exp))
+        return None
+
+    def _multiplied(self, eqn: JaxprEqn, readings: Sequence[Reading]) -> Form | None:
+        """Returns the product or the quotient of two forms, one of which is a number, flags, or a temperature."""
+        forms: list[Any] = [x.form for x in readings]
+        is_divided = eqn.primitive.name == "div"
+        if forms[0].is_exp and forms[1].is_exp and not is_divided:
+            return forms[0].plus(forms[1])
+        for i in (0,) if is_divided else (0, 1):
+            form, by, other = forms[i], readings[1 - i].number, eqn.invars[1 - i]
+            if by is not None:
+                return form.times(1 / by if is_divided else by) if by else None
+            if form.is_exp and isinstance(flags := readings[1 - i].known, Choice):  # as numbers: `weights * mask`
+                mask = _mask(flags, other, 1, lambda n: n == 0)
+                return mask and form.plus(Form(mask, is_exp=True))
+            (((term, axes), n), *rest) = form.terms.items() or [((None, ()), 0)]
+            source, its_axes = self._source(other)
+            if not (rest or form.is_exp) and self.name(term) == "dot_general" and {*its_axes} <= {*axes, None}:
+                places = placed(its_axes, {place: i for i, place in enumerate(axes)})
+                return Form({(Scaled(term, source, places, 1 - 2 * is_divided), axes): n})
+        return None
+
+
+def _moved(eqn: JaxprEqn) -> Axes | None:
+    """Returns the places of the axes of a value whose elements an op moves; None for an op that does more."""
+    if eqn.primitive.name not in _LAYOUTS | _COPIES or len(eqn.invars) != 1:
+        return None
+    (before,), (after,) = eqn.invars, eqn.outvars
+    if eqn.primitive.name in _COPIES:
+        return axes_of(before)
+    shape, new, places = before.aval.shape, after.aval.shape, dict[int, int]()
+    for axis in varying(shape):
+        found = rule_of(eqn).move_axes(eqn.params, shape, new, frozenset({axis})) or ()
+        if len(found) != 1 or new[min(found)] != shape[axis]:
+            return None
+        places[axis] = min(found)
+    return placed(axes_of(before), places) if len({*places.values()}) == len(places) else None
+
+
+def known_of(value: Any, aval: Any) -> Line | Choice | None:
+    """Returns what is known of a constant: whether it is one number, a range of them, or a band of a matrix."""
+    is_read = not isinstance(value, jax.core.Tracer) and hasattr(aval, "shape") and math.prod(aval.shape) <= _LARGEST
+    if not is_read or jnp.issubdtype(aval.dtype, jax.dtypes.extended) or jnp.iscomplexobj(value) or not np.size(value):
+        return None
+    x = np.asarray(value)
+    low, high = x.min().item(), x.max().item()
+    if low == high:
+        return Line(low, (0,) * x.ndim)
+    axes = sorted(varying(x.shape))
+    if len(axes) == 1 and x.dtype != np.bool_:  # such as `jnp.arange(n)`
+        first, step = x.flat[0].item(), x.flat[1].item() - x.flat[0].item()
+        is_line = np.array_equal(x.ravel(), first + step * np.arange(x.size))
+        return Line(first, (step,)).placed(tuple(axes), x.ndim) if is_line else None
+    if len(axes) != 2 or not ((x == high) | (x == low)).all():
+        return None
+    for on, off in ((high, low), (low, high)):
+        matrix = (x == on).reshape([x.shape[axis] for axis in axes])
+        rows, columns = np.nonzero(matrix)
+        offset = np.arange(matrix.shape[1]) - np.arange(matrix.shape[0])[:, None]
+        most, least = (columns - rows).max().item(), (columns - rows).min().item()
+        if np.array_equal(matrix, (offset <= most) & (offset >= least)):
+            lines = Line(most, (1, -1)), Line(-least, (-1, 1))
+            band = Condition(None, on, off, tuple([line.placed(tuple(axes), x.ndim) for line in lines]))
+            return Choice(((band, axes_of(x)),), on, off)
     return None
 
 
-def _mask(choice: _Choice | None, kept: Any, is_fill: Callable[[Any], bool], is_exp: bool = False) -> Form | None:
-    """Returns a choice of `kept` and a fill value as a mask; None if it is none."""
-    ends = [] if choice is None else [(choice.on, choice.off, choice.keep), (choice.off, choice.on, choice.other)]
-    for value, fill, keep in ends:
-        if choice and value == kept and fill != kept and is_fill(fill):
-            return Form({(Mask(choice.node, keep), choice.axes): 1}, is_exp)
+def _fold(eqn: JaxprEqn, numbers: Sequence[Any]) -> Any:
+    """Returns what an op computes from numbers; None if that is not known."""
+    with np.errstate(all="ignore"):
+        if eqn.primitive.name in _FOLDS:
+            return _FOLDS[eqn.primitive.name](*numbers)
+        fold = rule_of(eqn).fold
+        return None if fold is None else fold(eqn.params, *numbers)
+
+
+def _all(value: bool, *flags: Choice) -> Choice | None:
+    """Returns flags that are `value` where all of several flags are."""
+    each = [flag.where(value) for flag in flags]
+    return None if None in each else Choice(sum(filter(None, each), ()), value, not value)
+
+
+def _mask(known: Any, atom: Any, kept: Any, is_fill: Callable[[Any], bool]) -> dict[tuple[Any, Axes], float] | None:
+    """Returns a choice of `kept` and a fill value as the terms of a mask; None if it is none."""
+    for value, fill in ((known.on, known.off), (known.off, known.on)) if isinstance(known, Choice) else ():
+        if value == kept and fill != kept and is_fill(fill):
+            return dict.fromkeys(known.where(value) or [(Condition(atom, value, fill), axes_of(atom))], 1)
     return None
 
 
-def _scaled(form: Form, by: Any, inverse: bool = False) -> Form | None:
-    """Returns a sum of terms times a number, or divided by it; a mask may not become larger than it may be."""
-    if by is None or form.is_exp or not np.isfinite(by) or by == 0:
-        return form if by == 1 else None
-    factor = 1 / float(by) if inverse else float(by)
-    if form.is_masked and factor < _LEAST_FACTOR:
-        return None
-    return Form({key: n if isinstance(key[0], Mask) else factor * n for key, n in form.terms.items()})
-
-
-def _summed(form: Form, node: Node) -> Form | None:
+def _summed(form: Form, eqn: JaxprEqn) -> Form | None:
     """Returns the sum of exponentials along axes: of the terms that vary along them, and of all masks."""
-    (before,), axes = node.operands, node.eqn.params["axes"]
-    along = varying(before.shape) & frozenset(map(int, axes))
-    inside = {key: n for key, n in form.terms.items() if isinstance(key[0], Mask) or along & set(key[1])}
+    before, axes = eqn.invars[0], eqn.params["axes"]
+    along = varying(before.aval.shape) & frozenset(map(int, axes))
+    inside = {key: n for key, n in form.terms.items() if isinstance(key[0], Condition) or along & set(key[1])}
     if not along <= {axis for _, places in inside for axis in places}:
         return None
-    kept = [axis for axis in range(len(before.shape)) if axis not in axes]
+    kept = [axis for axis in range(len(before.aval.shape)) if axis not in axes]
     places = {axis: kept.index(axis) for axis in kept}
     rest = Form({key: n for key, n in form.terms.items() if key not in inside}, is_exp=True).placed(places)
-    sums = _LogSum(frozenset(inside.items()), along), tuple([places.get(axis) for axis in before.axes])
+    sums = _LogSum(frozenset(inside.items()), along), tuple([places.get(axis) for axis in axes_of(before)])
     return rest.plus(Form({sums: 1}, is_exp=True))
 
 
-def softmax_of(form: Form) -> tuple[Form, frozenset[int]] | None:
+def softmax_of(form: Form | None) -> tuple[Form, frozenset[int]] | None:
     """Returns the scores of a softmax, and the axes that it sums along; None if a form is no softmax."""
-    sums = [key for key, n in form.terms.items() if isinstance(key[0], _LogSum) and n == -1]
-    if not form.is_exp or len(sums) != 1:
+    sums = [key for key, n in form.terms.items() if isinstance(key[0], _LogSum) and n == -1] if form else []
+    if form is None or not form.is_exp or len(sums) != 1:
         return None
     (total, outer), scores = sums[0], {key: n for key, n in form.terms.items() if key != sums[0]}
     places = {i: place for i, place in enumerate(outer) if place is not None}
