@@ -40,12 +40,13 @@ class _Attention:
         kernel: a function, or an `implementation` of `jax.nn.dot_product_attention`.
         dtype: the dtype that it runs in.
         options: its scale, and other options.
-        arrays: for each array its role, the names of its axes, and a number: the factor of a `bias`, the number where a
-            `mask` keeps scores, what is added to a number of keys, or the power of a `temperature`.
+        arrays: for each array its role, the names of its axes, and a number: the factor of a `bias`, the numbers of a
+            `mask` where it keeps scores and where not, what is added to a number of keys, the power of a `temperature`.
         groups: by their names, the axes that the axes of the arrays of the kernel consist of.
         sizes: the number of elements of each axis.
         result: the names of the axes of the result.
-        out: its type.
+        out: its type in the program.
+        traced: the dtype of the queries there.
     """
 
     kernel: Any
@@ -56,29 +57,29 @@ class _Attention:
     sizes: tuple[tuple[Any, Any], ...]
     result: Axes
     out: Any
+    traced: Any
 
     def __call__(self, *arrays: Any) -> Any:
-        """Computes the attention. In a program that is not cast yet its result has the dtype of the queries there."""
+        """Computes the attention of arrays that are cast."""
         inputs, options = dict[str, list[Any]](), {"bias": None, "mask": None, **dict(self.options)}
         for x, (role, axes, number) in zip(arrays, self.arrays, strict=True):
             inputs.setdefault(role, []).append((self._arranged(x, axes, role), number))
         ((query, _),), ((key, _),), ((value, _),) = (inputs[role] for role in ("query", "key", "value"))
         for x, power in inputs.get("temperature", ()):
             query = query * x**power
-        query, key, value = (x.astype(self.dtype) for x in (query, key, value))
         if biases := inputs.get("bias"):
             total = sum(n * x.astype(np.float32) for x, n in biases)
             # Scores below all of the dtype are masked as well by the least of it, and with -inf a row may be NaN.
             options["bias"] = jnp.maximum(total, float(jnp.finfo(self.dtype).min)).astype(self.dtype)
         if flags := inputs.get("mask"):
-            options["mask"] = functools.reduce(jnp.logical_and, [x == keep for x, keep in flags])
+            options["mask"] = functools.reduce(jnp.logical_and, [_is_kept(x, *numbers) for x, numbers in flags])
         if lengths := inputs.get("key_value_seq_lengths"):
             ends = [jnp.minimum(x + n, key.shape[1]).astype(np.int32) for x, n in lengths]
             options["key_value_seq_lengths"] = functools.reduce(jnp.minimum, ends)
         own, sizes = self._axes("rows lengths heads groups features"), dict(self.sizes)
         x = jnp.reshape(self._run(query, key, value, options), [sizes[axis] for axis in own])
         x = jnp.transpose(x, [own.index(axis) for axis in self.result])
-        return jnp.reshape(x, self.out.shape).astype(arrays[0].dtype)
+        return jnp.reshape(x, self.out.shape)
 
     def _run(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
         if not isinstance(self.kernel, str):
@@ -107,7 +108,7 @@ class _Attention:
 
     def __str__(self) -> str:
         said = [f"{name}={value}" for name, value in self.options if value and name != "scale"]
-        return ", ".join(said + [*dict.fromkeys([role for role, *_ in self.arrays[3:]])])
+        return ", ".join([*said, *dict.fromkeys([role for role, *_ in self.arrays[3:]])])
 
 
 # The groups of axes that the axes of each array of a kernel consist of, and the arrays that need all of these axes.
@@ -123,16 +124,26 @@ _AXES = {
 _WHOLE = {"query", "key", "value", "key_value_seq_lengths"}
 
 
+def _is_kept(x: Any, keep: Any, other: Any) -> Any:
+    """Returns where a value is one of two numbers; it may be rounded."""
+    x = x.astype(np.float32)
+    return jnp.abs(x - float(keep)) < jnp.abs(x - float(other))
+
+
 @functools.lru_cache(maxsize=1024)
 def _call_of(attention: _Attention) -> Any:
-    """Returns an attention as a function that autocast runs as it is, the same for equal ones."""
-    fun = cast_inputs(attention.dtype)(jax.jit(attention))
+    """Returns an attention as a function that autocast runs as it is, the same for equal ones.
 
-    @jax.jit
+    In a program that is not cast its result has the type that it has there.
+    """
+    run = jax.jit(attention)  # in one dtype, so that JAX traces it once
+
     def attend(*arrays: Any) -> Any:
-        return jx.as_type(fun(*arrays), attention.out)
+        x = run(*[x.astype(attention.dtype) if jx.is_floating(x) else x for x in arrays])
+        dtype = arrays[0].dtype
+        return jx.as_type(x, attention.out) if dtype == attention.traced else x.astype(dtype)
 
-    return attend
+    return cast_inputs(attention.dtype)(attend)
 
 
 class Found(NamedTuple):
@@ -236,7 +247,8 @@ class _Program:
             why = "the function around it has a derivative of its own"
             op.found = [found._replace(kernel="", why=why) for found in op.found]
         elif any(found.kernel for found in op.found):
-            self._replace(op, lambda *args: run(eqn, bodies, args), eqn.invars, names)
+            jaxpr = _traced(op, jax.jit(lambda *args: run(eqn, bodies, args)), eqn.invars)
+            self._replace(op, jaxpr, eqn.invars, names)
         elif is_call and structure.is_inline and not jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
             opened, _ = jx.open_jaxpr(structure.jaxpr)
             inner = dict(zip(opened.invars, [eqn.invars[i] for i in structure.operands], strict=True))
@@ -249,15 +261,13 @@ class _Program:
             names |= _aliases(eqn.outvars, inner, opened.outvars)
         return bool(op.inside)
 
-    def _replace(self, op: _Op, fun: Any, operands: Sequence[Any], names: dict[Any, Any]) -> None:
-        """Calls a function in place of an equation. What it returns as it got it has the name of the operand."""
-        with jx.versions.context_of(op.eqn):
-            opened, consts = jx.open_jaxpr(jx.trace(jax.jit(fun), [atom.aval for atom in operands]))
+    def _replace(self, op: _Op, jaxpr: Any, operands: Sequence[Any], names: dict[Any, Any]) -> None:
+        """Puts the one equation of a jaxpr in place of another. A result that is an operand gets the name of that."""
+        opened, consts = jx.open_jaxpr(jaxpr)
         self._consts |= zip(opened.constvars, consts, strict=True)
         inner: dict[Any, Any] = dict(zip(opened.invars, operands, strict=True))
-        inner |= {
-            v: name for v, name in zip(opened.outvars, op.eqn.outvars, strict=True) if _is_var(v) and v not in inner
-        }
+        results = zip(opened.outvars, op.eqn.outvars, strict=True)
+        inner |= {var: name for var, name in results if _is_var(var) and var not in inner}
         names |= _aliases(op.eqn.outvars, inner, opened.outvars)
         (call,) = opened.eqns
         op.eqn = _with_names(call, inner).replace(source_info=op.eqn.source_info, ctx=op.eqn.ctx)
@@ -280,12 +290,12 @@ class _Program:
                 key = tuple([(attention, tuple([x.aval for x in reads])) for attention, reads in matches[op].variants])
                 if key not in tried:  # layers are alike
                     tried[key] = _taken(op, matches[op])
-                i, words = tried[key]
-                if i is None:
+                i, jaxpr, words = tried[key]
+                if jaxpr is None:
                     dropped[op] = words
                     refused.add(op)
                 else:
-                    chosen[op] = matches[op].variants[i]
+                    chosen[op] = jaxpr, *matches[op].variants[i]
             if not dropped:
                 break
             outcomes |= dropped
@@ -293,12 +303,12 @@ class _Program:
             calls = tuple([call.eqn for call in op.calls])
             self.found += [each._replace(eqns=calls + each.eqns) for each in op.found]
             if op in matches:
-                self.found.append(Found((*calls, op.eqn), name_of(kernel), str(chosen[op][0])))
+                self.found.append(Found((*calls, op.eqn), name_of(kernel), str(chosen[op][1])))
             elif outcomes.get(op) is not None:
                 self.found.append(Found((*calls, op.eqn), "", outcomes[op], op in refused))
         for op in matches:
-            attention, reads = chosen[op]
-            self._replace(op, _call_of(attention), reads, {})
+            jaxpr, _, reads = chosen[op]
+            self._replace(op, jaxpr, reads, {})
         return {*matches}
 
     def _readers(self, ops: Sequence[_Op]) -> dict[Any, list[_Op | None]]:
@@ -369,12 +379,12 @@ class _Program:
         arrays = [(query, "query", of_query, 0), (key, "key", of_key, 0), (value, "value", of_value, 0)]
         variants = []
         for options, said, lengths in (_said(masks, groups, sizes), ({"is_causal": False}, [], [])):
-            left = [(x.atom, "mask", its, x.keep) for x, its in masks if (x, its) not in said]
+            left = [(x.atom, "mask", its, (x.keep, x.other)) for x, its in masks if (x, its) not in said]
             given = [*arrays, *temperatures, *biases, *left, *lengths]
             described = tuple([(role, tuple(its), n) for _, role, its, n in given])
             fixed = tuple((options | {"scale": scale}).items()), described, tuple(groups.items()), tuple(sizes.items())
             result = tuple([axis for axis in result if axis is not None])
-            attention = _Attention(kernel, form.dtype, *fixed, result, op.eqn.outvars[0].aval)
+            attention = _Attention(kernel, form.dtype, *fixed, result, op.eqn.outvars[0].aval, jx.dtype_of(query))
             variants.append((attention, tuple([x[0] for x in given])))
         return _Match(frozenset(within), variants)
 
@@ -540,17 +550,21 @@ def _read_again(match: _Match, matches: Any, readers: Any) -> str:
     return f"its weights are read again at {lines[0]}" if lines else "its weights are read again"
 
 
-def _taken(op: _Op, match: _Match) -> tuple[int | None, str]:
-    """Returns the first variant of an attention that the kernel takes, or None and the words of the kernel."""
+def _taken(op: _Op, match: _Match) -> tuple[int, Any, str]:
+    """Returns the first variant of an attention that the kernel takes, as a jaxpr, or None and the kernel's words."""
     words = ""
     for i, (attention, reads) in enumerate(match.variants):
         try:
-            with jx.versions.context_of(op.eqn):
-                jax.eval_shape(_call_of(attention), *[x.aval for x in reads])
-            return i, ""
+            return i, _traced(op, _call_of(attention), reads), ""
         except Exception as error:
             words = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return None, words
+    return 0, None, words
+
+
+def _traced(op: _Op, fun: Callable, operands: Sequence[Any]) -> Any:
+    """Returns a function as a jaxpr of one equation that calls it, in the settings of another equation."""
+    with jx.versions.context_of(op.eqn):
+        return jx.trace(fun, [atom.aval for atom in operands])
 
 
 class _Body(NamedTuple):

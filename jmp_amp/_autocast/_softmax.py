@@ -96,7 +96,7 @@ class Condition(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A value of two numbers: `on` where all conditions hold, and `off` elsewhere. Each has the places of its axes."""
+    """A value that is `on` where all conditions hold, and `off` elsewhere. Each has the places of its axes."""
 
     conditions: tuple[tuple[Condition, Axes], ...]
     on: Any
@@ -270,8 +270,8 @@ class Values:
         if not unknown:
             value = _fold(eqn, numbers)
             return None if value is None else Line(value, (0,) * rank)
-        if name in _COMPARISONS:
-            return self._compared(eqn, name)
+        if name in _COMPARISONS and (compared := self._compared(eqn, name)) is not None:
+            return compared
         match name, each:
             case (("add" | "sub"), [Line(), Line()]):
                 return each[0].plus(each[1], 1 if name == "add" else -1)
