@@ -27,6 +27,7 @@ from jmp_amp._autocast._softmax import (
     placed,
     softmax_of,
 )
+from jmp_amp._calls import warn
 from jmp_amp._cast_inputs import cast_inputs
 
 
@@ -295,7 +296,7 @@ class _Program:
                     dropped[op] = words
                     refused.add(op)
                 else:
-                    chosen[op] = jaxpr, *matches[op].variants[i]
+                    chosen[op] = jaxpr, *matches[op].variants[i], words
             if not dropped:
                 break
             outcomes |= dropped
@@ -303,11 +304,18 @@ class _Program:
             calls = tuple([call.eqn for call in op.calls])
             self.found += [each._replace(eqns=calls + each.eqns) for each in op.found]
             if op in matches:
-                self.found.append(Found((*calls, op.eqn), name_of(kernel), str(chosen[op][1])))
+                _, attention, _, words = chosen[op]
+                why = f"{attention}; its derivative as it is written: {words}" if words else str(attention)
+                self.found.append(Found((*calls, op.eqn), name_of(kernel), why))
             elif outcomes.get(op) is not None:
                 self.found.append(Found((*calls, op.eqn), "", outcomes[op], op in refused))
         for op in matches:
-            jaxpr, _, reads = chosen[op]
+            jaxpr, attention, reads, words = chosen[op]
+            if words:
+                written, free = _written(op, [each for each in ops if each in matches[op].within])
+                call = _with_derivative_of(_call_of(attention), written, len(reads), name_of(kernel), words)
+                reads = *reads, *free
+                jaxpr = _traced(op, jax.jit(call), reads)
             self._replace(op, jaxpr, reads, {})
         return {*matches}
 
@@ -551,14 +559,58 @@ def _read_again(match: _Match, matches: Any, readers: Any) -> str:
 
 
 def _taken(op: _Op, match: _Match) -> tuple[int, Any, str]:
-    """Returns the first variant of an attention that the kernel takes, as a jaxpr, or None and the kernel's words."""
+    """Returns the first variant of an attention that the kernel takes, as a jaxpr, or None.
+
+    And the words of the kernel, if it takes none, or takes this one and refuses its derivative.
+    """
     words = ""
     for i, (attention, reads) in enumerate(match.variants):
+        jaxpr, call = None, _call_of(attention)
+
+        def gradients(*arrays: Any, call: Any = call) -> Any:
+            out, pull = jax.vjp(lambda *qkv: call(*qkv, *arrays[3:]), *arrays[:3])
+            return pull(out)
+
         try:
-            return i, _traced(op, _call_of(attention), reads), ""
+            jaxpr = _traced(op, call, reads)
+            _traced(op, gradients, reads)
+            return i, jaxpr, ""
         except Exception as error:
             words = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if jaxpr is not None:
+            return i, jaxpr, words
     return 0, None, words
+
+
+def _written(op: _Op, within: Sequence[_Op]) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns an attention as the program computes it, and the values that it reads."""
+    eqns = [*[each.eqn for each in within], op.eqn]
+    made = {var for eqn in eqns for var in eqn.outvars}
+    free = [*dict.fromkeys([x for eqn in eqns for x in filter(_is_var, eqn.invars) if x not in made])]
+
+    def written(*args: Any) -> Any:
+        env = dict(zip(free, args, strict=True))
+        for eqn in eqns:
+            operands = [env[x] if isinstance(x, Var) else x.val for x in eqn.invars]
+            env.update(zip(eqn.outvars, jx.apply_as_traced(eqn, operands), strict=True))
+        return env[eqns[-1].outvars[0]]
+
+    return written, free
+
+
+def _with_derivative_of(call: Callable, written: Callable, n: int, name: str, words: str) -> Callable[..., Any]:
+    """Returns a function of `n` arrays, and those of another function, which is differentiated in its place."""
+
+    @jax.custom_vjp
+    def attend(*arrays: Any) -> Any:
+        return call(*arrays[:n])
+
+    def forward(*arrays: Any) -> Any:
+        warn(f"`{name}` refuses the derivative of attention, which is computed as it is written: {words}")
+        return jax.vjp(written, *arrays[n:])
+
+    attend.defvjp(forward, lambda pull, cotangent: (*[None] * n, *pull(cotangent)))
+    return attend
 
 
 def _traced(op: _Op, fun: Callable, operands: Sequence[Any]) -> Any:
