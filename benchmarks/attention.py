@@ -61,6 +61,16 @@ form("softmax by hand")(
 form("`exp(s - logsumexp(s))`")(
     lambda q, k, v: read(jnp.exp((s := scores(q, k)) - jax.nn.logsumexp(s, -1, keepdims=True)), v)
 )
+form("`exp2`")(
+    lambda q, k, v: read(
+        (e := jnp.exp2((s := scores(q, k) * np.log2(np.e).astype(np.float32)) - s.max(-1, keepdims=True)))
+        / e.sum(-1, keepdims=True),
+        v,
+    )
+)
+form("a temperature that is learned", *[(B, T, H, F)] * 3, (H,))(
+    lambda q, k, v, t: read(jax.nn.softmax(scores(q, k) * jnp.exp(t)[:, None, None]), v)
+)
 form("`softmax(where=)`")(lambda q, k, v: read(jax.nn.softmax(scores(q, k), where=causal()), v))
 form("additive mask of `finfo.min`")(
     lambda q, k, v: read(jax.nn.softmax(scores(q, k) + jnp.where(causal(), 0, jnp.finfo(jnp.float32).min)), v)

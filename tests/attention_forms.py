@@ -23,6 +23,12 @@ def inverse_of_sum(s):
     return e * (1 / jnp.sum(e, -1, keepdims=True))
 
 
+def with_exp2(s):
+    s = s * np.log2(np.e).astype(np.float32)
+    e = jnp.exp2(s - jnp.max(s, -1, keepdims=True))
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
 def in_float32(s):
     return jax.nn.softmax(s.astype(jnp.float32)).astype(s.dtype)
 
@@ -35,6 +41,7 @@ SOFTMAX = {
     "logsumexp": lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
     "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
     "in float32": in_float32,
+    "exp2": with_exp2,
 }
 
 

@@ -94,7 +94,7 @@ def check(fun, *args, calls=1, **expected):
     return kernel.options
 
 
-@pytest.mark.parametrize("variant", forms.variants(36), ids=forms.name_of)
+@pytest.mark.parametrize("variant", forms.variants(37), ids=forms.name_of)
 def test_attention_is_found_however_it_is_written(variant):
     attend, shapes = forms.attention(**variant)
     _, said = forms.FLAGS[variant.get("flags", "none")]
@@ -106,7 +106,7 @@ def test_attention_is_found_however_it_is_written(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", forms.variants(236)[36:], ids=forms.name_of)
+@pytest.mark.parametrize("variant", forms.variants(237)[37:], ids=forms.name_of)
 def test_attention_is_found_in_random_combinations(variant):
     test_attention_is_found_however_it_is_written(variant)
 
@@ -206,13 +206,27 @@ def mapped_over_heads(p, x):
     return jax.vmap(jax.vmap(head, 1, 1))(q, k, v)
 
 
-def custom(p, x):
+def reversed_gradient(p, x):
     @jax.custom_vjp
     def f(p, x):
         return layer(p, x)
 
-    f.defvjp(lambda p, x: jax.vjp(layer, p, x), lambda pull, g: pull(g))
+    f.defvjp(lambda p, x: jax.vjp(layer, p, x), lambda pull, g: pull(-g))
     return f(p, x)
+
+
+def llama(p, x):
+    """Grouped queries in bfloat16, in a scan of checkpoints whose carry has a sharding."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    def block(x, p):
+        q, k, v = (jnp.reshape(x @ w, (*x.shape[:2], -1, 8)) for w in (p["q"], p["k"][:, :16], p["v"][:, :16]))
+        x = x + jnp.reshape(jax.nn.dot_product_attention(q, k, v, is_causal=True), x.shape) @ p["o"]
+        return lax.with_sharding_constraint(x, spread), None
+
+    return lax.scan(block, x, stacked(p))[0]
 
 
 def sharded(p, x):
@@ -239,6 +253,7 @@ PROGRAMS = {
     "vmap": (mapped, 1),
     "vmap over batch and heads": (mapped_over_heads, 1),
     "shard_map": (sharded, 1),
+    "Llama, sharded": (llama, 1),
 }
 
 
@@ -250,13 +265,39 @@ def test_attention_is_found_wherever_it_stands(name):
     assert "mask" not in options
 
 
-def test_attention_in_a_loop_that_has_no_gradient_and_in_a_custom_rule_is_found():
-    for fun in (repeated_while, custom):
-        kernel = Kernel()
-        fused = in_float32(fun, kernel)
-        np.testing.assert_allclose(jax.jit(fused)(WEIGHTS, X), jax.jit(fun)(WEIGHTS, X), rtol=1e-5, atol=1e-5)
-        assert [each.kernel for each in fused.found] == ["Kernel"]
-        assert kernel.options["is_causal"]
+def test_attention_in_a_loop_that_has_no_gradient_is_found():
+    kernel = Kernel()
+    fused = in_float32(repeated_while, kernel)
+    np.testing.assert_allclose(jax.jit(fused)(WEIGHTS, X), jax.jit(repeated_while)(WEIGHTS, X), rtol=1e-5, atol=1e-5)
+    assert [each.kernel for each in fused.found] == ["Kernel"]
+    assert kernel.options["is_causal"]
+
+
+def test_a_function_with_a_derivative_of_its_own_keeps_it():
+    fused = in_float32(reversed_gradient, Kernel())
+    assert_same(reversed_gradient, fused, WEIGHTS, X)
+    assert [each.why for each in fused.found] == ["the function around it has a derivative of its own"]
+
+
+def test_a_traced_temperature_multiplies_the_queries():
+    def of_all(q, k, v, t):
+        return forms.apply_to(jax.nn.softmax(jnp.where(forms.causal(6, 10), forms.scores_of(q, k) / t, -1e9)), v)
+
+    def of_heads(q, k, v, t):
+        return forms.apply_to(jax.nn.softmax(forms.scores_of(q, k) * jnp.exp(t)[:, None, None]), v)
+
+    def of_keys(q, k, v, t):
+        return forms.apply_to(jax.nn.softmax(forms.scores_of(q, k) * t), v)
+
+    def of_masked_scores(q, k, v, t):
+        return forms.apply_to(jax.nn.softmax(jnp.where(forms.causal(6, 10), forms.scores_of(q, k), -1e9) * t), v)
+
+    check(of_all, Q, K, K, jnp.float32(1.7), is_causal=True)
+    check(of_heads, Q, K, K, jnp.arange(4) / 4.0)
+    for fun, temperature in ((of_keys, jnp.arange(10) / 4.0), (of_masked_scores, jnp.float32(1.7))):
+        fused = in_float32(fun, Kernel())
+        assert_same(fun, fused, Q, K, K, temperature)
+        assert [each.kernel for each in fused.found] == [""]
 
 
 def attend(q, k, v, flags):
@@ -388,6 +429,32 @@ def test_a_kernel_that_refuses_leaves_attention_as_it_is_written_and_warns_once(
         assert jax.jit(amp.autocast(model, attention="cudnn"))(WEIGHTS, X) == out
     no_attention = amp.autocast(lambda p, x: jnp.mean(x @ p["q"]), attention=Kernel(refuses))
     jax.jit(no_attention)(WEIGHTS, X)  # has no warning
+
+
+@jax.custom_vjp
+def forward_only(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def _no_derivative(residuals, cotangent):
+    raise NotImplementedError("no backward pass for 8 features")
+
+
+forward_only.defvjp(lambda *qkv: (forward_only(*qkv), None), _no_derivative)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "checkpoint"])
+def test_a_derivative_that_the_kernel_refuses_is_that_of_the_program(wrap):
+    def kernel(query, key, value, **options):
+        return forward_only(query, key, value)
+
+    fused = amp.autocast(model, "bfloat16", attention=kernel)
+    assert primitives(fused, WEIGHTS, X).count("cast_inputs") == 2  # without a warning
+    with pytest.warns(UserWarning, match="`kernel` refuses the derivative of attention, .* no backward pass for 8"):
+        grads = jax.jit(jax.grad(wrap(fused)))(WEIGHTS, X)
+    expected = jax.jit(jax.grad(wrap(amp.autocast(model, "bfloat16"))))(WEIGHTS, X)
+    for name, x in expected.items():
+        np.testing.assert_allclose(grads[name], x, atol=2e-2 * float(jnp.max(jnp.abs(x))))
 
 
 def test_what_is_no_kernel_is_an_error():

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._plan import Region
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import OpClass
+from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._softmax import (
     EXPONENTIALS,
     Axes,
@@ -558,6 +558,11 @@ def _read_again(match: _Match, matches: Any, readers: Any) -> str:
     return f"its weights are read again at {lines[0]}" if lines else "its weights are read again"
 
 
+# The primitives whose derivatives are JAX's own.
+_DIFFERENTIABLE = {name for name, rule in RULES.items() if not (isinstance(rule, Rule) and rule.is_kernel)}
+_DIFFERENTIABLE |= {"jit", "cast_inputs"}
+
+
 def _taken(op: _Op, match: _Match) -> tuple[int, Any, str]:
     """Returns the first variant of an attention that the kernel takes, as a jaxpr, or None.
 
@@ -573,7 +578,8 @@ def _taken(op: _Op, match: _Match) -> tuple[int, Any, str]:
 
         try:
             jaxpr = _traced(op, call, reads)
-            _traced(op, gradients, reads)
+            if not _primitives_in(jaxpr) <= _DIFFERENTIABLE:  # it takes as long to trace as the kernel
+                _traced(op, gradients, reads)
             return i, jaxpr, ""
         except Exception as error:
             words = f"{type(error).__name__}: {error}".partition("\n")[0]
