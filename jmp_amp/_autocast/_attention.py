@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._plan import Region
@@ -91,7 +91,8 @@ class _Attention:
         for name in ("bias", "mask"):
             if (x := options[name]) is not None:
                 options[name] = jnp.broadcast_to(x, (*x.shape[:2], query.shape[1], key.shape[1]))
-        return jax.nn.dot_product_attention(query, key, value, implementation=self.kernel, **options)[..., :width]
+        kernel: Any = functools.partial(jax.nn.dot_product_attention, implementation=self.kernel)
+        return kernel(query, key, value, **options)[..., :width]
 
     def _axes(self, groups: str) -> list[Any]:
         return [axis for group in groups.split() for axis in dict(self.groups)[group]]
@@ -175,7 +176,7 @@ class _Op:
         found: what is found in its jaxprs.
     """
 
-    eqn: JaxprEqn
+    eqn: Any
     region: Region
     calls: "tuple[_Op, ...]"
     inside: "list[_Op]" = dataclasses.field(default_factory=list)
@@ -230,7 +231,9 @@ class _Program:
 
     def _enter(self, op: _Op, names: dict[Any, Any]) -> bool:
         """Finds attention in the jaxprs of an equation. Reads a call in place, and returns whether it has."""
-        eqn, structure, run = op.eqn, jx.structure_of(op.eqn), jx.HIGHER_ORDER[op.eqn.primitive.name].run
+        structure: Any = jx.structure_of(op.eqn)
+        run: Any = jx.HIGHER_ORDER[op.eqn.primitive.name].run
+        eqn = op.eqn
         if structure is None or run is None:
             return False
         region, bodies = self._args[0].enter(op.region, eqn), list[_Body]()
@@ -252,7 +255,7 @@ class _Program:
             self._replace(op, jaxpr, eqn.invars, names)
         elif is_call and structure.is_inline and not jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
             opened, _ = jx.open_jaxpr(structure.jaxpr)
-            inner = dict(zip(opened.invars, [eqn.invars[i] for i in structure.operands], strict=True))
+            inner: dict[Any, Any] = dict(zip(opened.invars, [eqn.invars[i] for i in structure.operands], strict=True))
             kept = {*inner, *opened.constvars}
             inner |= {
                 v: name for v, name in zip(opened.outvars, eqn.outvars, strict=True) if _is_var(v) and v not in kept
@@ -391,8 +394,8 @@ class _Program:
             given = [*arrays, *temperatures, *biases, *left, *lengths]
             described = tuple([(role, tuple(its), n) for _, role, its, n in given])
             fixed = tuple((options | {"scale": scale}).items()), described, tuple(groups.items()), tuple(sizes.items())
-            result = tuple([axis for axis in result if axis is not None])
-            attention = _Attention(kernel, form.dtype, *fixed, result, op.eqn.outvars[0].aval, jx.dtype_of(query))
+            axes_out = tuple([axis for axis in result if axis is not None])
+            attention = _Attention(kernel, form.dtype, *fixed, axes_out, op.eqn.outvars[0].aval, jx.dtype_of(query))
             variants.append((attention, tuple([x[0] for x in given])))
         return _Match(frozenset(within), variants)
 
@@ -411,7 +414,7 @@ class _Program:
         values, atoms = self._values, [weights]
         for atom in atoms:
             name = values.name(atom)
-            operands = values.eqns[atom].invars if name in _ELEMENTWISE else ()
+            operands: Sequence[Any] = values.eqns[atom].invars if name in _ELEMENTWISE else ()
             forms = {x: values.read(x).form for x in filter(_is_var, operands) if x in values.exponentials}
             if name == "div" and (top := forms.get(operands[0])) and top.is_exp and softmax_of(top) is None:
                 return "its denominator is not the sum of the exponentials alone"
@@ -422,7 +425,7 @@ class _Program:
 
     def rewritten(self) -> Any:
         """Returns the jaxpr, closed, with the kernel in place of each attention."""
-        needed, kept = {*filter(_is_var, self._outs)}, list[JaxprEqn]()
+        needed, kept = {*filter(_is_var, self._outs)}, list[Any]()
         # A call is opened if attention ends in it, or reads a value that it computes and does not return.
         opened = {call for op in self._kernels for call in op.calls}
         for atom in [x for op in self._kernels for x in op.eqn.invars if x in self._made]:
@@ -453,7 +456,7 @@ def _named(names: Mapping[Any, Any], atom: Any) -> Any:
     return names.get(atom, atom) if isinstance(atom, Var) else atom
 
 
-def _with_names(eqn: JaxprEqn, names: Mapping[Any, Any]) -> JaxprEqn:
+def _with_names(eqn: Any, names: Mapping[Any, Any]) -> Any:
     invars, outvars = ([_named(names, atom) for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     return eqn.replace(invars=invars, outvars=outvars)
 

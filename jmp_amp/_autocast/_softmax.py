@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import rule_of, varying
@@ -77,8 +77,7 @@ class Condition(NamedTuple):
         keep: the number where the condition holds.
         other: the number elsewhere.
         lines: none of them is negative where it holds; None if that is not known.
-        length: if it says how many keys are kept, a value, the places of its axes, a number to add to it, and the axis of
-            the keys.
+        length: how many keys are kept, if it says that: a value, its axes, a number to add, and the axis of the keys.
     """
 
     atom: Any
@@ -193,13 +192,13 @@ class Values:
 
     def __init__(self, given: Mapping[Var, Line | Choice | None]) -> None:
         """Takes what is known of the inputs and the constants of the program."""
-        self.eqns: dict[Var, JaxprEqn] = {}
+        self.eqns: dict[Any, Any] = {}
         self.exponentials: set[Any] = set()
         self._given, self._readings = dict[Var, Any](), dict[Var, Reading]()
         for var, known in given.items():
             self.give(var, known)
 
-    def add(self, eqn: JaxprEqn) -> None:
+    def add(self, eqn: Any) -> None:
         """Adds an equation behind those that it reads."""
         self.eqns.update(dict.fromkeys(eqn.outvars, eqn))
         name = eqn.primitive.name
@@ -257,7 +256,7 @@ class Values:
             return Choice(((Condition(var, True, False), axes_of(var)),), True, False)
         return known
 
-    def _computed(self, eqn: JaxprEqn, name: str, rank: int, readings: Sequence[Reading]) -> Line | Choice | None:
+    def _computed(self, eqn: Any, name: str, rank: int, readings: Sequence[Reading]) -> Line | Choice | None:
         if (axes := _moved(eqn)) is not None:
             known = readings[0].known
             if isinstance(known, Line):
@@ -265,7 +264,8 @@ class Values:
                 return None if is_rounded else known.placed(axes, rank)
             moved = [(condition, placed(own, axes)) for condition, own in known.conditions] if known else []
             return known and known._replace(conditions=tuple(moved))
-        numbers, each = [x.number for x in readings], [x.known for x in readings]
+        numbers: list[Any] = [x.number for x in readings]
+        each: list[Any] = [x.known for x in readings]
         unknown = [i for i, number in enumerate(numbers) if number is None]
         if not unknown:
             value = _fold(eqn, numbers)
@@ -285,7 +285,7 @@ class Values:
                 i = numbers.index(False, 1)  # `flag & x`, as `jnp.tril` writes it
                 if isinstance(other := cases[2 - i], Choice):
                     conditions = each[0].where(i == 1)
-                    return conditions and _all(True, Choice(conditions, True, False), other)
+                    return _all(True, Choice(conditions, True, False), other) if conditions else None
         if len(unknown) == 1 and isinstance(choice := each[unknown[0]], Choice):
             i = unknown[0]
             on, off = (_fold(eqn, [*numbers[:i], end, *numbers[i + 1 :]]) for end in (choice.on, choice.off))
@@ -293,7 +293,7 @@ class Values:
                 return Line(on, (0,) * rank) if on == off else choice._replace(on=on, off=off)
         return None
 
-    def _compared(self, eqn: JaxprEqn, name: str) -> Choice | None:
+    def _compared(self, eqn: Any, name: str) -> Choice | None:
         """Returns a comparison of indices with each other, or with a number of keys, as where it is true, or false."""
         (var,) = eqn.outvars
         for keep, relation in ((True, name), (False, _COMPARISONS[name])):
@@ -348,8 +348,9 @@ class Values:
         """Whether a term is a product of arrays."""
         return isinstance(term, Scaled) or self.name(term) == "dot_general"
 
-    def _derived(self, eqn: JaxprEqn, readings: Sequence[Reading]) -> Form | None:
-        name, forms, numbers = eqn.primitive.name, [x.form for x in readings], [x.number for x in readings]
+    def _derived(self, eqn: Any, readings: Sequence[Reading]) -> Form | None:
+        name, numbers = eqn.primitive.name, [x.number for x in readings]
+        forms: list[Any] = [x.form for x in readings]
         if (axes := _moved(eqn)) is not None:
             return forms[0] and forms[0].placed(axes)
         match name, forms:
@@ -381,10 +382,10 @@ class Values:
                     kept, flags = cases[1 - i], readings[0].known
                     if fill is not None and kept is not None and (fill == 0 if kept.is_exp else fill <= _MASKED):
                         mask = _mask(flags, eqn.invars[0], i == 0, lambda n: True)
-                        return mask and kept.plus(Form(mask, kept.is_exp))
+                        return kept.plus(Form(mask, kept.is_exp)) if mask else None
         return None
 
-    def _multiplied(self, eqn: JaxprEqn, readings: Sequence[Reading]) -> Form | None:
+    def _multiplied(self, eqn: Any, readings: Sequence[Reading]) -> Form | None:
         """Returns the product or the quotient of two forms, one of which is a number, flags, or a temperature."""
         forms: list[Any] = [x.form for x in readings]
         is_divided = eqn.primitive.name == "div"
@@ -396,7 +397,7 @@ class Values:
                 return form.times(1 / by if is_divided else by) if by else None
             if form.is_exp and isinstance(flags := readings[1 - i].known, Choice):  # as numbers: `weights * mask`
                 mask = _mask(flags, other, 1, lambda n: n == 0)
-                return mask and form.plus(Form(mask, is_exp=True))
+                return form.plus(Form(mask, is_exp=True)) if mask else None
             (((term, axes), n), *rest) = form.terms.items() or [((None, ()), 0)]
             source, its_axes = self._source(other)
             if not (rest or form.is_exp) and self.name(term) == "dot_general" and {*its_axes} <= {*axes, None}:
@@ -405,7 +406,7 @@ class Values:
         return None
 
 
-def _moved(eqn: JaxprEqn) -> Axes | None:
+def _moved(eqn: Any) -> Axes | None:
     """Returns the places of the axes of a value whose elements an op moves; None for an op that does more."""
     if eqn.primitive.name not in _LAYOUTS | _COPIES or len(eqn.invars) != 1:
         return None
@@ -449,7 +450,7 @@ def known_of(value: Any, aval: Any) -> Line | Choice | None:
     return None
 
 
-def _fold(eqn: JaxprEqn, numbers: Sequence[Any]) -> Any:
+def _fold(eqn: Any, numbers: Sequence[Any]) -> Any:
     """Returns what an op computes from numbers; None if that is not known."""
     with np.errstate(all="ignore"):
         if eqn.primitive.name in _FOLDS:
@@ -472,7 +473,7 @@ def _mask(known: Any, atom: Any, kept: Any, is_fill: Callable[[Any], bool]) -> d
     return None
 
 
-def _summed(form: Form, eqn: JaxprEqn) -> Form | None:
+def _summed(form: Form, eqn: Any) -> Form | None:
     """Returns the sum of exponentials along axes: of the terms that vary along them, and of all masks."""
     before, axes = eqn.invars[0], eqn.params["axes"]
     along = varying(before.aval.shape) & frozenset(map(int, axes))
