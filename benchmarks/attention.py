@@ -374,6 +374,10 @@ The first table has each model or form in float32, with `jax.nn.dot_product_atte
 difference, the gradient by the largest difference for the size of the largest gradient. A reason that names an op says
 what stands between the products.
 
+A temperature that the program computes multiplies the queries, unless it differs from key to key, or multiplies scores
+that are masked or have a bias: a negative one would turn a mask around. Shifted windows of Swin stay as they are
+written: they split the batch into images and windows to add the mask.
+
 The other tables are loss and gradients compiled for an H200 in float16, with cuDNN, without a GPU;
 `python benchmarks/attention.py --costs`. The head of `benchmarks/gpu_aot.py` says how cuDNN gets there.
 """
