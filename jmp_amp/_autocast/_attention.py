@@ -561,9 +561,9 @@ def _read_again(match: _Match, matches: Any, readers: Any) -> str:
     return f"its weights are read again at {lines[0]}" if lines else "its weights are read again"
 
 
-# The primitives whose derivatives are JAX's own.
+# The primitives whose derivatives are those of JAX, which refuses none.
 _DIFFERENTIABLE = {name for name, rule in RULES.items() if not (isinstance(rule, Rule) and rule.is_kernel)}
-_DIFFERENTIABLE |= {"jit", "cast_inputs"}
+_DIFFERENTIABLE |= {"jit", "cast_inputs", "iota", "and", "or", "not"}
 
 
 def _taken(op: _Op, match: _Match) -> tuple[int, Any, str]:
