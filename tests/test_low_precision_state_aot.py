@@ -15,7 +15,8 @@ import jmp_amp as amp
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 PARAMS = {
     name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    for name, shape in {"up": (2048, 8192), "down": (8192, 2048), "up2": (2048, 8192), "down2": (8192, 2048)}.items()
+    # What XLA fuses depends on sizes.
+    for name, shape in {"small": (2048, 8192), "large": (4096, 14336), "stacked": (32, 4096, 1024)}.items()
 }
 SIZE = sum(x.size for x in PARAMS.values())
 
@@ -27,7 +28,9 @@ def compiled(wrap, optimizer="adamw", devices=1, spec=()):
     mesh = gpu_aot.h200_mesh(devices)
 
     def place(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*spec) if x.ndim == 2 else P()))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, P(*[None] * (x.ndim - 2), *spec) if x.ndim > 1 else P())
+        )
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -43,12 +46,12 @@ def compiled(wrap, optimizer="adamw", devices=1, spec=()):
 def test_a_step_moves_each_value_once_and_holds_nothing_more(optimizer, moments):
     program, state = compiled(amp.low_precision_state, optimizer)
     cost = gpu_aot.cost(program)
-    assert state / SIZE <= 1.035 * moments
+    assert state / SIZE <= 1.025 * moments
     # Parameter, remainder, gradient and codes are read, and all but the gradient written.
     assert cost["bytes_moved"] / SIZE <= 10 + 2 * moments + 0.5
-    assert cost["temp_bytes"] / SIZE <= 0.05
-    # One kernel has the size of the leaf; one for each moment computes the formats of its blocks.
-    assert cost["kernels"] <= len(PARAMS) * (1 + moments) + 5
+    # One kernel has the size of the leaf; one for each moment computes the formats of its blocks, one may copy them.
+    assert cost["temp_bytes"] / SIZE <= 0.25
+    assert cost["kernels"] <= len(PARAMS) * (1 + 2 * moments) + 6
 
 
 def test_a_step_moves_55_percent_of_one_with_moments_in_float32():
@@ -62,4 +65,4 @@ def test_a_sharded_step_sends_nothing_and_costs_each_device_its_part(spec):
     assert list(gpu_aot.collectives(program)) == []
     cost = gpu_aot.cost(program)
     assert cost["bytes_moved"] / SIZE * 8 <= 14.7
-    assert cost["temp_bytes"] / SIZE * 8 <= 0.05
+    assert cost["temp_bytes"] / SIZE * 8 <= 0.25
