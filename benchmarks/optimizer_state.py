@@ -195,8 +195,8 @@ def memory():
 SECTIONS = {"memory": memory, "cost": costs, "convergence": convergence}
 TITLES = {"memory": "Memory", "cost": "Cost of a step", "convergence": "Where training ends"}
 WHY = """What the state of an optimizer in 8 bits saves, costs and loses.
-For you: 6 bytes a parameter in place of 12 or 14, 0.55 times the bytes moved in a step, and a loss that differs by less
-than that of two seeds, but for Muon, which needs `rounding="nearest"`."""
+For you: 6 bytes a parameter in place of 12 or 14, 0.55 to 0.58 times the bytes moved in a step, and a loss that differs
+by less than that of two seeds, but for Muon, which needs `rounding="nearest"`."""
 NOTES = {
     "memory": """
 The train step of `examples/finetune_8b.py`: all parameters, AdamW, one sequence of 4,096 tokens on each GPU, layers and
@@ -211,9 +211,8 @@ to 2.5. Its codes were of an earlier form, and its scales took a byte more a blo
     "cost": """
 An update of four leaves of 17 to 525 million elements, without the forward and backward pass, for each parameter.
 Gradients have the dtype of the parameters. Launches count every kernel, also those of the few scalars, and copies of
-empty arrays with bfloat16. With remainders and 8 bits, one launch a leaf reads and writes everything of its size; one
-or two a moment compute the formats of its blocks, a hundredth of the bytes. With float32 parameters, XLA does not fuse
-the whole step: it stores the new moments of a leaf in float32 for a moment, and saves memory, but no traffic.
+empty arrays with bfloat16. In 8 bits, one launch a leaf reads and writes everything of its size; the others compute and
+copy the formats of its blocks, a hundredth of the bytes.
 """,
     "convergence": """
 A GPT of one layer and width 64 on the source text of Python's standard library, {steps} steps, {seeds} seeds, float32
