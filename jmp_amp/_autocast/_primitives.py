@@ -159,6 +159,7 @@ class Rule(NamedTuple):
         op_class: the dtype in which the op reads its operands.
         kind: how the elements of the result come from the elements of the operands.
         demand: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NONE` if they do not.
+        keys: of how many operands, the first ones, that is so; None if of all.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         terms: how many elements a product sums for each of its result; 0 for other ops.
@@ -183,6 +184,7 @@ class Rule(NamedTuple):
     op_class: OpClass
     kind: ResultKind = ResultKind.OTHER
     demand: int = Demand.NONE
+    keys: int | None = None
     fuses: bool = False
     terms: Any = 0
     columns: tuple[Any, ...] = ()
@@ -408,8 +410,9 @@ def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
 
 def _sort(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     """What is sorted beside the keys is chosen by them, as the indices of `argsort`."""
-    is_by_order = len(avals) > params["num_keys"]
-    return _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK if is_by_order else Demand.NONE)
+    n_keys = params["num_keys"]
+    demand = Demand.RANK if len(avals) > n_keys else Demand.NONE
+    return _FOLLOW._replace(keeps_unit=True, demand=demand, keys=n_keys)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
