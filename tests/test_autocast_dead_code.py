@@ -9,7 +9,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 from jaxprs import row, scoped_equations_of
 from programs import PROGRAMS
-from test_autocast_facts import LOW_LOOPS, X
+from test_autocast_facts import LOW_LOOPS, W, X
 from test_autocast_facts import PROGRAMS as PROGRAMS_OF_FACTS
 
 import jmp_amp as amp
@@ -89,7 +89,7 @@ def plan(fun, args):
     return [f"{eqn.primitive.name}: {row(eqn)}" for eqn in found if eqn.primitive.name != "convert_element_type"]
 
 
-@pytest.mark.sweep(15)
+@pytest.mark.sweep(30)
 @pytest.mark.parametrize("name", CASES)
 def test_code_that_nothing_reads_changes_no_decision(name):
     fun, args = CASES[name]()
@@ -97,3 +97,29 @@ def test_code_that_nothing_reads_changes_no_decision(name):
         want = plan(amp.autocast(with_dead_code(fun), dtype), args)
         for reader in (low, full):
             assert plan(amp.autocast(with_dead_code(fun, reader), dtype), args) == want, (dtype, reader)
+
+
+EXTRA_CARRIES = {
+    "an accumulator": lambda c, y: c + y.T @ y,
+    "a recurrence": lambda c, y: W @ c + y.T @ y,
+    "a gated sum": lambda c, y: jax.nn.sigmoid(y.T @ y) * c + y.T @ y,
+    "another product": lambda c, y: y.T @ jnp.tanh(y),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRA_CARRIES)
+def test_a_carry_that_nothing_reads_changes_no_decision(extra):
+    def body(carry, x):
+        h, c = carry
+        y = 30 * (h + x) @ W
+        return (jnp.sin(y), EXTRA_CARRIES[extra](c, y)), None
+
+    start = jnp.zeros((6, 8)), jnp.zeros((8, 8))
+    for fun in (
+        lambda xs: lax.scan(body, start, xs)[0],
+        lambda xs: lax.fori_loop(0, 4, lambda i, carry: body(carry, xs[i])[0], start),
+    ):
+        first = plan(amp.autocast(lambda xs, fun=fun: fun(xs)[0]), (X,))
+        both = plan(amp.autocast(fun), (X,))
+        assert "dot_general: float32 float32 -> float32" in first  # only sines read it
+        assert "dot_general: float16 float16 -> float16" in both

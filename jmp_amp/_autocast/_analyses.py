@@ -249,9 +249,9 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         return [Demand.NONE] * len(operands) if info.is_dead(outs) else super()._pass(info, *facts)
 
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
-        """Marks the next values of the accumulators and the recurrences of a loop."""
+        """Marks the next values of the accumulators and the recurrences of a loop, but not of those that nothing reads."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-        return [demand | known.carry for demand, known in zip(outs, carry, strict=True)]
+        return [demand and demand | known.carry for demand, known in zip(outs, carry, strict=True)]
 
     def leave(self, structure: jx.Structure, outs: Sequence[int], demands: Sequence[int]) -> Sequence[int]:
         """Returns what calls, branches and loops demand of their operands.
