@@ -1,4 +1,9 @@
-"""The analyses that find why a product is float32: what is known of values, and how values are read."""
+"""Why a product is float32: what is known of its operands, and what the readers of its result demand.
+
+`Knowledge` goes forward through a program, from its inputs, and finds the `ValueFacts` of each value. `Demands` goes
+backward, from its results, and finds what the readers of each value demand of it. `why_as_traced` decides by both. None
+of them knows dtypes, nor the names of primitives: they ask the `Rule` of each op.
+"""
 
 import enum
 import functools
@@ -41,7 +46,7 @@ class Moment(enum.IntEnum):
 class ValueFacts(NamedTuple):
     """What is known of a value. Each field is False, 0 or 1 where nothing is known.
 
-    `join` takes the larger one, and the smaller one of `is_constant` and `is_whole`.
+    `join` takes the larger one, the smaller one of `is_constant` and `is_whole`, and all bits of `carry`.
 
     Attributes:
         size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
@@ -99,7 +104,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             return a
         is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
         larger = ValueFacts._make(map(max, a, b))
-        return larger._replace(is_constant=is_constant, is_whole=is_whole, carry=a.carry | b.carry)
+        return larger._replace(carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
@@ -118,19 +123,20 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         eqn, rule = info.eqn, info.rule
         read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in _FLOATING]
         passes_on = rule.passes_on or rule.is_linear
+        is_log = any(each.is_log for each in read) and rule.passes_on and rule.kind is not ResultKind.QUOTIENT
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
+        is_solution = any(each.is_solution for each in read) and passes_on and not is_norm
         carry = joined([each.carry for each in read])
         known = ValueFacts(
-            1.0 if all(each.size == 1 for each in read) else _size(info, operands, read),
-            rule.kind is ResultKind.LOGARITHM
-            or (any(each.is_log for each in read) and rule.passes_on and rule.kind is not ResultKind.QUOTIENT),
-            _squares(info, operands),
-            _moment(info, operands),
-            all(known.is_constant for known in operands),
-            _is_whole(info, read),
-            rule.demand == Demand.MATRIX or (any(each.is_solution for each in read) and passes_on and not is_norm),
-            carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else Demand.NONE,
-            any(each.multiplies_slices for each in read) if rule.moves else info.multiplies_slices,
+            size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, read),
+            is_log=is_log or rule.kind is ResultKind.LOGARITHM,
+            squares=_squares(info, operands),
+            moment=_moment(info, operands),
+            is_constant=all(known.is_constant for known in operands),
+            is_whole=_is_whole(info, read),
+            is_solution=is_solution or rule.demand == Demand.MATRIX,
+            carry=carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else 0,
+            multiplies_slices=any(k.multiplies_slices for k in read) if rule.moves else info.multiplies_slices,
         )
         return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
 
@@ -174,6 +180,7 @@ _SUMS = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
 
 
 def _power(size: float, power: float) -> float:
+    """Returns a power, no larger or smaller than float32 holds; nothing is known of a power of 0."""
     if size == 0:
         return 1.0
     log = power * math.log2(size) if math.isfinite(size) else power * 128
@@ -181,6 +188,7 @@ def _power(size: float, power: float) -> float:
 
 
 def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
+    """Returns how the result of an op is made of products."""
     eqn, rule = info.eqn, info.rule
     moments = [known.moment for known in operands]
     if rule.can_run_as_traced:
@@ -200,6 +208,7 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
 
 
 def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
+    """Whether the result of an op holds whole numbers; `read` is what is known of its floating operands."""
     rule = info.rule
     if not read:  # made of comparisons or integers
         return rule.is_cast or not info.eqn.invars
@@ -245,11 +254,12 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         return a | b
 
     def _pass(self, info: EqnInfo, *facts: Any) -> Sequence[int]:
+        """Passes no demand through an op whose results nothing reads, whatever it is: XLA drops it."""
         operands, outs = facts
         return [Demand.NONE] * len(operands) if info.is_dead(outs) else super()._pass(info, *facts)
 
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
-        """Marks the next values of the accumulators and the recurrences of a loop, but not of those that nothing reads."""
+        """Marks the next values of accumulators and recurrences, but not of those that nothing reads."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
         return [demand and demand | known.carry for demand, known in zip(outs, carry, strict=True)]
 
@@ -299,7 +309,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
 
 
 def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], form: Format) -> str | None:
-    """Returns why an equation runs as it was traced: for its readers, or for what it demand; None if it does not.
+    """Returns why an equation runs as it was traced, as a key of `WHY_AS_TRACED`; None if it does not.
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
@@ -332,7 +342,7 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         demand &= ~Demand.ANGLE
     if not form.needs_loss_scale:
         demand &= ~Demand.RANGE
-    return next((reason for way, reason in _NAMES.items() if demand & way), None)
+    return next((reason for reason, (way, _) in _REASONS.items() if demand & way), None)
 
 
 _SQUARE = 64  # 1024 squares of 8 are 65536
@@ -340,31 +350,24 @@ _SQUARE = 64  # 1024 squares of 8 are 65536
 # What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.FACTOR | Demand.MAKES_GATE
 
-_NAMES = {
-    Demand.INDEX: "index",
-    Demand.MATRIX: "decomposition",
-    Demand.DISTANCE: "distance",
-    Demand.ANGLE: "angle",
-    Demand.EDGE: "edge",
-    Demand.RANGE: "logarithm",
+# Why a product runs as it was traced, in words, and the demand that is enough for it. The first one counts.
+_REASONS = {
+    "index": (Demand.INDEX, "its result is converted to an integer"),
+    "decomposition": (Demand.MATRIX, "a matrix decomposition or a solver reads its result"),
+    "distance": (Demand.DISTANCE, "a term of a squared distance or of a variance, which cancels with the others"),
+    "angle": (Demand.ANGLE, "only sines and cosines read its result"),
+    "edge": (Demand.EDGE, "its result is read at the edge of a domain, where the slope is infinite, as by `acos`"),
+    "logarithm": (Demand.RANGE, "a logarithm reads its result, which may be smaller or larger than float16 holds"),
+    "solution": (Demand.NONE, "it reads what a decomposition or a solver returned"),
+    "recurrence": (Demand.NONE, "a loop replaces a carry with products and sums of it"),
+    "code": (Demand.NONE, "a sum by whole numbers that is compared with another, as a code"),
+    "rank": (Demand.NONE, "its few columns are chosen from by their order, as by `top_k` or `argsort`"),
+    "vector": (Demand.NONE, "a product with a constant vector, such as an expectation over bins, which is a sum"),
+    "count": (Demand.NONE, "it counts: both operands come from comparisons or integers"),
+    "sum": (Demand.NONE, "it sums so many squares, or terms by whole numbers, that float16 may overflow"),
+    "loop": (Demand.NONE, "it decides when a loop ends"),
 }
-
-WHY_AS_TRACED = {  # what `why_as_traced` returns, in words
-    "angle": "only sines and cosines read its result",
-    "distance": "a term of a squared distance or of a variance, which cancels with the others",
-    "decomposition": "a matrix decomposition or a solver reads its result",
-    "solution": "it reads what a decomposition or a solver returned",
-    "recurrence": "a loop replaces a carry with products and sums of it",
-    "logarithm": "a logarithm reads its result, which may be smaller or larger than float16 holds",
-    "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
-    "index": "its result is converted to an integer",
-    "code": "a sum by whole numbers that is compared with another, as a code",
-    "rank": "its few columns are chosen from by their order, as by `top_k` or `argsort`",
-    "vector": "a product with a constant vector, such as an expectation over bins, which is a sum",
-    "count": "it counts: both operands come from comparisons or integers",
-    "sum": "it sums so many squares, or terms by a matrix of whole numbers, that float16 may overflow",
-    "loop": "it decides when a loop ends",
-}
+WHY_AS_TRACED = {reason: words for reason, (_, words) in _REASONS.items()}
 
 
 def joined(several: Sequence[int]) -> int:
