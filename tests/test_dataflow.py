@@ -41,7 +41,7 @@ PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 127)), max_siz
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "demands": (Demands.join, st.integers(0, 2**17 - 1), Demands.bottom),
+    "demands": (Demands.join, st.integers(0, 2**16 - 1), Demands.bottom),
 }
 
 

@@ -280,9 +280,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
-        of_all = Demand.NONE
-        if rule.moves or demand & ~Demand.OTHERS:
-            of_all |= _passed_on(info, demand)
+        of_all = _passed_on(info, demand)
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(operands)
         if demand & Demand.EXACT and _is_elementwise(rule):
@@ -297,8 +295,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
             each[info.between] |= demand & Demand.MATRIX
         if gate := _gate(info, operands, demand):
             each = [of if known.carry & Demand.TERM else of | gate for of, known in zip(each, operands, strict=True)]
-        if recurs := demand & Demand.RECURRENCE:
-            each = [of | (known.carry & recurs) for of, known in zip(each, operands, strict=True)]
+        each = [of | (known.carry & demand & Demand.RECURRENCE) for of, known in zip(each, operands, strict=True)]
         if demand & Demand.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
             deciding = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.ENDS_LOOP]
@@ -347,8 +344,8 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
 
 _SQUARE = 64  # 1024 squares of 8 are 65536
 
-# What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
-_OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.FACTOR | Demand.MAKES_GATE
+# What stays in the body of a loop: its own end, its own carries, and what gates are made of.
+_OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_GATE
 
 # Why a product runs as it was traced, in words, and the demand that is enough for it. The first one counts.
 _REASONS = {
@@ -421,7 +418,7 @@ def _gate(info: EqnInfo, operands: Sequence[ValueFacts], demand: int) -> int:
     rule, of_gate = info.rule, demand & (Demand.GATE | Demand.MAKES_GATE)
     # `h = gate * h + x` with a gate of 0.998, which is 1 in bfloat16: `h` would not forget.
     if rule.scales and any(known.carry & Demand.TERM for known in operands):
-        return Demand.GATE if demand & Demand.TERM else Demand.FACTOR
+        return Demand.GATE if demand & Demand.TERM else Demand.NONE
     if info.multiplies_slices and any(known.multiplies_slices for known in operands):
         return Demand.GATE
     if rule.moves or info.multiplies_slices:

@@ -136,15 +136,14 @@ class Demand:
     RANGE = 1 << 5  # as the operand of a logarithm, which small and large values reach: `jnp.log(p @ q)`
     EDGE = 1 << 6  # near the edge of the domain of a function, whose slope is infinite there: `jnp.acos(u @ v)`
     ROOT = 1 << 7  # as the operand of a square root, `jnp.sqrt(1 - c * c)`
-    FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
-    GATE = 1 << 9  # as such a factor, where the result is a term of the next value: `gate` in `h = gate * h + x`
-    MAKES_GATE = 1 << 10  # as `z` in a gate `1 - z` or `jnp.exp(-z)`
-    TERM = 1 << 11  # as a term of the next value of an accumulator: `x` in `h = gate * h + x`
-    RECURRENCE = 1 << 12  # as the next value of a recurrence by products: `x = a @ x`
-    ENDS_LOOP = 1 << 13  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
-    INDEX = 1 << 14  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
-    CODE = 1 << 15  # to see whether it is equal to another: `code[:, None] == code`
-    RANK = 1 << 16  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
+    GATE = 1 << 8  # as a factor of an accumulator in its next value: `gate` in `h = gate * h + x`
+    MAKES_GATE = 1 << 9  # as `z` in a gate `1 - z` or `jnp.exp(-z)`
+    TERM = 1 << 10  # as a term of the next value of an accumulator: `x` in `h = gate * h + x`
+    RECURRENCE = 1 << 11  # as the next value of a recurrence by products: `x = a @ x`
+    ENDS_LOOP = 1 << 12  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
+    INDEX = 1 << 13  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
+    CODE = 1 << 14  # to see whether it is equal to another: `code[:, None] == code`
+    RANK = 1 << 15  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
 
     OTHERS = ANY | RETURNED
     EXACT = INDEX | CODE | RANK  # which ops on few elements pass on
