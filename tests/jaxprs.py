@@ -30,19 +30,23 @@ def scoped_equations(fun, *args):
     yield from scoped_equations_of(jax.make_jaxpr(fun)(*args))
 
 
-def scoped_equations_of(jaxpr, scope=""):
-    """Yields the equations of a jaxpr and of all that it holds, with the named scopes that they stand in."""
-    for eqn in jaxpr.eqns:
-        inside = f"{scope}/{eqn.source_info.name_stack}"
-        yield inside, eqn
-        for inner, _ in inner_jaxprs(eqn):
-            yield from scoped_equations_of(inner, inside)
+def scoped_equations_of(jaxpr):
+    """Yields the equations of a jaxpr, and of all that it holds, with the named scopes that they stand in."""
+    yield from _equations(jaxpr, "")
 
 
 def inner_equations(eqn):
     """Yields the equations of the jaxprs that an equation holds."""
     for inner, _ in inner_jaxprs(eqn):
-        yield from (each for _, each in scoped_equations_of(inner))
+        yield from (each for _, each in _equations(inner, ""))
+
+
+def _equations(jaxpr, outer):
+    for eqn in jaxpr.eqns:
+        scope = f"{outer}/{eqn.source_info.name_stack}"
+        yield scope, eqn
+        for inner, _ in inner_jaxprs(eqn):
+            yield from _equations(inner, scope)
 
 
 def dtypes(fun, *args, primitive):
