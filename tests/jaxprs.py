@@ -27,7 +27,12 @@ def equations(fun, *args):
 
 def scoped_equations(fun, *args):
     """Yields the equations with the named scopes that they stand in."""
-    yield from _equations(jax.make_jaxpr(fun)(*args), "")
+    yield from scoped_equations_of(jax.make_jaxpr(fun)(*args))
+
+
+def scoped_equations_of(jaxpr):
+    """Yields the equations of a jaxpr, and of all that it holds, with the named scopes that they stand in."""
+    yield from _equations(jaxpr, "")
 
 
 def inner_equations(eqn):

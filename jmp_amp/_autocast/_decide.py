@@ -105,12 +105,10 @@ def decide(op: Context) -> tuple[Any, str]:
     if rule.op_class is OpClass.LOWER:
         allowed = operand_dtypes(op.eqn.params.get("precision"))
         # `jnp.where(mask, x, -1e9) @ w`, and a loss such as `labels @ jax.nn.log_softmax(logits).T`.
-        if any(value.overflows(low) or value.is_lost(low) for value in values):
+        if op.overflows or any(value.overflows(low) or value.is_lost(low) for value in values):
             return FLOAT32, "constant"
         if not op.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
-        if op.overflows:
-            return FLOAT32, "constant"
         return (FLOAT32, "rank") if _is_router(op) else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
         return None, "traced" if is_traced else "rule"

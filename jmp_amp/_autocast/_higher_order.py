@@ -41,15 +41,14 @@ def _plan_carries(
     Returns:
         The carries, and the plan of the body.
     """
-    adds_up = [value.known.adds_up or value.known.recurs for value in init]
-    fixed = [a and not s for a, s in zip(adds_up, streams, strict=True)]
+    fixed = [bool(value.known.carry) and not s for value, s in zip(init, streams, strict=True)]
 
     def settled(carry: Values, fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
         def kept(values: Iterable[Value]) -> Values:
             return tuple(map(keep, values, init, atoms, fixed))
 
         def keep(value: Value, first: Value, atom: Any, is_fixed: bool) -> Value:
-            known = first.known._replace(adds_up=is_fixed, recurs=is_fixed and first.known.recurs)
+            known = first.known if is_fixed else first.known._replace(carry=Demand.NONE)
             value = value._replace(known=known)
             return value._replace(dtype=jx.dtype_of(atom), data_dtype=None) if is_fixed else value
 

@@ -195,7 +195,7 @@ class _Variable:
     @property
     def reads(self) -> int:
         """In which dtype it is read; as a gate, in float32."""
-        is_gate = self.demand & (Demand.FACTOR | Demand.GATE)
+        is_gate = self.demand & Demand.GATE
         return Reads.FUSED if is_gate else min([self.returned, *self.readers.values()])
 
 

@@ -136,15 +136,14 @@ class Demand:
     RANGE = 1 << 5  # as the operand of a logarithm, which small and large values reach: `jnp.log(p @ q)`
     EDGE = 1 << 6  # near the edge of the domain of a function, whose slope is infinite there: `jnp.acos(u @ v)`
     ROOT = 1 << 7  # as the operand of a square root, `jnp.sqrt(1 - c * c)`
-    FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
-    GATE = 1 << 9  # as such a factor, where the result is a term of the next value: `gate` in `h = gate * h + x`
-    MAKES_GATE = 1 << 10  # as `z` in a gate `1 - z` or `jnp.exp(-z)`
-    TERM = 1 << 11  # as a term of the next value of an accumulator: `x` in `h = gate * h + x`
-    RECURRENCE = 1 << 12  # as the next value of a recurrence by products: `x = a @ x`
-    ENDS_LOOP = 1 << 13  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
-    INDEX = 1 << 14  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
-    CODE = 1 << 15  # to see whether it is equal to another: `code[:, None] == code`
-    RANK = 1 << 16  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
+    GATE = 1 << 8  # as a factor of an accumulator in its next value: `gate` in `h = gate * h + x`
+    MAKES_GATE = 1 << 9  # as `z` in a gate `1 - z` or `jnp.exp(-z)`
+    TERM = 1 << 10  # as a term of the next value of an accumulator: `x` in `h = gate * h + x`
+    RECURRENCE = 1 << 11  # as the next value of a recurrence by products: `x = a @ x`
+    ENDS_LOOP = 1 << 12  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
+    INDEX = 1 << 13  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
+    CODE = 1 << 14  # to see whether it is equal to another: `code[:, None] == code`
+    RANK = 1 << 15  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
 
     OTHERS = ANY | RETURNED
     EXACT = INDEX | CODE | RANK  # which ops on few elements pass on
@@ -159,6 +158,7 @@ class Rule(NamedTuple):
         op_class: the dtype in which the op reads its operands.
         kind: how the elements of the result come from the elements of the operands.
         demand: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NONE` if they do not.
+        keys: of how many operands, the first ones, that is so; None if of all.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         terms: how many elements a product sums for each of its result; 0 for other ops.
@@ -183,6 +183,7 @@ class Rule(NamedTuple):
     op_class: OpClass
     kind: ResultKind = ResultKind.OTHER
     demand: int = Demand.NONE
+    keys: int | None = None
     fuses: bool = False
     terms: Any = 0
     columns: tuple[Any, ...] = ()
@@ -408,8 +409,9 @@ def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
 
 def _sort(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     """What is sorted beside the keys is chosen by them, as the indices of `argsort`."""
-    is_by_order = len(avals) > params["num_keys"]
-    return _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK if is_by_order else Demand.NONE)
+    n_keys = params["num_keys"]
+    demand = Demand.RANK if len(avals) > n_keys else Demand.NONE
+    return _FOLLOW._replace(keeps_unit=True, demand=demand, keys=n_keys)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:

@@ -212,10 +212,10 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
             return [(*each, tuple(outs)) for each in entered]
         *before, (body, inputs) = entered
         conditions = [(*each, (self.condition,)) for each in before]
-        carry, ys = tuple(self.enter_loop(loop, inputs, outs[: loop.n_carry])), outs[loop.n_carry :]
-        carry = tuple(map(self.join, carry, self._of_operands(equation, conditions)[loop.carry]))
+        ys = outs[loop.n_carry :]
+        carry = tuple(map(self.join, outs, self._of_operands(equation, conditions)[loop.carry]))
         while True:
-            inside = [*conditions, (body, inputs, (*carry, *ys))]
+            inside = [*conditions, (body, inputs, (*self.enter_loop(loop, inputs, carry), *ys))]
             new = tuple(map(self.join, carry, self._of_operands(equation, inside)[loop.carry]))
             if new == carry:
                 return inside
