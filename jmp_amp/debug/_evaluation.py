@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,11 @@ from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._nodes import NO_VALUES, Cell, Id, Node, Place, argument_id, is_low, values_of
 
+R = TypeVar("R")
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
-
-
 _LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
@@ -47,7 +46,7 @@ class Replacement(NamedTuple):
 
 @dataclasses.dataclass
 class Tape:
-    """Arrays of a traced evaluation, by key. Those in a scan are stacked; those in branches and `while` are lost.
+    """Pytrees of a traced evaluation, by key. Those in a loop are stacked; those in a branch that did not run are 0.
 
     Attributes:
         recorded: those of this evaluation.
@@ -57,13 +56,41 @@ class Tape:
     recorded: dict[Id, Any] = dataclasses.field(default_factory=dict)
     replayed: Mapping[Id, Any] = dataclasses.field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def inside(self, replayed: Mapping[Id, Any]) -> Any:
-        """A context in which a body is traced; gives the arrays that it records."""
+    def record(self, fun: Callable[[], R], replayed: Mapping[Id, Any]) -> tuple[R, dict[Id, Any]]:
+        """Returns what `fun`, the trace of a body, returns, and what it records."""
         outer = self.recorded, self.replayed
         self.recorded, self.replayed = {}, replayed
-        yield self.recorded
-        self.recorded, self.replayed = outer
+        try:
+            return fun(), self.recorded
+        finally:
+            self.recorded, self.replayed = outer
+
+    def switch(self, index: Any, branches: Sequence[Callable], *args: Any) -> Any:
+        """Returns `lax.switch(index, branches, *args)`."""
+
+        def recording(branch: Callable, shapes: Mapping[Id, Any], *args: Any) -> tuple[Any, dict[Id, Any]]:
+            outs, recorded = self.record(lambda: branch(*args), self.replayed)
+            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)) | recorded
+
+        shapes = dict[Id, Any]()
+        for branch in branches:
+            shapes |= jax.eval_shape(functools.partial(recording, branch, {}), *args)[1]
+        outs, recorded = lax.switch(index, [functools.partial(recording, x, shapes) for x in branches], *args)
+        self.recorded.update(recorded)
+        return outs
+
+    def scan(self, body: Callable, carry: Any, xs: Any, place: Id, **options: Any) -> Any:
+        """Returns `lax.scan(body, carry, xs, **options)` of the loop at a place. Differentiated, it keeps carries only."""
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def recording(carry: Any, xs: tuple[Any, Mapping[Id, Any]]) -> tuple[Any, Any]:
+            (carry, ys), recorded = self.record(lambda: body(carry, xs[0]), xs[1])
+            return carry, (ys, recorded)
+
+        replayed = {key: x for key, x in self.replayed.items() if key[: len(place)] == place}
+        carry, (ys, recorded) = lax.scan(recording, carry, (xs, replayed), **options)
+        self.recorded.update(recorded)
+        return carry, ys
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -304,68 +331,60 @@ class Evaluation:
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
-
-        def recording(replayed: Mapping[Id, Any], k: int, jaxpr: Any, *args: Any) -> tuple[list[Any], dict[Id, Any]]:
-            inner = place.body(k)._replace(times=place.times * times)
-            with tape.inside(replayed) as recorded:
-                return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)], recorded
+        tape, values, limit = self.evaluator.tape, [x.value for x in operands], self.trip_counts.get(place.id)
+        times = (structure.length or limit or 1) if isinstance(structure, jx.Loop) else 1
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return recording({}, k, jaxpr, *args)[0]
+            inner = place.body(k)._replace(times=place.times * times)
+            return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)]
 
-        # Differentiated, a loop keeps its carries only.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def step(carry: Sequence[Any], xs: tuple[Sequence[Any], Mapping[Id, Any]]) -> tuple[Any, Any]:
-            body, (slices, replayed) = int(structure.cond is not None), xs
-            outs, recorded = recording(replayed, body, structure.body, *values[structure.consts], *carry, *slices)
+        def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
-            return new, (outs[structure.n_carry :], recorded)
+            return new, outs[structure.n_carry :]
 
-        tape, depth = self.evaluator.tape, len(place.key)
-        values, limit, times = [x.value for x in operands], self.trip_counts.get(place.id), 1
         if isinstance(structure, jx.Branches):
             branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
-            outs = lax.switch(values[0], branches, *(values[i] for i in structure.operands))
+            outs = tape.switch(values[0], branches, *(values[i] for i in structure.operands))
         elif structure.cond is None:
-            options, times = {name: place.eqn.params[name] for name in ("length", "reverse")}, structure.length
-            replayed = {key: x for key, x in tape.replayed.items() if key[:depth] == place.key}
-            carry, (ys, recorded) = lax.scan(step, values[structure.carry], (values[structure.xs], replayed), **options)
-            tape.recorded.update(recorded)
+            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
+            body = functools.partial(step, 0)
+            carry, ys = tape.scan(body, values[structure.carry], values[structure.xs], place.key, **options)
             outs = [*carry, *ys]
         else:
-            consts, times = values[structure.cond_consts], limit or 1
+            consts, carry = values[structure.cond_consts], values[structure.carry]
 
-            def proceeds(carry: Sequence[Any]) -> Any:
-                return jnp.any(run(0, structure.cond, *consts, *carry)[0])
+            def predicate(carry: Sequence[Any]) -> Any:
+                return run(0, structure.cond, *consts, *carry)[0]
 
-            def following(carry: Sequence[Any]) -> Any:
-                new = step(carry, ([], {}))[0]
-                if not jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]):
-                    return new
-                predicate = run(0, structure.cond, *consts, *carry)[0]
-                return [_where(predicate, *pair) for pair in zip(new, carry, strict=True)]
+            def following(flags: Any, carry: Sequence[Any]) -> list[Any]:
+                new, _ = step(1, carry, [])
+                return [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if flags.ndim else new
 
-            def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, None]:
-                return lax.cond(proceeds(carry), following, lambda x: x, carry), None
+            def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, tuple[()]]:
+                flags = predicate(carry)
+                return tape.switch(jnp.int32(jnp.any(flags)), [list, functools.partial(following, flags)], carry), ()
 
             if limit is not None:
-                outs = lax.scan(step_if, values[structure.carry], length=limit)[0]
+                outs, _ = tape.scan(step_if, carry, (), place.key, length=limit)
             else:
-                outs = self._counted(place, proceeds, following, values[structure.carry])
+                outs = tape.record(lambda: self._counted(place, predicate, following, carry), {})[0]
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
-    def _counted(self, place: Place, proceeds: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
+    def _counted(self, place: Place, predicate: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
         """Traces a `while` loop that tells how often it ran."""
         counted = self.evaluator.counted
-        if counted is None:
-            return lax.while_loop(proceeds, following, carry)
 
         def tell(n: Any) -> None:
             counted[place.id] = max(int(n), counted.get(place.id, 0))
 
-        start = jnp.int32(0), carry
-        n, carry = lax.while_loop(lambda x: proceeds(x[1]), lambda x: (x[0] + 1, following(x[1])), start)
-        jax.debug.callback(tell, n)
+        def step(n_and_carry: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+            n, carry = n_and_carry
+            return n + 1, following(predicate(carry), carry)
+
+        n, carry = lax.while_loop(lambda x: jnp.any(predicate(x[1])), step, (jnp.int32(0), carry))
+        if counted is not None:
+            jax.debug.callback(tell, n)
         return carry
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:

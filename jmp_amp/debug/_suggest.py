@@ -15,7 +15,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
 from jmp_amp.debug._budget import check_exact, estimate, run_scaled
-from jmp_amp.debug._clock import Clock
+from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation
 from jmp_amp.debug._explain import explain
@@ -71,7 +71,7 @@ def suggest_rules(
     Raises:
         TypeError: `fun` is not callable or is already under `autocast`; `rules` is among the options; there are no
             floating arrays to differentiate with respect to; or the returned function is called inside `jit`.
-        ValueError: `tol` is not positive, or the loss or its gradients are not finite in float32.
+        ValueError: `tol` or `max_seconds` is not positive, or the loss or its gradients are not finite in float32.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -93,6 +93,7 @@ def suggest_rules(
             "`suggest_rules` takes no `rules`, which it returns; to keep other code in float32, use "
             "`amp.full_precision` in `fun`"
         )
+    check_seconds(max_seconds)
     options = {"dtype": dtype, **options}
     form = parse_settings(**options).format
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
