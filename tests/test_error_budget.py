@@ -304,7 +304,8 @@ def pooled(params, x):
 
 
 def chosen(params, x):
-    gates, which = lax.top_k(x @ params["a"], 2)
+    with amp.precision("bfloat16"):  # else this product is float32, as that of every router
+        gates, which = lax.top_k(x @ params["a"], 2)
     return jnp.mean((jnp.tanh(x @ params["b"])[:, None] * jax.nn.one_hot(which, 8) * gates[..., None]) ** 2)
 
 

@@ -83,7 +83,8 @@ def error_budget(
     Raises:
         TypeError: `fun` is not callable or is already under `autocast`; its result is no scalar; there are no floating
             arrays to differentiate with respect to; or the returned function is called inside `jit`.
-        ValueError: `probes` or `max_seconds` is not positive; nothing is rounded; or the gradient is not finite in float32.
+        ValueError: `probes` or `max_seconds` is not positive; nothing is rounded; or the gradient is not finite in
+            float32.
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -24,7 +24,7 @@ from jmp_amp._loss_scale import value_and_grad
 from jmp_amp.debug._compare import NO_GRADIENTS
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
-from jmp_amp.debug._report import location_of
+from jmp_amp.debug._report import location_of, provenance_of
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
@@ -206,13 +206,7 @@ class Emulation:
         equations = [eqn for eqn, _ in jx.equations_in(self._program, jx.Provenance())]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
-        self._most = 1  # switches
-        for eqn in equations:
-            all_floating = rounds_float32 or eqn.primitive.name in _FLOAT8
-            self._most += sum(map(jx.is_floating if all_floating else _is_low, eqn.outvars))
-            self._most += len(_decisions_of(eqn)) + (eqn.primitive.name in _POOLING)
-            self._most += sum(isinstance(x, Literal) and _is_low(x) for x in eqn.invars)
-        self._example = jax.ShapeDtypeStruct((self._most,), FLOAT32), self._arrays, jnp.float32(1)
+        self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
 
     def _gradient(
         self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = (), **counts: Any
@@ -243,22 +237,26 @@ class Emulation:
             largest = lax.select(largest > 0, largest, jnp.ones_like(largest))
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest), recorded
 
+        inputs = self._arrays, jnp.float32(1)
         if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
 
             @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS)
             def count(on: jax.Array, *args: Any) -> Any:
                 return self._gradient((on, on), *args, counted=self._trips)
 
-            jax.block_until_ready([count(jnp.full(self._most, on), *self._example[1:]) for on in (0.0, 1.0)])
+            jax.block_until_ready([count(jnp.full(self._most, on), *inputs) for on in (0.0, 1.0)])
             jax.effects_barrier()
-        vectors = jax.ShapeDtypeStruct((self._count, self._size), FLOAT32)
         recorded = self._trace(trip_counts=self._trips)
+        self._most = len(self._found)
+        on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in ((self._most,), (self._count, self._size)))
         self._undecided = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), recorded)
-        return jax.jit(run).lower(*self._example, vectors, recorded).compile(_COMPILER_OPTIONS)
+        return jax.jit(run).lower(on, *inputs, vectors, recorded).compile(_COMPILER_OPTIONS)
 
     def _trace(self, **counts: Any) -> Any:
         """Finds the roundings, and returns the types of the decisions."""
-        return jax.eval_shape(lambda on, *args: self._gradient((on, on), *args, **counts)[1][1], *self._example)
+        on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
+        gradient = functools.partial(self._gradient, **counts)
+        return jax.eval_shape(lambda on, *args: gradient((on, on), *args)[1][1], on, self._arrays, jnp.float32(1))
 
     def trace(self) -> list[Rounding]:
         """Returns the roundings without compiling; a `while` counts as one iteration."""
@@ -278,7 +276,7 @@ class Emulation:
         return np.array([[x.flops * is_op, x.row.size * is_op] for x, is_op in found]).reshape(-1, 2)
 
     @functools.cached_property
-    def lines(self) -> list[frozenset[str]]:
+    def lines(self) -> list[frozenset[jx.Frame]]:
         """The lines of the user's code that compute the rounded values, and those that call them."""
         found = [x.lines for x in self._found.values()]
         return [lines - frozenset.intersection(*found) for lines in found]  # without those that call the program
@@ -388,7 +386,7 @@ class Emulation:
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
             if _is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not (rule.is_cast or jx.is_backward(_provenance(place).stack)):
+            elif lowered and not (rule.is_cast or jx.is_backward(provenance_of(place.eqns).stack)):
                 outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
@@ -428,23 +426,19 @@ class _Switch(NamedTuple):
     row: Rounding
     is_on: bool
     flops: int
-    lines: frozenset[str]
+    lines: frozenset[jx.Frame]
 
 
-def _lines(place: Place) -> frozenset[str]:
+def _lines(place: Place) -> frozenset[jx.Frame]:
     # What JAX traced once for all its callers has the lines of the first.
     frames = [frame for i, eqn in enumerate(place.eqns) for frame in jx.frames_of(eqn, 1 if i else 100)]
-    return frozenset(str(frame) for frame in frames if not frame.is_of_library)
+    return frozenset(frame for frame in frames if not frame.is_of_library)
 
 
 def _row(place: Place, name: str, dtype: str) -> Rounding:
-    at = _provenance(place)
+    at = provenance_of(place.eqns)
     direction = "backward" if jx.is_backward(at.stack) else "forward"
     return Rounding(at.source, at.module, name, direction, dtype, place.times, 0)
-
-
-def _provenance(place: Place) -> jx.Provenance:
-    return functools.reduce(jx.Provenance.of, place.eqns, jx.Provenance())
 
 
 def _is_low(x: Any) -> bool:

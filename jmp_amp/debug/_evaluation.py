@@ -80,7 +80,7 @@ class Tape:
         return outs
 
     def scan(self, body: Callable, carry: Any, xs: Any, place: Id, **options: Any) -> Any:
-        """Returns `lax.scan(body, carry, xs, **options)` of the loop at a place. Differentiated, it keeps carries only."""
+        """Returns `lax.scan(body, carry, xs, **options)` of the loop at a place; its derivative keeps carries only."""
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def recording(carry: Any, xs: tuple[Any, Mapping[Id, Any]]) -> tuple[Any, Any]:
@@ -112,6 +112,7 @@ class Evaluator:
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
             `shard_map` is one op, since not all that is in it can be traced outside of it.
+        enters_branches: whether a `cond` and a `while` of a traced evaluation are more than one op.
         replacements: compute values in another way.
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
@@ -129,6 +130,7 @@ class Evaluator:
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
+    enters_branches: bool = True
     replacements: Sequence[Replacement] = ()
     keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
@@ -143,7 +145,7 @@ class Evaluator:
     def run(self) -> "Evaluation":
         """Evaluates the program."""
         evaluation = Evaluation(self, any(isinstance(x, jax.core.Tracer) for x in self.arrays))
-        with precise(self.wide):
+        with precise(self.wide), contextlib.suppress(_DoneError):
             evaluation.run()
         return evaluation
 
@@ -181,8 +183,7 @@ class Evaluation:
     def run(self) -> None:
         """Evaluates the whole program."""
         args = [self._argument(x, i) for i, x in enumerate(self.evaluator.arrays)]
-        with contextlib.suppress(_DoneError):
-            self.results = self._run(self.evaluator.program, args, Place())
+        self.results = self._run(self.evaluator.program, args, Place())
 
     @property
     def is_finite(self) -> bool:
@@ -274,6 +275,7 @@ class Evaluation:
         depth = len(place.key)
         changes_all = self.wide is not None or self.evaluator.around is not None
         is_split = changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+        is_scan = isinstance(structure, jx.Loop) and structure.cond is None
         match structure:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
@@ -281,7 +283,8 @@ class Evaluation:
             case jx.Call(jaxpr, _, False) if not place.mesh and self.evaluator.around is None:
                 return self._shard_map(jaxpr, operands, place)
             case jx.Branches() | jx.Loop() if self._is_traced and is_split and not place.mesh:
-                return self._traced(structure, operands, place)
+                is_entered = is_scan or self.evaluator.enters_branches
+                return self._traced(structure, operands, place) if is_entered else self._op(operands, place)
             case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
