@@ -144,6 +144,11 @@ def test_a_while_loop_counts_its_iterations():
     assert budget.opaque == ()
 
 
+def test_a_while_loop_may_be_in_a_branch_that_does_not_run():
+    budget = amp.debug.error_budget(lambda *args: lax.cond(X[0, 0] > 99, with_while, layers, *args), "bfloat16")(W, X)
+    assert budget.total == pytest.approx(amp.debug.error_budget(layers, "bfloat16")(W, X).total, rel=1e-3)
+
+
 def test_errors_are_linear_in_the_roundings():
     fine, coarse = (amp.debug.error_budget(layers, dtype, probes=16)(W, X) for dtype in ("float16", "bfloat16"))
     for a, b in ((fine.total, coarse.total), (fine.explained * fine.total, coarse.explained * coarse.total)):

@@ -147,7 +147,7 @@ def check_exact(run: Probe, opaque: Iterable[str]) -> None:
             f"the gradient is not finite; {', '.join(opaque)} ran in low precision, since it cannot be seen into; find "
             "the cause with `amp.debug.first_nonfinite(jax.value_and_grad(amp.autocast(fun, dtype)))(*args)`"
         )
-    check_finite(run, "float32")
+    check_finite([run.grads], "float32")
 
 
 def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Probe, float, np.ndarray]:

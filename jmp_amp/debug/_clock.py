@@ -13,7 +13,8 @@ _PATIENCE = 5.0  # seconds before progress is shown
 
 def check_seconds(max_seconds: Any) -> None:
     """Raises ValueError unless `max_seconds`, an option of a tool, is a positive number."""
-    if isinstance(max_seconds, bool) or not isinstance(max_seconds, numbers.Real) or not max_seconds > 0:
+    is_number = isinstance(max_seconds, numbers.Real) and not isinstance(max_seconds, bool)
+    if not is_number or not max_seconds > 0:
         raise ValueError(f"`max_seconds` must be a positive number, got {quote(max_seconds)}")
 
 

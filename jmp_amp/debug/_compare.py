@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -130,21 +130,21 @@ def compare(
         check_concrete((args, kwargs), "compare")
         args, kwargs = jx.as_jit_takes(fun, args, kwargs, if_needed=True)
         wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
-        exact = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
-        if not exact.all_grads.size:
+        exact, _ = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
+        if not _all_grads(exact).size:
             raise TypeError(NO_GRADIENTS)
-        check_finite(exact, reference)
+        check_finite(exact.values(), reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        expected = exact.results | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
-        found = {name: x.results | activations(programs[name], args, kwargs) for name, x in measured.items()}
+        expected = exact | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
+        found = {name: x | activations(programs[name], args, kwargs) for name, (x, _) in measured.items()}
         rows = []
         for key, x in expected.items():
             others = {name: results.get(key, np.empty(0)) for name, results in found.items()}
             if all(other.size == x.size for other in others.values()):
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
-        gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
-        scales = {name: x.loss_scale for name, x in measured.items()}
+        gradient = {name: relative_error(_all_grads(x), _all_grads(exact)) for name, (x, _) in measured.items()}
+        scales = {name: scale for name, (_, scale) in measured.items()}
         return Comparison(tuple(rows), gradient, scales, reference, wide is not None)
 
     return compared
@@ -309,26 +309,9 @@ def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: floa
     axes.spines[["top", "right"]].set_visible(False)
 
 
-class Measurement(NamedTuple):
-    """One evaluation.
-
-    Attributes:
-        results: the loss, and the unscaled gradients by the module of their parameters.
-        loss_scale: the loss scale of the evaluation.
-    """
-
-    results: Arrays
-    loss_scale: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
-        return all(np.isfinite(x).all() for x in self.results.values())
-
-    @property
-    def all_grads(self) -> np.ndarray:
-        """float64[size], the gradients of all modules."""
-        return np.concatenate([np.empty(0), *(x for (kind, _), x in self.results.items() if kind == "gradient")])
+def _all_grads(results: Arrays) -> np.ndarray:
+    """Returns the gradients of all modules, float64[size]."""
+    return np.concatenate([np.empty(0), *(x for (kind, _), x in results.items() if kind == "gradient")])
 
 
 @emulated()  # the tools measure what float8 does, on every machine
@@ -339,8 +322,8 @@ def measure(
     loss_scale: float | None = None,
     wide: Any = None,
     **options: Any,
-) -> Measurement:
-    """Evaluates the loss and its gradients.
+) -> tuple[Arrays, float]:
+    """Returns the loss, the unscaled gradients by the module of their parameters, and the loss scale.
 
     Args:
         fun: the loss function.
@@ -368,15 +351,14 @@ def measure(
             if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 key = "gradient", module_name(path)
                 results[key] = np.append(results.get(key, []), flat_on_host(leaf) / scale)
-        measurement = Measurement(results, scale)
-        if measurement.is_finite:
+        if all(np.isfinite(x).all() for x in results.values()):
             break
-    return measurement
+    return results, scale
 
 
-def check_finite(measured: Any, dtype: str) -> None:
-    """Raises ValueError if a reference, a `Measurement` or the like, is not finite."""
-    if not measured.is_finite:
+def check_finite(results: Iterable[np.ndarray], dtype: str) -> None:
+    """Raises ValueError if the results of a reference are not finite."""
+    if not all(np.isfinite(x).all() for x in results):
         raise ValueError(
             f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
             "find the cause with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
@@ -450,7 +432,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
         return outs
 
     @jax.jit
-    def run(*arrays: Any) -> Arrays:
+    def run(*arrays: Any) -> dict[str, Any]:
         Evaluator(program, arrays, around=record, tape=tape, enters_branches=False).run()
         return tape.recorded
 

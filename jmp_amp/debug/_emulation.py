@@ -255,8 +255,9 @@ class Emulation:
     def _trace(self, **counts: Any) -> Any:
         """Finds the roundings, and returns the types of the decisions."""
         on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
-        gradient = functools.partial(self._gradient, **counts)
-        return jax.eval_shape(lambda on, *args: gradient((on, on), *args)[1][1], on, self._arrays, jnp.float32(1))
+        return jax.eval_shape(
+            lambda on, *args: self._gradient((on, on), *args, **counts)[1][1], on, self._arrays, jnp.float32(1)
+        )
 
     def trace(self) -> list[Rounding]:
         """Returns the roundings without compiling; a `while` counts as one iteration."""

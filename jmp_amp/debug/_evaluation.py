@@ -53,10 +53,10 @@ class Tape:
         replayed: those of another one.
     """
 
-    recorded: dict[Id, Any] = dataclasses.field(default_factory=dict)
-    replayed: Mapping[Id, Any] = dataclasses.field(default_factory=dict)
+    recorded: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def record(self, fun: Callable[[], R], replayed: Mapping[Id, Any]) -> tuple[R, dict[Id, Any]]:
+    def record(self, fun: Callable[[], R], replayed: Mapping[Any, Any]) -> tuple[R, dict[Any, Any]]:
         """Returns what `fun`, the trace of a body, returns, and what it records."""
         outer = self.recorded, self.replayed
         self.recorded, self.replayed = {}, replayed
@@ -68,11 +68,11 @@ class Tape:
     def switch(self, index: Any, branches: Sequence[Callable], *args: Any) -> Any:
         """Returns `lax.switch(index, branches, *args)`."""
 
-        def recording(branch: Callable, shapes: Mapping[Id, Any], *args: Any) -> tuple[Any, dict[Id, Any]]:
+        def recording(branch: Callable, shapes: Mapping[Any, Any], *args: Any) -> tuple[Any, dict[Any, Any]]:
             outs, recorded = self.record(lambda: branch(*args), self.replayed)
             return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)) | recorded
 
-        shapes = dict[Id, Any]()
+        shapes = dict[Any, Any]()
         for branch in branches:
             shapes |= jax.eval_shape(functools.partial(recording, branch, {}), *args)[1]
         outs, recorded = lax.switch(index, [functools.partial(recording, x, shapes) for x in branches], *args)
@@ -83,7 +83,7 @@ class Tape:
         """Returns `lax.scan(body, carry, xs, **options)` of the loop at a place; its derivative keeps carries only."""
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def recording(carry: Any, xs: tuple[Any, Mapping[Id, Any]]) -> tuple[Any, Any]:
+        def recording(carry: Any, xs: tuple[Any, Mapping[Any, Any]]) -> tuple[Any, Any]:
             (carry, ys), recorded = self.record(lambda: body(carry, xs[0]), xs[1])
             return carry, (ys, recorded)
 
@@ -356,13 +356,14 @@ class Evaluation:
             outs = [*carry, *ys]
         else:
             consts, carry = values[structure.cond_consts], values[structure.carry]
+            is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
 
             def predicate(carry: Sequence[Any]) -> Any:
                 return run(0, structure.cond, *consts, *carry)[0]
 
             def following(flags: Any, carry: Sequence[Any]) -> list[Any]:
                 new, _ = step(1, carry, [])
-                return [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if flags.ndim else new
+                return [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
 
             def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, tuple[()]]:
                 flags = predicate(carry)
@@ -371,23 +372,17 @@ class Evaluation:
             if limit is not None:
                 outs, _ = tape.scan(step_if, carry, (), place.key, length=limit)
             else:
-                outs = tape.record(lambda: self._counted(place, predicate, following, carry), {})[0]
+                again = lambda carry: following(predicate(carry) if is_batched else None, carry)  # noqa: E731
+                outs, _ = tape.record(lambda: self._counted(place, predicate, again, carry), {})
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
     def _counted(self, place: Place, predicate: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
         """Traces a `while` loop that tells how often it ran."""
-        counted = self.evaluator.counted
-
-        def tell(n: Any) -> None:
-            counted[place.id] = max(int(n), counted.get(place.id, 0))
-
-        def step(n_and_carry: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
-            n, carry = n_and_carry
-            return n + 1, following(predicate(carry), carry)
-
-        n, carry = lax.while_loop(lambda x: jnp.any(predicate(x[1])), step, (jnp.int32(0), carry))
-        if counted is not None:
-            jax.debug.callback(tell, n)
+        start = jnp.int32(0), carry
+        n, carry = lax.while_loop(lambda x: jnp.any(predicate(x[1])), lambda x: (x[0] + 1, following(x[1])), start)
+        if (counted := self.evaluator.counted) is not None:
+            counted.setdefault(place.id, 0)  # of a branch that does not run
+            jax.debug.callback(lambda n: counted.update({place.id: max(int(n), counted[place.id])}), n)
         return carry
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
@@ -474,12 +469,9 @@ class Evaluation:
             if not jnp.any(predicate.value):
                 break
             new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
-            carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
+            flags, pairs = predicate.value, zip(new, carry, strict=True)
+            carry = [self._cell(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
         return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
-
-    def _select(self, predicate: Any, new: Cell, old: Cell) -> Cell:
-        """Returns the next carry of a `while` loop."""
-        return self._cell(_where(predicate, new.value, old.value), [new, old]) if np.ndim(predicate) else new
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:

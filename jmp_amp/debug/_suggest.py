@@ -58,7 +58,8 @@ def suggest_rules(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
-        max_seconds: after so many seconds, no more rules are looked for; the report says what was left out.
+        max_seconds: after so many seconds, no more rules are looked for; the report says what was left out. A
+            compilation that has begun is finished, which may take longer.
         **options: other options of `autocast`: `policy`, instead of `dtype`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
