@@ -396,6 +396,15 @@ def test_what_a_custom_derivative_computes_in_the_backward_pass_has_its_scope():
     assert {at.module for at in found if jx.is_backward(at.stack)} == set("abc")
 
 
+def test_when_it_is_late_the_decisions_that_are_left_share_one_run_by_their_flips():
+    args = W, jax.random.normal(KEYS[4], (2048, 8))
+    budget = amp.debug.error_budget(relus, "bfloat16", loss_scale=1.0, max_seconds=1e-9)(*args)
+    decisions = [row for row in budget.rows if row.decides]
+    assert len(decisions) == 3
+    assert np.ptp([row.error**2 / row.flips for row in decisions]) < 1e-9
+    assert 0.5 < budget.explained < 2
+
+
 def taken(y, limit):
     return lax.cond(jnp.mean(3 * y) > limit, lambda y: jax.nn.relu(y + 2) ** 2, lambda y: 3 * y, y)
 
