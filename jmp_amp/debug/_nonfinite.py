@@ -19,7 +19,7 @@ from jmp_amp._autocast import rule_of
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
-from jmp_amp.debug._clock import Clock
+from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import NO_VALUES, Id, Node, Place, Values, argument_id, is_low, nearest, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
@@ -91,8 +91,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
         None
     """
     check_callable(fun, "first_nonfinite")
-    if not max_seconds > 0:
-        raise ValueError(f"`max_seconds` must be positive, got {max_seconds!r}")
+    check_seconds(max_seconds)
 
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
