@@ -32,7 +32,7 @@ def scoped_equations(fun, *args):
 
 def inner_equations(eqn):
     """Yields the equations of the jaxprs that an equation holds."""
-    for inner, _ in inner_jaxprs(eqn):
+    for inner in inner_jaxprs(eqn):
         yield from (each for _, each in _equations(inner, ""))
 
 
@@ -40,7 +40,7 @@ def _equations(jaxpr, outer):
     for eqn in jaxpr.eqns:
         scope = f"{outer}/{eqn.source_info.name_stack}"
         yield scope, eqn
-        for inner, _ in inner_jaxprs(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from _equations(inner, scope)
 
 

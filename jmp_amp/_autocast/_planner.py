@@ -78,15 +78,15 @@ class Planner:
                         between |= {i: k, first: 1 - factors.index(sources[1 - k])}
             elif rule.passes_on and len(made := [products[each] for each in sources if each in products]) == 1:
                 products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
-        return [self._info(*each, between.get(i)) for i, each in enumerate(read)]
-
-    def _info(self, eqn: JaxprEqn, rule: Rule, sources: tuple[Var | None, ...], between: int | None) -> EqnInfo:
-        operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-        number = self._number_of(eqn, sources, between)
-        return EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between, number)
+        infos = []
+        for i, (eqn, rule, sources) in enumerate(read):
+            operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
+            op = self._number_of(eqn, sources, between.get(i))
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), op))
+        return infos
 
     def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> int | None:
-        if eqn.primitive.name not in self._rules or jx.holds_jaxprs(eqn):  # which these numbers would keep alive
+        if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which these numbers would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
@@ -99,10 +99,12 @@ class Planner:
 
     def hides_products(self, eqn: JaxprEqn) -> bool:
         """Whether an equation without a rule holds products, which stay as they were traced."""
-        if eqn.primitive.name in self._rules or jx.structure_of(eqn) is not None:
-            return False
-        inside = [each for inner, _ in jx.inner_jaxprs(eqn) for each in jx.open_jaxpr(inner)[0].eqns]
-        return any(self.rule_of(each).op_class is OpClass.LOWER or self.hides_products(each) for each in inside)
+
+        def is_product(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+            return find_rule(primitive, params, avals, self._rules).op_class is OpClass.LOWER
+
+        is_known = eqn.primitive.name in self._rules or jx.structure_of(eqn) is not None
+        return not is_known and any(jx.holds(inner, is_product) for inner in jx.inner_jaxprs(eqn))
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
@@ -123,15 +125,15 @@ class Planner:
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""
-        form, path, _ = region
         name_stack, overrides = eqn.source_info.name_stack, self.options.overrides
-        if form is AS_TRACED or not (name_stack.stack or overrides.scopes):
+        if region.format is AS_TRACED or not (name_stack.stack or overrides.scopes):
             return region
         if overrides.scopes:
-            path = jx.scope_path(path, name_stack)
-            for pattern in overrides.matching(path):
-                form = overrides.scopes[pattern]
-        return region._replace(format=format_in(name_stack) or form, path=path)
+            region = region._replace(path=jx.scope_path(region.path, name_stack))
+            for pattern in overrides.matching(region.path):
+                region = region._replace(format=overrides.scopes[pattern], why="pattern")
+        form = format_in(name_stack)
+        return region if form is None else region._replace(format=form, why="region")
 
     def decide(self, op: Context) -> Step:
         """Decides an equation."""
@@ -141,7 +143,7 @@ class Planner:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
         step = self._steps(self, (op.info.op, *op.decision_key), lambda: self._first_order(op))
-        return step._replace(eqn=op.eqn)
+        return step._replace(eqn=op.eqn, region=op.region)
 
     def _first_order(self, op: Context) -> Step:
         eqn, is_float32 = op.eqn, op.is_float32
@@ -153,23 +155,21 @@ class Planner:
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
         # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
         has_rule = eqn.primitive.name in self._rules
-        own = [
-            has_rule and isinstance(a, Var) and is_input for a, is_input in zip(eqn.invars, op.is_input, strict=True)
-        ]
-        own_casts = tuple(cast if is_own else None for cast, is_own in zip(casts, own, strict=True))
-        shared = tuple(None if is_own else cast for cast, is_own in zip(casts, own, strict=True))
-        saved = tuple(i for i, value in enumerate(op.values) if own_casts[i] is not None and value.save_cast)
-        rewrite = rewrite_of(op, dtypes, own_casts)
-        is_other_op = rewrite is not None or bool(params)
-        changed = is_other_op or differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
-        run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
+        triples = zip(casts, eqn.invars, op.is_input, strict=True)
+        own = tuple(cast if has_rule and isinstance(a, Var) and is_input else None for cast, a, is_input in triples)
+        shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
+        saved = tuple(i for i, value in enumerate(op.values) if own[i] is not None and value.save_cast)
+        rewrite = rewrite_of(op, dtypes, own)
+        has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
+        changed = has_other_dtypes or rewrite is not None or bool(params)
+        run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
         otherwise = Reads.STORED if op.is_stored else Reads.LOW
         reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
-        return Step(eqn, shared, outs, run, changed, reads, why)
+        return Step(eqn, op.region, shared, outs, run, changed, reads, why)
 
 
 @dataclasses.dataclass(slots=True)
@@ -254,7 +254,7 @@ class _PlanBuilder:
                 op = op._replace(inside=self._planner.demands.inside(info, operands, given))
             reason = why_as_traced(info, demand, operands, region.format)
             if reason is not None and region.format.is_low and not is_marked:  # a region in the code takes precedence
-                op = op._replace(region=region._replace(format=FORMATS["float32"]), as_traced=reason)
+                op = op._replace(region=region._replace(format=FORMATS["float32"], why=reason))
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
         stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
@@ -269,9 +269,8 @@ class _PlanBuilder:
                 pending += self._decide(pending.pop())
         known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
-        pairs = zip(filter(None, self._steps), self._contexts, strict=True)
-        steps = [step._replace(as_traced=op.as_traced) for step, op in pairs]
-        inner = [plan for step in steps for plan, _ in step.inner]
+        steps = list(filter(None, self._steps))
+        inner = [plan for step in steps for plan in step.inner]
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))

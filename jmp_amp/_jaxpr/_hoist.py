@@ -86,7 +86,7 @@ def _peak(jaxpr: Any, first: Sequence[Any] = ()) -> int:
     peak = held = sum(map(nbytes_of, [*different, *opened.invars[len(first) :]]))
     for eqn, dead in with_last_reads(opened):
         held += sum(map(nbytes_of, eqn.outvars))
-        inside = [_peak(inner) - sum(map(nbytes_of, open_jaxpr(inner)[0].invars)) for inner, _ in inner_jaxprs(eqn)]
+        inside = [_peak(inner) - sum(map(nbytes_of, open_jaxpr(inner)[0].invars)) for inner in inner_jaxprs(eqn)]
         peak = max(peak, held + max(inside, default=0))
         held -= sum(map(nbytes_of, set(dead) - inputs))
     return peak

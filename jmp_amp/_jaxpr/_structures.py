@@ -1,6 +1,6 @@
 """How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -231,7 +231,7 @@ def holds(jaxpr: Any, selects: Callable[..., bool]) -> bool:
     """Whether a jaxpr, or one inside it, has an equation whose primitive, types and parameters are selected."""
     return any(
         selects(eqn.primitive, *[atom.aval for atom in eqn.invars], **eqn.params)
-        or any(holds(inner, selects) for inner, _ in inner_jaxprs(eqn))
+        or any(holds(inner, selects) for inner in inner_jaxprs(eqn))
         for eqn in open_jaxpr(jaxpr)[0].eqns
     )
 
@@ -262,19 +262,18 @@ def structure_of(eqn: JaxprEqn) -> Structure | None:
     return None if is_opaque else structure
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[tuple[Any, Any]]:
-    """Returns all jaxprs in the parameters of an equation, and how often each runs; 1 if that is not known."""
-    structure = structure_of(eqn)
-    times = structure.length if isinstance(structure, Loop) and structure.length is not None else 1
+def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """Returns all jaxprs in the parameters of an equation."""
     inside = list(jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)]))
-    if not inside and isinstance(structure, Call):  # the equation holds a function
+    if not inside and isinstance(structure := structure_of(eqn), Call):  # the equation holds a function
         inside = [structure.jaxpr]
-    return ((inner, times) for inner in inside)
+    return inside
 
 
-def holds_jaxprs(eqn: JaxprEqn) -> bool:
-    """Whether there is a jaxpr in the parameters of an equation."""
-    return next(inner_jaxprs(eqn), None) is not None
+def runs_of(eqn: JaxprEqn) -> Any:
+    """Returns how often an equation runs each of its jaxprs; 1 if that is not known."""
+    structure = structure_of(eqn)
+    return structure.length if isinstance(structure, Loop) and structure.length is not None else 1
 
 
 HIGHER_ORDER: dict[str, HigherOrder] = {

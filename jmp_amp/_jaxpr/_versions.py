@@ -192,17 +192,20 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[Any] | None:
     return list(filter(None, [primitive.params.get("jaxpr"), getattr(primitive.params.get("traced"), "jaxpr", None)]))
 
 
-def is_known_by_class(eqn: JaxprEqn, policy: Any) -> bool:
-    """Whether a `jax.checkpoint` reads the class of its policy, as `jax_remat3` does up to JAX 0.11."""
-    return hi_primitive(eqn) is not None and type(policy).__module__ == "jax._src.ad_checkpoint"
-
-
 def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
     """Returns an equation with some of these parameters replaced."""
     primitive = hi_primitive(eqn)
     if primitive is not None:
         params = {"_prim": type(primitive)(**(primitive.params | params))}
     return eqn.replace(params=eqn.params | params)
+
+
+def with_policy(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
+    """Returns a `jax.checkpoint` with another policy; one without a policy, and any other equation, as it is."""
+    policy = params_of(eqn).get("policy")
+    # Up to JAX 0.11, `jax_remat3` reads the class of a policy.
+    is_known_by_class = hi_primitive(eqn) is not None and type(policy).__module__ == "jax._src.ad_checkpoint"
+    return eqn if policy is None or is_known_by_class else with_params(eqn, policy=change(policy))
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
