@@ -335,11 +335,7 @@ def planner_of(options: Options) -> Planner:
     return Planner(plan_higher_order, options)
 
 
-def _ignore(plan: Plan, found: Sequence[Found]) -> None:
-    pass
-
-
-def autocast_with(fun: Callable, settings: Settings, planned: Callable[..., Any] = _ignore) -> Callable:
+def autocast_with(fun: Callable, settings: Settings, planned: Callable = lambda plan, found: None) -> Callable:
     """Returns `fun` under autocast; each call passes its plan, and the attention that it found, to `planned`."""
     return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
 

@@ -23,14 +23,10 @@ Values = tuple[Value, ...]
 
 def plan_higher_order(planner: Planner, op: Context) -> Step:
     """Decides an equation that holds jaxprs."""
-    match op.info.structure:
-        case jx.Call() as call:
-            return _call(planner, call, op)
-        case jx.Branches():
-            return _branches(planner, op)
-        case jx.Loop() as loop:
-            return _loop(planner, loop, op)
-    raise TypeError(op.info.structure)
+    structure = op.info.structure
+    if isinstance(structure, jx.Call):
+        return _call(planner, structure, op)
+    return _loop(planner, structure, op) if isinstance(structure, jx.Loop) else _branches(planner, op)
 
 
 def _call(planner: Planner, call: jx.Call, op: Context) -> Step:

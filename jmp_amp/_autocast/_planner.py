@@ -179,18 +179,18 @@ class _Variable:
     Attributes:
         value: what is known of it; None until its equation is decided.
         producer: the equation that computes it; None for an input.
-        readers: the equations that read it, with the dtype in which each does.
-        returned: in which dtype the results of the jaxpr that it is are read.
         demand: how its readers read it.
         stream: how it is read as a residual stream.
+        readers: the equations that read it, with the dtype in which each does.
+        returned: in which dtype the results of the jaxpr that it is are read.
     """
 
-    value: Value | None = None
-    producer: int | None = None
+    value: Value | None
+    producer: int | None
+    demand: int
+    stream: int
     readers: dict[int, int] = dataclasses.field(default_factory=dict)
     returned: int = Reads.UNREAD
-    demand: int = Demand.NONE
-    stream: int = Stream.NONE
 
     @property
     def reads(self) -> int:
@@ -213,29 +213,30 @@ class _PlanBuilder:
         """Takes a planner and the arguments of `Planner.plan`."""
         self._planner, self._region = planner, region
         self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
-        given = zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True)
-        self._variables = {var: _Variable(value) for var, value in given}
-        infos = planner.infos_of(opened)
-        known = [value.known for value in values]
+        infos, known = planner.infos_of(opened), [value.known for value in values]
         self._known = planner.knowledge.find(jaxpr, known)
         demands = planner.demands.find(jaxpr, known, [use.demand for use in uses])
+        streams: Mapping[Var, int] = {}
+        if planner.options.has_low_stream:
+            is_computed = tuple([value.origin > Origin.INPUT for value in values])
+            streams = planner.streams.of(jaxpr, is_computed, [use.stream for use in uses])
+        given = dict(zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True))
+        producers = {var: i for i, each in enumerate(infos) for var in each.eqn.outvars}
+        self._variables = {
+            var: _Variable(
+                given.get(var), producers.get(var), demands.get(var, Demand.NONE), streams.get(var, Stream.NONE)
+            )
+            for var in (*given, *producers)
+        }
         for i, each in enumerate(infos):
-            self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
-            is_dead = each.is_dead([demands.get(var, Demand.NONE) for var in each.eqn.outvars])
+            is_dead = each.is_dead([self._variables[var].demand for var in each.eqn.outvars])
             for var in each.operands:
                 self._variables[var].readers[i] = Reads.UNREAD if is_dead else Reads.LOW
-        for var, demand in demands.items():
-            self._variables[var].demand = demand
         for use, atom in zip(uses, opened.outvars, strict=True):
             if isinstance(atom, Var) and use.demand != Demand.NONE:
                 is_float32 = use.demand == Demand.RETURNED or use.demand & Demand.SENSITIVE
                 result = self._variables[atom]
                 result.returned = min(result.returned, Reads.FUSED if is_float32 else use.reads)
-        if planner.options.has_low_stream:
-            is_computed = tuple([value.origin > Origin.INPUT for value in values])
-            streams = planner.streams.of(jaxpr, is_computed, [use.stream for use in uses])
-            for var, stream in streams.items():
-                self._variables[var].stream = stream
         self._contexts = list(map(self._context, infos))
         self._steps: list[Step | None] = [None] * len(infos)
 
@@ -245,10 +246,9 @@ class _PlanBuilder:
         region = self._planner.enter(self._region, eqn)
         op = Context(info, region, self._planner.options, ())
         outs = [self._variables[var].demand for var in eqn.outvars]
-        demand = joined(outs)
+        demand, is_marked = joined(outs), format_in(eqn.source_info.name_stack) is not None
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
-            is_marked = format_in(eqn.source_info.name_stack) is not None
             if info.enters is not None:
                 given = [Demand.ANY] * len(outs) if is_marked else outs
                 op = op._replace(inside=self._planner.demands.inside(info, operands, given))
@@ -258,8 +258,7 @@ class _PlanBuilder:
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
         stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
-        is_ranked = bool(demand & Demand.RANK) and format_in(eqn.source_info.name_stack) is None
-        return op._replace(overflows=overflows, is_ranked=is_ranked, stream=stream)
+        return op._replace(overflows=overflows, is_ranked=bool(demand & Demand.RANK) and not is_marked, stream=stream)
 
     def plan(self) -> Plan:
         """Decides all equations."""
@@ -287,21 +286,18 @@ class _PlanBuilder:
         old, old_step = self._contexts[i], self._steps[i]
         info, eqn, rule = old.info, old.eqn, old.info.rule
         outs = [self._variables[var] for var in eqn.outvars]
-        uses: tuple[Use, ...] = ()
-        if info.structure is not None:
-            uses = tuple([Use(out.demand, out.stream, out.reads) for out in outs])
+        uses = [Use(out.demand, out.stream, out.reads) for out in outs] if info.structure is not None else []
         values = tuple([self._read(atom) for atom in eqn.invars])
-        has_copy = False
         if info.uses_copies:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
-            has_copy = any(value.has_float32_copy for value in values)
+        has_copy = any(value.has_float32_copy for value in values)
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
         op = old._replace(
             values=values,
             needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads == Reads.FUSED,
             is_stored=(rule.moves or rule.arithmetic) and reads == Reads.STORED,
             reads_stored_norm=self._reads_stored_norm(info, values),
-            uses=uses,
+            uses=tuple(uses),
         )
         if old_step is not None and op == old:
             return []

@@ -417,13 +417,10 @@ def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _table(rows: Mapping[str, Any]) -> Rules:
-    table: dict[str, Any] = {}
-    for names, rule in rows.items():
-        for name in names.split():
-            if name in table:
-                raise ValueError(f"the primitive `{name}` is in the table twice")
-            table[name] = rule
-    return table
+    names = " ".join(rows).split()
+    for name in {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"the primitive `{name}` is in the table twice")
+    return {name: rule for row, rule in rows.items() for name in row.split()}
 
 
 RULES: Rules = _table(

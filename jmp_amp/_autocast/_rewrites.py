@@ -102,7 +102,6 @@ def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
 
 def _with_tangent(fun: Callable[[Sequence[Any]], list[Any]], tangent: Callable, args: Sequence[Any]) -> list[Any]:
     """Applies a function whose tangents are `tangent(primals, tangents)`."""
-
     call = jax.custom_jvp(lambda *args: fun(args))
 
     @call.defjvp
