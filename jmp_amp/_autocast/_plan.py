@@ -92,6 +92,22 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equati
 Rewrite = Callable[[Op, Sequence[Any]], list[Any]]
 
 
+class Region(NamedTuple):
+    """The surroundings of an equation.
+
+    Attributes:
+        format: the format that it computes in.
+        path: the named scopes around its jaxpr; empty if no rule has a pattern, so that equal jaxprs share a plan.
+        why: why this is another format than that of the program, as `explain` names it; empty if it is not.
+        is_checkpointed: whether it is inside a `jax.checkpoint`, which decides what the backward pass keeps.
+    """
+
+    format: Format
+    path: str = ""
+    why: str = ""
+    is_checkpointed: bool = False
+
+
 class Step(NamedTuple):
     """The decision for one equation.
 
@@ -109,7 +125,7 @@ class Step(NamedTuple):
     """
 
     eqn: JaxprEqn
-    region: "Region"
+    region: Region
     casts: tuple[Any, ...]
     outs: tuple[Value, ...]
     run: Run
@@ -118,22 +134,6 @@ class Step(NamedTuple):
     why: str = ""
     inner: "tuple[Plan, ...]" = ()
     keeper: str | None = None
-
-
-class Region(NamedTuple):
-    """The surroundings of an equation.
-
-    Attributes:
-        format: the format that it computes in.
-        path: the named scopes around its jaxpr; empty if no rule has a pattern, so that equal jaxprs share a plan.
-        why: why this is another format than that of the program, as `explain` names it; empty if it is not.
-        is_checkpointed: whether it is inside a `jax.checkpoint`, which decides what the backward pass keeps.
-    """
-
-    format: Format
-    path: str = ""
-    why: str = ""
-    is_checkpointed: bool = False
 
 
 # A jaxpr of an equation, what is known of its inputs, and how its results are read.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ class Planner:
         self.streams = Streams(self.infos_of, self.knowledge.paths)
         self._plans, self._infos = jx.Cache(), jx.Cache()
         self._bodies = jx.Cache(drop=dict.clear)  # a plan refers to its functions, and these to the plan
-        self._steps, self._numbers, self._counter = jx.Cache(2**14), jx.Cache(2**14), itertools.count()
+        self._steps, self._ops = jx.Cache(2**14), jx.Cache(2**14)
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -81,19 +80,19 @@ class Planner:
         infos = []
         for i, (eqn, rule, sources) in enumerate(read):
             operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-            op = self._number_of(eqn, sources, between.get(i))
+            op = self._op_of(eqn, sources, between.get(i))
             infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), op))
         return infos
 
-    def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> int | None:
-        if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which these numbers would keep alive
+    def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> object | None:
+        if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which the keys would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
         key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, between, len(set(map(id, eqn.invars)))
         try:
-            return self._numbers(self, key, lambda: next(self._counter))
+            return self._ops(self, key, object)
         except TypeError:  # a parameter that cannot be hashed
             return None
 
@@ -339,10 +338,7 @@ class _PlanBuilder:
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
         be stored twice: `h = norm(x); h + mlp(h)`.
         """
-
-        def is_stored(var: Var) -> bool:
-            return any(self._contexts[i].info.rule.stores for i in self._variables[var].readers)
-
         pairs = zip(info.eqn.invars, values, strict=True)
         norms = [atom for atom, value in pairs if value.data_dtype is not None and value.data_dtype != value.dtype]
-        return any(isinstance(atom, Var) and is_stored(atom) for atom in norms)
+        readers = [i for atom in norms if isinstance(atom, Var) for i in self._variables[atom].readers]
+        return any(self._contexts[i].info.rule.stores for i in readers)

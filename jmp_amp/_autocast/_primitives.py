@@ -530,8 +530,8 @@ class EqnInfo(NamedTuple):
         operands: the variables that it reads, each once.
         sources: what each operand was before it was only moved; None for a literal.
         between: for each of the two products in `A @ P @ A.T`, the operand that is or holds `P`; None for other ops.
-        op: a number for the primitive, its parameters and the types of its operands and results: the same op of another
-            layer has the same. None if it holds jaxprs or what cannot be hashed.
+        op: stands for the primitive, its parameters and the types of its operands and results: the same op of another
+            layer has the same object. None if it holds jaxprs or what cannot be hashed.
     """
 
     eqn: JaxprEqn
@@ -540,7 +540,7 @@ class EqnInfo(NamedTuple):
     operands: tuple[Var, ...]
     sources: tuple[Var | None, ...]
     between: int | None
-    op: int | None
+    op: object | None
 
     @property
     def enters(self) -> jx.Structure | None:
