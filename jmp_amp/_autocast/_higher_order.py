@@ -247,16 +247,9 @@ def _step(
     run: Run = functools.partial(jx.bind, eqn)
     if changed and entry.run is not None:
         run = functools.partial(entry.run, eqn, bodies)
-        if isinstance(op.info.structure, jx.Loop):
-            run = functools.partial(_run_loop, entry.run, eqn, bodies)
+        if isinstance(op.info.structure, jx.Loop):  # arrays that it does not change are cast once, before it
+            run = functools.partial(jx.run_loop, is_loop_invariant, eqn, bodies)
     return Step(eqn, op.region, casts, outs, run, changed, tuple(reads), inner=tuple(plans))
-
-
-def _run_loop(run_with: Any, eqn: JaxprEqn, bodies: Sequence[jx.Body], args: Sequence[Any]) -> Sequence[Any]:
-    """Runs a loop; arrays that it does not change are cast once, before it."""
-    if jx.holds(bodies[-1].jaxpr, is_loop_invariant):
-        return jx.run_loop(eqn, bodies, args, is_loop_invariant)
-    return run_with(eqn, bodies, args)
 
 
 # The rules of `custom_jvp` and `custom_vjp` run under autocast too: `jax.jvp` and `jax.vjp` of the traced call apply

@@ -8,6 +8,7 @@ import enum
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -405,12 +406,8 @@ def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
 
     Dimensions that both have cancel. Of those that are left, symbolic ones are only known to be another size than 1.
     """
-    mine, others = list(shape), list(other)
-    for n in shape:
-        if n in others:
-            mine.remove(n)
-            others.remove(n)
-    size, other_size = math.prod(mine), math.prod(others)
+    mine, others = Counter(shape), Counter(other)
+    size, other_size = math.prod((mine - others).elements()), math.prod((others - mine).elements())
     if isinstance(size, int) and isinstance(other_size, int):
         return size < other_size
     return size == 1 and other_size != 1
