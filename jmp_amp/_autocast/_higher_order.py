@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
-from jmp_amp._autocast._plan import Plan, Run, Step, is_loop_invariant, with_results
+from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant, with_results
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
@@ -90,8 +90,7 @@ def _branches(planner: Planner, op: Context) -> Step:
         for branch, known, demands in op.inside
     ]
     outs = tuple(functools.reduce(join, each) for each in zip(*[plan.outs for plan in plans], strict=True))
-    of_operands = map(min, zip(*[plan.reads for plan in plans], strict=True))
-    reads = _stored([Reads.LOW, *of_operands])
+    reads = _stored([Reads.LOW, *map(min, zip(*[plan.reads for plan in plans], strict=True))])
     return _step(op, op.values, reads, outs, plans, [plan.body(outs) for plan in plans])
 
 
@@ -131,7 +130,7 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
         *[Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry],  # in the dtypes of the carries
         *plan.reads[last:],
     ]
-    keeper = _keeper(planner, loop, plan, op)
+    keeper = _keeper(planner, plan, body, op.region) if loop.cond is None else None
     bodies = [*[cond.body() for cond in conds], plan.body(outs, planner.is_saved if keeper == "autocast" else None)]
     return _step(op, cast, _stored(reads), outs, [*conds, plan], bodies)._replace(keeper=keeper)
 
@@ -214,14 +213,12 @@ def _first_carry(value: Value, atom: Any) -> Value:
     return Value(value.dtype)
 
 
-def _keeper(planner: Planner, loop: jx.Loop, plan: Plan, op: Context) -> str | None:
-    """Returns who decides what the backward pass of a `scan` keeps; a `while` has no such pass.
+def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
+    """Returns who decides what the backward pass of a `scan` keeps.
 
     Of nested policies of `jax.checkpoint`, JAX follows the outermost. One around the body would override the user's.
     """
-    if loop.cond is not None:
-        return None
-    if op.region.is_checkpointed or jx.holds(loop.body, jx.versions.is_checkpoint):
+    if region.is_checkpointed or jx.holds(body, jx.versions.is_checkpoint):
         return "jax.checkpoint"
     # `checkify` cannot rewrite a `jax.checkpoint` whose checks need constants.
     is_fixed = jx.versions.has_effects(plan.frame) or jx.versions.is_traced_by("checkify")

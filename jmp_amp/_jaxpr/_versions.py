@@ -142,20 +142,19 @@ def hi_kind(primitive: Any) -> str | None:
         `"remat"`, `"name"` for `checkpoint_name`, `"custom_jvp_call"` or `"custom_vjp_call"` for the derivative rule
         that it has; None if it has rules that no public function takes: of its transpose, or for both modes.
     """
-    classes = {cls.__name__: cls for cls in type(primitive).__mro__}
-    kinds = [kind for name, kind in _HI_KINDS.items() if name in classes]
-    if kinds:
-        return kinds[0]
-    if hasattr(primitive, "prim"):
-        return hi_kind(of_one(primitive))
+    cls: Any = type(of_one(primitive))
+    classes = {each.__name__: each for each in cls.__mro__}
+    kind = next((kind for name, kind in _HI_KINDS.items() if name in classes), None)
+    if kind is not None:
+        return kind
     base = classes.get("HiPrim") or classes["VJPHiPrimitive"]
 
     def has(rule: str) -> bool:
-        return getattr(type(primitive), rule, None) is not getattr(base, rule, None)
+        return getattr(cls, rule, None) is not getattr(base, rule, None)
 
     if has("transpose"):  # it is linear, which a function in its place would not be
         return None
-    is_derived = type(primitive).vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
+    is_derived = cls.vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
     if has("jvp") or (is_derived and not has("lin")):  # without any rule, the error of JAX names the primitive
         return "custom_jvp_call" if is_derived else None
     return None if has("lin") else "custom_vjp_call"
