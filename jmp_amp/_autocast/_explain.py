@@ -104,22 +104,83 @@ REASONS = {
 }
 
 
-def _widest(dtypes: Sequence[Any]) -> np.dtype:
-    """Returns the floating dtype with the most bits."""
-    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+def explain_call(
+    fun: Callable,
+    settings: Settings,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None = None,
+) -> tuple[list[OpSite], list[AttentionSite], int, dict[str, int] | None, dict[str, list[str]], str]:
+    """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
+
+    Args:
+        fun: any function that autocast takes.
+        settings: those of autocast.
+        args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
+        kwargs: likewise.
+        argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
+
+    Returns:
+        All op sites; each softmax that a product reads, if `attention` is given; how often a floating value is cast to
+        another floating dtype; the bytes of the residuals, which the backward pass reads, by dtype and without
+        arguments, or None if the program has no derivative; the lines of the scans, by who decides what their backward
+        pass keeps; and why there is no derivative, or an empty string.
+    """
+    args, kwargs = jx.as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
+    n_args = len(args)
+    fun, args = unbound(fun, args)
+    chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
+    calls: list[tuple[Plan, Sequence[Found]]] = []
+    autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))
+
+    def call_and_pull(*args: Any, **kwargs: Any) -> Any:
+        arrays, rebuild = jx.split_arrays((args, kwargs))
+        of_argument = [i for i, arg in enumerate(args) for _ in jx.split_arrays(arg)[0]]
+        is_chosen = [argnums is None or i in chosen for i in (*of_argument, *[None] * len(arrays))]
+        is_float = [jx.is_floating(x) and ok for x, ok in zip(arrays, is_chosen, strict=False)]
+
+        def of_floats(*floats: Any) -> list[Any]:
+            args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
+            return list(filter(jx.is_inexact, jx.split_arrays(autocasted(*args, **kwargs))[0]))
+
+        out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
+        return out, pull([jnp.ones_like(x) for x in out])
+
+    why_forward = ""
+    try:
+        program = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0]
+    except Exception as error:
+        by = "all floating arguments" if argnums is None else f"the arguments {argnums}"
+        if not jx.versions.has_no_derivative(error):
+            error.add_note(f"`explain` differentiates with respect to {by}; others are chosen by `argnums`")
+            raise
+        program = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0]
+        what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
+        why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
+    whole, found = calls[-1]
+    planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
+    steps = list(_steps(whole, jx.Provenance()))
+    forward = [
+        _forward_site(planner, settings.format, plan, step, origin)
+        for plan, step, origin in steps
+        if not step.inner and any(map(jx.is_floating, (*step.eqn.invars, *step.eqn.outvars)))
+    ]
+    backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
+    casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
+    sites = [*forward, *filter(None, backward)]
+    scans = defaultdict[str, list[str]](list)
+    for keeper, line in dict.fromkeys([(step.keeper, origin.source) for _, step, origin in steps if step.keeper]):
+        scans[keeper].append(line)
+    kept, attention = None if why_forward else _kept(program), list(map(_attention_site, found))
+    return sites, attention, casts, kept, dict(scans), why_forward
 
 
-def flops_of(eqn: Any) -> int:
-    """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
-        return 2 * math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel) // max(kernel[out_features], 1))
-    if eqn.primitive.name not in ("dot_general", PRIMITIVE, PLAIN_PRIMITIVE, RAGGED_PRIMITIVE):
-        return 0
-    contracting, _, groups = product_axes(eqn.params)
-    sums_rows = "ragged_dot_dimension_numbers" in eqn.params and not groups[1]  # each group its own
-    sizes = eqn.outvars[0].aval.shape[1 if sums_rows else 0 :]
-    return 2 * math.prod([*sizes, *[eqn.invars[0].aval.shape[i] for i in contracting[0]]])
+def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
+    """Returns the positions of arguments among `n`, behind `offset` others."""
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(isinstance(i, int) and -n <= i < n for i in numbers):
+        raise ValueError(f"`argnums` must be positions of the {n} positional arguments, got {quote(argnums)}")
+    return {i % n + offset for i in numbers}
 
 
 def _steps(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[Plan, Step, jx.Provenance]]:
@@ -205,83 +266,22 @@ def _nbytes(var: Any, dtype: Any) -> int:
     return math.prod(jx.shape_of(var) or ()) * dtype.itemsize
 
 
-def explain_call(
-    fun: Callable,
-    settings: Settings,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    argnums: int | Sequence[int] | None = None,
-) -> tuple[list[OpSite], list[AttentionSite], int, dict[str, int] | None, dict[str, list[str]], str]:
-    """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
-
-    Args:
-        fun: any function that autocast takes.
-        settings: those of autocast.
-        args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
-        kwargs: likewise.
-        argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
-
-    Returns:
-        All op sites; each softmax that a product reads, if `attention` is given; how often a floating value is cast to
-        another floating dtype; the bytes of the residuals, which the backward pass reads, by dtype and without
-        arguments, or None if the program has no derivative; the lines of the scans, by who decides what their backward
-        pass keeps; and why there is no derivative, or an empty string.
-    """
-    args, kwargs = jx.as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
-    n_args = len(args)
-    fun, args = unbound(fun, args)
-    chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
-    calls: list[tuple[Plan, Sequence[Found]]] = []
-    autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))
-
-    def call_and_pull(*args: Any, **kwargs: Any) -> Any:
-        arrays, rebuild = jx.split_arrays((args, kwargs))
-        of_argument = [i for i, arg in enumerate(args) for _ in jx.split_arrays(arg)[0]]
-        is_chosen = [argnums is None or i in chosen for i in (*of_argument, *[None] * len(arrays))]
-        is_float = [jx.is_floating(x) and ok for x, ok in zip(arrays, is_chosen, strict=False)]
-
-        def of_floats(*floats: Any) -> list[Any]:
-            args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
-            return list(filter(jx.is_inexact, jx.split_arrays(autocasted(*args, **kwargs))[0]))
-
-        out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
-        return out, pull([jnp.ones_like(x) for x in out])
-
-    why_forward = ""
-    try:
-        program = jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0]
-    except Exception as error:
-        by = "all floating arguments" if argnums is None else f"the arguments {argnums}"
-        if not jx.versions.has_no_derivative(error):
-            error.add_note(f"`explain` differentiates with respect to {by}; others are chosen by `argnums`")
-            raise
-        program = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0]
-        what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
-        why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
-    whole, found = calls[-1]
-    planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
-    steps = list(_steps(whole, jx.Provenance()))
-    forward = [
-        _forward_site(planner, settings.format, plan, step, origin)
-        for plan, step, origin in steps
-        if not step.inner and any(map(jx.is_floating, (*step.eqn.invars, *step.eqn.outvars)))
-    ]
-    backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
-    casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
-    sites = [*forward, *filter(None, backward)]
-    scans = defaultdict[str, list[str]](list)
-    for keeper, line in dict.fromkeys([(step.keeper, origin.source) for _, step, origin in steps if step.keeper]):
-        scans[keeper].append(line)
-    kept, attention = None if why_forward else _kept(program), list(map(_attention_site, found))
-    return sites, attention, casts, kept, dict(scans), why_forward
+def flops_of(eqn: Any) -> int:
+    """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel) // max(kernel[out_features], 1))
+    if eqn.primitive.name not in ("dot_general", PRIMITIVE, PLAIN_PRIMITIVE, RAGGED_PRIMITIVE):
+        return 0
+    contracting, _, groups = product_axes(eqn.params)
+    sums_rows = "ragged_dot_dimension_numbers" in eqn.params and not groups[1]  # each group its own
+    sizes = eqn.outvars[0].aval.shape[1 if sums_rows else 0 :]
+    return 2 * math.prod([*sizes, *[eqn.invars[0].aval.shape[i] for i in contracting[0]]])
 
 
-def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
-    """Returns the positions of arguments among `n`, behind `offset` others."""
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not all(isinstance(i, int) and -n <= i < n for i in numbers):
-        raise ValueError(f"`argnums` must be positions of the {n} positional arguments, got {quote(argnums)}")
-    return {i % n + offset for i in numbers}
+def _widest(dtypes: Sequence[Any]) -> np.dtype:
+    """Returns the floating dtype with the most bits."""
+    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def _attention_site(found: Found) -> AttentionSite:
