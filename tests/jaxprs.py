@@ -37,7 +37,7 @@ def scoped_equations_of(jaxpr):
 
 def inner_equations(eqn):
     """Yields the equations of the jaxprs that an equation holds."""
-    for inner, _ in inner_jaxprs(eqn):
+    for inner in inner_jaxprs(eqn):
         yield from (each for _, each in _equations(inner, ""))
 
 
@@ -45,7 +45,7 @@ def _equations(jaxpr, outer):
     for eqn in jaxpr.eqns:
         scope = f"{outer}/{eqn.source_info.name_stack}"
         yield scope, eqn
-        for inner, _ in inner_jaxprs(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from _equations(inner, scope)
 
 

@@ -231,7 +231,9 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     if rule.power in (0.5, -0.5):
         return Squares.NORM if first is Squares.SUM else Squares.NO
     if Squares.GRAM in squares and rule.passes_on:
-        return Squares.SUM if rule.takes else Squares.GRAM  # the diagonal, or the matrix times a mask
+        return (
+            Squares.SUM if rule.kind is ResultKind.TAKEN else Squares.GRAM
+        )  # the diagonal, or the matrix times a mask
     if rule.arithmetic and not rule.scales:
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO

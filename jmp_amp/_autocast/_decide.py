@@ -34,7 +34,6 @@ class Context(NamedTuple):
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         uses: how each of its results is used, if it holds jaxprs.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
-        as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
     """
 
     info: EqnInfo
@@ -49,7 +48,6 @@ class Context(NamedTuple):
     stream: int = Stream.NONE
     uses: tuple[Use, ...] = ()
     inside: Sequence[Inside] = ()
-    as_traced: str | None = None
 
     @property
     def eqn(self) -> JaxprEqn:
@@ -322,7 +320,7 @@ def _folded(op: Context, out: Value) -> Value:
     if fold is None or None in known:
         return out
     with np.errstate(all="ignore"):
-        scalar = np.asarray(fold(op.eqn.params, *map(np.float32, known)), np.float32)
+        scalar = np.asarray(fold(*map(np.float32, known)), np.float32)
     return out._replace(magnitudes=magnitudes(scalar), scalar=float(scalar))
 
 

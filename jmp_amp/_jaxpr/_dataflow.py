@@ -5,7 +5,7 @@ module passes them through calls, branches and loops, and reads a jaxpr once for
 (Kildall, A unified approach to global program optimization, 1973). Facts must be hashable.
 
 An analysis reads equations that have three attributes: `eqn`, the equation; `enters`, how analyses enter its jaxprs, or
-None for an op; and `op`, a number that is the same for equal ops of equal types, so that facts pass through each only
+None for an op; and `op`, an object that is the same for equal ops of equal types, so that facts pass through each only
 once, or None.
 """
 

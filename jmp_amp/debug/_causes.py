@@ -68,7 +68,7 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     again = dataclasses.replace(evaluation.evaluator, **changes).run()
     merge_equal(again.nodes)
     node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
-    if jx.holds_jaxprs(node.eqn):
+    if jx.inner_jaxprs(node.eqn):
         text = f"`{node.primitive}` counts as one op, and what is inside of it was not evaluated"
         return Cause("a-kernel-or-a-loop-as-one-op", text)
     if node.primitive in ("gather", "dynamic_slice") and node.values.nans and node.operands[1].held is not None:
@@ -180,7 +180,7 @@ def _reads(e: Element) -> list[Element]:
     if not _is_known(node):
         return []
     rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
-    is_moved = (rule.moves and not rule.fold) or rule.takes or node.primitive in ("select_n", *_MATRICES)
+    is_moved = (rule.moves and not rule.fold) or node.primitive in ("select_n", *_MATRICES)
     is_broadcast = all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in arrays)
     if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
         return _terms(e)

@@ -31,7 +31,7 @@ _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 _COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 _EXACT = {"name", "copy", "optimization_barrier"}  # besides the ops that `RULES` says to move values
 _EXACT |= {"sort", "top_k", "cummax", "cummin", "reduce_window_max", "reduce_window_min"}
-_MOVES = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED}
+_MOVES = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED}
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
 _STEPS = {"sign", "floor", "ceil", "round"}  # their results are decisions
 _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare what they read second
@@ -402,7 +402,7 @@ class Emulation:
 
     def _opaque(self, place: Place, args: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Runs an op in its own dtypes; an error of its operands passes through if JAX can differentiate it."""
-        inside = [inner for inner, _ in jx.inner_jaxprs(place.eqn)]
+        inside = jx.inner_jaxprs(place.eqn)
         is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(_is_low, avals))) for inner in inside)
         if is_rounded or any(map(_is_low, (*place.eqn.invars, *place.eqn.outvars))):
             self.opaque[f"{place.eqn.primitive.name} {location_of(place.eqns).where}"] = None

@@ -520,7 +520,7 @@ def widened(x: Any, wide: Any) -> Any:
 def keeps_dtypes(eqn: JaxprEqn) -> bool:
     """Whether an op runs in the dtypes that it was traced in, whatever those of the evaluation."""
     rule = rule_of(eqn)
-    has_program = jx.holds_jaxprs(eqn) and not rule.jaxpr_params
+    has_program = bool(jx.inner_jaxprs(eqn)) and not rule.jaxpr_params
     return eqn.primitive.name in _KEEP_DTYPES or rule.is_kernel or has_program
 
 

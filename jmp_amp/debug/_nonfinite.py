@@ -208,7 +208,7 @@ def _wrapped(text: str) -> str:
 
 def _find(evaluator: Evaluator) -> NonFinite | None:
     equations = [eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance())]
-    ops = [eqn for eqn in equations if not jx.holds_jaxprs(eqn)]
+    ops = [eqn for eqn in equations if not jx.inner_jaxprs(eqn)]
     # Op by op, each op of another kind or shape is compiled. A program of many takes less time as a whole.
     is_large = len({(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in ops}) > _MANY
     calls = (x for x in map(jx.structure_of, equations) if isinstance(x, jx.Call))
@@ -432,7 +432,7 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
         results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
         return True, "in float32 all results are finite: precision is the cause", results
     other = wide.nonfinite.get(_cause(wide) or ())
-    if wide.is_stopped or other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
+    if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
         return None, "", []
     same, kind = other.key == node.key, "NaN" if other.values.nans else "inf"
     op = "the same op" if same else f"`{other.primitive}` {location_of(other.place.eqns).where}"
