@@ -85,7 +85,7 @@ def plan(fun, args):
     """Returns the dtypes of each live op but casts, which another reader may have made before."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    found = [eqn for scope, eqn in scoped_equations_of(live) if "dead" not in scope and not jx.holds_jaxprs(eqn)]
+    found = [eqn for scope, eqn in scoped_equations_of(live) if "dead" not in scope and not jx.inner_jaxprs(eqn)]
     return [f"{eqn.primitive.name}: {row(eqn)}" for eqn in found if eqn.primitive.name != "convert_element_type"]
 
 
