@@ -776,7 +776,7 @@ def test_a_large_program_has_the_same_report(model, monkeypatch):
 
 
 def test_the_time_must_be_positive():
-    with pytest.raises(ValueError, match="`max_seconds` must be positive, got 0"):
+    with pytest.raises(ValueError, match="`max_seconds` must be a positive number, got 0"):
         first_nonfinite(jnp.log, max_seconds=0)
 
 
@@ -795,7 +795,7 @@ def test_a_long_loop_is_entered_where_it_fails():
 
     ws = np.ones(12_000, np.float32)
     ws[[11_000, 11_001]] = 1e30
-    found = first_nonfinite(lambda x, ws: lax.scan(step, x, ws)[0])(jnp.float32(1), ws)
+    found = first_nonfinite(lambda x, ws: lax.scan(step, x, ws)[0], max_seconds=600)(jnp.float32(1), ws)
     assert (line(found), found.primitive, found.iteration) == (planted("long loop"), "mul", (11_001,))
 
 

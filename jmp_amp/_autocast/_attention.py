@@ -656,7 +656,7 @@ def _primitives_in(jaxpr: Any) -> frozenset[str]:
     def find() -> frozenset[str]:
         inside = [jx.inner_jaxprs(eqn) for eqn in opened.eqns if eqn.primitive.name in jx.HIGHER_ORDER]
         return frozenset([eqn.primitive.name for eqn in opened.eqns]).union(
-            *[_primitives_in(inner) for each in inside for inner, _ in each]
+            *[_primitives_in(inner) for each in inside for inner in each]
         )
 
     return _primitives(opened, (), find)

@@ -456,7 +456,7 @@ def _fold(eqn: Any, numbers: Sequence[Any]) -> Any:
         if eqn.primitive.name in _FOLDS:
             return _FOLDS[eqn.primitive.name](*numbers)
         fold = rule_of(eqn).fold
-        return None if fold is None else fold(eqn.params, *numbers)
+        return None if fold is None else fold(*numbers)
 
 
 def _all(value: bool, *flags: Choice) -> Choice | None:
