@@ -13,7 +13,7 @@ import models
 from autocast_cost import autocast, measure
 from report import arguments, head, report, row
 
-from jmp_amp._autocast import RULES, Rule, _api, _rewrites
+from jmp_amp._autocast import RULES, Rule, _api, _planner, _rewrites
 from jmp_amp._autocast._primitives import ResultKind
 
 CASES = {
@@ -24,13 +24,22 @@ CASES = {
 }
 
 
+@contextlib.contextmanager
+def patched(module, name, value):
+    """Replaces a table of autocast, and forgets the plans that were made by the other one."""
+    with mock.patch.object(module, name, value):
+        _api.planner_of.cache_clear()
+        yield
+    _api.planner_of.cache_clear()
+
+
 def changed(change):
     """Changes every rule of the table."""
 
     def each(rule):
         return change(rule) if isinstance(rule, Rule) else lambda params, avals: change(rule(params, avals))
 
-    return mock.patch.object(_api, "RULES", {name: each(rule) for name, rule in RULES.items()})
+    return patched(_planner, "RULES", {name: each(rule) for name, rule in RULES.items()})
 
 
 def without_biases(rule):
@@ -38,16 +47,9 @@ def without_biases(rule):
     return rule._replace(kind=ResultKind.DIFFERENCE) if rule.kind is ResultKind.SUM else rule
 
 
-def without_label_logit():
-    rewrites = tuple(rewrite for rewrite in _rewrites._REWRITES if rewrite is not _rewrites._label_logit)
-    return mock.patch.object(_rewrites, "_REWRITES", rewrites)
-
-
-def broadcast_first():
-    def run(self, op, args):
-        return op.apply(op.cast(list(map(self._broadcast, args, op.casts))))
-
-    return mock.patch.object(_rewrites._BroadcastFirst, "__call__", run)
+def without_rewrite(left_out):
+    rewrites = tuple(rewrite for rewrite in _rewrites._REWRITES if rewrite is not left_out)
+    return patched(_rewrites, "_REWRITES", rewrites)
 
 
 WITHOUT = {
@@ -55,8 +57,8 @@ WITHOUT = {
     "biases are part of the layer": lambda: changed(without_biases),
     "what only float32 ops read is float32": lambda: changed(lambda rule: rule._replace(fuses=False)),
     "what a product reads of a norm is stored in float16": lambda: changed(lambda rule: rule._replace(stores=False)),
-    "the label's logit is not scattered": without_label_logit,
-    "a bias is broadcast after its cast": broadcast_first,
+    "the label's logit is not scattered": lambda: without_rewrite(_rewrites._label_logit),
+    "a bias is broadcast after its cast": lambda: without_rewrite(_rewrites._cast_bias),
     '`save="matmuls"`': contextlib.nullcontext,
 }
 
