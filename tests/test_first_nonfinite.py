@@ -311,6 +311,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_zero_is_named_only_if_it_alone_makes_the_result(name):
     fun, args, expected = NUMBERS[name]

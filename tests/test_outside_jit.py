@@ -72,7 +72,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def only_new_garbage():
-    """To collect garbage does not visit what tests of other files left."""
+    """Garbage collection does not visit what tests of other files left."""
     gc.freeze()
 
 
