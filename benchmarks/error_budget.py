@@ -156,11 +156,34 @@ def sliced_wasserstein(w, x, y):
     return jnp.mean((first - second) ** 2)
 
 
+def branches_in_a_scan(w, x, y):
+    def step(carry, row):
+        h = row @ w["up"][0] + carry
+        h = jax.lax.cond(jnp.sum(h) > 0, lambda h: jax.nn.relu(h) @ w["up"][1], jnp.sin, h)
+        return h / 10, h
+
+    return jnp.mean((jax.lax.scan(step, jnp.zeros(64), x)[1] @ w["down"][0] - y) ** 2)
+
+
+@jax.custom_vjp
+def thresholds(w, x):
+    """Where the steps lead, and how many there are, depends on comparisons; the gradient is passed through."""
+    step = lambda h: jnp.where(h @ w > 0, h, h / 2) + 0.1  # noqa: E731
+    return jax.lax.while_loop(lambda h: jnp.mean(h) < 0.5, step, x)
+
+
+thresholds.defvjp(lambda w, x: (thresholds(w, x), w), lambda w, ct: (jnp.zeros_like(w), ct))
+
+
+def thresholds_in_a_while(w, x, y):
+    return jnp.mean((jnp.tanh(thresholds(w["up"][0], x @ w["up"][1])) @ w["down"][0] - y) ** 2)
+
+
 KINKS = {
     fun.__name__.replace("_", " "): fun
     for fun in (
         relu_network, scan_of_leaky_relu, max_pooling, clipped, absolute_error, hinge_loss, two_of_eight_experts,
-        codebook, rounded_activations, sliced_wasserstein,
+        codebook, rounded_activations, sliced_wasserstein, branches_in_a_scan, thresholds_in_a_while,
     )
 }  # fmt: skip
 
@@ -329,7 +352,8 @@ Where the goals are missed:
   the values that the next one rounds, so the errors of a run with the rounding are not those of the run in float32.
 - **A probe.** A small program takes microseconds a step, and a probe runs ten times as many kernels.
 - **Compiling.** Each rounding is two to three kernels that XLA fuses otherwise. Where a program is elementwise ops in
-  low precision, as a GELU or a flow, that is more than 3 times the work. An op that reads decisions is there twice.
+  low precision, as a GELU or a flow, that is more than 3 times the work. The reverse pass through the gradient has two
+  products for each of its own.
 - **Memory.** The reverse pass keeps every rounded value in float32, where a step keeps some of them in 16 bits. A
   program of small arrays runs with up to 64 random vectors at once, each array then of up to 4096 numbers.
 """

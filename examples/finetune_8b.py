@@ -85,6 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--state", choices=list(STATES), default="float8", help="how the moments of AdamW are held")
+    parser.add_argument("--attention", choices=["cudnn"], help="run attention in one kernel of the GPU")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="default: Python's standard library")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; without one, tokens are bytes")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="with *.safetensors; default: random weights")
@@ -118,7 +119,7 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def make_loss(config: Llama, mesh: Mesh) -> Any:
+def make_loss(config: Llama, mesh: Mesh, attention: str | None) -> Any:
     spread = NamedSharding(mesh, P("data"))
     remat = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
 
@@ -151,7 +152,8 @@ def make_loss(config: Llama, mesh: Mesh) -> Any:
         ys = jnp.moveaxis(tokens[:, 1:].reshape(len(x), parts, -1), 1, 0)
         return lax.scan(part, jnp.float32(0), (xs, ys))[0] / tokens[:, 1:].size
 
-    return amp.autocast(loss_fn, policy="params=bfloat16,compute=bfloat16,output=float32")
+    policy = "params=bfloat16,compute=bfloat16,output=float32"
+    return amp.autocast(loss_fn, policy=policy, attention=attention)
 
 
 def make_step(loss_fn: Any, tx: optax.GradientTransformation) -> Any:
@@ -265,7 +267,7 @@ def compile_step(options: argparse.Namespace, config: Llama, mesh: Mesh, compile
     spread, size = NamedSharding(mesh, P("data")), options.batch * mesh.size
     tokens = jax.ShapeDtypeStruct((size, options.context + 1), jnp.int32, sharding=spread)
     kept = jax.tree.map(lambda x: x.sharding, shapes)
-    step = make_step(make_loss(config, mesh), tx)
+    step = make_step(make_loss(config, mesh, options.attention), tx)
     start = time.perf_counter()
     everywhere = NamedSharding(mesh, P())
     compiled = compile_for(step, *shapes, tokens, donate_argnums=(0, 1), out_shardings=(*kept, everywhere))

@@ -95,7 +95,7 @@ _traced = jx.Cache()
 def _cast(avals: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the types of the arguments inside autocast."""
     is_cast = [jx.is_floating(aval) and aval.dtype != np.float64 for aval in avals]
-    return [jx.aval_with(aval, dtype) if cast else aval for aval, cast in zip(avals, is_cast, strict=True)]
+    return [jx.with_dtype(aval, dtype) if cast else aval for aval, cast in zip(avals, is_cast, strict=True)]
 
 
 def _call_as_traced(avals: Sequence[Any], fun: Callable, dtype: Any) -> jx.Call:

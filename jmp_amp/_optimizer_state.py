@@ -20,11 +20,11 @@ _LEAST_SIZE, _LEAST_BLOCK = 4096, 32
 
 # A code counts the numbers with few mantissa bits from `least`, a power of two, to `abs(x) + least`. So 0 is code 0,
 # and rounding is exact on average down to 0. A format is the exponent of `least` in 8 bits, as in a float32, and its
-# kind in 8 more: how many of the 23 mantissa bits of a float32 are dropped, and 128 if codes have 8 bits and no sign in
-# place of 7 bits and a sign.
-_SIGNED, _UNSIGNED, _WIDE = 20, 128 | 20, 23  # these reach over 16, 32 and 128 octaves
+# kind in 8 more: by how many bits a code is shifted to the place of those of a float32, and whether its last bit is a
+# sign. So the largest code of a block tells how large its values are, and codes are all that XLA has to read for it.
+_SIGNED, _UNSIGNED, _WIDE = 19 << 1 | 1, 20 << 1, 22 << 1 | 1  # these reach over 16, 32 and 128 octaves
+_NEGATIVE = 1  # the code of negative values where codes have no sign
 _FIRST = 17 << 8 | _WIDE  # from 2**-110, for a block that was 0
-_ANY = 127 << 8 | _WIDE  # up to the largest float32
 _HEADROOM = 4  # octaves from the power of two in the maximum of a block to the end of its codes
 _FALL = 32  # steps in which a format falls by one octave at most
 
@@ -37,7 +37,7 @@ class LowPrecisionState(NamedTuple):
         formats: uint16, for each leaf that is held in low precision, by its place in `jax.tree.leaves(inner_state)`:
             the format of each block, of the shape of the leaf with the last axis divided by the block. Empty with
             `dtype="bfloat16"`.
-        maxima: uint16, as `formats`: the largest magnitude in each block, which decides the format of the next step.
+        maxima: uint8, as `formats`: the largest code in each block, which decides the format of the next step.
         inner_state: the state of the wrapped transformation. Leaves in low precision are uint8, in the format of their
             block, or bfloat16.
 
@@ -87,14 +87,14 @@ def low_precision_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a transformation so that its state takes one byte in place of four between steps.
 
-    Use it when the state of the optimizer takes too much memory: the two moments of Adam take 2.06 bytes for each
+    Use it when the state of the optimizer takes too much memory: the two moments of Adam take 2.05 bytes for each
     parameter in place of 8. `inner` computes in float32. After each step, the leaves of its state are rounded to
 
     - `"float8"`: numbers of 8 bits, with one scale for each block of up to 128 values along the last axis. In a block
       with negative values they have 3 mantissa bits, as float8_e4m3fn, and reach down to 2**-15 of the maximum of the
       block. A block without, as those of second moments, needs no sign: its numbers reach down to 2**-31, and only 0
       becomes 0, because second moments are divided by. A block that was 0 until this step holds powers of two for one
-      step. A block that had no negative value until this step holds 0 in place of the first ones.
+      step. A block that had no negative value until this step holds 2**-31 of its maximum in place of the first ones.
     - `"bfloat16"`: two bytes in place of four, without scales.
 
     These leaves are float32, have the shape of a parameter and 4,096 elements at least, and the size of their last axis
@@ -105,10 +105,10 @@ def low_precision_state(
     second moment changes by a thousandth in a step, and rounding to nearest would lose that change. The random bits are
     a hash of the number of the step and of the index of the element.
 
-    The maximum of a block in one step gives its scale in the next one, so one pass over the values is enough. The scale
-    is a power of two with room for values that grow 8-fold in a step. Larger ones become the largest number, and the
-    scale follows in the next step. So an outlier changes nothing but its own block. Infinity and NaN also become the
-    largest number; wrap the result in `dynamic_loss_scale`, which skips such steps.
+    The largest code of a block in one step gives its scale in the next one, so one pass over the values is enough. The
+    scale is a power of two with room for values that grow 8-fold in a step. Larger ones become the largest number, and
+    the scale follows in the next step. So an outlier changes nothing but its own block. Infinity and NaN also become
+    the largest number; wrap the result in `dynamic_loss_scale`, which skips such steps.
 
     Codes have the shape of the parameter, so shard them as the parameter is sharded: no step gathers anything. If the
     last axis is sharded, `block` must divide the part that a device holds. Inside `shard_map` all devices draw the same
@@ -139,7 +139,7 @@ def low_precision_state(
         ...     state = jax.jit(tx.init)(params)
         ...     print(f"{sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20:.2f} bytes a parameter")
         8.01 bytes a parameter
-        2.07 bytes a parameter
+        2.05 bytes a parameter
 
     References:
         Dettmers et al., [8-bit Optimizers via Block-wise Quantization](https://arxiv.org/abs/2110.02861), 2022: blocks
@@ -152,7 +152,7 @@ def low_precision_state(
         if value not in allowed:
             raise ValueError(f"`{name}` must be {' or '.join(map(quote, allowed))}, got {quote(value)}")
     if block < _LEAST_BLOCK:
-        raise ValueError(f"`block` must be at least {_LEAST_BLOCK}, got {block}; a scale takes 4 bytes a block")
+        raise ValueError(f"`block` must be at least {_LEAST_BLOCK}, got {block}; a scale takes 3 bytes a block")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LowPrecisionState:
@@ -181,12 +181,11 @@ def low_precision_state(
         seed = None if rounding == "nearest" else state.step.astype(jnp.uint32) * np.uint32(0x9E3779B9)
         leaves, tree = _flatten(new)
         formats = {i: _next_formats(old, state.maxima[i], falls) for i, old in state.formats.items()}
-        maxima = dict(state.maxima)
-        for group in _by_parameter(new, formats, updates):
-            found = _maxima([leaves[int(i)] for i in group], [formats[i] for i in group])
-            maxima |= zip(group, found, strict=True)
         for i in formats:
             leaves[int(i)] = _encode(leaves[int(i)], formats[i], _noise(leaves[int(i)].shape, int(i), seed))
+        maxima = dict(state.maxima)
+        for group in _by_parameter(new, formats, updates):
+            maxima |= zip(group, _maxima([(leaves[int(i)], formats[i].shape) for i in group]), strict=True)
         return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, maxima, tree.unflatten(leaves))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -255,66 +254,73 @@ def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
     if formats.size == 0:
         return codes.astype(jnp.float32)
-    # XLA fuses a whole step only where reading is cheap, so it has to parse formats first.
-    least, kind = (_spread(x, codes.shape) for x in lax.optimization_barrier(_parse(formats)))
+    least, kind = (_spread(x, codes.shape) for x in _parse(formats))
     code = codes.astype(jnp.uint32)
-    sign = code & ~kind & 128
-    above = lax.bitcast_convert_type(least + ((code ^ sign) << (kind & 31)), jnp.float32)
-    return lax.bitcast_convert_type(
-        _bits(above - lax.bitcast_convert_type(least, jnp.float32)) | sign << 24, jnp.float32
-    )
+    sign = code & kind & 1
+    above = lax.bitcast_convert_type(least + ((code ^ sign) << (kind >> 1)), jnp.float32)
+    magnitude = above - lax.bitcast_convert_type(least, jnp.float32)
+    return lax.bitcast_convert_type(_bits(magnitude) | sign << 31, jnp.float32)
 
 
 def _encode(x: jax.Array, formats: jax.Array, noise: Any) -> jax.Array:
     """Rounds to 8 bits; to bfloat16 without formats."""
-    bits = _bits(x)
     if formats.size == 0:
-        return lax.bitcast_convert_type((bits + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
+        return lax.bitcast_convert_type((_bits(x) + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
     least, kind = (_spread(each, x.shape) for each in _parse(formats))
+    has_sign = kind & 1
+    dropped = (kind >> 1) + has_sign
     above = _bits(jnp.abs(x) + lax.bitcast_convert_type(least, jnp.float32)) - least
-    code = jnp.minimum(above + (noise >> 32 - (kind & 31)) >> (kind & 31), kind & 128 | 127)
-    code = jnp.maximum(code, ((kind != _SIGNED) & (x != 0)).astype(jnp.uint32))
-    sign = bits >> 31 << 7
-    return jnp.where(sign & kind != 0, 0, code | sign).astype(jnp.uint8)
+    smallest = jnp.where(kind == _SIGNED, np.uint32(0), 2 - has_sign)
+    code = jnp.minimum(above + (noise >> 32 - dropped) >> dropped, jnp.where(has_sign == 1, np.uint32(127), 253))
+    code = jnp.where(x == 0, 0, jnp.maximum(code, smallest))
+    negative = (x < 0) & (code != 0)
+    return jnp.where(negative & (has_sign == 0), _NEGATIVE, code << has_sign | negative.astype(jnp.uint32)).astype(
+        jnp.uint8
+    )
 
 
-def _maxima(leaves: Sequence[jax.Array], formats: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the upper 16 bits of the largest magnitude in each block, or of a negative value if none was expected."""
-    keys = []
-    for x, f in zip(leaves, formats, strict=True):
-        has_sign = _spread(_parse(f)[1], x.shape) == _SIGNED
-        keys.append((_bits(x) >> 16 & jnp.where(has_sign, 0x7FFF, 0xFFFF)).astype(jnp.uint16).reshape(*f.shape, -1))
+def _maxima(leaves: Sequence[tuple[jax.Array, tuple[int, ...]]]) -> Sequence[jax.Array]:
+    """Returns the largest code in each block, and whether one is negative: in its last bit, or by 254 and 255."""
+    codes = [jnp.where(x == _NEGATIVE, np.uint8(255), x).reshape(*shape, -1) for x, shape in leaves]
 
     def larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(map(jnp.maximum, a, b))
+        return tuple(jnp.maximum(x, y) & 254 | (x | y) & 1 for x, y in zip(a, b, strict=True))
 
-    return lax.reduce(tuple(keys), (np.uint16(0),) * len(keys), larger, (keys[0].ndim - 1,))
+    return lax.reduce(tuple(codes), (np.uint8(0),) * len(codes), larger, (codes[0].ndim - 1,))
 
 
-def _next_formats(formats: jax.Array, maxima: jax.Array, falls: Any) -> jax.Array:
-    """Returns the formats for values that are about as large as `maxima`, those of values in `formats`."""
+def _next_formats(formats: jax.Array, maxima: jax.Array, falls: jax.Array) -> jax.Array:
+    """Returns the formats for values about as large as those in `formats`, whose largest codes are `maxima`."""
     if maxima.size == 0:
         return formats
-    least, kind = (x.astype(jnp.int32) for x in (formats >> 8, formats & 0xFF))
-    end = least + _octaves(kind)
-    exponent = jnp.minimum((maxima >> 7 & 0xFF).astype(jnp.int32), end - 1)
-    exponent_before = jnp.where(kind == _WIDE, 0, end - _HEADROOM)
-    kind = jnp.where((kind == _SIGNED) | (maxima >> 15 == 1), _SIGNED, _UNSIGNED)
-    end = jnp.minimum(jnp.maximum(exponent, exponent_before - falls) + _HEADROOM, 255)  # where infinity begins
+    kind = formats & 0xFF
+    before = (formats >> 8).astype(jnp.int32) + _octaves(kind) - _HEADROOM
+    exponent = (_bits(_decode(maxima, formats)) >> 23 & 0xFF).astype(jnp.int32)
+    has_sign = jnp.where(kind == _WIDE, maxima & 1 == 1, (kind == _SIGNED) | (maxima >= 254))
+    exponent = jnp.where((kind == _UNSIGNED) & has_sign, before, exponent)
+    exponent = jnp.where(kind == _WIDE, exponent, jnp.maximum(exponent, before - falls))
+    return jnp.where(maxima == 0, np.uint16(_FIRST), _formats(exponent, has_sign))
+
+
+def _formats(exponent: jax.Array, has_sign: jax.Array) -> jax.Array:
+    """Returns the formats for values up to a power of two, int32 as in a float32."""
+    kind = jnp.where(has_sign, _SIGNED, _UNSIGNED)
+    end = jnp.minimum(exponent + _HEADROOM, 255)  # where infinity begins
     least = jnp.maximum(end - _octaves(kind), 4)  # so that code 1 is a normal float32
-    return jnp.where(maxima & 0x7FFF == 0, _FIRST, least << 8 | kind).astype(jnp.uint16)
+    return (least << 8 | kind).astype(jnp.uint16)
 
 
 def _octaves(kind: jax.Array) -> jax.Array:
-    return (kind & 128) + 128 >> 23 - (kind & 31)
+    return jnp.where(kind == _WIDE, 128, jnp.where(kind == _SIGNED, 16, 32))
 
 
 def _store(x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns codes, rounded to nearest, and formats and maxima of the shape of `like` that the exact maxima decide."""
-    formats, maxima = like, jnp.zeros_like(like)
-    if like.size:
-        blocks = x.reshape(*like.shape, -1)
-        sign = (blocks < 0).any(-1).astype(jnp.uint32) << 15
-        maxima = (_bits(jnp.abs(blocks)).max(-1) >> 16 | sign).astype(jnp.uint16)
-        formats = _next_formats(jnp.full_like(like, _ANY), maxima, 0)
-    return _encode(x, formats, _noise(x.shape, 0, None)), formats, maxima
+    """Returns codes, rounded to nearest, and formats and maxima of the shape of `like`."""
+    if like.size == 0:
+        return _encode(x, like, _noise(x.shape, 0, None)), like, like
+    blocks = x.reshape(*like.shape, -1)
+    exponent = (_bits(jnp.abs(blocks)).max(-1) >> 23).astype(jnp.int32)  # XLA on CPUs loses a NaN in a maximum
+    formats = jnp.where((blocks == 0).all(-1), np.uint16(_FIRST), _formats(exponent, (blocks < 0).any(-1)))
+    codes = _encode(x, formats, _noise(x.shape, 0, None))
+    (maxima,) = _maxima([(codes, like.shape)])
+    return codes, formats, maxima

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from rounding import error
 
 from jmp_amp._float8._product import SCALE_PRIMITIVE
-from jmp_amp._jaxpr import inner_jaxprs
+from jmp_amp._jaxpr import inner_jaxprs, runs_of
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -31,6 +31,6 @@ def scales_computed(jaxpr, times=1):
     count = 0
     for eqn in jaxpr.eqns:
         count += times * (eqn.primitive.name == SCALE_PRIMITIVE)
-        for inner, n in inner_jaxprs(eqn):
-            count += scales_computed(inner, times * (100 if eqn.primitive.name == "while" else n))
+        for inner in inner_jaxprs(eqn):
+            count += scales_computed(inner, times * (100 if eqn.primitive.name == "while" else runs_of(eqn)))
     return count

@@ -27,12 +27,17 @@ def equations(fun, *args):
 
 def scoped_equations(fun, *args):
     """Yields the equations with the named scopes that they stand in."""
-    yield from _equations(jax.make_jaxpr(fun)(*args), "")
+    yield from scoped_equations_of(jax.make_jaxpr(fun)(*args))
+
+
+def scoped_equations_of(jaxpr):
+    """Yields the equations of a jaxpr, and of all that it holds, with the named scopes that they stand in."""
+    yield from _equations(jaxpr, "")
 
 
 def inner_equations(eqn):
     """Yields the equations of the jaxprs that an equation holds."""
-    for inner, _ in inner_jaxprs(eqn):
+    for inner in inner_jaxprs(eqn):
         yield from (each for _, each in _equations(inner, ""))
 
 
@@ -40,7 +45,7 @@ def _equations(jaxpr, outer):
     for eqn in jaxpr.eqns:
         scope = f"{outer}/{eqn.source_info.name_stack}"
         yield scope, eqn
-        for inner, _ in inner_jaxprs(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from _equations(inner, scope)
 
 

@@ -163,17 +163,19 @@ def test_products_have_the_same_dtypes_however_a_map_is_written(body, low):
         assert len(got) % len(want) == 0, name
 
 
-# Ops that keep what a value is; only a count that was divided is none.
-NEUTRAL = {
+# What changes a value, and then back. Ops that keep what a value is; only a count that was divided is none.
+EDITS = {
     "moved": lambda x: x.T.reshape(-1).reshape(x.shape[::-1]).T,
-    "transposed": lambda x: x[None, ::-1, :][0, ::-1],
-    "scaled": lambda x: 1.0 * x,
-    "divided": lambda x: x / 1.0,
+    "reversed": lambda x: lax.rev(lax.rev(x, range(x.ndim)), range(x.ndim)),
+    "scaled": lambda x: 2 * (0.5 * x),
+    "divided": lambda x: (x / 4) * 4,
     "negated": lambda x: jnp.negative(-x),
-    "selected": lambda x: jnp.where(jnp.arange(x.shape[-1]) >= 0, x, 0.0),
-    "clipped": lambda x: jnp.maximum(x, -1.0),
-    "cut and joined": lambda x: jnp.concatenate([x[:2], x[2:]]),
+    "shifted": lambda x: x + 0.0,
+    "selected": lambda x: jnp.where(jnp.ones(x.shape) > 0, x, 0.0),
+    "clipped": lambda x: jnp.clip(x, -1e6, 1e6),
+    "cut and joined": lambda x: jnp.concatenate([x[:2], x[2:]]) if x.ndim else x,
     "in a call": jax.jit(lambda x: x * 1.0),
+    "in a cond": lambda x: lax.cond(True, lambda x: x * 1.0, lambda x: x, x),
 }
 
 
@@ -181,10 +183,10 @@ NEUTRAL = {
 @pytest.mark.parametrize("body", BODIES)
 def test_a_fact_passes_ops_that_keep_what_a_value_is(body, low):
     first, second, full = BODIES[body]
-    for name, neutral in NEUTRAL.items():
-        if (body, name) == ("counts", "divided"):
+    for name, edit in EDITS.items():
+        if body == "counts" and name in ("scaled", "divided"):
             continue
-        fun = of_one(lambda x, neutral=neutral: jax.tree.map(neutral, first(x)), second)
+        fun = of_one(lambda x, edit=edit: jax.tree.map(edit, first(x)), second)
         got = dtypes(amp.autocast(fun, low), X[0], primitive="dot_general")
         assert {row == "float32 float32 -> float32" for row in got} == {full[list(EPSILON).index(low)]}, name
 
@@ -394,18 +396,7 @@ def test_a_gradient_through_a_simulation_is_that_of_float32(low):
         assert error(got, want) < 2 * EPSILON[low], simulate
 
 
-# What changes a value, and then back.
-EDITS = {
-    "negated": lambda y: jnp.negative(-y),
-    "scaled": lambda y: 2 * (0.5 * y),
-    "divided": lambda y: (y / 4) * 4,
-    "moved": lambda y: y[None][0],
-    "shifted": lambda y: y + 0.0,
-    "selected": lambda y: jnp.where(jnp.ones(y.shape) > 0, y, 0.0),
-    "in a jit": jax.jit(lambda y: y * 1.0),
-    "in a cond": lambda y: lax.cond(True, lambda y: y * 1.0, lambda y: y, y),
-}
-BORDERS = {"selected", "in a jit", "in a cond"}  # a covariance that crosses one of these is not recognized
+BORDERS = {"selected", "clipped", "in a call", "in a cond"}  # a covariance that crosses one of these is not recognized
 
 
 def with_edit(fun, edit):
@@ -614,27 +605,57 @@ def test_what_nothing_reads_does_not_count_as_a_reader():
     assert dtypes(fun, Y, primitive="dot_general") == ["float16 float16 -> float16"]
 
 
-def cut_off(u, polynomial):
-    return jnp.where(u < 1, polynomial(u), 0.0)
+# Cutoffs of potentials, whose coefficients cancel, in the ways that a polynomial is written.
+CUTOFFS = {
+    "a sum of powers": lambda u: 1 - 28 * u**6 + 48 * u**7 - 21 * u**8,
+    "negative coefficients": lambda u: 1 + (-28 * u**6) + 48 * u**7 + (-21 * u**8),
+    "nested": lambda u: 1 + u**6 * (-28 + u * (48 - 21 * u)),
+    "polyval": lambda u: jnp.polyval(jnp.array([-21.0, 48, -28, 0, 0, 0, 0, 0, 1]), u),
+    "a sum of a list": lambda u: sum([-28 * u**6, 48 * u**7, -21 * u**8], jnp.ones_like(u)),
+    "of degree 5": lambda u: 1 - 6 * u**5 + 15 * u**4 - 10 * u**3,
+    "of degree 10": lambda u: 1 - 45 * u**8 + 80 * u**9 - 36 * u**10,
+}
+
+
+@pytest.mark.parametrize("name", CUTOFFS)
+def test_layers_with_a_polynomial_cutoff_and_their_derivatives_are_low(name):
+    def fun(x, u):
+        for _ in range(8):
+            x = jnp.tanh(jnp.where(u < 1, CUTOFFS[name](u), 0.0) * x @ W)
+        return jnp.sum(x)
+
+    found = dtypes(amp.autocast(jax.value_and_grad(fun)), Y, jnp.ones((6, 1)), primitive="dot_general")
+    assert set(found) == {"float16 float16 -> float16"}
+
+
+GUARDS = {
+    "clip": lambda x: jnp.clip(x, -1e6, 1e6),
+    "minimum": lambda x: jnp.minimum(x, 1e9),
+    "clamp": lambda x: lax.clamp(-1e6, x, 1e6),
+    "maximum": lambda x: jnp.maximum(jnp.tanh(x), -1e9),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_large_bound_makes_no_product_float32(name):
+    assert dtypes(amp.autocast(lambda x: GUARDS[name](x) @ W), Y, primitive="dot_general") == [
+        "float16 float16 -> float16"
+    ]
 
 
 @pytest.mark.parametrize(
-    "polynomial",
+    "grow",
     [
-        lambda u: 1 - 28 * u**6 + 48 * u**7 - 21 * u**8,
-        lambda u: 1 - 6 * u**5 + 15 * u**4 - 10 * u**3,
-        lambda u: 1 - 45 * u**8 + 80 * u**9 - 36 * u**10,
+        lambda x: 100.0 * (100.0 * (100.0 * x)),
+        lambda x: 300.0 * x - 300.0 * x[::-1] * 300.0,
+        lambda x: jnp.where(x > 0, x, -1e9),
+        lambda x: jnp.minimum(x, LARGE[:6]),
+        lambda x: x.at[0].set(1e6),
     ],
 )
-def test_layers_with_a_polynomial_cutoff_are_low(polynomial):
-    def fun(x, u):
-        for _ in range(8):
-            x = jnp.tanh(cut_off(u, polynomial) * x @ W)
-        return x
-
-    assert set(dtypes(amp.autocast(fun), Y, jnp.ones((6, 1)), primitive="dot_general")) == {
-        "float16 float16 -> float16"
-    }
+def test_what_is_large_for_float16_is_float32_in_a_product(grow):
+    for low, want in ("float16", "float32 float32 -> float32"), ("bfloat16", "bfloat16 bfloat16 -> bfloat16"):
+        assert dtypes(amp.autocast(lambda x: grow(x) @ W, low), Y, primitive="dot_general") == [want]
 
 
 VOCABULARY = normal(8, 1000)
@@ -667,6 +688,15 @@ def test_other_products_that_are_compared_are_low(name):
 )
 def test_a_router_is_float32(route):
     assert dtypes(amp.autocast(route), Y, primitive="dot_general") == ["float32 float32 -> float32"]
+
+
+@pytest.mark.parametrize("n_keys", [1, 2])
+def test_what_is_sorted_by_keys_is_low_and_its_keys_are_float32(n_keys):
+    def fun(x):
+        return lax.sort((x @ W, jnp.tanh(x) @ W, jnp.sin(x) @ W), num_keys=n_keys)
+
+    found = dtypes(amp.autocast(fun), Y, primitive="dot_general")
+    assert found == ["float32 float32 -> float32"] * n_keys + ["float16 float16 -> float16"] * (3 - n_keys)
 
 
 DECAY = jnp.linspace(0.9, 1, 8)[:, None]

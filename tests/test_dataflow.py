@@ -16,12 +16,12 @@ from jmp_amp._autocast._analyses import (
     Demands,
     Knowledge,
     Moment,
-    Paths,
     Squares,
     ValueFacts,
 )
+from jmp_amp._autocast._paths import Paths
 from jmp_amp._autocast._planner import _PlanBuilder
-from jmp_amp._autocast._primitives import ORIGINAL, RULES, EqnInfo
+from jmp_amp._autocast._primitives import ORIGINAL, RULES, Demand, EqnInfo
 from jmp_amp._jaxpr import Forward, structure_of
 
 X = jnp.ones((4, 4))
@@ -33,13 +33,15 @@ KNOWN = st.builds(
     st.booleans(),
     st.sampled_from(Squares),
     st.sampled_from(Moment),
-    *[st.booleans()] * 6,
+    *[st.booleans()] * 3,
+    st.sampled_from([Demand.NONE, Demand.TERM, Demand.RECURRENCE, Demand.TERM | Demand.RECURRENCE]),
+    st.booleans(),
 )
 PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 127)), max_size=4)
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "demands": (Demands.join, st.integers(0, 2**17 - 1), Demands.bottom),
+    "demands": (Demands.join, st.integers(0, 2**16 - 1), Demands.bottom),
 }
 
 

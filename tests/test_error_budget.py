@@ -103,7 +103,9 @@ def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_es
     assert budget.total == pytest.approx(distance(low.grads, exact.grads))
     assert 0.5 < budget.explained < 2
     assert sum(row.share for row in budget.rows) == pytest.approx(1)
-    alone = [distance(program(one, scale).grads, exact.grads) for one in np.eye(len(budget.rows), dtype=np.float32)]
+    rounds = [i for i, row in enumerate(program.rows) if not row.decides]
+    ones = np.eye(len(program.rows), dtype=np.float32)[rounds]
+    alone = [distance(program(one, scale).grads, exact.grads) for one in ones]
     large = np.array(alone) > 0.1 * max(alone)
     ratios = np.array([row.error for row in budget.rows])[large] / np.array(alone)[large]
     assert ((ratios > 0.5) & (ratios < 2)).all()
@@ -142,6 +144,11 @@ def test_a_while_loop_counts_its_iterations():
     budget = amp.debug.error_budget(with_while, "bfloat16")(W, X)
     assert {row.primitive for row in budget.rows if row.runs == 5} == {"convert_element_type", "dot_general"}
     assert budget.opaque == ()
+
+
+def test_a_while_loop_may_be_in_a_branch_that_does_not_run():
+    budget = amp.debug.error_budget(lambda *args: lax.cond(X[0, 0] > 99, with_while, layers, *args), "bfloat16")(W, X)
+    assert budget.total == pytest.approx(amp.debug.error_budget(layers, "bfloat16")(W, X).total, rel=1e-3)
 
 
 def test_errors_are_linear_in_the_roundings():
@@ -304,7 +311,8 @@ def pooled(params, x):
 
 
 def chosen(params, x):
-    gates, which = lax.top_k(x @ params["a"], 2)
+    with amp.precision("bfloat16"):  # else this product is float32, as that of every router
+        gates, which = lax.top_k(x @ params["a"], 2)
     return jnp.mean((jnp.tanh(x @ params["b"])[:, None] * jax.nn.one_hot(which, 8) * gates[..., None]) ** 2)
 
 
@@ -323,7 +331,32 @@ def scanned_relus(params, x):
     return jnp.mean(jnp.square(lax.scan(step, x, jnp.stack([*params.values()]))[0]))
 
 
+def branches_in_a_scan(params, x):
+    def step(carry, row):
+        y = row @ params["a"] + carry
+        y = lax.cond(jnp.sum(y) > 0, lambda y: jax.nn.relu(y) @ params["b"], lambda y: y / 2, y)
+        return y / 10, y
+
+    return jnp.mean(jnp.square(lax.scan(step, jnp.zeros(8), x[:256])[1] @ params["c"]))
+
+
+@jax.custom_vjp
+def thresholds(w, x):
+    """Adds up small steps; where they lead depends on comparisons, and so does their number."""
+    step = lambda c: (c[0] + 1, jnp.where(c[1] @ w > 0, c[1], c[1] / 2) + 0.1)  # noqa: E731
+    return lax.while_loop(lambda c: (c[0] < 9) & (jnp.mean(c[1]) < 0.5), step, (0, x))[1]
+
+
+thresholds.defvjp(lambda w, x: (thresholds(w, x), (w, x)), lambda kept, ct: (jnp.zeros_like(kept[0]), ct))
+
+
+def thresholds_in_a_while(params, x):
+    return jnp.mean(jnp.square(jnp.tanh(thresholds(params["a"], x @ params["b"])) @ params["c"]))
+
+
 KINKS = {
+    "cond in a scan": branches_in_a_scan,
+    "while": thresholds_in_a_while,
     "relu": relus,
     "scan": scanned_relus,
     "max pooling": pooled,
@@ -363,6 +396,38 @@ def test_what_a_custom_derivative_computes_in_the_backward_pass_has_its_scope():
     program = jax.make_jaxpr(amp.grad(amp.autocast(relus)))(W, X)
     found = [at for eqn, at in jx.equations_in(program, jx.Provenance()) if eqn.primitive.name == "select_n"]
     assert {at.module for at in found if jx.is_backward(at.stack)} == set("abc")
+
+
+def test_when_it_is_late_the_decisions_that_are_left_share_one_run_by_their_flips():
+    args = W, jax.random.normal(KEYS[4], (2048, 8))
+    budget = amp.debug.error_budget(relus, "bfloat16", loss_scale=1.0, max_seconds=1e-9)(*args)
+    decisions = [row for row in budget.rows if row.decides]
+    assert len(decisions) == 3
+    shares = [row.share / row.flips for row in decisions]
+    assert shares == pytest.approx([shares[0]] * 3)
+    assert 0.5 < budget.explained < 2
+
+
+def taken(y, limit):
+    return lax.cond(jnp.mean(3 * y) > limit, lambda y: jax.nn.relu(y + 2) ** 2, lambda y: 3 * y, y)
+
+
+def repeated(y, limit):
+    step = lambda c: (c[0] + 1, jnp.where(c[1] > -2, 1.5, 1.0) * c[1])  # noqa: E731
+    return y * lax.stop_gradient(lax.while_loop(lambda c: c[0] * jnp.mean(y * y) < 2 * limit, step, (1, y))[1])
+
+
+@pytest.mark.parametrize(("fun", "never"), [(taken, jnp.inf), (repeated, 0.0)])
+def test_what_only_one_run_does_has_no_flips_and_the_decision_to_do_it_has_the_whole_error(fun, never):
+    def loss_fn(w, limit):
+        return jnp.mean(fun(jnp.tanh(X @ (64 + w) - X @ jnp.full((8, 8), 64.0)), limit))
+
+    # Between the losses, of which the functions decide, in low precision and in float32:
+    limit = (loss_fn(W["a"], never) + amp.autocast(loss_fn, "bfloat16")(W["a"], never)) / 2
+    budget = amp.debug.error_budget(loss_fn, "bfloat16", loss_scale=1.0)(W["a"], limit)
+    (row,) = (row for row in budget.rows if row.decides)
+    assert row.flips == 1
+    assert 0.5 < row.error / budget.total < 2
 
 
 def test_without_kinks_there_are_no_decisions_to_record():
@@ -466,6 +531,11 @@ def of_integers(n):
             lambda: amp.debug.error_budget(layers, probes=0),
             ValueError,
             "`probes` must be an integer of at least 1, got 0",
+        ),
+        (
+            lambda: amp.debug.error_budget(layers, max_seconds=float("nan")),
+            ValueError,
+            "`max_seconds` must be a positive number, got nan",
         ),
         (lambda: amp.debug.error_budget(layers, W, X), TypeError, "after the function"),
         (

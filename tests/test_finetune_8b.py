@@ -82,3 +82,10 @@ def test_a_plan_for_many_gpus_needs_none(capsys):
     found = finetune_8b.main([*TINY, "--plan", "H100", "--devices", "2"])
     assert 0 < found["plan"] < 1e8
     assert "on each of 2 devices" in capsys.readouterr().out
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_all_parameters_of_an_8b_model_train_on_one_80_gb_gpu(capsys):
+    found = finetune_8b.main(["--config", "llama3_8b", "--plan", "H100"])
+    assert 60e9 < found["plan"] < 72e9

@@ -777,7 +777,7 @@ def test_a_large_program_has_the_same_report(model, monkeypatch):
 
 
 def test_the_time_must_be_positive():
-    with pytest.raises(ValueError, match="`max_seconds` must be positive, got 0"):
+    with pytest.raises(ValueError, match="`max_seconds` must be a positive number, got 0"):
         first_nonfinite(jnp.log, max_seconds=0)
 
 

@@ -198,9 +198,15 @@ def test_jax_checkpoint_runs_the_function_itself_where_its_rule_says_so():
     np.testing.assert_allclose(*gradients, rtol=1e-2)
 
 
-def test_a_primitive_whose_products_stay_float32_is_named():
+class WithBothInside(WithBoth):
+    def expand(self, x):
+        return jax.jit(super().expand)(x)
+
+
+@pytest.mark.parametrize("cls", [WithBoth, WithBothInside])
+def test_a_primitive_whose_products_stay_float32_is_named(cls):
     def fun(x):
-        return WithBoth(jax.typeof(x))(x)
+        return cls(jax.typeof(x))(x)
 
     with pytest.warns(UserWarning, match="no rule for `call_hi_primitive`, so the products in it stay"):
         value = amp.autocast(fun)(X)

@@ -140,6 +140,26 @@ def test_growth_beyond_the_headroom_is_followed_within_steps():
     assert 0.3 < jnp.abs(state.with_float32().trace["w"]).max() / 1e3 < 20
 
 
+def test_signs_are_right_from_the_first_step_and_one_step_after_the_first_negative_value():
+    tx = amp.low_precision_state(optax.trace(0.0))  # its state is the last gradient
+    positive = jnp.abs(gradients(0)["w"])
+    mixed = positive.at[:, ::3].multiply(-0.5)
+
+    def held(*steps):
+        state = tx.init(positive)
+        for grads in steps:
+            _, state = jitted(tx)(grads, state)
+        return state.with_float32().trace
+
+    for steps in (1, 2, 3):
+        read = held(*[mixed] * steps)
+        assert ((jnp.sign(read) == jnp.sign(mixed)) | (jnp.abs(mixed) < 1e-6)).all()
+    first, second = held(positive, positive, mixed), held(positive, positive, mixed, mixed)
+    assert jnp.where(mixed < 0, jnp.abs(first), 0).max() < 1e-10
+    for read, right in ((first, mixed > 1e-6), (second, jnp.abs(mixed) > 1e-6)):
+        assert (jnp.abs(read / mixed - 1)[right] < 0.13).all()
+
+
 def test_moments_decay_to_0_while_gradients_are_0():
     tx = amp.low_precision_state(optax.adam(1e-2, b2=0.95))
     params, state = run(tx, 20)
@@ -243,9 +263,9 @@ def test_copies_of_parameters_are_no_moments():
         assert low_leaves(init(PARAMS)) == {"base_optimizer_state/0/nu/w"}
 
 
-def test_the_state_takes_2_bytes_a_parameter_and_a_sixteenth():
+def test_the_state_takes_2_bytes_a_parameter_and_a_twentieth():
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-    for dtype, wanted in (("float8", 2.0625), ("bfloat16", 4.0)):
+    for dtype, wanted in (("float8", 2.046875), ("bfloat16", 4.0)):
         state = jax.eval_shape(amp.low_precision_state(ADAM, dtype).init, params)
         assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) == wanted * 2**20 + 8
 

@@ -291,6 +291,14 @@ def test_without_a_tolerance_the_trade_is_shown(args, tmp_path):
             "takes no `rules`, which it returns; to keep",
         ),
         (lambda f: amp.debug.suggest_rules(f)(jnp.ones(2), tol=0), ValueError, "`tol` must be positive, got 0"),
+        *(
+            (
+                lambda f, x=x: amp.debug.suggest_rules(f, max_seconds=x),
+                ValueError,
+                f"`max_seconds` must be a positive number, got {x!r}",
+            )
+            for x in (0, -1.0, float("nan"), "60", True, None)
+        ),
         (lambda f: amp.debug.suggest_rules(f, "float8_e5m2")(jnp.ones(2)), ValueError, "float8_e5m2"),
         (lambda f: jax.jit(amp.debug.suggest_rules(f))(jnp.ones(2)), TypeError, "inside `jit`"),
         (lambda f: amp.debug.suggest_rules(f)(jnp.array([jnp.inf])), ValueError, "not finite in float32 either"),

@@ -1,22 +1,26 @@
-"""The analyses that find why a product is float32: what is known of values, and how values are read."""
+"""Why a product is float32: what is known of its operands, and what the readers of its result demand.
+
+`Knowledge` goes forward through a program, from its inputs, and finds the `ValueFacts` of each value. `Demands` goes
+backward, from its results, and finds what the readers of each value demand of it. `why_as_traced` decides by both. None
+of them knows dtypes, nor the names of primitives: they ask the `Rule` of each op.
+"""
 
 import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._paths import InfosOf, Paths
 from jmp_amp._autocast._primitives import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
 from jmp_amp._formats import Format
-
-InfosOf = Callable[[Jaxpr], Sequence[EqnInfo]]
 
 
 class Squares(enum.IntEnum):
@@ -42,7 +46,7 @@ class Moment(enum.IntEnum):
 class ValueFacts(NamedTuple):
     """What is known of a value. Each field is False, 0 or 1 where nothing is known.
 
-    `join` takes the larger one, and the smaller one of `is_constant` and `is_whole`.
+    `join` takes the larger one, the smaller one of `is_constant` and `is_whole`, and all bits of `carry`.
 
     Attributes:
         size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
@@ -54,8 +58,9 @@ class ValueFacts(NamedTuple):
         is_whole: whether it holds whole numbers, as `jax.nn.one_hot(ids, n)`.
         is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it, as the
             residual `b - a @ jnp.linalg.solve(a, b)`.
-        adds_up: whether it is an accumulator of a loop, as it enters the body, moved or not: `h` in `h + x`.
-        recurs: whether it was made of a carry that the loop replaces with products and sums of itself: `x` in `a @ x`.
+        carry: what is demanded of the next value of the carry that it is: `Demand.TERM` of an accumulator, moved or
+            not, as `h` in `h + x`; `Demand.RECURRENCE` of a state that the loop replaces with products and sums of
+            itself, and of what is made of it: `x` in `a @ x`.
         multiplies_slices: whether it was made by multiplying parts of one array, as `gate[:-1] * gate[1:]` in an
             associative scan.
     """
@@ -67,8 +72,7 @@ class ValueFacts(NamedTuple):
     is_constant: bool = False
     is_whole: bool = False
     is_solution: bool = False
-    adds_up: bool = False
-    recurs: bool = False
+    carry: int = Demand.NONE
     multiplies_slices: bool = False
 
 
@@ -99,7 +103,8 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         if a == b:
             return a
         is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
-        return ValueFacts._make(map(max, a, b))._replace(is_constant=is_constant, is_whole=is_whole)
+        larger = ValueFacts._make(map(max, a, b))
+        return larger._replace(carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
@@ -107,43 +112,33 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     def enter_loop(self, loop: jx.Loop, carry: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Marks the accumulators and the recurrences of a loop."""
-        marks = zip(carry, self.paths.carries(loop), strict=True)
-        return [known._replace(adds_up=adds_up, recurs=recurs) for known, (adds_up, recurs) in marks]
+        return [known._replace(carry=of) for known, of in zip(carry, self.paths.carries(loop), strict=True)]
 
     def leave_loop(self, loop: jx.Loop, outs: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of a loop; outside, they are no accumulators."""
-        return [known._replace(adds_up=False, recurs=False) for known in outs]
+        return [known._replace(carry=Demand.NONE) for known in outs]
 
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
         eqn, rule = info.eqn, info.rule
-        if all(known is NOTHING for known in operands) and not _is_source(info):
-            return [NOTHING] * len(eqn.outvars)
         read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in _FLOATING]
-        joined = read[0] if len(read) == 1 else ValueFacts._make(map(max, *read)) if read else NOTHING
         passes_on = rule.passes_on or rule.is_linear
+        is_log = any(each.is_log for each in read) and rule.passes_on and rule.kind is not ResultKind.QUOTIENT
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
+        is_solution = any(each.is_solution for each in read) and passes_on and not is_norm
+        carry = joined([each.carry for each in read])
         known = ValueFacts(
-            1.0 if all(each.size == 1 for each in read) else _rounded(_size(info, operands, read)),
-            rule.kind is ResultKind.LOGARITHM
-            or (joined.is_log and rule.passes_on and rule.kind is not ResultKind.QUOTIENT),
-            _squares(info, operands),
-            _moment(info, operands),
-            all(known.is_constant for known in operands),
-            _is_whole(info, read),
-            rule.demand == Demand.MATRIX or (joined.is_solution and passes_on and not is_norm),
-            joined.adds_up and rule.moves,
-            joined.recurs and (passes_on or rule.is_polynomial),
-            joined.multiplies_slices if rule.moves else info.multiplies_slices,
+            size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, read),
+            is_log=is_log or rule.kind is ResultKind.LOGARITHM,
+            squares=_squares(info, operands),
+            moment=_moment(info, operands),
+            is_constant=all(known.is_constant for known in operands),
+            is_whole=_is_whole(info, read),
+            is_solution=is_solution or rule.demand == Demand.MATRIX,
+            carry=carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else 0,
+            multiplies_slices=any(k.multiplies_slices for k in read) if rule.moves else info.multiplies_slices,
         )
         return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
-
-
-def _is_source(info: EqnInfo) -> bool:
-    """Whether something is known of the results of an op of whose operands nothing is known."""
-    rule = info.rule
-    is_constant = not info.eqn.invars  # `jnp.arange`
-    return rule.kind in _SOURCES or rule.demand == Demand.MATRIX or info.is_square or rule.is_cast or is_constant
 
 
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
@@ -155,44 +150,37 @@ def _of(var: Any, known: ValueFacts) -> ValueFacts:
 
 
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
-_SOURCES = {ResultKind.LOGARITHM, ResultKind.PRODUCT, ResultKind.MATRIX_PRODUCT}
 
 
 def _size(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFacts]) -> float:
-    """Estimates the largest magnitude of a result. Means count as large as their terms, whatever their number."""
-    eqn, rule = info.eqn, info.rule
+    """Estimates the largest magnitude of a result. Sums and means count as large as their largest term."""
+    rule, sizes = info.rule, [known.size for known in read]
     if rule.power is not None:
-        return _power(read[0].size, rule.power)
-    if rule.kind is ResultKind.QUOTIENT:
-        return _scaled(eqn, operands, _power(operands[1].size, -1))
-    if rule.kind in (ResultKind.PRODUCT, ResultKind.OUTER_PRODUCT) or rule.is_product:
-        return _scaled(eqn, operands, operands[1].size)
-    if rule.passes_on or rule.sums:
-        size = max(known.size for known in read)
-        # The terms of a cutoff, `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, cancel where `u` is 1.
-        return min(size, 1.0) if rule.kind is ResultKind.DIFFERENCE and size < _COEFFICIENT else size
-    return 1.0
+        size = _power(sizes[0], rule.power)
+    elif rule.scales or rule.is_product or rule.kind is ResultKind.OUTER_PRODUCT:
+        first, second = (known.size for known in operands[:2])
+        factor = _power(second, -1) if rule.kind is ResultKind.QUOTIENT else second
+        is_number = [isinstance(atom, Literal) for atom in info.eqn.invars]
+        # A number does not make a value smaller: data may be as large anyway.
+        size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
+    elif rule.passes_on or rule.sums:
+        pairs = zip(operands, info.eqn.invars, strict=True)
+        data = [known.size for known, atom in pairs if varying(jx.shape_of(atom)) or not known.is_constant]
+        # A bound, as in `jnp.clip(x, -1e6, 1e6)`, makes nothing larger.
+        size = max(data if data and rule.kind is ResultKind.CHOSEN and rule.fuses else sizes)
+    else:
+        return 1.0
+    # Coefficients, as in `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, and factors near 1, as those of dropout, would
+    # multiply over layers.
+    largest = 256 if rule.kind in _SUMS else 4
+    return 1.0 if 1 / 4 < size < largest and not all(known.is_constant for known in operands) else size
 
 
-_COEFFICIENT = 256
-
-
-def _rounded(size: float) -> float:
-    """Rounds a size to a power of 4, so that factors near 1, such as those of dropout, do not add up over layers."""
-    return 4.0 ** int(math.log2(size) / 2) if 0 < size < math.inf else size
-
-
-def _scaled(eqn: JaxprEqn, operands: Sequence[ValueFacts], factor: float) -> float:
-    """Returns the size of a value times a factor. A constant does not make it smaller: data may be as large anyway."""
-    size = operands[0].size
-    if isinstance(eqn.invars[1], Literal):
-        return max(min(1.0, size), size * factor)
-    if isinstance(eqn.invars[0], Literal):
-        return max(min(1.0, factor), size * factor)
-    return size * factor
+_SUMS = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
 
 
 def _power(size: float, power: float) -> float:
+    """Returns a power, no larger or smaller than float32 holds; nothing is known of a power of 0."""
     if size == 0:
         return 1.0
     log = power * math.log2(size) if math.isfinite(size) else power * 128
@@ -200,6 +188,7 @@ def _power(size: float, power: float) -> float:
 
 
 def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
+    """Returns how the result of an op is made of products."""
     eqn, rule = info.eqn, info.rule
     moments = [known.moment for known in operands]
     if rule.can_run_as_traced:
@@ -219,6 +208,7 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
 
 
 def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
+    """Whether the result of an op holds whole numbers; `read` is what is known of its floating operands."""
     rule = info.rule
     if not read:  # made of comparisons or integers
         return rule.is_cast or not info.eqn.invars
@@ -241,7 +231,9 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     if rule.power in (0.5, -0.5):
         return Squares.NORM if first is Squares.SUM else Squares.NO
     if Squares.GRAM in squares and rule.passes_on:
-        return Squares.SUM if rule.takes else Squares.GRAM  # the diagonal, or the matrix times a mask
+        return (
+            Squares.SUM if rule.kind is ResultKind.TAKEN else Squares.GRAM
+        )  # the diagonal, or the matrix times a mask
     if rule.arithmetic and not rule.scales:
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO
@@ -251,115 +243,6 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
         varying(jx.shape_of(atom)) for atom in others if atom is not None and jx.dtype_of(atom) == np.float32
     )
     return next(filter(None, squares), Squares.NO) if rule.passes_on and alone else Squares.NO
-
-
-class Path:
-    """What is on the way from an input of a body to a value, as a set of bits; nothing but moves at first."""
-
-    CHOICE = 1 << 0  # an op that chooses, as `max`, or multiplies by an array of this iteration, as a gate does
-    ARITHMETIC = 1 << 1
-    PRODUCT = 1 << 2
-    OTHER = 1 << 3
-    CARRY = 1 << 4  # the input is a carry
-    SLICE = 1 << 5  # the input is another slice in each iteration
-    LAYER = 1 << 6  # a product with an array of this iteration, such as the weight of a layer
-
-
-_ADDS = Path.CHOICE | Path.ARITHMETIC | Path.CARRY | Path.SLICE  # what may be on the way from an accumulator to itself
-
-# Each input of a body that reaches a value, by index, with what is on the way.
-Sources = frozenset[tuple[int, int]]
-
-
-class Paths(jx.Forward[EqnInfo, Sources]):
-    """The analysis that follows the inputs of the body of a loop. Paths compose, so it enters each body once."""
-
-    bottom: Sources = frozenset()
-
-    def carries(self, loop: jx.Loop) -> list[tuple[bool, bool]]:
-        """Returns for each carry of a loop whether it is an accumulator, and whether it is a recurrence by products."""
-        carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
-        after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
-        added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
-        adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
-        reads_sum = [any(adds_up[i] for i, _ in paths) for paths in added]
-        of_itself = [[path for i, path in paths if i == k] for k, paths in enumerate(after)]
-        return list(zip(reads_sum, map(_recurs, of_itself), strict=True))
-
-    def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
-        """Returns what reaches the carries of a loop in one or more iterations, and its results."""
-        body, _ = jx.open_jaxpr(loop.body)
-        return self._carries(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
-
-    def _find_carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
-        n, first = len(jx.open_jaxpr(loop.body)[0].invars), loop.n_consts
-        kinds = [0] * first + [Path.CARRY] * loop.n_carry + [Path.SLICE] * (n - first - loop.n_carry)
-        inputs = [frozenset({pair}) for pair in enumerate(kinds)]
-        outs = self.outs(loop.body, inputs)
-        entering, before = inputs, None
-        while entering != before:
-            before = entering
-            after = [_composed(before, paths) for paths in outs]
-            carry = [a | b for a, b in zip(inputs[first : first + loop.n_carry], after, strict=False)]
-            entering = [*inputs[:first], *carry, *inputs[first + loop.n_carry :]]
-        return after[: loop.n_carry], [*carry, *after[loop.n_carry :]]
-
-    def _through(self, equation: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
-        if not isinstance(loop := equation.enters, jx.Loop):
-            return super()._through(equation, operands)
-        inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
-        return [_composed(inputs, paths) for paths in self._carried(loop)[1]]
-
-    def join(self, a: Sources, b: Sources) -> Sources:
-        """Returns what reaches either of two values."""
-        return a | b
-
-    def transfer(self, info: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
-        """Returns what reaches the results of an op."""
-        rule, path = info.rule, Path.OTHER
-        if rule.is_product or rule.sums or rule.demand == Demand.MATRIX:
-            path = Path.PRODUCT
-        elif rule.is_polynomial:
-            path = Path.ARITHMETIC
-        elif rule.passes_on:  # a part that is replaced, or selected by a mask, is no choice: the mask is followed, too
-            path = Path.CHOICE if rule.kind is ResultKind.CHOSEN and rule.fuses and not rule.makes_gates else 0
-        if rule.scales or rule.is_product or rule.kind is ResultKind.SELECTED:
-            gate = Path.LAYER if rule.is_product else Path.CHOICE
-            gated = [_is_gated(info, k, operands) for k in range(len(operands))]
-            operands = [_after(of, gate) if is_gated else of for of, is_gated in zip(operands, gated, strict=True)]
-        reached = _after(self.bottom.union(*operands), path)
-        return [reached if jx.dtype_of(var) in _FOLLOWED else self.bottom for var in info.eqn.outvars]
-
-
-_FOLLOWED = {np.dtype(np.float32), np.dtype(bool)}
-
-
-def _recurs(paths: Sequence[int]) -> bool:
-    """Whether a carry that reaches itself on these paths is a recurrence: the state of a simulation.
-
-    Its errors add up: nothing forgets them, and some are made by products. In `h + h @ layer`, whose products read
-    another array in each iteration, they do not add up more than in a network of as many layers.
-    """
-    products = [path & Path.PRODUCT for path in paths]
-    is_network = not all(products) and any(path & Path.LAYER for path in paths)
-    return any(products) and not is_network and not any(path & (Path.CHOICE | Path.OTHER) for path in paths)
-
-
-def _after(sources: Sources, path: int) -> Sources:
-    return frozenset([(i, before | path) for i, before in sources])
-
-
-def _is_gated(info: EqnInfo, k: int, operands: Sequence[Sources]) -> bool:
-    """Whether operand `k` is multiplied, or selected, by an array of this iteration, or by a function of a carry."""
-    others = [0] if info.rule.kind is ResultKind.SELECTED else [i for i in range(len(operands)) if i != k]
-    slices = [i for i in others if varying(jx.shape_of(info.eqn.invars[i]))]
-    is_slice = any(path & Path.SLICE for i in slices for _, path in operands[i])
-    return is_slice or any(path & Path.CARRY and path & Path.OTHER for i in others for _, path in operands[i])
-
-
-def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> Sources:
-    """Returns what reaches a value through the inputs that reach it."""
-    return frozenset([(i, before | path) for k, path in paths for i, before in inputs[k]])
 
 
 class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
@@ -373,14 +256,14 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         return a | b
 
     def _pass(self, info: EqnInfo, *facts: Any) -> Sequence[int]:
+        """Passes no demand through an op whose results nothing reads, whatever it is: XLA drops it."""
         operands, outs = facts
         return [Demand.NONE] * len(operands) if info.is_dead(outs) else super()._pass(info, *facts)
 
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
-        """Marks the next values of the accumulators and the recurrences of a loop."""
+        """Marks the next values of accumulators and recurrences, but not of those that nothing reads."""
         carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-        marks = [Demand.TERM * known.adds_up | Demand.RECURRENCE * known.recurs for known in carry]
-        return [demand | mark for demand, mark in zip(outs, marks, strict=True)]
+        return [demand and demand | known.carry for demand, known in zip(outs, carry, strict=True)]
 
     def leave(self, structure: jx.Structure, outs: Sequence[int], demands: Sequence[int]) -> Sequence[int]:
         """Returns what calls, branches and loops demand of their operands.
@@ -399,25 +282,22 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
-        asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
-        of_all = Demand.NONE if asks_for_nan else rule.demand
-        if rule.moves or demand & ~Demand.OTHERS:
-            of_all |= _passed_on(info, demand)
+        of_all = _passed_on(info, demand)
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(operands)
         if demand & Demand.EXACT and _is_elementwise(rule):
             # A comparison with a threshold is no index.
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
             of_all |= joined(floating) & Demand.EXACT
-        if not of_all & ~(Demand.CODE | Demand.RANK):
-            of_all |= Demand.ANY
-        each = [of_all] * len(operands)
+        asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
+        n_keys = 0 if asks_for_nan else len(operands) if rule.keys is None else rule.keys
+        each = [of_all | rule.demand] * n_keys + [of_all] * (len(operands) - n_keys)
+        each = [of if of & ~(Demand.CODE | Demand.RANK) else of | Demand.ANY for of in each]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
         if gate := _gate(info, operands, demand):
-            each = [of if known.adds_up else of | gate for of, known in zip(each, operands, strict=True)]
-        if demand & Demand.RECURRENCE:
-            each = [of | Demand.RECURRENCE if known.recurs else of for of, known in zip(each, operands, strict=True)]
+            each = [of if known.carry & Demand.TERM else of | gate for of, known in zip(each, operands, strict=True)]
+        each = [of | (known.carry & demand & Demand.RECURRENCE) for of, known in zip(each, operands, strict=True)]
         if demand & Demand.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
             deciding = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.ENDS_LOOP]
@@ -428,7 +308,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
 
 
 def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], form: Format) -> str | None:
-    """Returns why an equation runs as it was traced: for its readers, or for what it demand; None if it does not.
+    """Returns why an equation runs as it was traced, as a key of `WHY_AS_TRACED`; None if it does not.
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
@@ -437,7 +317,7 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     if not info.rule.can_run_as_traced:
         return None
     # The errors of 1000 steps add up: `lax.scan(lambda x, _: (a @ x, None), x, length=1000)`.
-    if demand & Demand.RECURRENCE and any(known.recurs for known in operands):
+    if any(demand & known.carry & Demand.RECURRENCE for known in operands):
         return "recurrence"
     # A residual is what is left of two equal numbers: `b - a @ x`, where `x = jnp.linalg.solve(a, b)`.
     if any(known.is_solution for known in operands):
@@ -461,39 +341,32 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         demand &= ~Demand.ANGLE
     if not form.needs_loss_scale:
         demand &= ~Demand.RANGE
-    return next((reason for way, reason in _NAMES.items() if demand & way), None)
+    return next((reason for reason, (way, _) in _REASONS.items() if demand & way), None)
 
 
 _SQUARE = 64  # 1024 squares of 8 are 65536
 
-# What stays in the body of a loop: its own end, its own carries, and factors that only reach another product.
-_OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.FACTOR | Demand.MAKES_GATE
+# What stays in the body of a loop: its own end, its own carries, and what gates are made of.
+_OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_GATE
 
-_NAMES = {
-    Demand.INDEX: "index",
-    Demand.MATRIX: "decomposition",
-    Demand.DISTANCE: "distance",
-    Demand.ANGLE: "angle",
-    Demand.EDGE: "edge",
-    Demand.RANGE: "logarithm",
+# Why a product runs as it was traced, in words, and the demand that is enough for it. The first one counts.
+_REASONS = {
+    "index": (Demand.INDEX, "its result is converted to an integer"),
+    "decomposition": (Demand.MATRIX, "a matrix decomposition or a solver reads its result"),
+    "distance": (Demand.DISTANCE, "a term of a squared distance or of a variance, which cancels with the others"),
+    "angle": (Demand.ANGLE, "only sines and cosines read its result"),
+    "edge": (Demand.EDGE, "its result is read at the edge of a domain, where the slope is infinite, as by `acos`"),
+    "logarithm": (Demand.RANGE, "a logarithm reads its result, which may be smaller or larger than float16 holds"),
+    "solution": (Demand.NONE, "it reads what a decomposition or a solver returned"),
+    "recurrence": (Demand.NONE, "a loop replaces a carry with products and sums of it"),
+    "code": (Demand.NONE, "a sum by whole numbers that is compared with another, as a code"),
+    "rank": (Demand.NONE, "its few columns are chosen from by their order, as by `top_k` or `argsort`"),
+    "vector": (Demand.NONE, "a product with a constant vector, such as an expectation over bins, which is a sum"),
+    "count": (Demand.NONE, "it counts: both operands come from comparisons or integers"),
+    "sum": (Demand.NONE, "it sums so many squares, or terms by whole numbers, that float16 may overflow"),
+    "loop": (Demand.NONE, "it decides when a loop ends"),
 }
-
-WHY_AS_TRACED = {  # what `why_as_traced` returns, in words
-    "angle": "only sines and cosines read its result",
-    "distance": "a term of a squared distance or of a variance, which cancels with the others",
-    "decomposition": "a matrix decomposition or a solver reads its result",
-    "solution": "it reads what a decomposition or a solver returned",
-    "recurrence": "a loop replaces a carry with products and sums of it",
-    "logarithm": "a logarithm reads its result, which may be smaller or larger than float16 holds",
-    "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
-    "index": "its result is converted to an integer",
-    "code": "a sum by whole numbers that is compared with another, as a code",
-    "rank": "its few columns are chosen from by their order, as by `top_k` or `argsort`",
-    "vector": "a product with a constant vector, such as an expectation over bins, which is a sum",
-    "count": "it counts: both operands come from comparisons or integers",
-    "sum": "it sums so many squares, or terms by a matrix of whole numbers, that float16 may overflow",
-    "loop": "it decides when a loop ends",
-}
+WHY_AS_TRACED = {reason: words for reason, (_, words) in _REASONS.items()}
 
 
 def joined(several: Sequence[int]) -> int:
@@ -544,14 +417,13 @@ def _cancels(operands: Sequence[ValueFacts]) -> int:
 
 def _gate(info: EqnInfo, operands: Sequence[ValueFacts], demand: int) -> int:
     """Says that the operands of an op multiply an accumulator, or each other as in an associative scan, if they do."""
-    rule = info.rule
+    rule, of_gate = info.rule, demand & (Demand.GATE | Demand.MAKES_GATE)
     # `h = gate * h + x` with a gate of 0.998, which is 1 in bfloat16: `h` would not forget.
-    if rule.scales and any(known.adds_up for known in operands):
-        return Demand.GATE if demand & Demand.TERM else Demand.FACTOR
+    if rule.scales and any(known.carry & Demand.TERM for known in operands):
+        return Demand.GATE if demand & Demand.TERM else Demand.NONE
     if info.multiplies_slices and any(known.multiplies_slices for known in operands):
         return Demand.GATE
     if rule.moves or info.multiplies_slices:
-        return demand & (Demand.GATE | Demand.MAKES_GATE)
-    of_a_gate = demand & (Demand.GATE | Demand.MAKES_GATE) and len(info.operands) == 1
-    is_simple = rule.arithmetic or rule.makes_gates
-    return Demand.MAKES_GATE if of_a_gate and is_simple else Demand.NONE
+        return of_gate
+    is_simple = len(info.operands) == 1 and (rule.arithmetic or rule.makes_gates)
+    return Demand.MAKES_GATE if of_gate and is_simple else Demand.NONE

@@ -23,62 +23,6 @@ from jmp_amp._modules import with_modules
 from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
 from jmp_amp._trees import cast_floating
 
-
-class Decorator(functools.partial):
-    """The decorator that `autocast()` returns; entering it as a context manager raises TypeError."""
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(
-            "`autocast` transforms a function, so it has no `with` block; write `fun = amp.autocast(fun, ...)`, or put "
-            "`@amp.autocast(...)` over the function. Inside that function, `with amp.full_precision():` and "
-            "`with amp.precision(dtype):` are regions of another precision"
-        )
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-
-def check_function(fun: Any) -> None:
-    """Raises TypeError unless `fun` is a function; scalar types such as `jnp.float16` are callable, but dtypes."""
-    if isinstance(fun, Policy) or _is_dtype(fun):
-        option = _option(fun)
-        raise TypeError(
-            f"`autocast` takes a function, got {quote(fun)}; write `amp.autocast(fun, {option})`, or "
-            f"`@amp.autocast({option})` over the function (it transforms a function, so it has no `with` block)"
-        )
-    if not callable(fun):
-        raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
-
-
-def check_dtype_or_policy(dtype: Any, policy: Any) -> None:
-    """Raises TypeError if both are given, or if a policy is given as `dtype`."""
-    if isinstance(dtype, Policy):
-        raise TypeError(f"`dtype` must be a dtype that autocast computes in, got {quote(dtype)}; write `policy=policy`")
-    if dtype is not None and policy is not None:
-        named = quote(policy) if isinstance(policy, str) else "policy"
-        raise TypeError(
-            f"pass either `dtype` or `policy`, got dtype={quote(dtype)} and policy={quote(policy)}; a policy names the "
-            f"dtype of the ops itself: write `autocast(fun, policy={named})`, or `autocast(fun, {quote(dtype)})` "
-            "without a policy"
-        )
-
-
-def _option(value: Any) -> str:
-    """Returns the argument of `autocast` that a dtype or a policy should have been."""
-    if isinstance(value, Policy):
-        return "policy=policy"
-    try:
-        return f'dtype="{parse_format(value).name}"'
-    except (TypeError, ValueError):
-        return f'policy="{value}"' if value in NAMED_POLICIES else "dtype=..."
-
-
-def _is_dtype(value: Any) -> bool:
-    """Returns whether `value` is a dtype, a scalar type (which is callable) or a string."""
-    is_scalar_type = isinstance(value, type(jnp.float16)) or (isinstance(value, type) and issubclass(value, np.generic))
-    return is_scalar_type or isinstance(value, str | np.dtype)
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -326,6 +270,61 @@ def parse_settings(
     return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low", attention))
 
 
+def check_dtype_or_policy(dtype: Any, policy: Any) -> None:
+    """Raises TypeError if both are given, or if a policy is given as `dtype`."""
+    if isinstance(dtype, Policy):
+        raise TypeError(f"`dtype` must be a dtype that autocast computes in, got {quote(dtype)}; write `policy=policy`")
+    if dtype is not None and policy is not None:
+        named = quote(policy) if isinstance(policy, str) else "policy"
+        raise TypeError(
+            f"pass either `dtype` or `policy`, got dtype={quote(dtype)} and policy={quote(policy)}; a policy names the "
+            f"dtype of the ops itself: write `autocast(fun, policy={named})`, or `autocast(fun, {quote(dtype)})` "
+            "without a policy"
+        )
+
+
+def check_function(fun: Any) -> None:
+    """Raises TypeError unless `fun` is a function; scalar types such as `jnp.float16` are callable, but dtypes."""
+    if isinstance(fun, Policy) or _is_dtype(fun):
+        option = _option(fun)
+        raise TypeError(
+            f"`autocast` takes a function, got {quote(fun)}; write `amp.autocast(fun, {option})`, or "
+            f"`@amp.autocast({option})` over the function (it transforms a function, so it has no `with` block)"
+        )
+    if not callable(fun):
+        raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
+
+
+def _option(value: Any) -> str:
+    """Returns the argument of `autocast` that a dtype or a policy should have been."""
+    if isinstance(value, Policy):
+        return "policy=policy"
+    try:
+        return f'dtype="{parse_format(value).name}"'
+    except (TypeError, ValueError):
+        return f'policy="{value}"' if value in NAMED_POLICIES else "dtype=..."
+
+
+def _is_dtype(value: Any) -> bool:
+    """Returns whether `value` is a dtype, a scalar type (which is callable) or a string."""
+    is_scalar_type = isinstance(value, type(jnp.float16)) or (isinstance(value, type) and issubclass(value, np.generic))
+    return is_scalar_type or isinstance(value, str | np.dtype)
+
+
+class Decorator(functools.partial):
+    """The decorator that `autocast()` returns; entering it as a context manager raises TypeError."""
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "`autocast` transforms a function, so it has no `with` block; write `fun = amp.autocast(fun, ...)`, or put "
+            "`@amp.autocast(...)` over the function. Inside that function, `with amp.full_precision():` and "
+            "`with amp.precision(dtype):` are regions of another precision"
+        )
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
 @functools.lru_cache(maxsize=64)
 def planner_of(options: Options) -> Planner:
     """Returns the planner for these options, the same for equal ones: it keeps the plans of the jaxprs that JAX keeps.
@@ -335,11 +334,7 @@ def planner_of(options: Options) -> Planner:
     return Planner(plan_higher_order, options)
 
 
-def _ignore(plan: Plan, found: Sequence[Found]) -> None:
-    pass
-
-
-def autocast_with(fun: Callable, settings: Settings, planned: Callable[..., Any] = _ignore) -> Callable:
+def autocast_with(fun: Callable, settings: Settings, planned: Callable = lambda plan, found: None) -> Callable:
     """Returns `fun` under autocast; each call passes its plan, and the attention that it found, to `planned`."""
     return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
 

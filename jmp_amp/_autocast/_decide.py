@@ -34,7 +34,6 @@ class Context(NamedTuple):
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         uses: how each of its results is used, if it holds jaxprs.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
-        as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
     """
 
     info: EqnInfo
@@ -49,7 +48,6 @@ class Context(NamedTuple):
     stream: int = Stream.NONE
     uses: tuple[Use, ...] = ()
     inside: Sequence[Inside] = ()
-    as_traced: str | None = None
 
     @property
     def eqn(self) -> JaxprEqn:
@@ -105,12 +103,10 @@ def decide(op: Context) -> tuple[Any, str]:
     if rule.op_class is OpClass.LOWER:
         allowed = operand_dtypes(op.eqn.params.get("precision"))
         # `jnp.where(mask, x, -1e9) @ w`, and a loss such as `labels @ jax.nn.log_softmax(logits).T`.
-        if any(value.overflows(low) or value.is_lost(low) for value in values):
+        if op.overflows or any(value.overflows(low) or value.is_lost(low) for value in values):
             return FLOAT32, "constant"
         if not op.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
-        if op.overflows:
-            return FLOAT32, "constant"
         return (FLOAT32, "rank") if _is_router(op) else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
         return None, "traced" if is_traced else "rule"
@@ -324,7 +320,7 @@ def _folded(op: Context, out: Value) -> Value:
     if fold is None or None in known:
         return out
     with np.errstate(all="ignore"):
-        scalar = np.asarray(fold(op.eqn.params, *map(np.float32, known)), np.float32)
+        scalar = np.asarray(fold(*map(np.float32, known)), np.float32)
     return out._replace(magnitudes=magnitudes(scalar), scalar=float(scalar))
 
 

@@ -1,5 +1,6 @@
 """Explains a call: the decisions of autocast, from its plan, and the ops of the backward pass, from the jaxpr."""
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +16,14 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._attention import Found
-from jmp_amp._autocast._options import format_in
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, OpClass, ResultKind, Rule
+from jmp_amp._autocast._primitives import RULES, OpClass, ResultKind, Rule, product_axes
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._calls import quote, shorten
 from jmp_amp._float8 import PLAIN_PRIMITIVE, PRIMITIVE, RAGGED_PRIMITIVE
-from jmp_amp._formats import AS_TRACED, FORMATS, Format
+from jmp_amp._formats import Format
 from jmp_amp._modules import unbound
 
 
@@ -104,139 +104,6 @@ REASONS = {
 }
 
 
-def _widest(dtypes: Sequence[Any]) -> np.dtype:
-    """Returns the floating dtype with the most bits."""
-    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
-
-
-def flops_of(eqn: Any) -> int:
-    """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
-    groups = 1
-    if eqn.primitive.name in ("dot_general", PRIMITIVE):
-        (contracting, _), _ = eqn.params["dimension_numbers"]
-        terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracting)
-    elif eqn.primitive.name in (PLAIN_PRIMITIVE, RAGGED_PRIMITIVE):
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        terms = math.prod(eqn.invars[0].aval.shape[i] for i in numbers.dot_dimension_numbers[0][0])
-        if not numbers.rhs_group_dimensions:  # each group sums its own rows
-            groups = eqn.outvars[0].aval.shape[0]
-    elif eqn.primitive.name == "conv_general_dilated":
-        kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
-        terms = math.prod(kernel) // max(kernel[out_features], 1)
-    else:
-        return 0
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms // groups
-
-
-def _forward(planner: Planner, plan: Plan, top: Format, outer: jx.Provenance, forced: str | None) -> Iterator[OpSite]:
-    """Yields the op sites of a plan and of the plans inside it.
-
-    Args:
-        planner: the planner that made the plan.
-        plan: the plan.
-        top: the format of the whole program.
-        outer: the provenance of the equation that holds the plan; `Provenance()` for the program.
-        forced: why all of it runs in another format than `top`; None if it does not.
-    """
-    for step in plan.steps:
-        eqn = step.eqn
-        region, provenance, why = planner.enter(plan.region, eqn), outer.of(eqn), forced
-        if plan.region.format is not AS_TRACED:  # marks and patterns have no effect there
-            if format_in(eqn.source_info.name_stack) is not None:
-                why = "region"
-            elif planner.options.overrides.matching(region.path):
-                why = "pattern"
-            elif step.as_traced is not None:
-                why, region = step.as_traced, region._replace(format=FORMATS["float32"])
-        for inner, runs in step.inner:
-            inside = _why_as_traced(eqn) if inner.region.format is AS_TRACED else why
-            yield from _forward(planner, inner, top, provenance._replace(times=provenance.times * runs), inside)
-        if not step.inner and any(map(jx.is_floating, (*eqn.invars, *eqn.outvars))):
-            reason = why if region.format is not top else None
-            yield _forward_site(planner, plan, step, region.format, provenance, reason)
-
-
-def _why_as_traced(eqn: JaxprEqn) -> str:
-    """Returns why everything inside an equation runs as it was traced."""
-    if jx.HIGHER_ORDER[eqn.primitive.name].enter_low is not None:
-        return "cast_inputs"
-    return "reference" if any(map(jx.is_reference, eqn.invars)) else "decomposition"
-
-
-def _forward_site(
-    planner: Planner, plan: Plan, step: Step, form: Format, provenance: jx.Provenance, forced: str | None
-) -> OpSite:
-    eqn, rule = step.eqn, planner.rule_of(step.eqn)
-    values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
-    each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
-    operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
-    is_float = list(map(jx.is_floating, eqn.invars))
-    results = [(var, value.dtype) for var, value in zip(eqn.outvars, step.outs, strict=True)]
-    compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if jx.is_floating(var)])
-    if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
-        forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
-    if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
-        compute = step.run.rewrite.float8.operands
-    why = step.why
-    if eqn.primitive.name in planner.options.overrides.primitives:
-        why = "override"
-    elif eqn.primitive.name not in RULES and eqn.invars:  # `iota` reads nothing that could be cast
-        why = "opaque" if planner.hides_products(eqn) else "unknown"
-    elif rule.is_kernel:
-        why = "kernel"
-    elif rule.kind is ResultKind.QUOTIENT and _has_small_divisor(planner, plan, eqn.invars):
-        why = "small divisor"
-    inputs = [value.dtype for value in compress(values, is_float)]
-    return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
-
-
-def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) -> bool:
-    """Whether a quotient is of a float16 value and of a number that a small constant keeps from 0.
-
-    The derivative in the value is 1 / constant where the number is 0, and is cast to float16.
-    """
-    value, divisor = operands
-    if isinstance(value, Literal) or plan.values[value].dtype != jnp.float16:
-        return False
-    made = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
-    while isinstance(divisor, Var) and (eqn := made.get(divisor)):
-        rule = planner.rule_of(eqn)
-        if rule.kind is ResultKind.SUM or eqn.primitive.name == "max":
-            numbers = [float(x.val) for x in eqn.invars if isinstance(x, Literal) and np.ndim(x.val) == 0]
-            return any(0 < x < float(jnp.finfo(jnp.float16).tiny) for x in numbers)
-        divisor = eqn.invars[0] if rule.moves or rule.is_cast else None
-    return False
-
-
-def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
-    results = [(var, jx.dtype_of(var)) for var in eqn.outvars if jx.is_floating(var)]
-    if not results or jx.holds_jaxprs(eqn):
-        return None
-    direction = "recomputed" if jx.is_recomputed(provenance.stack) else "backward"
-    inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_floating(atom)]
-    if eqn.primitive.name in (PRIMITIVE, RAGGED_PRIMITIVE):
-        compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
-    else:
-        compute = str(_widest(inputs or [dtype for _, dtype in results]))
-    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", inputs, compute, results)
-
-
-def _site(
-    direction: str, eqn: Any, provenance: jx.Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
-) -> OpSite:
-    """Returns the site of an op; `inputs` holds the dtypes of its floating operands, `outs` its results and theirs."""
-    times, floating = provenance.times, [dtype for var, dtype in outs if jx.is_floating(var)]
-    output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
-    where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
-    nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    costs = times, times * flops_of(eqn), times * nbytes
-    return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
-
-
-def _nbytes(var: Any, dtype: Any) -> int:
-    return math.prod(jx.shape_of(var) or ()) * dtype.itemsize
-
-
 def explain_call(
     fun: Callable,
     settings: Settings,
@@ -290,14 +157,19 @@ def explain_call(
         program = jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0]
         what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
         why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
-    plan, found = calls[-1]
+    whole, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
-    forward = _forward(planner, plan, settings.format, jx.Provenance(), None)
+    steps = list(_steps(whole, jx.Provenance()))
+    forward = [
+        _forward_site(planner, settings.format, plan, step, origin)
+        for plan, step, origin in steps
+        if not step.inner and any(map(jx.is_floating, (*step.eqn.invars, *step.eqn.outvars)))
+    ]
     backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
     casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
     sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
-    for keeper, line in dict.fromkeys(_keepers(plan, jx.Provenance())):
+    for keeper, line in dict.fromkeys([(step.keeper, origin.source) for _, step, origin in steps if step.keeper]):
         scans[keeper].append(line)
     kept, attention = None if why_forward else _kept(program), list(map(_attention_site, found))
     return sites, attention, casts, kept, dict(scans), why_forward
@@ -311,25 +183,111 @@ def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
     return {i % n + offset for i in numbers}
 
 
+def _steps(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[Plan, Step, jx.Provenance]]:
+    """Yields the steps of a plan and of the plans inside it, each with its plan and its provenance."""
+    for step in plan.steps:
+        origin = outer.of(step.eqn)
+        yield plan, step, origin
+        for inner in step.inner:
+            yield from _steps(inner, origin.inside(step.eqn))
+
+
+def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, provenance: jx.Provenance) -> OpSite:
+    """Returns the site of an op; `top` is the format of the whole program."""
+    eqn, rule, form = step.eqn, planner.rule_of(step.eqn), step.region.format
+    forced = step.region.why if form is not top else ""
+    values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
+    each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
+    operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
+    is_float = list(map(jx.is_floating, eqn.invars))
+    results = [(var, value.dtype) for var, value in zip(eqn.outvars, step.outs, strict=True)]
+    compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if jx.is_floating(var)])
+    if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
+        forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
+    if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
+        compute = step.run.rewrite.float8.operands
+    why = step.why
+    if eqn.primitive.name in planner.options.overrides.primitives:
+        why = "override"
+    elif eqn.primitive.name not in RULES and eqn.invars:  # `iota` reads nothing that could be cast
+        why = "opaque" if planner.hides_products(eqn) else "unknown"
+    elif rule.is_kernel:
+        why = "kernel"
+    elif rule.kind is ResultKind.QUOTIENT and _has_small_divisor(planner, plan, eqn.invars):
+        why = "small divisor"
+    inputs = [value.dtype for value in compress(values, is_float)]
+    return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
+
+
+def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) -> bool:
+    """Whether a quotient is of a float16 value and of a number that a small constant keeps from 0.
+
+    The derivative in the value is 1 / constant where the number is 0, and is cast to float16.
+    """
+    value, divisor = operands
+    if isinstance(value, Literal) or plan.values[value].dtype != jnp.float16:
+        return False
+    made = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
+    while isinstance(divisor, Var) and (eqn := made.get(divisor)):
+        rule = planner.rule_of(eqn)
+        if rule.kind is ResultKind.SUM or eqn.primitive.name == "max":
+            numbers = [float(x.val) for x in eqn.invars if isinstance(x, Literal) and np.ndim(x.val) == 0]
+            return any(0 < x < float(jnp.finfo(jnp.float16).tiny) for x in numbers)
+        divisor = eqn.invars[0] if rule.moves or rule.is_cast else None
+    return False
+
+
+def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
+    results = [(var, jx.dtype_of(var)) for var in eqn.outvars if jx.is_floating(var)]
+    if not results or jx.inner_jaxprs(eqn):
+        return None
+    direction = "recomputed" if jx.is_recomputed(provenance.stack) else "backward"
+    inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_floating(atom)]
+    if eqn.primitive.name in (PRIMITIVE, RAGGED_PRIMITIVE):
+        compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
+    else:
+        compute = str(_widest(inputs or [dtype for _, dtype in results]))
+    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", inputs, compute, results)
+
+
+def _site(
+    direction: str, eqn: Any, provenance: jx.Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
+) -> OpSite:
+    """Returns the site of an op; `inputs` holds the dtypes of its floating operands, `outs` its results and theirs."""
+    times, floating = provenance.times, [dtype for var, dtype in outs if jx.is_floating(var)]
+    output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
+    where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
+    nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
+    costs = times, times * flops_of(eqn), times * nbytes
+    return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
+
+
+def _nbytes(var: Any, dtype: Any) -> int:
+    return math.prod(jx.shape_of(var) or ()) * dtype.itemsize
+
+
+def flops_of(eqn: Any) -> int:
+    """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel) // max(kernel[out_features], 1))
+    if eqn.primitive.name not in ("dot_general", PRIMITIVE, PLAIN_PRIMITIVE, RAGGED_PRIMITIVE):
+        return 0
+    contracting, _, groups = product_axes(eqn.params)
+    sums_rows = "ragged_dot_dimension_numbers" in eqn.params and not groups[1]  # each group its own
+    sizes = eqn.outvars[0].aval.shape[1 if sums_rows else 0 :]
+    return 2 * math.prod([*sizes, *[eqn.invars[0].aval.shape[i] for i in contracting[0]]])
+
+
+def _widest(dtypes: Sequence[Any]) -> np.dtype:
+    """Returns the floating dtype with the most bits."""
+    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+
+
 def _attention_site(found: Found) -> AttentionSite:
     """Returns where a softmax is, and what became of it."""
-    provenance = jx.Provenance()
-    for eqn in found.eqns:
-        structure = jx.structure_of(eqn)
-        provenance = provenance.of(eqn)
-        if isinstance(structure, jx.Loop) and structure.length is not None:
-            provenance = provenance._replace(times=provenance.times * structure.length)
+    provenance = functools.reduce(lambda outer, eqn: outer.of(eqn).inside(eqn), found.eqns, jx.Provenance())
     return AttentionSite(provenance.module, provenance.source, found.kernel, found.why, provenance.times)
-
-
-def _keepers(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[str, str]]:
-    """Yields who decides what the backward pass of each `scan` keeps, and its line."""
-    for step in plan.steps:
-        provenance = outer.of(step.eqn)
-        if step.keeper is not None:
-            yield step.keeper, provenance.source
-        for inner, _ in step.inner:
-            yield from _keepers(inner, provenance)
 
 
 def _kept(program: Any) -> dict[str, int]:

@@ -92,46 +92,48 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equati
 Rewrite = Callable[[Op, Sequence[Any]], list[Any]]
 
 
-class Step(NamedTuple):
-    """The decision for one equation.
-
-    Attributes:
-        eqn: the equation as it was traced.
-        casts: the dtype that each operand is cast to, in a cast that all steps share; None leaves it.
-        outs: what is known of the results.
-        run: evaluates the equation on its cast operands.
-        changed: whether a dtype in it differs from the traced one.
-        reads: in which dtype it reads each operand; one that is read in float32 may be computed in float32.
-        why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
-        inner: the plans of its jaxprs, and how often each runs; 1 if that is not known.
-        as_traced: why it runs as it was traced although its region is low precision, as `explain` names it.
-        keeper: who decides what the backward pass of a `scan` keeps, as `explain` names it.
-    """
-
-    eqn: JaxprEqn
-    casts: tuple[Any, ...]
-    outs: tuple[Value, ...]
-    run: Run
-    changed: bool
-    reads: tuple[int, ...]
-    why: str = ""
-    inner: "tuple[tuple[Plan, Any], ...]" = ()
-    as_traced: str | None = None
-    keeper: str | None = None
-
-
 class Region(NamedTuple):
     """The surroundings of an equation.
 
     Attributes:
         format: the format that it computes in.
         path: the named scopes around its jaxpr; empty if no rule has a pattern, so that equal jaxprs share a plan.
+        why: why this is another format than that of the program, as `explain` names it; empty if it is not.
         is_checkpointed: whether it is inside a `jax.checkpoint`, which decides what the backward pass keeps.
     """
 
     format: Format
     path: str = ""
+    why: str = ""
     is_checkpointed: bool = False
+
+
+class Step(NamedTuple):
+    """The decision for one equation.
+
+    Attributes:
+        eqn: the equation as it was traced.
+        region: its surroundings.
+        casts: the dtype that each operand is cast to, in a cast that all steps share; None leaves it.
+        outs: what is known of the results.
+        run: evaluates the equation on its cast operands.
+        changed: whether a dtype in it differs from the traced one.
+        reads: in which dtype it reads each operand; one that is read in float32 may be computed in float32.
+        why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
+        inner: the plans of its jaxprs.
+        keeper: who decides what the backward pass of a `scan` keeps, as `explain` names it.
+    """
+
+    eqn: JaxprEqn
+    region: Region
+    casts: tuple[Any, ...]
+    outs: tuple[Value, ...]
+    run: Run
+    changed: bool
+    reads: tuple[int, ...]
+    why: str = ""
+    inner: "tuple[Plan, ...]" = ()
+    keeper: str | None = None
 
 
 # A jaxpr of an equation, what is known of its inputs, and how its results are read.
@@ -216,7 +218,7 @@ class Plan:
             if policy is not None:
                 fun = jax.checkpoint(fun, policy=policy, prevent_cse=False)
             pairs = zip(self.frame.invars, self.inputs, strict=True)
-            self.bodies[key] = jx.Body(fun, [jx.aval_with(var.aval, value.dtype) for var, value in pairs])
+            self.bodies[key] = jx.Body(fun, [jx.with_dtype(var.aval, value.dtype) for var, value in pairs])
         return self.bodies[key]
 
     @property

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ class Planner:
         self.streams = Streams(self.infos_of, self.knowledge.paths)
         self._plans, self._infos = jx.Cache(), jx.Cache()
         self._bodies = jx.Cache(drop=dict.clear)  # a plan refers to its functions, and these to the plan
-        self._steps, self._numbers, self._counter = jx.Cache(2**14), jx.Cache(2**14), itertools.count()
+        self._steps, self._ops = jx.Cache(2**14), jx.Cache(2**14)
 
     def plan(self, jaxpr: Any, values: tuple[Value, ...], uses: tuple[Use, ...], region: Region) -> Plan:
         """Decides every equation of a jaxpr.
@@ -78,31 +77,33 @@ class Planner:
                         between |= {i: k, first: 1 - factors.index(sources[1 - k])}
             elif rule.passes_on and len(made := [products[each] for each in sources if each in products]) == 1:
                 products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
-        return [self._info(*each, between.get(i)) for i, each in enumerate(read)]
+        infos = []
+        for i, (eqn, rule, sources) in enumerate(read):
+            operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
+            op = self._op_of(eqn, sources, between.get(i))
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), op))
+        return infos
 
-    def _info(self, eqn: JaxprEqn, rule: Rule, sources: tuple[Var | None, ...], between: int | None) -> EqnInfo:
-        operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-        number = self._number_of(eqn, sources, between)
-        return EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between, number)
-
-    def _number_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> int | None:
-        if eqn.primitive.name not in self._rules or jx.holds_jaxprs(eqn):  # which these numbers would keep alive
+    def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> object | None:
+        if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which the keys would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
         key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, between, len(set(map(id, eqn.invars)))
         try:
-            return self._numbers(self, key, lambda: next(self._counter))
+            return self._ops(self, key, object)
         except TypeError:  # a parameter that cannot be hashed
             return None
 
     def hides_products(self, eqn: JaxprEqn) -> bool:
         """Whether an equation without a rule holds products, which stay as they were traced."""
-        if eqn.primitive.name in self._rules or jx.structure_of(eqn) is not None:
-            return False
-        inside = [each for inner, _ in jx.inner_jaxprs(eqn) for each in jx.open_jaxpr(inner)[0].eqns]
-        return any(self.rule_of(each).op_class is OpClass.LOWER or self.hides_products(each) for each in inside)
+
+        def is_product(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+            return find_rule(primitive, params, avals, self._rules).op_class is OpClass.LOWER
+
+        is_known = eqn.primitive.name in self._rules or jx.structure_of(eqn) is not None
+        return not is_known and any(jx.holds(inner, is_product) for inner in jx.inner_jaxprs(eqn))
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
@@ -123,15 +124,15 @@ class Planner:
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
         """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""
-        form, path, _ = region
         name_stack, overrides = eqn.source_info.name_stack, self.options.overrides
-        if form is AS_TRACED or not (name_stack.stack or overrides.scopes):
+        if region.format is AS_TRACED or not (name_stack.stack or overrides.scopes):
             return region
         if overrides.scopes:
-            path = jx.scope_path(path, name_stack)
-            for pattern in overrides.matching(path):
-                form = overrides.scopes[pattern]
-        return region._replace(format=format_in(name_stack) or form, path=path)
+            region = region._replace(path=jx.scope_path(region.path, name_stack))
+            for pattern in overrides.matching(region.path):
+                region = region._replace(format=overrides.scopes[pattern], why="pattern")
+        form = format_in(name_stack)
+        return region if form is None else region._replace(format=form, why="region")
 
     def decide(self, op: Context) -> Step:
         """Decides an equation."""
@@ -141,7 +142,7 @@ class Planner:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
         step = self._steps(self, (op.info.op, *op.decision_key), lambda: self._first_order(op))
-        return step._replace(eqn=op.eqn)
+        return step._replace(eqn=op.eqn, region=op.region)
 
     def _first_order(self, op: Context) -> Step:
         eqn, is_float32 = op.eqn, op.is_float32
@@ -153,23 +154,21 @@ class Planner:
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
         # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
         has_rule = eqn.primitive.name in self._rules
-        own = [
-            has_rule and isinstance(a, Var) and is_input for a, is_input in zip(eqn.invars, op.is_input, strict=True)
-        ]
-        own_casts = tuple(cast if is_own else None for cast, is_own in zip(casts, own, strict=True))
-        shared = tuple(None if is_own else cast for cast, is_own in zip(casts, own, strict=True))
-        saved = tuple(i for i, value in enumerate(op.values) if own_casts[i] is not None and value.save_cast)
-        rewrite = rewrite_of(op, dtypes, own_casts)
-        is_other_op = rewrite is not None or bool(params)
-        changed = is_other_op or differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
-        run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own_casts, saved, rewrite)
+        triples = zip(casts, eqn.invars, op.is_input, strict=True)
+        own = tuple(cast if has_rule and isinstance(a, Var) and is_input else None for cast, a, is_input in triples)
+        shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
+        saved = tuple(i for i, value in enumerate(op.values) if own[i] is not None and value.save_cast)
+        rewrite = rewrite_of(op, dtypes, own)
+        has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
+        changed = has_other_dtypes or rewrite is not None or bool(params)
+        run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
         otherwise = Reads.STORED if op.is_stored else Reads.LOW
         reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
-        return Step(eqn, shared, outs, run, changed, reads, why)
+        return Step(eqn, op.region, shared, outs, run, changed, reads, why)
 
 
 @dataclasses.dataclass(slots=True)
@@ -179,23 +178,23 @@ class _Variable:
     Attributes:
         value: what is known of it; None until its equation is decided.
         producer: the equation that computes it; None for an input.
-        readers: the equations that read it, with the dtype in which each does.
-        returned: in which dtype the results of the jaxpr that it is are read.
         demand: how its readers read it.
         stream: how it is read as a residual stream.
+        readers: the equations that read it, with the dtype in which each does.
+        returned: in which dtype the results of the jaxpr that it is are read.
     """
 
-    value: Value | None = None
-    producer: int | None = None
+    value: Value | None
+    producer: int | None
+    demand: int
+    stream: int
     readers: dict[int, int] = dataclasses.field(default_factory=dict)
     returned: int = Reads.UNREAD
-    demand: int = Demand.NONE
-    stream: int = Stream.NONE
 
     @property
     def reads(self) -> int:
         """In which dtype it is read; as a gate, in float32."""
-        is_gate = self.demand & (Demand.FACTOR | Demand.GATE)
+        is_gate = self.demand & Demand.GATE
         return Reads.FUSED if is_gate else min([self.returned, *self.readers.values()])
 
 
@@ -213,29 +212,30 @@ class _PlanBuilder:
         """Takes a planner and the arguments of `Planner.plan`."""
         self._planner, self._region = planner, region
         self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
-        given = zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True)
-        self._variables = {var: _Variable(value) for var, value in given}
-        infos = planner.infos_of(opened)
-        known = [value.known for value in values]
+        infos, known = planner.infos_of(opened), [value.known for value in values]
         self._known = planner.knowledge.find(jaxpr, known)
         demands = planner.demands.find(jaxpr, known, [use.demand for use in uses])
+        streams: Mapping[Var, int] = {}
+        if planner.options.has_low_stream:
+            is_computed = tuple([value.origin > Origin.INPUT for value in values])
+            streams = planner.streams.of(jaxpr, is_computed, [use.stream for use in uses])
+        given = dict(zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True))
+        producers = {var: i for i, each in enumerate(infos) for var in each.eqn.outvars}
+        self._variables = {
+            var: _Variable(
+                given.get(var), producers.get(var), demands.get(var, Demand.NONE), streams.get(var, Stream.NONE)
+            )
+            for var in (*given, *producers)
+        }
         for i, each in enumerate(infos):
-            self._variables |= {var: _Variable(producer=i) for var in each.eqn.outvars}
-            is_dead = each.is_dead([demands.get(var, Demand.NONE) for var in each.eqn.outvars])
+            is_dead = each.is_dead([self._variables[var].demand for var in each.eqn.outvars])
             for var in each.operands:
                 self._variables[var].readers[i] = Reads.UNREAD if is_dead else Reads.LOW
-        for var, demand in demands.items():
-            self._variables[var].demand = demand
         for use, atom in zip(uses, opened.outvars, strict=True):
             if isinstance(atom, Var) and use.demand != Demand.NONE:
                 is_float32 = use.demand == Demand.RETURNED or use.demand & Demand.SENSITIVE
                 result = self._variables[atom]
                 result.returned = min(result.returned, Reads.FUSED if is_float32 else use.reads)
-        if planner.options.has_low_stream:
-            is_computed = tuple([value.origin > Origin.INPUT for value in values])
-            streams = planner.streams.of(jaxpr, is_computed, [use.stream for use in uses])
-            for var, stream in streams.items():
-                self._variables[var].stream = stream
         self._contexts = list(map(self._context, infos))
         self._steps: list[Step | None] = [None] * len(infos)
 
@@ -245,21 +245,19 @@ class _PlanBuilder:
         region = self._planner.enter(self._region, eqn)
         op = Context(info, region, self._planner.options, ())
         outs = [self._variables[var].demand for var in eqn.outvars]
-        demand = joined(outs)
+        demand, is_marked = joined(outs), format_in(eqn.source_info.name_stack) is not None
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
-            is_marked = format_in(eqn.source_info.name_stack) is not None
             if info.enters is not None:
                 given = [Demand.ANY] * len(outs) if is_marked else outs
                 op = op._replace(inside=self._planner.demands.inside(info, operands, given))
             reason = why_as_traced(info, demand, operands, region.format)
             if reason is not None and region.format.is_low and not is_marked:  # a region in the code takes precedence
-                op = op._replace(region=region._replace(format=FORMATS["float32"]), as_traced=reason)
+                op = op._replace(region=region._replace(format=FORMATS["float32"], why=reason))
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         overflows = any(known.size > op.format.largest for known in results)
         stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
-        is_ranked = bool(demand & Demand.RANK) and format_in(eqn.source_info.name_stack) is None
-        return op._replace(overflows=overflows, is_ranked=is_ranked, stream=stream)
+        return op._replace(overflows=overflows, is_ranked=bool(demand & Demand.RANK) and not is_marked, stream=stream)
 
     def plan(self) -> Plan:
         """Decides all equations."""
@@ -269,9 +267,8 @@ class _PlanBuilder:
                 pending += self._decide(pending.pop())
         known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
-        pairs = zip(filter(None, self._steps), self._contexts, strict=True)
-        steps = [step._replace(as_traced=op.as_traced) for step, op in pairs]
-        inner = [plan for step in steps for plan, _ in step.inner]
+        steps = list(filter(None, self._steps))
+        inner = [plan for step in steps for plan in step.inner]
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
@@ -288,21 +285,18 @@ class _PlanBuilder:
         old, old_step = self._contexts[i], self._steps[i]
         info, eqn, rule = old.info, old.eqn, old.info.rule
         outs = [self._variables[var] for var in eqn.outvars]
-        uses: tuple[Use, ...] = ()
-        if info.structure is not None:
-            uses = tuple([Use(out.demand, out.stream, out.reads) for out in outs])
+        uses = [Use(out.demand, out.stream, out.reads) for out in outs] if info.structure is not None else []
         values = tuple([self._read(atom) for atom in eqn.invars])
-        has_copy = False
         if info.uses_copies:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
-            has_copy = any(value.has_float32_copy for value in values)
+        has_copy = any(value.has_float32_copy for value in values)
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
         op = old._replace(
             values=values,
             needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads == Reads.FUSED,
             is_stored=(rule.moves or rule.arithmetic) and reads == Reads.STORED,
             reads_stored_norm=self._reads_stored_norm(info, values),
-            uses=uses,
+            uses=tuple(uses),
         )
         if old_step is not None and op == old:
             return []
@@ -344,10 +338,7 @@ class _PlanBuilder:
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
         be stored twice: `h = norm(x); h + mlp(h)`.
         """
-
-        def is_stored(var: Var) -> bool:
-            return any(self._contexts[i].info.rule.stores for i in self._variables[var].readers)
-
         pairs = zip(info.eqn.invars, values, strict=True)
         norms = [atom for atom, value in pairs if value.data_dtype is not None and value.data_dtype != value.dtype]
-        return any(isinstance(atom, Var) and is_stored(atom) for atom in norms)
+        readers = [i for atom in norms if isinstance(atom, Var) for i in self._variables[atom].readers]
+        return any(self._contexts[i].info.rule.stores for i in readers)

@@ -8,6 +8,7 @@ import enum
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,82 +18,6 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-
-Axes = frozenset[int]
-Shape = tuple[Any, ...]
-
-
-def varying(shape: Shape | None) -> Axes:
-    """Returns the axes of more than one element."""
-    # A symbolic dimension can only be compared for equality.
-    return frozenset(i for i, n in enumerate(shape or ()) if n != 1)
-
-
-# How an op that moves an array moves axes of it, from its parameters and the shapes before and after; None if that is
-# not known.
-MoveAxes = Callable[[Mapping[str, Any], Shape, Shape, Axes], Axes | None]
-
-
-def broadcast_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
-    """Moves axes through a broadcast."""
-    return frozenset(int(params["broadcast_dimensions"][axis]) for axis in axes)
-
-
-def squeeze_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
-    """Moves axes through the removal of others."""
-    kept = [axis for axis in range(len(before)) if axis not in params["dimensions"]]
-    return frozenset(i for i, axis in enumerate(kept) if axis in axes)
-
-
-def transpose_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
-    """Moves axes through a permutation."""
-    return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in axes)
-
-
-def reshape_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
-    """Moves axes through a reshape.
-
-    An axis that merges several axes, or is a part of one, counts if any of these counts.
-    """
-    if params["dimensions"] is not None:
-        return None
-    olds, news = sorted(varying(before)), sorted(varying(after))
-    if [before[i] for i in olds] == [after[i] for i in news]:
-        return frozenset(new for old, new in zip(olds, news, strict=True) if old in axes)
-    if not all(isinstance(n, int) and n for n in (*before, *after)):
-        return None
-    # Axes belong together if no boundary that both shapes have lies between them.
-    ends, new_ends = (
-        list(itertools.accumulate([n[i] for i in kept], operator.mul)) for n, kept in ((before, olds), (after, news))
-    )
-    shared = sorted(set(ends) & set(new_ends))
-    found = {bisect.bisect_left(shared, end) for axis, end in zip(olds, ends, strict=True) if axis in axes}
-    return frozenset(i for i, end in zip(news, new_ends, strict=True) if bisect.bisect_left(shared, end) in found)
-
-
-def no_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> None:
-    """Returns None: the places of the axes depend on more than the axes."""
-
-
-def same_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
-    """Returns the axes themselves, if there are as many as before."""
-    return axes if len(before) == len(after) else None
-
-
-def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether an array of a shape is known to have fewer elements than one of another shape.
-
-    Dimensions that both have cancel. Of those that are left, symbolic ones are only known to be another size than 1.
-    """
-    mine, others = list(shape), list(other)
-    for n in shape:
-        if n in others:
-            mine.remove(n)
-            others.remove(n)
-    size, other_size = math.prod(mine), math.prod(others)
-    if isinstance(size, int) and isinstance(other_size, int):
-        return size < other_size
-    return size == 1 and other_size != 1
 
 
 class OpClass(enum.StrEnum):
@@ -109,6 +34,7 @@ class ResultKind(enum.StrEnum):
     """How the elements of the result come from the elements of the operands."""
 
     MOVED = "moved"  # the same elements in other places
+    TAKEN = "taken"  # the elements at given indices, such as a diagonal
     CHOSEN = "chosen"  # some of the elements, or their negatives
     SELECTED = "selected"  # elements of several operands, chosen by a condition
     SUM = "sum"  # sums of two elements; one may be a bias
@@ -136,20 +62,33 @@ class Demand:
     RANGE = 1 << 5  # as the operand of a logarithm, which small and large values reach: `jnp.log(p @ q)`
     EDGE = 1 << 6  # near the edge of the domain of a function, whose slope is infinite there: `jnp.acos(u @ v)`
     ROOT = 1 << 7  # as the operand of a square root, `jnp.sqrt(1 - c * c)`
-    FACTOR = 1 << 8  # as a factor of an accumulator, in every iteration of a loop
-    GATE = 1 << 9  # as such a factor, where the result is a term of the next value: `gate` in `h = gate * h + x`
-    MAKES_GATE = 1 << 10  # as `z` in a gate `1 - z` or `jnp.exp(-z)`
-    TERM = 1 << 11  # as a term of the next value of an accumulator: `x` in `h = gate * h + x`
-    RECURRENCE = 1 << 12  # as the next value of a recurrence by products: `x = a @ x`
-    ENDS_LOOP = 1 << 13  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
-    INDEX = 1 << 14  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
-    CODE = 1 << 15  # to see whether it is equal to another: `code[:, None] == code`
-    RANK = 1 << 16  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
+    GATE = 1 << 8  # as a factor of an accumulator in its next value: `gate` in `h = gate * h + x`
+    MAKES_GATE = 1 << 9  # as `z` in a gate `1 - z` or `jnp.exp(-z)`
+    TERM = 1 << 10  # as a term of the next value of an accumulator: `x` in `h = gate * h + x`
+    RECURRENCE = 1 << 11  # as the next value of a recurrence by products: `x = a @ x`
+    ENDS_LOOP = 1 << 12  # to decide when a loop ends: `lax.while_loop(lambda c: c[1] > tol, ...)`
+    INDEX = 1 << 13  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
+    CODE = 1 << 14  # to see whether it is equal to another: `code[:, None] == code`
+    RANK = 1 << 15  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
 
     OTHERS = ANY | RETURNED
     EXACT = INDEX | CODE | RANK  # which ops on few elements pass on
     LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
     SENSITIVE = LINEAR | ENDS_LOOP | INDEX  # those that float32 is for
+
+
+Axes = frozenset[int]
+Rows = tuple[Axes | None, Axes | None]
+Shape = tuple[Any, ...]
+
+# How an op that moves an array moves axes of it, from its parameters and the shapes before and after; None if that is
+# not known.
+MoveAxes = Callable[[Mapping[str, Any], Shape, Shape, Axes], Axes | None]
+
+
+def _same_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
+    """Returns the axes themselves, if there are as many as before."""
+    return axes if len(before) == len(after) else None
 
 
 class Rule(NamedTuple):
@@ -159,6 +98,7 @@ class Rule(NamedTuple):
         op_class: the dtype in which the op reads its operands.
         kind: how the elements of the result come from the elements of the operands.
         demand: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NONE` if they do not.
+        keys: of how many operands, the first ones, that is so; None if of all.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         terms: how many elements a product sums for each of its result; 0 for other ops.
@@ -171,9 +111,8 @@ class Rule(NamedTuple):
         dtype_params: names of parameters that name the dtype of the result.
         jaxpr_params: names of parameters that hold a jaxpr over scalars of the operands' dtype.
         power: the exponent of a power; None if the program computes it.
-        fold: computes the op on known scalars, on the host, from its parameters and operands.
+        fold: computes the op on known scalars, on the host.
         move_axes: for an op that moves elements, how it moves the axes of an operand.
-        takes: the op takes some elements of an array, such as a diagonal.
         makes_gates: `f(z)` is a gate, as `exp(-z)`.
         keeps_unit: its operands and results have one physical unit, although it does not pass elements on.
         drops_unit: its operands may have any unit, and its results have none.
@@ -183,18 +122,18 @@ class Rule(NamedTuple):
     op_class: OpClass
     kind: ResultKind = ResultKind.OTHER
     demand: int = Demand.NONE
+    keys: int | None = None
     fuses: bool = False
     terms: Any = 0
     columns: tuple[Any, ...] = ()
-    rows: tuple[Axes | None, Axes | None] = (None, None)
+    rows: Rows = (None, None)
     costly: bool = False
     stores: bool = False
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
     power: float | None = None
     fold: Callable[..., Any] | None = None
-    move_axes: MoveAxes = same_axes
-    takes: bool = False
+    move_axes: MoveAxes = _same_axes
     makes_gates: bool = False
     keeps_unit: bool = False
     drops_unit: bool = False
@@ -203,7 +142,7 @@ class Rule(NamedTuple):
     @property
     def moves(self) -> bool:
         """Whether the op only moves elements."""
-        return self.kind is ResultKind.MOVED
+        return self.kind in (ResultKind.MOVED, ResultKind.TAKEN)
 
     @property
     def scales(self) -> bool:
@@ -258,7 +197,7 @@ class Rule(NamedTuple):
 
 _ARITHMETIC = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
 _ARITHMETIC |= {ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT}
-_PASSES_ON = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED, *_ARITHMETIC}
+_PASSES_ON = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, *_ARITHMETIC}
 
 # The rule of a primitive, or a function of the parameters of the op and the types of its operands.
 RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
@@ -275,39 +214,57 @@ _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operand
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
 _LOGARITHM = Rule(OpClass.FULL, ResultKind.LOGARITHM, Demand.RANGE)
 _POWER = Rule(OpClass.FULL, ResultKind.POWER)
-_SQUARE = Rule(OpClass.FOLLOW, ResultKind.POWER, fuses=True, power=2, fold=lambda _, x: x * x)
+_SQUARE = Rule(OpClass.FOLLOW, ResultKind.POWER, fuses=True, power=2, fold=np.square)
 _MOVE = Rule(OpClass.FOLLOW, ResultKind.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, ResultKind.MOVED, fuses=True)
-_CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda _, x: x)
+_CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda x: x)
 _SCATTER = _PROMOTE._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",))
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _KERNEL = _COSTLY._replace(is_kernel=True)
 _DECOMPOSITION = Rule(OpClass.ORIGINAL, demand=Demand.MATRIX, costly=True)
 
 
-def operand_dtypes(precision: Any) -> set[np.dtype] | None:
-    """Returns the dtypes that the algorithm of a product may read; None if its `precision` names no algorithm."""
-    read = getattr(precision, "supported_lhs_types", None) or getattr(precision, "lhs_precision_type", None)
-    return None if read is None else set(map(np.dtype, read if isinstance(read, tuple) else (read,)))
+def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """A product of vectors is a sum, and no matrix unit speeds it up, so it is float32."""
+    contracting, batch, _ = product_axes(params)
+    left, right = free_sizes(avals, contracting, batch)
+    first, middle = len(batch[0]), len(batch[0]) + len(left)
+    lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
+    terms = [avals[0].shape[axis] for axis in contracting[0]]
+    rule = _product(params["precision"], terms, left, right, (rights, lefts))
+    # A layer with one input or one output is a layer, not a product of vectors.
+    is_of_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
+    if is_of_vectors and rule.can_run_as_traced:
+        return Rule(OpClass.FULL, ResultKind.MATRIX_PRODUCT, dtype_params=_LOWER.dtype_params)
+    return rule._replace(columns=(math.prod(left), math.prod(right)))
 
 
-def _product(
-    params: Mapping[str, Any],
-    terms: Sequence[Any],
-    left: Sequence[Any],
-    right: Sequence[Any],
-    rows: tuple[Axes | None, Axes | None],
-) -> Rule:
+def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    numbers, kernel = params["dimension_numbers"], avals[1].shape
+    terms = [n for axis, n in enumerate(kernel) if axis != numbers.rhs_spec[0]]
+    # Each group multiplies a patch at each of any number of places by a matrix.
+    features = kernel[numbers.rhs_spec[0]] // (params["feature_group_count"] * params["batch_group_count"])
+    rows = None, frozenset(range(len(kernel))) - {numbers.out_spec[1]}
+    return _product(params["precision"], terms, (math.inf,), (features,), rows)
+
+
+def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    contracting, *others = product_axes(params)
+    left, right = free_sizes(avals[:2], contracting, *others)
+    terms = [avals[0].shape[axis] for axis in contracting[0]]
+    return _product(params["precision"], terms, left, right, (None, frozenset(range(avals[0].ndim - 1))))
+
+
+def _product(precision: Any, terms: Sequence[Any], left: Sequence[Any], right: Sequence[Any], rows: Rows) -> Rule:
     """A product that sums nothing is a multiplication. One whose `precision` asks for float32 is not lowered.
 
     Args:
-        params: the parameters of the op.
+        precision: that of the op.
         terms: the sizes of the axes that it sums over.
         left: those of the other axes of the first operand that are not batch axes.
         right: those of the second operand.
         rows: see `Rule`.
     """
-    precision = params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)
     if lax.Precision.HIGHEST in asked or operand_dtypes(precision) == {np.dtype(np.float32)}:
         return Rule(OpClass.ORIGINAL, ResultKind.MATRIX_PRODUCT, costly=True)
@@ -316,6 +273,26 @@ def _product(
     if _is_geometry(terms, left, right):
         return Rule(OpClass.PROMOTE, ResultKind.MATRIX_PRODUCT, rows=rows, dtype_params=_LOWER.dtype_params)
     return _LOWER._replace(rows=rows, terms=math.prod(terms))
+
+
+def operand_dtypes(precision: Any) -> set[np.dtype] | None:
+    """Returns the dtypes that the algorithm of a product may read; None if its `precision` names no algorithm."""
+    read = getattr(precision, "supported_lhs_types", None) or getattr(precision, "lhs_precision_type", None)
+    return None if read is None else set(map(np.dtype, read if isinstance(read, tuple) else (read,)))
+
+
+def product_axes(params: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Returns the axes of both operands that a product sums over, its batch axes, and those of ragged groups."""
+    ragged = params.get("ragged_dot_dimension_numbers")
+    if ragged is None:
+        return *params["dimension_numbers"], ((), ())
+    return *ragged.dot_dimension_numbers, ((), ragged.rhs_group_dimensions)
+
+
+def free_sizes(avals: Sequence[Any], *axes: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """Returns the sizes of the axes of each operand that are not among these axes of it."""
+    bound = [{*itertools.chain(*each)} for each in zip(*axes, strict=True)]
+    return [[n for i, n in enumerate(aval.shape) if i not in each] for aval, each in zip(avals, bound, strict=True)]
 
 
 def _is_geometry(terms: Sequence[Any], *others: Sequence[Any]) -> bool:
@@ -333,49 +310,10 @@ def _is_geometry(terms: Sequence[Any], *others: Sequence[Any]) -> bool:
     return is_small(math.prod(terms)) and has_matrix
 
 
-def _matmul(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
-    """A product of vectors is a sum, and no matrix unit speeds it up, so it is float32."""
-    contracting, batch = params["dimension_numbers"]
-    left, right = (
-        [n for i, n in enumerate(aval.shape) if i not in (*c, *b)]
-        for aval, c, b in zip(avals, contracting, batch, strict=True)
-    )
-    first, middle = len(batch[0]), len(batch[0]) + len(left)
-    lefts, rights = frozenset(range(first, middle)), frozenset(range(middle, middle + len(right)))
-    terms = [avals[0].shape[axis] for axis in contracting[0]]
-    rule = _product(params, terms, left, right, (rights, lefts))
-    # A layer with one input or one output is a layer, not a product of vectors.
-    is_of_vectors = not (left or right) or (first > 0 and all(n == 1 for n in (*left, *right)))
-    if is_of_vectors and rule.can_run_as_traced:
-        return Rule(OpClass.FULL, ResultKind.MATRIX_PRODUCT, dtype_params=_LOWER.dtype_params)
-    return rule._replace(columns=(math.prod(left), math.prod(right)))
-
-
-def _convolution(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
-    numbers, kernel = params["dimension_numbers"], avals[1].shape
-    terms = [n for axis, n in enumerate(kernel) if axis != numbers.rhs_spec[0]]
-    # Each group multiplies a patch at each of any number of places by a matrix.
-    features = kernel[numbers.rhs_spec[0]] // (params["feature_group_count"] * params["batch_group_count"])
-    rows = None, frozenset(range(len(kernel))) - {numbers.out_spec[1]}
-    return _product(params, terms, (math.inf,), (features,), rows)
-
-
-def _ragged_dot(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
-    numbers = params["ragged_dot_dimension_numbers"]
-    contracting, batch = numbers.dot_dimension_numbers
-    groups = (), numbers.rhs_group_dimensions
-    left, right = (
-        [n for i, n in enumerate(aval.shape) if i not in (*c, *b, *g)]
-        for aval, c, b, g in zip(avals, contracting, batch, groups, strict=False)
-    )
-    rows = None, frozenset(range(avals[0].ndim - 1))
-    return _product(params, [avals[0].shape[axis] for axis in contracting[0]], left, right, rows)
-
-
 def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """`x ** -1` is torch's `reciprocal`, which is float32. Squares and cubes (GELU) are not."""
     rule = _POWER if params["y"] < 0 else _SQUARE
-    return rule._replace(power=params["y"], fold=lambda params, x: x ** params["y"])
+    return rule._replace(power=params["y"], fold=lambda x: x ** params["y"])
 
 
 def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -398,7 +336,7 @@ def _gather(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     x, indices = avals
     shape = (*indices.shape[:-1], *params["slice_sizes"])
     is_whole = math.prod(shape) == math.prod(x.shape) or is_smaller(x.shape, shape)
-    return (_FUSED_MOVE if is_whole else _MOVE)._replace(takes=True, move_axes=no_axes)
+    return (_FUSED_MOVE if is_whole else _MOVE)._replace(kind=ResultKind.TAKEN, move_axes=_no_axes)
 
 
 def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -408,23 +346,80 @@ def _scatter(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
 
 def _sort(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     """What is sorted beside the keys is chosen by them, as the indices of `argsort`."""
-    is_by_order = len(avals) > params["num_keys"]
-    return _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK if is_by_order else Demand.NONE)
+    n_keys = params["num_keys"]
+    demand = Demand.RANK if len(avals) > n_keys else Demand.NONE
+    return _FOLLOW._replace(keeps_unit=True, demand=demand, keys=n_keys)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    product = _PAIRWISE._replace(kind=ResultKind.PRODUCT, fold=lambda _, x, y: x * y)
+    product = _PAIRWISE._replace(kind=ResultKind.PRODUCT, fold=np.multiply)
     return product if params.get("out_dtype") is None else ORIGINAL
 
 
+def _broadcast_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
+    """Moves axes through a broadcast."""
+    return frozenset(int(params["broadcast_dimensions"][axis]) for axis in axes)
+
+
+def _squeeze_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
+    """Moves axes through the removal of others."""
+    kept = [axis for axis in range(len(before)) if axis not in params["dimensions"]]
+    return frozenset(i for i, axis in enumerate(kept) if axis in axes)
+
+
+def _transpose_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
+    """Moves axes through a permutation."""
+    return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in axes)
+
+
+def _reshape_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
+    """Moves axes through a reshape.
+
+    An axis that merges several axes, or is a part of one, counts if any of these counts.
+    """
+    if params["dimensions"] is not None:
+        return None
+    olds, news = sorted(varying(before)), sorted(varying(after))
+    if [before[i] for i in olds] == [after[i] for i in news]:
+        return frozenset(new for old, new in zip(olds, news, strict=True) if old in axes)
+    if not all(isinstance(n, int) and n for n in (*before, *after)):
+        return None
+    # Axes belong together if no boundary that both shapes have lies between them.
+    ends, new_ends = (
+        list(itertools.accumulate([n[i] for i in kept], operator.mul)) for n, kept in ((before, olds), (after, news))
+    )
+    shared = sorted(set(ends) & set(new_ends))
+    found = {bisect.bisect_left(shared, end) for axis, end in zip(olds, ends, strict=True) if axis in axes}
+    return frozenset(i for i, end in zip(news, new_ends, strict=True) if bisect.bisect_left(shared, end) in found)
+
+
+def _no_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> None:
+    """Returns None: the places of the axes depend on more than the axes."""
+
+
+def varying(shape: Shape | None) -> Axes:
+    """Returns the axes of more than one element."""
+    # A symbolic dimension can only be compared for equality.
+    return frozenset(i for i, n in enumerate(shape or ()) if n != 1)
+
+
+def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether an array of a shape is known to have fewer elements than one of another shape.
+
+    Dimensions that both have cancel. Of those that are left, symbolic ones are only known to be another size than 1.
+    """
+    mine, others = Counter(shape), Counter(other)
+    size, other_size = math.prod((mine - others).elements()), math.prod((others - mine).elements())
+    if isinstance(size, int) and isinstance(other_size, int):
+        return size < other_size
+    return size == 1 and other_size != 1
+
+
 def _table(rows: Mapping[str, Any]) -> Rules:
-    table: dict[str, Any] = {}
-    for names, rule in rows.items():
-        for name in names.split():
-            if name in table:
-                raise ValueError(f"the primitive `{name}` is in the table twice")
-            table[name] = rule
-    return table
+    names = " ".join(rows).split()
+    for name in {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"the primitive `{name}` is in the table twice")
+    return {name: rule for row, rule in rows.items() for name in row.split()}
 
 
 RULES: Rules = _table(
@@ -434,11 +429,11 @@ RULES: Rules = _table(
         "conv_general_dilated": _convolution,
         "ragged_dot_general": _ragged_dot,
         # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
-        "exp": _FULL._replace(makes_gates=True, fold=lambda _, x: np.exp(x)),
+        "exp": _FULL._replace(makes_gates=True, fold=np.exp),
         "exp2 expm1 polynomial": _FULL,
-        "pow": _POWER._replace(fold=lambda _, x, y: x**y),
-        "rsqrt": _POWER._replace(power=-0.5, fold=lambda _, x: 1 / np.sqrt(x)),
-        "log": _LOGARITHM._replace(fold=lambda _, x: np.log(x)),
+        "pow": _POWER._replace(fold=np.power),
+        "rsqrt": _POWER._replace(power=-0.5, fold=lambda x: 1 / np.sqrt(x)),
+        "log": _LOGARITHM._replace(fold=np.log),
         "log2": _LOGARITHM,
         "log1p": _FULL._replace(demand=Demand.RANGE),
         "acos acosh asin atanh erf_inv": _FULL._replace(demand=Demand.EDGE),
@@ -451,13 +446,13 @@ RULES: Rules = _table(
         "scatter-add scatter-sub scatter-mul": _FULL._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",)),
         "integer_pow": _integer_pow,
         # Several operands of one dtype.
-        "add": _PAIRWISE._replace(kind=ResultKind.SUM, fold=lambda _, x, y: x + y),
-        "sub": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE, fold=lambda _, x, y: x - y),
+        "add": _PAIRWISE._replace(kind=ResultKind.SUM, fold=np.add),
+        "sub": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE, fold=np.subtract),
         "add_any": _PAIRWISE._replace(kind=ResultKind.COTANGENT),
         "mul": _mul,
-        "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=lambda _, x, y: x / y),
-        "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x, y: np.maximum(x, y)),
-        "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x, y: np.minimum(x, y)),
+        "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=np.divide),
+        "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum),
+        "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum),
         "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN),
         "select_n": _PAIRWISE._replace(kind=ResultKind.SELECTED),
         "eq ne": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE),
@@ -467,19 +462,17 @@ RULES: Rules = _table(
         "scatter": _scatter,
         "scatter-min scatter-max": _SCATTER,
         "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(kind=ResultKind.CHOSEN),
-        "concatenate pad": _PROMOTE._replace(kind=ResultKind.MOVED, move_axes=no_axes),
+        "concatenate pad": _PROMOTE._replace(kind=ResultKind.MOVED, move_axes=_no_axes),
         "stack": _PROMOTE._replace(kind=ResultKind.MOVED),
         # Bounded or exact in any dtype.
-        "neg": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, makes_gates=True, fold=lambda _, x: -x),
-        "abs": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, fold=lambda _, x: np.abs(x)),
+        "neg": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, makes_gates=True, fold=np.negative),
+        "abs": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, fold=np.abs),
         "reduce_max reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN),
         "square": _SQUARE,
         "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
         "one_minus_square": _ELEMENTWISE,
         "sin cos": _ELEMENTWISE._replace(demand=Demand.ANGLE),
-        "sqrt": _ELEMENTWISE._replace(
-            kind=ResultKind.POWER, demand=Demand.ROOT, power=0.5, fold=lambda _, x: np.sqrt(x)
-        ),
+        "sqrt": _ELEMENTWISE._replace(kind=ResultKind.POWER, demand=Demand.ROOT, power=0.5, fold=np.sqrt),
         "cbrt": _ELEMENTWISE._replace(power=1 / 3),
         "floor ceil round tanh logistic erf erfc": _ELEMENTWISE,
         "argmax argmin": _FOLLOW._replace(drops_unit=True),
@@ -492,11 +485,11 @@ RULES: Rules = _table(
         "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
         "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
         # Values move, none is computed.
-        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=broadcast_axes),
-        "reshape": _FUSED_MOVE._replace(move_axes=reshape_axes),
-        "squeeze": _FUSED_MOVE._replace(move_axes=squeeze_axes),
-        "transpose": _FUSED_MOVE._replace(move_axes=transpose_axes),
-        "stop_gradient": _FUSED_MOVE._replace(fold=lambda _, x: x),
+        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=_broadcast_axes),
+        "reshape": _FUSED_MOVE._replace(move_axes=_reshape_axes),
+        "squeeze": _FUSED_MOVE._replace(move_axes=_squeeze_axes),
+        "transpose": _FUSED_MOVE._replace(move_axes=_transpose_axes),
+        "stop_gradient": _FUSED_MOVE._replace(fold=lambda x: x),
         "slice dynamic_slice rev split unstack": _FUSED_MOVE,
         "gather": _gather,
         "tile copy name device_put sharding_constraint optimization_barrier": _MOVE,
@@ -536,8 +529,8 @@ class EqnInfo(NamedTuple):
         operands: the variables that it reads, each once.
         sources: what each operand was before it was only moved; None for a literal.
         between: for each of the two products in `A @ P @ A.T`, the operand that is or holds `P`; None for other ops.
-        op: a number for the primitive, its parameters and the types of its operands and results: the same op of another
-            layer has the same. None if it holds jaxprs or what cannot be hashed.
+        op: stands for the primitive, its parameters and the types of its operands and results: the same op of another
+            layer has the same object. None if it holds jaxprs or what cannot be hashed.
     """
 
     eqn: JaxprEqn
@@ -546,7 +539,7 @@ class EqnInfo(NamedTuple):
     operands: tuple[Var, ...]
     sources: tuple[Var | None, ...]
     between: int | None
-    op: int | None
+    op: object | None
 
     @property
     def enters(self) -> jx.Structure | None:

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Op, Rewrite
-from jmp_amp._autocast._primitives import OpClass
+from jmp_amp._autocast._primitives import OpClass, ResultKind, free_sizes, product_axes
 from jmp_amp._float8 import PLAIN_PRIMITIVE, float8_dot, float8_ragged_dot
 from jmp_amp._formats import FLOAT32, Float8
 
@@ -38,7 +38,7 @@ def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     in float32, in memory. As a comparison with the index it fuses with the gradient of the softmax and the cast that
     follow.
     """
-    if not (op.rule.takes and op.rule.moves and op.needs_float32):
+    if not (op.rule.kind is ResultKind.TAKEN and op.needs_float32):
         return None
     return _take_label_logit if is_label_logit(op.eqn.params, [atom.aval for atom in op.eqn.invars]) else None
 
@@ -67,12 +67,13 @@ def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
 
 
 def _take_label_logit(op: Op, args: Sequence[Any]) -> list[Any]:
-    def tangent(x: Any, indices: Any, t: Any) -> Any:
+    def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        x, indices = primals
         # An index out of bounds equals none, so its tangent is 0.
         is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices.reshape(*x.shape[:-1], 1)
-        return jnp.sum(jnp.where(is_label, t, 0), -1, keepdims=True)
+        return [jnp.sum(jnp.where(is_label, tangents[0], 0), -1, keepdims=True)]
 
-    return _with_tangent(op, tangent, args)
+    return _with_tangent(op.apply, tangent, op.cast(args))
 
 
 def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
@@ -82,34 +83,32 @@ def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     sum by scatter, and in bfloat16 a sum of ones ends at 256.
     """
     atoms = op.eqn.invars
-    if not (op.rule.takes and op.rule.moves and jx.dtype_of(atoms[0]) == FLOAT32 and dtypes[0] == op.format.dtype):
+    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(atoms[0]) == FLOAT32 and dtypes[0] == op.format.dtype):
         return None
     return None if is_label_logit(op.eqn.params, [atom.aval for atom in atoms]) else _gather_low
 
 
 def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
-    def in_float32(x: Any, indices: Any) -> Any:
-        return lax.convert_element_type(op.apply([lax.convert_element_type(x, jnp.float32), indices])[0], x.dtype)
+    def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        x, indices = primals
 
-    def tangent(x: Any, indices: Any, t: Any) -> Any:
-        return jax.jvp(lambda x: in_float32(x, indices), [x], [t])[1]
+        def in_float32(x: Any) -> list[Any]:
+            return [lax.convert_element_type(op.apply([lax.convert_element_type(x, FLOAT32), indices])[0], x.dtype)]
 
-    return _with_tangent(op, tangent, args)
+        return jax.jvp(in_float32, [x], [tangents[0]])[1]
+
+    return _with_tangent(op.apply, tangent, op.cast(args))
 
 
-def _with_tangent(op: Op, tangent: Callable[[Any, Any, Any], Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a gather whose tangent is computed from the operand, the indices and the tangent of the operand."""
-
-    @jax.custom_jvp
-    def call(x: Any, indices: Any) -> Any:
-        return op.apply([x, indices])[0]
+def _with_tangent(fun: Callable[[Sequence[Any]], list[Any]], tangent: Callable, args: Sequence[Any]) -> list[Any]:
+    """Applies a function whose tangents are `tangent(primals, tangents)`."""
+    call = jax.custom_jvp(lambda *args: fun(args))
 
     @call.defjvp
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        x, indices = primals
-        return call(x, indices), tangent(x, indices, tangents[0])
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return call(*primals), tangent(primals, tangents)
 
-    return [call(*op.cast(args))]
+    return call(*args)
 
 
 def _float8_product(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
@@ -130,23 +129,16 @@ def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> s
         float8: the sizes.
     """
     is_ragged = eqn.primitive.name == PLAIN_PRIMITIVE
-    if is_ragged and _has_rows_of_groups(eqn) and not float8.blocks:
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (contracting, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
-    elif eqn.primitive is lax.dot_general_p:
-        (contracting, batch), groups = eqn.params["dimension_numbers"], ()
-    else:
+    if not (_has_rows_of_groups(eqn) and not float8.blocks if is_ragged else eqn.primitive is lax.dot_general_p):
         return "no matrix product"
+    contracting, batch, groups = product_axes(eqn.params)
     if batch[0] or len(contracting[0]) != 1:
         return "no matrix product"
     is_input = (is_input[0] and not is_ragged, is_input[1])
     if not any(is_input):
         return "no weight"
-    shapes = [jx.shape_of(atom) or () for atom in eqn.invars[:2]]
-    terms = shapes[0][contracting[0][0]]
-    axes = contracting[0], (*contracting[1], *groups)
-    others = [[n for i, n in enumerate(shape) if i not in c] for shape, c in zip(shapes, axes, strict=True)]
-    rows, columns = map(math.prod, others)
+    avals: list[Any] = [atom.aval for atom in eqn.invars[:2]]
+    terms, (rows, columns) = avals[0].shape[contracting[0][0]], map(math.prod, free_sizes(avals, contracting, groups))
     if any(n % float8.multiple for n in (terms, rows, columns)):
         return "multiple"
     # The rows and the columns of the product, if the first or the second operand is the weight.
@@ -157,8 +149,8 @@ def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> s
 def _has_rows_of_groups(eqn: JaxprEqn) -> bool:
     """Whether a ragged product multiplies each row of a matrix by the matrix of its group."""
     ranks = [len(jx.shape_of(atom) or ()) for atom in eqn.invars]
-    has_groups = bool(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
-    return ranks == [2, 3, 1] and has_groups and eqn.params["group_offset"] is None
+    _, _, groups = product_axes(eqn.params)
+    return ranks == [2, 3, 1] and bool(groups[1]) and eqn.params["group_offset"] is None
 
 
 def _gains(terms: int, rows: int, columns: int, float8: Float8) -> bool:
@@ -250,7 +242,6 @@ def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
 
     The op itself casts first: the large array would be kept in front of a loop, and read in every iteration.
     """
-    call = jax.custom_jvp(lambda *args: op.apply(op.cast(args)))
     shape = jnp.broadcast_shapes(*map(np.shape, args))
 
     def broadcast(x: Any, dtype: Any) -> Any:
@@ -260,11 +251,10 @@ def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
     def broadcast_first(*args: Any) -> list[Any]:
         return op.apply(op.cast(list(map(broadcast, args, op.casts))))
 
-    @call.defjvp
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return call(*primals), jax.jvp(broadcast_first, primals, tangents)[1]
+    def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        return jax.jvp(broadcast_first, primals, tangents)[1]
 
-    return call(*args)
+    return _with_tangent(lambda args: op.apply(op.cast(args)), tangent, args)
 
 
 _REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)

@@ -221,7 +221,7 @@ def _computed(node: Node, numbers: Sequence[Any]) -> Any:
     with np.errstate(all="ignore"):
         if node.name in _FLAGS:
             return bool(_FLAGS[node.name](*numbers))
-        return None if fold is None else fold(node.eqn.params, *numbers)
+        return None if fold is None else fold(*numbers)
 
 
 def _number(node: Node) -> Any:

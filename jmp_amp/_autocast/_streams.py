@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._analyses import InfosOf, Paths, Sources, joined
+from jmp_amp._autocast._analyses import joined
+from jmp_amp._autocast._paths import InfosOf, Paths, Sources
 from jmp_amp._autocast._primitives import EqnInfo, OpClass, ResultKind
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32

@@ -128,10 +128,8 @@ class Value(NamedTuple):
         return self.magnitudes is not None and self.magnitudes[1] > float(jax.numpy.finfo(dtype).max)
 
     def is_lost(self, dtype: np.dtype) -> bool:
-        """Whether an element of this constant is inf in `dtype`, or no element is a normal number."""
-        return self.exceeds(dtype) or (
-            self.magnitudes is not None and 0 < self.magnitudes[1] < float(jax.numpy.finfo(dtype).tiny)
-        )
+        """Whether no element of this constant is a normal number in `dtype`."""
+        return self.magnitudes is not None and 0 < self.magnitudes[1] < float(jax.numpy.finfo(dtype).tiny)
 
 
 def unknown(aval: Any) -> Value:

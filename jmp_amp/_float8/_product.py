@@ -285,7 +285,7 @@ def _gradient(i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[A
         def product(x: Any) -> Any:
             return bind_plain(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
 
-        return jax.linear_transpose(product, jx.aval_with(unknown.aval, base))(cotangent)[0]
+        return jax.linear_transpose(product, jx.with_dtype(unknown.aval, base))(cotangent)[0]
 
     program = jx.trace(transposed, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base)])
     # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.

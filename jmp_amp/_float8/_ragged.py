@@ -73,7 +73,7 @@ def _gradient(i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[A
             pair = (x, known) if i == 0 else (known, x)
             return bind_plain(*pair, group_sizes, **params | {"preferred_element_type": base})
 
-        return jax.linear_transpose(product, jx.aval_with(unknown.aval, base))(cotangent)[0]
+        return jax.linear_transpose(product, jx.with_dtype(unknown.aval, base))(cotangent)[0]
 
     avals = jx.with_dtype(cotangent, base), jx.with_dtype(known, base), group_sizes
     operands = (params["cotangents"], formats[1]) if i == 0 else (formats[0], params["cotangents"])

@@ -14,8 +14,8 @@ from jmp_amp._jaxpr._structures import (
     Structure,
     entries,
     holds,
-    holds_jaxprs,
     inner_jaxprs,
+    runs_of,
     structure_of,
 )
 from jmp_amp._jaxpr._trace import (
@@ -23,7 +23,6 @@ from jmp_amp._jaxpr._trace import (
     apply_as_traced,
     as_jit_takes,
     as_type,
-    aval_with,
     bind,
     combine,
     dtype_of,

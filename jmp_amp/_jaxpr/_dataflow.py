@@ -5,7 +5,7 @@ module passes them through calls, branches and loops, and reads a jaxpr once for
 (Kildall, A unified approach to global program optimization, 1973). Facts must be hashable.
 
 An analysis reads equations that have three attributes: `eqn`, the equation; `enters`, how analyses enter its jaxprs, or
-None for an op; and `op`, a number that is the same for equal ops of equal types, so that facts pass through each only
+None for an op; and `op`, an object that is the same for equal ops of equal types, so that facts pass through each only
 once, or None.
 """
 
@@ -212,10 +212,10 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
             return [(*each, tuple(outs)) for each in entered]
         *before, (body, inputs) = entered
         conditions = [(*each, (self.condition,)) for each in before]
-        carry, ys = tuple(self.enter_loop(loop, inputs, outs[: loop.n_carry])), outs[loop.n_carry :]
-        carry = tuple(map(self.join, carry, self._of_operands(equation, conditions)[loop.carry]))
+        ys = outs[loop.n_carry :]
+        carry = tuple(map(self.join, outs, self._of_operands(equation, conditions)[loop.carry]))
         while True:
-            inside = [*conditions, (body, inputs, (*carry, *ys))]
+            inside = [*conditions, (body, inputs, (*self.enter_loop(loop, inputs, carry), *ys))]
             new = tuple(map(self.join, carry, self._of_operands(equation, inside)[loop.carry]))
             if new == carry:
                 return inside

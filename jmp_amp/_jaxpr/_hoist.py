@@ -9,10 +9,9 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._jaxpr._structures import Body, Call, Loop, holds, inner_jaxprs, structure_of
+from jmp_amp._jaxpr._structures import HIGHER_ORDER, Body, Call, Loop, holds, inner_jaxprs, structure_of
 from jmp_amp._jaxpr._trace import (
     apply_as_traced,
-    bind,
     evaluate,
     nbytes_of,
     shape_of,
@@ -86,20 +85,22 @@ def _peak(jaxpr: Any, first: Sequence[Any] = ()) -> int:
     peak = held = sum(map(nbytes_of, [*different, *opened.invars[len(first) :]]))
     for eqn, dead in with_last_reads(opened):
         held += sum(map(nbytes_of, eqn.outvars))
-        inside = [_peak(inner) - sum(map(nbytes_of, open_jaxpr(inner)[0].invars)) for inner, _ in inner_jaxprs(eqn)]
+        inside = [_peak(inner) - sum(map(nbytes_of, open_jaxpr(inner)[0].invars)) for inner in inner_jaxprs(eqn)]
         peak = max(peak, held + max(inside, default=0))
         held -= sum(map(nbytes_of, set(dead) - inputs))
     return peak
 
 
-def run_loop(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any], selects: Callable[..., bool]) -> Sequence[Any]:
+def run_loop(selects: Callable[..., bool], eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     """Runs a loop with other functions in place of its jaxprs, and some ops on its constants before it; see `hoist`."""
     loop, (*cond, body) = structure_of(eqn), bodies
     assert isinstance(loop, Loop)
+    # `lax.while_loop` refuses a condition of several numbers, which `vmap` makes.
+    if not holds(body.jaxpr, selects) or (cond and shape_of(open_jaxpr(cond[0].jaxpr)[0].outvars[0])):
+        run: Any = HIGHER_ORDER[eqn.primitive.name].run
+        return run(eqn, bodies, args)
     consts, carry, n = args[loop.consts], tuple(args[loop.carry]), loop.n_carry
     hoisted = hoist(body.jaxpr, consts, selects)
-    if cond and shape_of(open_jaxpr(cond[0].jaxpr)[0].outvars[0]):  # under `vmap`, which `lax.while_loop` refuses
-        return bind(eqn, args, cond_jaxpr=cond[0].jaxpr, body_jaxpr=body.jaxpr)
     if cond:
         goes_on = functools.partial(cond[0], *args[loop.cond_consts])
         return lax.while_loop(lambda carry: goes_on(*carry)[0], lambda carry: tuple(hoisted(*consts, *carry)), carry)

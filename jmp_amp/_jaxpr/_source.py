@@ -12,7 +12,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._jaxpr._structures import inner_jaxprs
+from jmp_amp._jaxpr._structures import inner_jaxprs, runs_of
 from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_of_derivative, open_jaxpr, scopes_of
 
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)")
@@ -109,11 +109,15 @@ class Provenance(NamedTuple):
         source = next(map(str, frames_of(eqn)), self.source)
         return Provenance(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
 
+    def inside(self, eqn: JaxprEqn) -> "Provenance":
+        """Returns the provenance of the jaxprs in an equation that has this one."""
+        return self._replace(times=self.times * runs_of(eqn))
+
 
 def equations_in(jaxpr: Any, outer: Provenance) -> Iterator[tuple[JaxprEqn, Provenance]]:
     """Yields all equations of a jaxpr with their provenance, those inside other equations included."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         provenance = outer.of(eqn)
         yield eqn, provenance
-        for inner, times in inner_jaxprs(eqn):
-            yield from equations_in(inner, provenance._replace(times=provenance.times * times))
+        for inner in inner_jaxprs(eqn):
+            yield from equations_in(inner, provenance.inside(eqn))

@@ -1,6 +1,6 @@
 """How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -91,6 +91,54 @@ class Loop(NamedTuple):
 Structure = Call | Branches | Loop
 
 
+class Body:
+    """A function in place of a jaxpr. It is traced once, so JAX compiles, differentiates and batches it once."""
+
+    def __init__(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> None:
+        """Takes a flat function, and the types of its arguments."""
+        self._fun, self._avals = fun, avals
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return self._fun(*args)
+
+    @property
+    def jaxpr(self) -> Any:
+        """The function as a closed jaxpr."""
+        return _traced(self, (), lambda: trace(self._fun, self._avals))
+
+
+_traced = Cache()
+
+
+RunWith = Callable[[JaxprEqn, Sequence[Body], Sequence[Any]], Sequence[Any]]
+
+
+class HigherOrder(NamedTuple):
+    """A primitive that holds jaxprs.
+
+    Attributes:
+        enter: returns the jaxprs of an equation and the operands that they read; None if they cannot be replaced.
+        run: evaluates an equation with other functions in place of its jaxprs: one for each branch; for a loop, one for
+            the condition, if there is one, and one for the body. None if the equation cannot run otherwise.
+        keeps_inputs: whether the equation keeps its operands for the backward pass.
+        enter_low: as `enter`, for an equation that asks for other dtypes where ops are cast.
+    """
+
+    enter: Callable[[JaxprEqn], Structure | None]
+    run: RunWith | None = None
+    keeps_inputs: bool = False
+    enter_low: Callable[[JaxprEqn], Call] | None = None
+
+
+def structure_of(eqn: JaxprEqn) -> Structure | None:
+    """Returns how an equation holds jaxprs; None if it holds none, or if its primitive is not registered."""
+    name = eqn.primitive.name
+    structure = HIGHER_ORDER[name].enter(eqn) if name in HIGHER_ORDER else None
+    # A loop over a type of the user counts its operands otherwise.
+    is_opaque = isinstance(structure, Loop) and any(is_hi_type(atom.aval) for atom in eqn.invars)
+    return None if is_opaque else structure
+
+
 def entries(structure: Structure) -> list[tuple[Any, Sequence[int]]]:
     """Returns the jaxprs of an equation, the condition of a loop first, and the operands that each reads."""
     if not isinstance(structure, Loop):
@@ -100,6 +148,29 @@ def entries(structure: Structure) -> list[tuple[Any, Sequence[int]]]:
         return [body]
     carry = range(structure.carry.start, structure.carry.stop)
     return [(structure.cond, [*range(structure.cond_consts.stop), *carry]), body]
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """Returns all jaxprs in the parameters of an equation."""
+    inside = list(jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)]))
+    if not inside and isinstance(structure := structure_of(eqn), Call):  # the equation holds a function
+        inside = [structure.jaxpr]
+    return inside
+
+
+def runs_of(eqn: JaxprEqn) -> Any:
+    """Returns how often an equation runs each of its jaxprs; 1 if that is not known."""
+    structure = structure_of(eqn)
+    return structure.length if isinstance(structure, Loop) and structure.length is not None else 1
+
+
+def holds(jaxpr: Any, selects: Callable[..., bool]) -> bool:
+    """Whether a jaxpr, or one inside it, has an equation whose primitive, types and parameters are selected."""
+    return any(
+        selects(eqn.primitive, *[atom.aval for atom in eqn.invars], **eqn.params)
+        or any(holds(inner, selects) for inner in inner_jaxprs(eqn))
+        for eqn in open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def _call(param: str, is_inline: bool = True, rule: str | None = None) -> Callable[[JaxprEqn], Call]:
@@ -165,28 +236,6 @@ def _linear_solve(eqn: JaxprEqn) -> Call:
     return Call(jaxprs.solve, [*range(first, first + lengths.solve), *range(end, len(eqn.invars))])
 
 
-class Body:
-    """A function in place of a jaxpr. It is traced once, so JAX compiles, differentiates and batches it once."""
-
-    def __init__(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> None:
-        """Takes a flat function, and the types of its arguments."""
-        self._fun, self._avals = fun, avals
-
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        return self._fun(*args)
-
-    @property
-    def jaxpr(self) -> Any:
-        """The function as a closed jaxpr."""
-        return _traced(self, (), lambda: trace(self._fun, self._avals))
-
-
-_traced = Cache()
-
-
-RunWith = Callable[[JaxprEqn, Sequence[Body], Sequence[Any]], Sequence[Any]]
-
-
 def _run_inline(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     return bodies[0](*args)
 
@@ -225,56 +274,6 @@ def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
     axis_names = set(eqn.params["newly_manual_axes"])
     return jax.shard_map(lambda *args: tuple(bodies[0](*args)), axis_names=axis_names, **options)(*args)
-
-
-def holds(jaxpr: Any, selects: Callable[..., bool]) -> bool:
-    """Whether a jaxpr, or one inside it, has an equation whose primitive, types and parameters are selected."""
-    return any(
-        selects(eqn.primitive, *[atom.aval for atom in eqn.invars], **eqn.params)
-        or any(holds(inner, selects) for inner, _ in inner_jaxprs(eqn))
-        for eqn in open_jaxpr(jaxpr)[0].eqns
-    )
-
-
-class HigherOrder(NamedTuple):
-    """A primitive that holds jaxprs.
-
-    Attributes:
-        enter: returns the jaxprs of an equation and the operands that they read; None if they cannot be replaced.
-        run: evaluates an equation with other functions in place of its jaxprs: one for each branch; for a loop, one for
-            the condition, if there is one, and one for the body. None if the equation cannot run otherwise.
-        keeps_inputs: whether the equation keeps its operands for the backward pass.
-        enter_low: as `enter`, for an equation that asks for other dtypes where ops are cast.
-    """
-
-    enter: Callable[[JaxprEqn], Structure | None]
-    run: RunWith | None = None
-    keeps_inputs: bool = False
-    enter_low: Callable[[JaxprEqn], Call] | None = None
-
-
-def structure_of(eqn: JaxprEqn) -> Structure | None:
-    """Returns how an equation holds jaxprs; None if it holds none, or if its primitive is not registered."""
-    name = eqn.primitive.name
-    structure = HIGHER_ORDER[name].enter(eqn) if name in HIGHER_ORDER else None
-    # A loop over a type of the user counts its operands otherwise.
-    is_opaque = isinstance(structure, Loop) and any(is_hi_type(atom.aval) for atom in eqn.invars)
-    return None if is_opaque else structure
-
-
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[tuple[Any, Any]]:
-    """Returns all jaxprs in the parameters of an equation, and how often each runs; 1 if that is not known."""
-    structure = structure_of(eqn)
-    times = structure.length if isinstance(structure, Loop) and structure.length is not None else 1
-    inside = list(jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)]))
-    if not inside and isinstance(structure, Call):  # the equation holds a function
-        inside = [structure.jaxpr]
-    return ((inner, times) for inner in inside)
-
-
-def holds_jaxprs(eqn: JaxprEqn) -> bool:
-    """Whether there is a jaxpr in the parameters of an equation."""
-    return next(inner_jaxprs(eqn), None) is not None
 
 
 HIGHER_ORDER: dict[str, HigherOrder] = {

@@ -224,17 +224,13 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
 def retyped(jaxpr: Any, dtype: Any) -> Jaxpr:
     """Returns an open jaxpr without constants, traced again with inputs of another dtype."""
     opened, consts = open_jaxpr(jaxpr)
-    args = [aval_with(var.aval, dtype) for var in opened.invars]
+    args = [with_dtype(var.aval, dtype) for var in opened.invars]
     return open_jaxpr(trace(lambda *xs: jax.core.eval_jaxpr(opened, consts, *xs), args))[0]
 
 
 def with_dtype(x: Any, dtype: Any) -> Any:
-    """Returns the type of `x`, with its sharding, in another dtype."""
-    return aval_with(jax.typeof(x), dtype)
-
-
-def aval_with(aval: Any, dtype: Any) -> Any:
-    """Returns a type in another dtype; None leaves it, as for types that have none."""
+    """Returns a type or that of a value, sharding included, in another dtype; None leaves it, as of a token."""
+    aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     return aval if dtype is None or aval.dtype == dtype else aval.update(dtype=dtype)
 
 

@@ -142,20 +142,19 @@ def hi_kind(primitive: Any) -> str | None:
         `"remat"`, `"name"` for `checkpoint_name`, `"custom_jvp_call"` or `"custom_vjp_call"` for the derivative rule
         that it has; None if it has rules that no public function takes: of its transpose, or for both modes.
     """
-    classes = {cls.__name__: cls for cls in type(primitive).__mro__}
-    kinds = [kind for name, kind in _HI_KINDS.items() if name in classes]
-    if kinds:
-        return kinds[0]
-    if hasattr(primitive, "prim"):
-        return hi_kind(of_one(primitive))
+    cls: Any = type(of_one(primitive))
+    classes = {each.__name__: each for each in cls.__mro__}
+    kind = next((kind for name, kind in _HI_KINDS.items() if name in classes), None)
+    if kind is not None:
+        return kind
     base = classes.get("HiPrim") or classes["VJPHiPrimitive"]
 
     def has(rule: str) -> bool:
-        return getattr(type(primitive), rule, None) is not getattr(base, rule, None)
+        return getattr(cls, rule, None) is not getattr(base, rule, None)
 
     if has("transpose"):  # it is linear, which a function in its place would not be
         return None
-    is_derived = type(primitive).vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
+    is_derived = cls.vjp_fwd.__module__ == base.__module__  # from the forward rule, by JAX's functions
     if has("jvp") or (is_derived and not has("lin")):  # without any rule, the error of JAX names the primitive
         return "custom_jvp_call" if is_derived else None
     return None if has("lin") else "custom_vjp_call"
@@ -192,17 +191,20 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[Any] | None:
     return list(filter(None, [primitive.params.get("jaxpr"), getattr(primitive.params.get("traced"), "jaxpr", None)]))
 
 
-def is_known_by_class(eqn: JaxprEqn, policy: Any) -> bool:
-    """Whether a `jax.checkpoint` reads the class of its policy, as `jax_remat3` does up to JAX 0.11."""
-    return hi_primitive(eqn) is not None and type(policy).__module__ == "jax._src.ad_checkpoint"
-
-
 def with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
     """Returns an equation with some of these parameters replaced."""
     primitive = hi_primitive(eqn)
     if primitive is not None:
         params = {"_prim": type(primitive)(**(primitive.params | params))}
     return eqn.replace(params=eqn.params | params)
+
+
+def with_policy(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
+    """Returns a `jax.checkpoint` with another policy; one without a policy, and any other equation, as it is."""
+    policy = params_of(eqn).get("policy")
+    # Up to JAX 0.11, `jax_remat3` reads the class of a policy.
+    is_known_by_class = hi_primitive(eqn) is not None and type(policy).__module__ == "jax._src.ad_checkpoint"
+    return eqn if policy is None or is_known_by_class else with_params(eqn, policy=change(policy))
 
 
 def varying_axes(x: Any) -> frozenset[Any]:

@@ -334,5 +334,5 @@ def _is_unscale(eqn: Any) -> bool:
 def _differentiates(eqn: Any) -> bool:
     """Whether an equation is part of a derivative, or calls a function that computes one."""
     stack = eqn.source_info.name_stack
-    inside = (inner for jaxpr, _ in jx.inner_jaxprs(eqn) for inner in jx.open_jaxpr(jaxpr)[0].eqns)
+    inside = (inner for jaxpr in jx.inner_jaxprs(eqn) for inner in jx.open_jaxpr(jaxpr)[0].eqns)
     return jx.is_of_derivative(stack) or jx.is_backward(stack) or any(map(_differentiates, inside))

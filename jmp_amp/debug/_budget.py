@@ -16,7 +16,7 @@ import numpy as np
 from jmp_amp._autocast import parse_settings
 from jmp_amp._calls import check_concrete, new_figure, saved, transformation
 from jmp_amp._loss_scale import to_number
-from jmp_amp.debug._clock import Clock
+from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, html_table
@@ -51,18 +51,18 @@ def error_budget(
     derivative are included; those of one op in all iterations count as one. `jax.checkpoint` is left out, so that a
     value that would be computed again is rounded once.
 
-    Roundings also flip decisions: comparisons, and what `relu`, `max` or `top_k` choose. The run with all roundings
-    records them. The decisions of a line are a row. Its error is measured: that of a run in float32 with these
-    decisions.
+    Roundings also flip decisions: comparisons, which branch of a `cond` is taken, how often a `while` runs, and what
+    `relu`, `max` or `top_k` choose. The run with all roundings records them. The decisions of a line are a row. Its
+    error is measured: that of a run in float32 with these decisions.
 
     The estimate is random. By one vector, that of a single number, such as the scale of a loss, is off by a factor of 2
     in 4 of 10 cases, and that of a large array by a few percent. A program of small arrays, up to 4096 elements, has up
-    to 64 orthogonal vectors in a probe. The estimate is the mean of `probes`. It cannot see flips inside of branches
-    and `while` loops; roundings inside of kernels, callbacks and `shard_map`, which are low precision in all runs, and
-    which `ErrorBudget.opaque` lists; how roundings amplify or cancel each other; and what would be rounded otherwise if
-    one were not: to choose rules, use `suggest_rules`, which runs the program with them. It is too large for elements
-    whose errors cancel, as in a long chain of layers whose gradient vanishes.
-    It takes the memory of about 3 to 6 steps, since nothing is kept in 16 bits.
+    to 64 orthogonal vectors in a probe. The estimate is the mean of `probes`. It cannot see roundings inside of
+    kernels, callbacks and `shard_map`, which are low precision in all runs, and which `ErrorBudget.opaque` lists; how
+    roundings amplify or cancel each other; and what would be rounded otherwise if one were not: to choose rules, use
+    `suggest_rules`, which runs the program with them. It is too large for elements whose errors cancel, as in a long
+    chain of layers whose gradient vanishes. It takes the memory of about 3 to 6 steps, since nothing is kept in 16
+    bits.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -72,7 +72,8 @@ def error_budget(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
-        max_seconds: after so many seconds, no more decisions are measured; the rest are estimated.
+        max_seconds: after so many seconds, the decisions of the lines that are left are measured together, and each
+            line has a part in proportion to its flips.
         **options: other options of `autocast`: `policy`, instead of `dtype`, `rules`, `weight_grad_dtype`,
             `residual_stream`.
 
@@ -82,7 +83,8 @@ def error_budget(
     Raises:
         TypeError: `fun` is not callable or is already under `autocast`; its result is no scalar; there are no floating
             arrays to differentiate with respect to; or the returned function is called inside `jit`.
-        ValueError: `probes` is not positive; nothing is rounded; or the gradient is not finite in float32.
+        ValueError: `probes` or `max_seconds` is not positive; nothing is rounded; or the gradient is not finite in
+            float32.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -102,6 +104,7 @@ def error_budget(
     form = parse_settings(**options).format
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"`probes` must be an integer of at least 1, got {probes!r}")
+    check_seconds(max_seconds)
     grad_options = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
@@ -144,7 +147,7 @@ def check_exact(run: Probe, opaque: Iterable[str]) -> None:
             f"the gradient is not finite; {', '.join(opaque)} ran in low precision, since it cannot be seen into; find "
             "the cause with `amp.debug.first_nonfinite(jax.value_and_grad(amp.autocast(fun, dtype)))(*args)`"
         )
-    check_finite(run, "float32")
+    check_finite([run.grads], "float32")
 
 
 def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Probe, float, np.ndarray]:
@@ -168,16 +171,16 @@ def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -
 def errors_alone(emulation: Emulation, exact: Sequence[Probe], low: Probe, scale: float, clock: Clock) -> np.ndarray:
     """Returns the error of the gradient with each row alone: estimated from runs without roundings, or measured.
 
-    Decisions are measured, since a few jumps are no mean over many elements; the largest first, until it is late.
+    Decisions are measured, since a few jumps are no mean over many elements. Those that are left when it is late, which
+    have the fewest flips, are measured together, and have parts in proportion to their flips.
     """
-    size = np.linalg.norm(exact[0].grads) or 1.0
-    errors, flips = np.sqrt(estimate(exact)) / size, exact[0].flips * low.is_finite
-    for i in sorted(np.flatnonzero(flips), key=lambda i: -errors[i]):
-        if clock.is_late:
-            break
-        one_on = np.arange(len(errors)) == i
-        errors[i] = relative_error(emulation(one_on, scale, decisions=low.decisions).grads, exact[0].grads)
-    errors[(flips == 0) & [row.decides for row in emulation.rows]] = 0
+    errors, flips = np.sqrt(estimate(exact)) / (np.linalg.norm(exact[0].grads) or 1.0), exact[0].flips * low.is_finite
+    left = np.argsort(-flips, kind="stable")[: np.count_nonzero(flips)]
+    while len(left):
+        now, left = (left, left[:0]) if clock.is_late else (left[:1], left[1:])
+        on = np.isin(np.arange(len(errors)), now)
+        error = relative_error(emulation(on, scale, decisions=low.decisions).grads, exact[0].grads)
+        errors[now] = error * np.sqrt(flips[now] / flips[now].sum())
     return errors
 
 

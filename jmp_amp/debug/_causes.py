@@ -40,11 +40,17 @@ class Cause(NamedTuple):
 
 
 class Element(NamedTuple):
-    """An element of a value: the value, the index, and the number that is there; None if it is not known."""
+    """An element of a value: the value, and the index."""
 
     node: Node
     at: tuple[int, ...]
-    number: Any
+
+    @property
+    def number(self) -> Any:
+        """The number that is there; None if it is not known."""
+        held = self.node.held
+        is_array = isinstance(getattr(held, "dtype", None), np.dtype) and np.ndim(held) == len(self.at)
+        return np.asarray(held)[self.at].item() if is_array else None
 
 
 def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
@@ -62,7 +68,7 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     again = dataclasses.replace(evaluation.evaluator, **changes).run()
     merge_equal(again.nodes)
     node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
-    if jx.holds_jaxprs(node.eqn):
+    if jx.inner_jaxprs(node.eqn):
         text = f"`{node.primitive}` counts as one op, and what is inside of it was not evaluated"
         return Cause("a-kernel-or-a-loop-as-one-op", text)
     if node.primitive in ("gather", "dynamic_slice") and node.values.nans and node.operands[1].held is not None:
@@ -74,7 +80,7 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.values}")
-    element, derivative = _element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
+    element, derivative = Element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
     return _diagnose(element, evaluation.evaluator.names, derivative)
 
 
@@ -162,24 +168,24 @@ def _reads(e: Element) -> list[Element]:
     if node.moved and node.source and node.source.held is not None:
         shape = np.shape(node.source.held)
         elements = np.asarray(node.moved(jnp.arange(math.prod(shape), dtype=np.int32).reshape(shape)))
-        return [_element(node.source, tuple(map(int, np.unravel_index(elements[index], shape))))]
+        return [Element(node.source, tuple(map(int, np.unravel_index(elements[index], shape))))]
     if node.source:
         slices = node.place.iteration[-1:] if np.ndim(node.source.held) > len(index) else ()
-        return [_element(node.source, (*index[:n], *slices, *index[n:]))]
+        return [Element(node.source, (*index[:n], *slices, *index[n:]))]
     if node.eqn is None and node.operands:  # the results of iterations are stacked, behind the axes of the mesh
         n = len(node.operands[0].place.mesh) if node.operands[0].place else 0
-        return [_element(node.operands[index[n]], (*index[:n], *index[n + 1 :]))]
+        return [Element(node.operands[index[n]], (*index[:n], *index[n + 1 :]))]
     if node.eqn is None:
         return []
     if not _is_known(node):
         return []
     rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
-    is_moved = (rule.moves and not rule.fold) or rule.takes or node.primitive in ("select_n", *_MATRICES)
+    is_moved = (rule.moves and not rule.fold) or node.primitive in ("select_n", *_MATRICES)
     is_broadcast = all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in arrays)
     if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
         return _terms(e)
     indices = [tuple(i if n > 1 else 0 for i, n in zip(index, x, strict=False)) for x in arrays]
-    return [_element(x, i) for x, i in zip(node.operands, indices, strict=True)]
+    return [Element(x, i) for x, i in zip(node.operands, indices, strict=True)]
 
 
 def _terms(e: Element) -> list[Element]:
@@ -196,7 +202,7 @@ def _terms(e: Element) -> list[Element]:
         if slope.dtype.kind in "fc" and slope.any():
             with np.errstate(all="ignore"):
                 terms = np.nan_to_num(np.abs(slope * array)) + 1e-300 * (slope != 0)
-            found.append(_element(x, tuple(map(int, np.unravel_index(np.argmax(terms), slope.shape)))))
+            found.append(Element(x, tuple(map(int, np.unravel_index(np.argmax(terms), slope.shape)))))
     return found
 
 
@@ -244,11 +250,6 @@ def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
 def _is_known(node: Node) -> bool:
     """Whether the arrays of an op and its operands are held; keys are no arrays."""
     return all(isinstance(getattr(x.held, "dtype", None), np.dtype) for x in (*node.operands, node))
-
-
-def _element(node: Node, index: tuple[int, ...]) -> Element:
-    is_array = isinstance(getattr(node.held, "dtype", None), np.dtype) and np.ndim(node.held) == len(index)
-    return Element(node, index, np.asarray(node.held)[index].item() if is_array else None)
 
 
 def _of_matrix(e: Element) -> str:

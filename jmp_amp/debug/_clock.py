@@ -1,10 +1,21 @@
 """How long a tool has run: its progress, and when it is to stop."""
 
 import math
+import numbers
 import sys
 import time
+from typing import Any
+
+from jmp_amp._calls import quote
 
 _PATIENCE = 5.0  # seconds before progress is shown
+
+
+def check_seconds(max_seconds: Any) -> None:
+    """Raises ValueError unless `max_seconds`, an option of a tool, is a positive number."""
+    is_number = isinstance(max_seconds, numbers.Real) and not isinstance(max_seconds, bool)
+    if not is_number or not max_seconds > 0:
+        raise ValueError(f"`max_seconds` must be a positive number, got {quote(max_seconds)}")
 
 
 class Clock:

@@ -6,15 +6,12 @@ import itertools
 import math
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
@@ -24,14 +21,13 @@ from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
-from jmp_amp.debug._evaluation import Evaluator
-from jmp_amp.debug._nodes import is_low
-from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
+from jmp_amp.debug._evaluation import Evaluator, Tape
+from jmp_amp.debug._nodes import Place, is_low
+from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name, provenance_of
 
 R = TypeVar("R")
 
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
-Results = OrderedDict[str, Any]  # the last result of each module; `jit` would sort the keys of a `dict`
 
 NO_GRADIENTS = (
     "there are no floating arrays to differentiate with respect to; "
@@ -134,21 +130,21 @@ def compare(
         check_concrete((args, kwargs), "compare")
         args, kwargs = jx.as_jit_takes(fun, args, kwargs, if_needed=True)
         wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
-        exact = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
-        if not exact.all_grads.size:
+        exact, _ = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
+        if not _all_grads(exact).size:
             raise TypeError(NO_GRADIENTS)
-        check_finite(exact, reference)
+        check_finite(exact.values(), reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        expected = exact.results | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
-        found = {name: x.results | activations(programs[name], args, kwargs) for name, x in measured.items()}
+        expected = exact | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
+        found = {name: x | activations(programs[name], args, kwargs) for name, (x, _) in measured.items()}
         rows = []
         for key, x in expected.items():
             others = {name: results.get(key, np.empty(0)) for name, results in found.items()}
             if all(other.size == x.size for other in others.values()):
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
-        gradient = {name: relative_error(x.all_grads, exact.all_grads) for name, x in measured.items()}
-        scales = {name: x.loss_scale for name, x in measured.items()}
+        gradient = {name: relative_error(_all_grads(x), _all_grads(exact)) for name, (x, _) in measured.items()}
+        scales = {name: scale for name, (_, scale) in measured.items()}
         return Comparison(tuple(rows), gradient, scales, reference, wide is not None)
 
     return compared
@@ -313,26 +309,9 @@ def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: floa
     axes.spines[["top", "right"]].set_visible(False)
 
 
-class Measurement(NamedTuple):
-    """One evaluation.
-
-    Attributes:
-        results: the loss, and the unscaled gradients by the module of their parameters.
-        loss_scale: the loss scale of the evaluation.
-    """
-
-    results: Arrays
-    loss_scale: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
-        return all(np.isfinite(x).all() for x in self.results.values())
-
-    @property
-    def all_grads(self) -> np.ndarray:
-        """float64[size], the gradients of all modules."""
-        return np.concatenate([np.empty(0), *(x for (kind, _), x in self.results.items() if kind == "gradient")])
+def _all_grads(results: Arrays) -> np.ndarray:
+    """Returns the gradients of all modules, float64[size]."""
+    return np.concatenate([np.empty(0), *(x for (kind, _), x in results.items() if kind == "gradient")])
 
 
 @emulated()  # the tools measure what float8 does, on every machine
@@ -343,8 +322,8 @@ def measure(
     loss_scale: float | None = None,
     wide: Any = None,
     **options: Any,
-) -> Measurement:
-    """Evaluates the loss and its gradients.
+) -> tuple[Arrays, float]:
+    """Returns the loss, the unscaled gradients by the module of their parameters, and the loss scale.
 
     Args:
         fun: the loss function.
@@ -372,15 +351,14 @@ def measure(
             if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 key = "gradient", module_name(path)
                 results[key] = np.append(results.get(key, []), flat_on_host(leaf) / scale)
-        measurement = Measurement(results, scale)
-        if measurement.is_finite:
+        if all(np.isfinite(x).all() for x in results.values()):
             break
-    return measurement
+    return results, scale
 
 
-def check_finite(measured: Any, dtype: str) -> None:
-    """Raises ValueError if a reference, a `Measurement` or the like, is not finite."""
-    if not measured.is_finite:
+def check_finite(results: Iterable[np.ndarray], dtype: str) -> None:
+    """Raises ValueError if the results of a reference are not finite."""
+    if not all(np.isfinite(x).all() for x in results):
         raise ValueError(
             f"the loss or its gradients are not finite in {dtype} either, so precision is not the cause; "
             "find the cause with `amp.debug.first_nonfinite(jax.value_and_grad(fun))(*args)`"
@@ -441,58 +419,26 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
         The result of each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
     program, arrays, _ = jx.trace_call(_in_wide(fun, wide), args, kwargs)
+    names = dict[str, None]()
 
-    @jax.jit
-    def run(*arrays: Any) -> Results:
-        results: Results = OrderedDict()
-        _evaluate(program, arrays, results, jx.Provenance())
-        return results
-
-    return {("activation", name): flat_on_host(x) for name, x in run(*arrays).items()}
-
-
-def _evaluate(jaxpr: Any, args: Sequence[Any], results: Results, outer: jx.Provenance) -> list[Any]:
-    """Evaluates a jaxpr and adds the last result of each module to `results`.
-
-    Calls and `scan` are entered; a `while` loop, a `cond` and a kernel count as one op.
-    """
-
-    def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        provenance = outer.of(eqn)
-        match jx.structure_of(eqn):
-            case jx.Call(inner, inputs, is_inline=True):
-                return _evaluate(inner, [operands[i] for i in inputs], results, provenance)
-            case jx.Loop(cond=None) as loop:
-                return _scan(eqn, loop, operands, results, provenance)
-        outs = jx.apply_as_traced(eqn, operands)
-        floating = [x for x, var in zip(outs, eqn.outvars, strict=True) if jx.is_floating(var)]
-        module = provenance.module or _function_in(provenance.source)
-        if floating and module:  # its first result is that of the modules around it, too
-            modules = list(itertools.accumulate(module.split("/"), "{}/{}".format))
-            _set_last(results, dict.fromkeys(reversed(modules), floating[0]))
+    def record(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+        outs, at = compute(operands), provenance_of(place.eqns)
+        floating = [x for x, var in zip(outs, place.eqn.outvars, strict=True) if jx.is_floating(var)]
+        modules = (at.module or _function_in(at.source)).split("/")
+        for name in reversed([*itertools.accumulate(modules, "{}/{}".format)]) if floating and modules[0] else ():
+            names.pop(name, None)
+            names[name] = None
+            tape.recorded[name] = floating[0]  # it is that of the modules around it, too
         return outs
 
-    return jx.evaluate(jaxpr, args, apply)
+    @jax.jit
+    def run(*arrays: Any) -> dict[str, Any]:
+        Evaluator(program, arrays, around=record, tape=tape, enters_branches=False).run()
+        return tape.recorded
 
-
-def _scan(eqn: JaxprEqn, loop: jx.Loop, operands: Sequence[Any], results: Results, outer: jx.Provenance) -> list[Any]:
-    """Evaluates a `scan` that also stacks the results of its modules."""
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[Any, tuple[list[Any], Results]]:
-        inner: Results = OrderedDict()
-        outs = _evaluate(loop.body, [*operands[loop.consts], *carry, *x], inner, outer)
-        return outs[: loop.n_carry], (outs[loop.n_carry :], inner)
-
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, stacked) = lax.scan(body, list(operands[loop.carry]), list(operands[loop.xs]), **options)
-    _set_last(results, stacked)
-    return [*carry, *ys]
-
-
-def _set_last(results: Results, new: Mapping[str, Any]) -> None:
-    for name, x in new.items():
-        results[name] = x
-        results.move_to_end(name)  # modules are in the order of their last results
+    tape = Tape()
+    results = run(*arrays)
+    return {("activation", name): flat_on_host(results[name]) for name in names}
 
 
 def _function_in(source: str) -> str:

@@ -7,7 +7,6 @@ rounding adds to it, from one reverse pass through the emulation.
 import functools
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,14 +24,14 @@ from jmp_amp._loss_scale import value_and_grad
 from jmp_amp.debug._compare import NO_GRADIENTS
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
-from jmp_amp.debug._report import location_of
+from jmp_amp.debug._report import location_of, provenance_of
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
 _COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 _EXACT = {"name", "copy", "optimization_barrier"}  # besides the ops that `RULES` says to move values
 _EXACT |= {"sort", "top_k", "cummax", "cummin", "reduce_window_max", "reduce_window_min"}
-_MOVES = {ResultKind.MOVED, ResultKind.CHOSEN, ResultKind.SELECTED}
+_MOVES = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED}
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
 _STEPS = {"sign", "floor", "ceil", "round"}  # their results are decisions
 _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare what they read second
@@ -58,7 +57,7 @@ class Rounding(NamedTuple):
         error: the norm of the error of the gradient with this rounding alone, over the norm of the gradient. It is NaN,
             and the share too, if values overflow.
         overflows: whether values overflow, so that the gradient is not finite.
-        flips: how many elements that read decisions differ, since the roundings change these.
+        flips: how many of the decisions differ from those of float32.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -87,46 +86,26 @@ class Rounding(NamedTuple):
         return not self.dtype
 
 
-class _Equation(NamedTuple):
-    """An equation, as a dataflow analysis reads it."""
-
-    eqn: JaxprEqn
-    enters: Any
-    op: None = None
-
-
-class _Decisions(jx.Forward[_Equation, bool]):
-    """Finds the decisions: integers and flags that floating arguments decide.
+class Decision(NamedTuple):
+    """A decision of a run, which another one may take over.
 
     Attributes:
-        read: the indices of the operands that decide a floating result, by the id of the equation; none of a step.
+        values: what was decided.
+        ran: bool[], whether it was decided at all, and not in a branch or an iteration that did not run.
+        flips: bool[...], which elements differ from those of the run whose decisions are at hand.
     """
 
-    bottom = False
-
-    def __init__(self, program: Any) -> None:
-        super().__init__(lambda jaxpr: [_Equation(eqn, jx.structure_of(eqn)) for eqn in jaxpr.eqns])
-        self.read = defaultdict[int, set[int]](set)
-        self.find(program, [jx.is_inexact(var) for var in jx.open_jaxpr(program)[0].invars])
-
-    def join(self, a: bool, b: bool) -> bool:
-        return a or b
-
-    def constants(self, jaxpr: Any, consts: Sequence[Any]) -> Sequence[bool]:
-        return [jx.is_inexact(x) for x in consts]
-
-    def transfer(self, equation: _Equation, operands: Sequence[bool]) -> Sequence[bool]:
-        eqn, name = equation.eqn, equation.eqn.primitive.name
-        found = {i for i, x in enumerate(eqn.invars) if operands[i] and not jx.is_inexact(x)}
-        found |= {1} if name in _POOLING else set()
-        if (found and any(map(jx.is_floating, eqn.outvars))) or (name in _STEPS and operands[0]):
-            self.read[id(eqn)] |= found
-        return [any(operands)] * len(eqn.outvars)
+    values: jax.Array
+    ran: jax.Array
+    flips: jax.Array
 
 
-def _replayed(_: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns a result with the decisions of another run, which takes the place of a rounded value."""
-    return other
+def _decisions_of(eqn: JaxprEqn) -> list[int]:
+    """Returns the indices of the results of an op that are decisions: those that floating values decide."""
+    if keeps_dtypes(eqn) or not any(map(jx.is_inexact, eqn.invars)):
+        return []
+    outs = enumerate(map(jx.dtype_of, eqn.outvars))
+    return [i for i, x in outs if eqn.primitive.name in _STEPS or (isinstance(x, np.dtype) and x.kind in "biu")]
 
 
 @functools.cache
@@ -196,8 +175,7 @@ class Emulation:
         """
         self._found: dict[Any, _Switch] = {}
         self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
-        self._origins: dict[int, tuple[Place, Any]] = {}  # the op that made a decision, and the decision, by its id
-        self._flips: dict[Id, int] = {}  # the number of the row that a recorded count belongs to
+        self._decided_by: dict[Id, int] = {}  # the switch of each decision
         self.opaque = dict[str, None]()
         self._arrays, rebuild = jx.split_arrays(jx.as_jit_takes(fun, args, kwargs, if_needed=True))
         settings = parse_settings(**{**options, "save": "all"})
@@ -225,17 +203,10 @@ class Emulation:
         numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
         with np.errstate(over="ignore"):
             self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in _LOW}
-        self._decisions, self._tape = _Decisions(self._program).read, Tape()
         equations = [eqn for eqn, _ in jx.equations_in(self._program, jx.Provenance())]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
-        self._most = 1  # switches
-        for eqn in equations:
-            all_floating = rounds_float32 or eqn.primitive.name in _FLOAT8
-            self._most += sum(map(jx.is_floating if all_floating else _is_low, eqn.outvars))
-            self._most += len(eqn.outvars) * (id(eqn) in self._decisions)
-            self._most += sum(isinstance(x, Literal) and _is_low(x) for x in eqn.invars)
-        self._example = jax.ShapeDtypeStruct((self._most,), FLOAT32), self._arrays, jnp.float32(1)
+        self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
 
     def _gradient(
         self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = (), **counts: Any
@@ -243,14 +214,13 @@ class Emulation:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * self._most) for each in on]
         self._tape = Tape(replayed=dict(decisions))
-        self._origins.clear()
-        self._flips.clear()
+        self._found.clear()
+        self._decided_by.clear()
         evaluator = Evaluator(
             self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape, **counts
         )
         loss, *grads = [x.value for x in evaluator.run().results]
         del self._switches
-        self._origins.clear()
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 
     @functools.cached_property
@@ -267,25 +237,31 @@ class Emulation:
             largest = lax.select(largest > 0, largest, jnp.ones_like(largest))
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest), recorded
 
+        inputs = self._arrays, jnp.float32(1)
         if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
 
             @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS)
             def count(on: jax.Array, *args: Any) -> Any:
                 return self._gradient((on, on), *args, counted=self._trips)
 
-            jax.block_until_ready([count(jnp.full(self._most, on), *self._example[1:]) for on in (0.0, 1.0)])
+            jax.block_until_ready([count(jnp.full(self._most, on), *inputs) for on in (0.0, 1.0)])
             jax.effects_barrier()
-        vectors = jax.ShapeDtypeStruct((self._count, self._size), FLOAT32)
-        recorded: dict[Id, Any] = {}
-        if self._decisions:
-            recorded = jax.eval_shape(lambda on, *args: self._gradient((on, on), *args)[1][1], *self._example)
-        self._undecided = {key: jnp.zeros(x.shape, x.dtype) for key, x in recorded.items()}
-        self._found.clear()
-        return jax.jit(run).lower(*self._example, vectors, recorded).compile(_COMPILER_OPTIONS)
+        recorded = self._trace(trip_counts=self._trips)
+        self._most = len(self._found)
+        on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in ((self._most,), (self._count, self._size)))
+        self._undecided = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), recorded)
+        return jax.jit(run).lower(on, *inputs, vectors, recorded).compile(_COMPILER_OPTIONS)
+
+    def _trace(self, **counts: Any) -> Any:
+        """Finds the roundings, and returns the types of the decisions."""
+        on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
+        return jax.eval_shape(
+            lambda on, *args: self._gradient((on, on), *args, **counts)[1][1], on, self._arrays, jnp.float32(1)
+        )
 
     def trace(self) -> list[Rounding]:
         """Returns the roundings without compiling; a `while` counts as one iteration."""
-        jax.eval_shape(lambda on, *args: self._gradient((on, on), *args), *self._example)
+        self._trace()
         return [x.row for x in self._found.values()]
 
     @functools.cached_property
@@ -301,7 +277,7 @@ class Emulation:
         return np.array([[x.flops * is_op, x.row.size * is_op] for x, is_op in found]).reshape(-1, 2)
 
     @functools.cached_property
-    def lines(self) -> list[frozenset[str]]:
+    def lines(self) -> list[frozenset[jx.Frame]]:
         """The lines of the user's code that compute the rounded values, and those that call them."""
         found = [x.lines for x in self._found.values()]
         return [lines - frozenset.intersection(*found) for lines in found]  # without those that call the program
@@ -327,17 +303,17 @@ class Emulation:
         vectors = np.linalg.qr(normal)[0].T * self._size**0.5
         switches = np.zeros(self._most, np.float32)
         switches[: len(on)] = on
-        run, decisions = self._run, decisions or self._undecided
-        *results, recorded = run(switches, self._arrays, jnp.float32(scale), vectors, decisions)
+        run = self._run
+        inputs = switches, self._arrays, jnp.float32(scale), vectors, decisions or self._undecided
+        *results, decided = run(*inputs)
         grads, size, signed, squares = (np.asarray(x, np.float64) for x in jax.tree.leaves(jax.device_get(results)))
         flips = np.zeros(len(self._found), int)
-        for key, number in self._flips.items():
-            flips[number] += int(np.sum(recorded[key]))
-        decisions = {key: recorded[key] for key in decisions}
+        for key, x in decided.items():
+            flips[self._decided_by[key]] += int(np.sum(x.flips))
         with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
             signed, squares = (np.mean(x, 0)[: len(on)] * size**2 for x in (signed**2, squares))
             vectors = self._count * self._size / (self._size + 1 - self._count)
-            return Probe(grads, signed, squares, vectors, decisions, flips)
+            return Probe(grads, signed, squares, vectors, decided, flips)
 
     def _round(self, x: Any, to: Any, place: Place, index: int, low: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns `x`, rounded to a dtype if its switch is on: by a cast, or to `low(x, *args)`.
@@ -353,39 +329,33 @@ class Emulation:
         name = "constant" if index < 0 else place.eqn.primitive.name
         is_low = index < 0 or low is not None or _is_low(place.eqn.outvars[index])
         row = _row(place, name, jnp.dtype(to).name)._replace(size=place.times * math.prod(jnp.shape(x)))
-        return self._switched(x, (*place.key, index), place, row, is_low, low or _cast_to(jnp.dtype(to)), args)
-
-    def _switched(
-        self, x: Any, key: Any, place: Place, row: Rounding, is_on: bool, low: Any, args: Sequence[Any]
-    ) -> Any:
-        """Returns `x`, or `low(x, *args)` if the switch of a row is on; rows with one key have one switch."""
-        new = _Switch(len(self._found), row, is_on, place.times * flops_of(place.eqn), _lines(place))
-        number = self._found.setdefault(key, new).number
+        number = self._switch((*place.key, index), row, is_low, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
-        return _rounded(low, x, on, squares, *args)
+        return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
-    def _decided(self, place: Place, operands: Sequence[Any], outs: list[Any], compute: Callable[..., Any]) -> None:
-        """Replaces the results of an op by those with the decisions of the other run, if the switch is on."""
-        read = self._decisions[id(place.eqn)]
-        decisions = {(*place.key, i): operands[i] for i in read} or {(*place.key, i): x for i, x in enumerate(outs)}
-        self._tape.recorded.update(decisions)
-        if not decisions.keys() <= self._tape.replayed.keys():
-            return
-        other = [self._tape.replayed.get((*place.key, i), x) for i, x in enumerate(operands)]
-        others = compute(other) if read else [self._tape.replayed[key] for key in decisions]
-        origin, _ = next((self._origins[id(operands[i])] for i in read if id(operands[i]) in self._origins), (place, 0))
-        row = _row(origin, origin.eqn.primitive.name, "")
-        for i, y in enumerate(map(lax.stop_gradient, others)):
-            if jx.is_floating(y):
-                key, count = (row.module, row.source), (*place.key, i, 0)
-                self._tape.recorded[count] = jnp.sum(y != outs[i], dtype=np.int32)
-                outs[i] = self._switched(outs[i], key, origin, row, False, _replayed, [y])
-                switch = self._found[key]
-                if count not in self._flips:  # a body may be traced twice
-                    names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
-                    total = switch.row._replace(primitive=names, size=switch.row.size + place.times * y.size)
-                    self._found[key] = switch._replace(row=total)
-                self._flips[count] = switch.number
+    def _switch(self, key: Any, row: Rounding, is_on: bool, place: Place) -> "_Switch":
+        """Returns the switch of a row, a new one if its key is new."""
+        new = _Switch(len(self._found), row, is_on, place.times * flops_of(place.eqn), _lines(place))
+        return self._found.setdefault(key, new)
+
+    def _decided(
+        self, x: Any, place: Place, index: int, result: Callable[[jax.Array], jax.Array] = lambda x: x
+    ) -> jax.Array:
+        """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
+        key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
+        line, own = (row.module, row.source), result(x)
+        switch, other = self._switch(line, row, False, place), self._tape.replayed.get(key)
+        if key not in self._decided_by:  # a body may be traced twice
+            self._decided_by[key] = switch.number
+            names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
+            total = switch.row._replace(primitive=names, size=switch.row.size + place.times * own.size)
+            self._found[line] = switch._replace(row=total)
+        if other is None:
+            self._tape.recorded[key] = Decision(x, jnp.bool_(True), jnp.zeros(own.shape, bool))
+            return own
+        on, others = lax.squeeze(self._switches[0][switch.number], (0,)), lax.stop_gradient(result(other.values))
+        self._tape.recorded[key] = Decision(x, jnp.bool_(True), (own != others) & other.ran)
+        return lax.select((on != 0) & other.ran, others, own)
 
     def _around(self, place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Evaluates an op in float32, and rounds its results."""
@@ -404,12 +374,11 @@ class Emulation:
             return [self._round(exact, eqn.params["operands"][0], place, 0, low, operands)]
         if keeps_dtypes(eqn):
             return self._opaque(place, operands, compute)
+        if name in _POOLING:
+            return [self._decided(operands[1], place, 1, lambda x: compute([operands[0], x])[0])]
         outs = list(compute(operands))
-        if id(eqn) in self._decisions:
-            self._decided(place, operands, outs, compute)
-        origin = next((self._origins[id(x)][0] for x in operands if id(x) in self._origins), place)
-        if origin is not place or any(map(jx.is_floating, operands)):
-            self._origins.update({id(x): (origin, x) for x in outs if not jx.is_inexact(x)})
+        for i in _decisions_of(eqn):
+            outs[i] = self._decided(outs[i], place, i)
         # A sum by scatter is `CHOSEN` and in float32; what reads nothing is a placeholder.
         moves = rule.kind in _MOVES and rule.op_class is not OpClass.FULL and not rule.is_cast
         if name in _EXACT or moves or not operands:
@@ -418,7 +387,7 @@ class Emulation:
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
             if _is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not (rule.is_cast or jx.is_backward(_provenance(place).stack)):
+            elif lowered and not (rule.is_cast or jx.is_backward(provenance_of(place.eqns).stack)):
                 outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
@@ -433,7 +402,7 @@ class Emulation:
 
     def _opaque(self, place: Place, args: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Runs an op in its own dtypes; an error of its operands passes through if JAX can differentiate it."""
-        inside = [inner for inner, _ in jx.inner_jaxprs(place.eqn)]
+        inside = jx.inner_jaxprs(place.eqn)
         is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(_is_low, avals))) for inner in inside)
         if is_rounded or any(map(_is_low, (*place.eqn.invars, *place.eqn.outvars))):
             self.opaque[f"{place.eqn.primitive.name} {location_of(place.eqns).where}"] = None
@@ -458,23 +427,19 @@ class _Switch(NamedTuple):
     row: Rounding
     is_on: bool
     flops: int
-    lines: frozenset[str]
+    lines: frozenset[jx.Frame]
 
 
-def _lines(place: Place) -> frozenset[str]:
+def _lines(place: Place) -> frozenset[jx.Frame]:
     # What JAX traced once for all its callers has the lines of the first.
     frames = [frame for i, eqn in enumerate(place.eqns) for frame in jx.frames_of(eqn, 1 if i else 100)]
-    return frozenset(str(frame) for frame in frames if not frame.is_of_library)
+    return frozenset(frame for frame in frames if not frame.is_of_library)
 
 
 def _row(place: Place, name: str, dtype: str) -> Rounding:
-    at = _provenance(place)
+    at = provenance_of(place.eqns)
     direction = "backward" if jx.is_backward(at.stack) else "forward"
     return Rounding(at.source, at.module, name, direction, dtype, place.times, 0)
-
-
-def _provenance(place: Place) -> jx.Provenance:
-    return functools.reduce(jx.Provenance.of, place.eqns, jx.Provenance())
 
 
 def _is_low(x: Any) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,11 @@ from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._nodes import NO_VALUES, Cell, Id, Node, Place, argument_id, is_low, values_of
 
+R = TypeVar("R")
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
-
-
 _LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
@@ -47,23 +46,51 @@ class Replacement(NamedTuple):
 
 @dataclasses.dataclass
 class Tape:
-    """Arrays of a traced evaluation, by key. Those in a scan are stacked; those in branches and `while` are lost.
+    """Pytrees of a traced evaluation, by key. Those in a loop are stacked; those in a branch that did not run are 0.
 
     Attributes:
         recorded: those of this evaluation.
         replayed: those of another one.
     """
 
-    recorded: dict[Id, Any] = dataclasses.field(default_factory=dict)
-    replayed: Mapping[Id, Any] = dataclasses.field(default_factory=dict)
+    recorded: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def inside(self, replayed: Mapping[Id, Any]) -> Any:
-        """A context in which a body is traced; gives the arrays that it records."""
+    def record(self, fun: Callable[[], R], replayed: Mapping[Any, Any]) -> tuple[R, dict[Any, Any]]:
+        """Returns what `fun`, the trace of a body, returns, and what it records."""
         outer = self.recorded, self.replayed
         self.recorded, self.replayed = {}, replayed
-        yield self.recorded
-        self.recorded, self.replayed = outer
+        try:
+            return fun(), self.recorded
+        finally:
+            self.recorded, self.replayed = outer
+
+    def switch(self, index: Any, branches: Sequence[Callable], *args: Any) -> Any:
+        """Returns `lax.switch(index, branches, *args)`."""
+
+        def recording(branch: Callable, shapes: Mapping[Any, Any], *args: Any) -> tuple[Any, dict[Any, Any]]:
+            outs, recorded = self.record(lambda: branch(*args), self.replayed)
+            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)) | recorded
+
+        shapes = dict[Any, Any]()
+        for branch in branches:
+            shapes |= jax.eval_shape(functools.partial(recording, branch, {}), *args)[1]
+        outs, recorded = lax.switch(index, [functools.partial(recording, x, shapes) for x in branches], *args)
+        self.recorded.update(recorded)
+        return outs
+
+    def scan(self, body: Callable, carry: Any, xs: Any, place: Id, **options: Any) -> Any:
+        """Returns `lax.scan(body, carry, xs, **options)` of the loop at a place; its derivative keeps carries only."""
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def recording(carry: Any, xs: tuple[Any, Mapping[Any, Any]]) -> tuple[Any, Any]:
+            (carry, ys), recorded = self.record(lambda: body(carry, xs[0]), xs[1])
+            return carry, (ys, recorded)
+
+        replayed = {key: x for key, x in self.replayed.items() if key[: len(place)] == place}
+        carry, (ys, recorded) = lax.scan(recording, carry, (xs, replayed), **options)
+        self.recorded.update(recorded)
+        return carry, ys
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +112,7 @@ class Evaluator:
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
             `shard_map` is one op, since not all that is in it can be traced outside of it.
+        enters_branches: whether a `cond` and a `while` of a traced evaluation are more than one op.
         replacements: compute values in another way.
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
@@ -102,6 +130,7 @@ class Evaluator:
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
+    enters_branches: bool = True
     replacements: Sequence[Replacement] = ()
     keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
@@ -116,7 +145,7 @@ class Evaluator:
     def run(self) -> "Evaluation":
         """Evaluates the program."""
         evaluation = Evaluation(self, any(isinstance(x, jax.core.Tracer) for x in self.arrays))
-        with precise(self.wide):
+        with precise(self.wide), contextlib.suppress(_DoneError):
             evaluation.run()
         return evaluation
 
@@ -154,8 +183,7 @@ class Evaluation:
     def run(self) -> None:
         """Evaluates the whole program."""
         args = [self._argument(x, i) for i, x in enumerate(self.evaluator.arrays)]
-        with contextlib.suppress(_DoneError):
-            self.results = self._run(self.evaluator.program, args, Place())
+        self.results = self._run(self.evaluator.program, args, Place())
 
     @property
     def is_finite(self) -> bool:
@@ -247,6 +275,7 @@ class Evaluation:
         depth = len(place.key)
         changes_all = self.wide is not None or self.evaluator.around is not None
         is_split = changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+        is_scan = isinstance(structure, jx.Loop) and structure.cond is None
         match structure:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
@@ -254,7 +283,8 @@ class Evaluation:
             case jx.Call(jaxpr, _, False) if not place.mesh and self.evaluator.around is None:
                 return self._shard_map(jaxpr, operands, place)
             case jx.Branches() | jx.Loop() if self._is_traced and is_split and not place.mesh:
-                return self._traced(structure, operands, place)
+                is_entered = is_scan or self.evaluator.enters_branches
+                return self._traced(structure, operands, place) if is_entered else self._op(operands, place)
             case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
@@ -304,68 +334,55 @@ class Evaluation:
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
-
-        def recording(replayed: Mapping[Id, Any], k: int, jaxpr: Any, *args: Any) -> tuple[list[Any], dict[Id, Any]]:
-            inner = place.body(k)._replace(times=place.times * times)
-            with tape.inside(replayed) as recorded:
-                return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)], recorded
+        tape, values, limit = self.evaluator.tape, [x.value for x in operands], self.trip_counts.get(place.id)
+        times = (structure.length or limit or 1) if isinstance(structure, jx.Loop) else 1
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return recording({}, k, jaxpr, *args)[0]
+            inner = place.body(k)._replace(times=place.times * times)
+            return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)]
 
-        # Differentiated, a loop keeps its carries only.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def step(carry: Sequence[Any], xs: tuple[Sequence[Any], Mapping[Id, Any]]) -> tuple[Any, Any]:
-            body, (slices, replayed) = int(structure.cond is not None), xs
-            outs, recorded = recording(replayed, body, structure.body, *values[structure.consts], *carry, *slices)
+        def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
-            return new, (outs[structure.n_carry :], recorded)
+            return new, outs[structure.n_carry :]
 
-        tape, depth = self.evaluator.tape, len(place.key)
-        values, limit, times = [x.value for x in operands], self.trip_counts.get(place.id), 1
         if isinstance(structure, jx.Branches):
             branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
-            outs = lax.switch(values[0], branches, *(values[i] for i in structure.operands))
+            outs = tape.switch(values[0], branches, *(values[i] for i in structure.operands))
         elif structure.cond is None:
-            options, times = {name: place.eqn.params[name] for name in ("length", "reverse")}, structure.length
-            replayed = {key: x for key, x in tape.replayed.items() if key[:depth] == place.key}
-            carry, (ys, recorded) = lax.scan(step, values[structure.carry], (values[structure.xs], replayed), **options)
-            tape.recorded.update(recorded)
+            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
+            body = functools.partial(step, 0)
+            carry, ys = tape.scan(body, values[structure.carry], values[structure.xs], place.key, **options)
             outs = [*carry, *ys]
         else:
-            consts, times = values[structure.cond_consts], limit or 1
+            consts, carry = values[structure.cond_consts], values[structure.carry]
+            is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
 
-            def proceeds(carry: Sequence[Any]) -> Any:
-                return jnp.any(run(0, structure.cond, *consts, *carry)[0])
+            def predicate(carry: Sequence[Any]) -> Any:
+                return run(0, structure.cond, *consts, *carry)[0]
 
-            def following(carry: Sequence[Any]) -> Any:
-                new = step(carry, ([], {}))[0]
-                if not jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]):
-                    return new
-                predicate = run(0, structure.cond, *consts, *carry)[0]
-                return [_where(predicate, *pair) for pair in zip(new, carry, strict=True)]
+            def following(flags: Any, carry: Sequence[Any]) -> list[Any]:
+                new, _ = step(1, carry, [])
+                return [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
 
-            def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, None]:
-                return lax.cond(proceeds(carry), following, lambda x: x, carry), None
+            def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, tuple[()]]:
+                flags = predicate(carry)
+                return tape.switch(jnp.int32(jnp.any(flags)), [list, functools.partial(following, flags)], carry), ()
 
             if limit is not None:
-                outs = lax.scan(step_if, values[structure.carry], length=limit)[0]
+                outs, _ = tape.scan(step_if, carry, (), place.key, length=limit)
             else:
-                outs = self._counted(place, proceeds, following, values[structure.carry])
+                again = lambda carry: following(predicate(carry) if is_batched else None, carry)  # noqa: E731
+                outs, _ = tape.record(lambda: self._counted(place, predicate, again, carry), {})
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
-    def _counted(self, place: Place, proceeds: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
+    def _counted(self, place: Place, predicate: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
         """Traces a `while` loop that tells how often it ran."""
-        counted = self.evaluator.counted
-        if counted is None:
-            return lax.while_loop(proceeds, following, carry)
-
-        def tell(n: Any) -> None:
-            counted[place.id] = max(int(n), counted.get(place.id, 0))
-
         start = jnp.int32(0), carry
-        n, carry = lax.while_loop(lambda x: proceeds(x[1]), lambda x: (x[0] + 1, following(x[1])), start)
-        jax.debug.callback(tell, n)
+        n, carry = lax.while_loop(lambda x: jnp.any(predicate(x[1])), lambda x: (x[0] + 1, following(x[1])), start)
+        if (counted := self.evaluator.counted) is not None:
+            counted.setdefault(place.id, 0)  # of a branch that does not run
+            jax.debug.callback(lambda n: counted.update({place.id: max(int(n), counted[place.id])}), n)
         return carry
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
@@ -452,12 +469,9 @@ class Evaluation:
             if not jnp.any(predicate.value):
                 break
             new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
-            carry = [self._select(predicate.value, x, old) for x, old in zip(new, carry, strict=True)]
+            flags, pairs = predicate.value, zip(new, carry, strict=True)
+            carry = [self._cell(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
         return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
-
-    def _select(self, predicate: Any, new: Cell, old: Cell) -> Cell:
-        """Returns the next carry of a `while` loop."""
-        return self._cell(_where(predicate, new.value, old.value), [new, old]) if np.ndim(predicate) else new
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
@@ -506,7 +520,7 @@ def widened(x: Any, wide: Any) -> Any:
 def keeps_dtypes(eqn: JaxprEqn) -> bool:
     """Whether an op runs in the dtypes that it was traced in, whatever those of the evaluation."""
     rule = rule_of(eqn)
-    has_program = jx.holds_jaxprs(eqn) and not rule.jaxpr_params
+    has_program = bool(jx.inner_jaxprs(eqn)) and not rule.jaxpr_params
     return eqn.primitive.name in _KEEP_DTYPES or rule.is_kernel or has_program
 
 

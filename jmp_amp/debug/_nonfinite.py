@@ -19,7 +19,7 @@ from jmp_amp._autocast import rule_of
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
-from jmp_amp.debug._clock import Clock
+from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import NO_VALUES, Id, Node, Place, Values, argument_id, is_low, nearest, values_of
 from jmp_amp.debug._report import Location, check_callable, location_of
@@ -91,8 +91,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
         None
     """
     check_callable(fun, "first_nonfinite")
-    if not max_seconds > 0:
-        raise ValueError(f"`max_seconds` must be positive, got {max_seconds!r}")
+    check_seconds(max_seconds)
 
     @functools.wraps(fun, updated=())
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
@@ -209,7 +208,7 @@ def _wrapped(text: str) -> str:
 
 def _find(evaluator: Evaluator) -> NonFinite | None:
     equations = [eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance())]
-    ops = [eqn for eqn in equations if not jx.holds_jaxprs(eqn)]
+    ops = [eqn for eqn in equations if not jx.inner_jaxprs(eqn)]
     # Op by op, each op of another kind or shape is compiled. A program of many takes less time as a whole.
     is_large = len({(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in ops}) > _MANY
     calls = (x for x in map(jx.structure_of, equations) if isinstance(x, jx.Call))
@@ -433,7 +432,7 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
         results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
         return True, "in float32 all results are finite: precision is the cause", results
     other = wide.nonfinite.get(_cause(wide) or ())
-    if wide.is_stopped or other is None or jx.holds_jaxprs(other.eqn):  # one that ran as it was traced
+    if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
         return None, "", []
     same, kind = other.key == node.key, "NaN" if other.values.nans else "inf"
     op = "the same op" if same else f"`{other.primitive}` {location_of(other.place.eqns).where}"

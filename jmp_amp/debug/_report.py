@@ -52,9 +52,14 @@ class Location(NamedTuple):
         return ("in the backward pass of " if self.backward else "at ") + (self.source or "an unknown line")
 
 
+def provenance_of(eqns: Sequence[JaxprEqn]) -> jx.Provenance:
+    """Returns the provenance of the last of `eqns`; the others contain it, outermost first."""
+    return functools.reduce(jx.Provenance.of, eqns, jx.Provenance())
+
+
 def location_of(eqns: Sequence[JaxprEqn]) -> Location:
     """Returns the location of the last of `eqns`; the others contain it, outermost first."""
-    provenance = functools.reduce(jx.Provenance.of, eqns, jx.Provenance())
+    provenance = provenance_of(eqns)
     # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
     backward = jx.is_backward(provenance.stack) and not jx.is_recomputed(provenance.stack)
     # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.

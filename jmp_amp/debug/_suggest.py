@@ -5,7 +5,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
 from jmp_amp.debug._budget import check_exact, estimate, run_scaled
-from jmp_amp.debug._clock import Clock
+from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation
 from jmp_amp.debug._explain import explain
@@ -58,7 +58,8 @@ def suggest_rules(
         argnums: as in `jax.value_and_grad`.
         has_aux: as in `jax.value_and_grad`.
         transform: as in `amp.debug.compare`.
-        max_seconds: after so many seconds, no more rules are looked for; the report says what was left out.
+        max_seconds: after so many seconds, no more rules are looked for; the report says what was left out. A
+            compilation that has begun is finished, which may take longer.
         **options: other options of `autocast`: `policy`, instead of `dtype`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
@@ -71,7 +72,7 @@ def suggest_rules(
     Raises:
         TypeError: `fun` is not callable or is already under `autocast`; `rules` is among the options; there are no
             floating arrays to differentiate with respect to; or the returned function is called inside `jit`.
-        ValueError: `tol` is not positive, or the loss or its gradients are not finite in float32.
+        ValueError: `tol` or `max_seconds` is not positive, or the loss or its gradients are not finite in float32.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -93,6 +94,7 @@ def suggest_rules(
             "`suggest_rules` takes no `rules`, which it returns; to keep other code in float32, use "
             "`amp.full_precision` in `fun`"
         )
+    check_seconds(max_seconds)
     options = {"dtype": dtype, **options}
     form = parse_settings(**options).format
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
@@ -107,7 +109,7 @@ def suggest_rules(
         clock = Clock(max_seconds)
 
         def search(keys: Sequence[Any]) -> _Search:
-            marked = {key for key in keys if isinstance(key, Line)}
+            marked = {key for key in keys if isinstance(key, jx.Frame)}
             rules = [key for key in keys if key not in marked]
 
             def emulate(more: Mapping[Any, str]) -> Emulation:
@@ -151,7 +153,7 @@ def suggest_rules(
             error, keys = min(tried, key=lambda x: x[0], default=(error, keys))
         steps = tuple(first.step(keys[:i]) for i in range(len(keys) + 1))
         is_checked = not keys or compilations > 1 or tol is None
-        rules = {} if tol is None else dict.fromkeys((key for key in keys if not isinstance(key, Line)), value)
+        rules = {} if tol is None else dict.fromkeys((key for key in keys if not isinstance(key, jx.Frame)), value)
         left_out = tuple(first.opaque), clock.is_late, is_checked
         report = SuggestionReport(
             steps, form.name, tol, error if is_checked else steps[-1].error, floor, compilations, value, *left_out
@@ -161,20 +163,7 @@ def suggest_rules(
     return suggest
 
 
-class Line(NamedTuple):
-    """A line of code that needs `with amp.full_precision():` around it.
-
-    Attributes:
-        source: `train.py:41 (loss_fn)`.
-    """
-
-    source: str
-
-    def __str__(self) -> str:
-        return self.source
-
-
-def _in_float32(fun: Callable, lines: Collection[Line]) -> Callable:
+def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
     """Returns `fun` with `with amp.full_precision():` around some of its lines."""
 
     def body_of(jaxpr: Any) -> jx.Body:
@@ -182,7 +171,7 @@ def _in_float32(fun: Callable, lines: Collection[Line]) -> Callable:
         return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
 
     def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
-        if any(Line(str(frame)) in lines for frame in jx.frames_of(eqn, depth)):
+        if not lines.isdisjoint(jx.frames_of(eqn, depth)):
             with full_precision():
                 return jx.apply_as_traced(eqn, args)
         structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
@@ -204,7 +193,8 @@ class Step(NamedTuple):
     """A rule, and what it brings together with the rules before it.
 
     Attributes:
-        key: a pattern of named scopes, a primitive, or a `Line`; None for no rule.
+        key: a pattern of named scopes, a primitive, or a line to put `with amp.full_precision():` around; None for no
+            rule.
         low: the share of the FLOPs of products in the forward pass that stay in low precision.
         error: the gradient error.
     """
@@ -254,7 +244,7 @@ class SuggestionReport:
     @property
     def lines(self) -> tuple[str, ...]:
         """The lines to put `with amp.full_precision():` around."""
-        return tuple(row.key.source for row in self.rows if isinstance(row.key, Line)) if self.tol is not None else ()
+        return tuple(str(row.key) for row in self.rows if isinstance(row.key, jx.Frame)) if self.tol is not None else ()
 
     def __str__(self) -> str:
         lines = [f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules"]
@@ -338,8 +328,8 @@ class _Search:
 
         @functools.cache
         def removes(key: Any) -> np.ndarray:
-            if isinstance(key, Line):
-                return is_free & np.array([key.source in lines for lines in self._program.lines], bool)
+            if isinstance(key, jx.Frame):
+                return is_free & np.array([key in lines for lines in self._program.lines], bool)
             if isinstance(key, str):
                 matching = parse_rules({key: "full"}).matching
                 return is_free & np.array([bool(matching(row.module)) for row in rows], bool)
@@ -399,7 +389,7 @@ class _Search:
 
     def _lines(self, limit: float) -> list[Any]:
         """Returns lines with which the error is small enough; none if there are none."""
-        lines = [Line(x) for x in dict.fromkeys(x for lines in self._program.lines for x in lines)]
+        lines = sorted(frozenset().union(*self._program.lines))
         chosen = self._chosen(lines, limit)
         if self.error(chosen) > limit:
             return []
