@@ -22,6 +22,10 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import jax
 import pytest
 
+from jmp_amp.debug import _emulation
+
+_emulation._COMPILER_OPTIONS["xla_backend_optimization_level"] = 0  # nor do emulated gradients run for long
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

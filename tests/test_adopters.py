@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 PAGE = Path(__file__).parents[1] / "docs/adopters.md"
-QUICK = {"two_towers", "neural_sde"}
+QUICK = {"two_towers"}
 
 
 @pytest.fixture(autouse=True)

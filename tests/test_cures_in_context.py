@@ -32,7 +32,7 @@ FORMULAS = {
     "jnp.sqrt(jnp.sum(x ** 2, -1))": (ZEROS, Y),
     "jnp.linalg.norm(x, axis=-1)": (ZEROS, Y),
 }
-QUICK = ("jnp.log(1 + jnp.exp(x))", "(jnp.sin(x) / x)")
+QUICK = ("jnp.log(1 + jnp.exp(x))",)
 # None of these is near 0, or where two of them are equal.
 NEAR = [(scale * uniform(3, 4, low=0.05), uniform(3, 4, seed=1, low=0.05)) for scale in (0.9, 8)]
 

@@ -44,6 +44,7 @@ def test_code_of_a_page_runs(page):
     exec(compile(code(page), page, "exec"), {})
 
 
+@pytest.mark.slow
 def test_the_sharp_bits_print_what_their_page_shows(capsys):
     page = (ROOT / PRINTS).read_text()
     exec(compile(code(PRINTS), PRINTS, "exec"), {})

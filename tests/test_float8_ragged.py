@@ -143,6 +143,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_transformations_inside_and_outside(name):
     fun, params = PROGRAMS[name]

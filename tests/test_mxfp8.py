@@ -225,6 +225,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_transformations_inside_and_outside(name):
     fun, params, x = PROGRAMS[name]

@@ -346,6 +346,7 @@ def test_it_raises_also_if_the_loss_is_scaled_by_the_inner_state(name):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CORRECT)
 def test_correct_compositions_train_through_overflows(name, monkeypatch):
     monkeypatch.setattr("jmp_amp._loss_scale._composition._UNKNOWN", ())

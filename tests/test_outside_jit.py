@@ -17,7 +17,7 @@ import jmp_amp as amp
 from jmp_amp._autocast._plan import Plan, Step
 from jmp_amp._autocast._primitives import EqnInfo
 
-pytestmark = pytest.mark.usefixtures("users_code")
+pytestmark = pytest.mark.usefixtures("users_code", "only_new_garbage")
 
 X = jnp.eye(8) / 4 + 0.1
 inner = jax.jit(lambda x: jnp.tanh(x @ x))
@@ -68,6 +68,12 @@ PROGRAMS = {
     "cond": lambda x: lax.cond(x[0, 0] > 0, square, shifted, x),
     "a layer": lambda x: jax.nn.gelu(x @ x + 1.0) @ x,
 }
+
+
+@pytest.fixture(scope="module")
+def only_new_garbage():
+    """Garbage collection does not visit what tests of other files left."""
+    gc.freeze()
 
 
 @pytest.fixture
@@ -257,8 +263,6 @@ FRESH = {
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize("name", FRESH)
 def test_nothing_is_kept_of_functions_that_are_gone(name):
-    gc.freeze()  # what earlier tests left is not visited
-
     def kept_after(calls):
         for n in range(calls):
             fun = FRESH[name]()

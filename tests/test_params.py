@@ -139,6 +139,7 @@ def test_what_is_kept_can_be_said():
 OPTIONS = [{}, {"remainder": True}, {"masters": False}, {"masters": False, "rounding": "stochastic"}]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("wrap", [lambda tx: tx, amp.dynamic_loss_scale], ids=["alone", "scaled"])
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)

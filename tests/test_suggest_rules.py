@@ -14,7 +14,7 @@ import jmp_amp as amp
 
 
 def network(*planted):
-    """A loss of four layers in scopes; the planted ones take the difference of two large products."""
+    """A loss of layers in scopes; the planted ones take the difference of two large products."""
 
     def loss_fn(params, x):
         for name, w in params.items():
@@ -29,9 +29,9 @@ def network(*planted):
 
 @pytest.fixture
 def args():
-    keys = jax.random.split(jax.random.key(0), 5)
-    params = {f"layer_{i}": jax.random.normal(key, (5, 5)) for i, key in enumerate(keys[:4])}
-    return params, jax.random.normal(keys[4], (8, 5))
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {f"layer_{i}": jax.random.normal(key, (5, 5)) for i, key in enumerate(keys[:3])}
+    return params, jax.random.normal(keys[3], (8, 5))
 
 
 def gradient_error(loss_fn, rules, args, dtype="float16", scale=2.0**8):
@@ -55,7 +55,7 @@ def test_where_no_rule_is_needed_there_is_none(args):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("planted", ["layer_0", "layer_2", "layer_3"])
+@pytest.mark.parametrize("planted", ["layer_0", "layer_1", "layer_2"])
 def test_the_planted_module_is_the_one_rule(args, planted):
     loss_fn = network(planted)
     rules, report = amp.debug.suggest_rules(loss_fn)(*args, tol=1e-2)
@@ -71,7 +71,7 @@ def test_the_planted_module_is_the_one_rule(args, planted):
 
 
 def test_two_modules_that_differ_by_a_number_make_one_pattern(args):
-    loss_fn = network("layer_0", "layer_1", "layer_2", "layer_3")
+    loss_fn = network("layer_0", "layer_1", "layer_2")
     rules, report = amp.debug.suggest_rules(loss_fn)(*args, tol=1e-3)
     assert rules == {"layer_*": "full"}
     assert gradient_error(loss_fn, rules, args) <= 1e-3

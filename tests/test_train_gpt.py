@@ -173,6 +173,7 @@ def test_ctrl_c_before_the_first_step_ends_quietly(example, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # `.ci/run` runs it
 def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_uninterrupted_one(example, tmp_path, monkeypatch):
     final = []
     train, train_step = example.train, example.train_step
