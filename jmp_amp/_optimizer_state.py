@@ -1,5 +1,6 @@
 """The transformation that holds the state of an optimizer in 8 or 16 bits between steps."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -251,6 +252,7 @@ def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x[..., None], (*x.shape, shape[-1] // x.shape[-1])).reshape(shape)
 
 
+@functools.partial(jax.jit, inline=True)  # one program outside of `jit`, where each op would be one
 def _decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
     if formats.size == 0:
         return codes.astype(jnp.float32)
@@ -314,6 +316,7 @@ def _octaves(kind: jax.Array) -> jax.Array:
     return jnp.where(kind == _WIDE, 128, jnp.where(kind == _SIGNED, 16, 32))
 
 
+@functools.partial(jax.jit, inline=True)
 def _store(x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns codes, rounded to nearest, and formats and maxima of the shape of `like`."""
     if like.size == 0:
