@@ -650,6 +650,8 @@ def test_a_large_bound_makes_no_product_float32(name):
         lambda x: 300.0 * x - 300.0 * x[::-1] * 300.0,
         lambda x: jnp.where(x > 0, x, -1e9),
         lambda x: jnp.minimum(x, LARGE[:6]),
+        lambda x: jnp.maximum(x, 1e6),
+        lambda x: jnp.minimum(x, -1e6),
         lambda x: x.at[0].set(1e6),
     ],
 )

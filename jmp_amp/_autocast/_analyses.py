@@ -164,16 +164,24 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFac
         # A number does not make a value smaller: data may be as large anyway.
         size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
     elif rule.passes_on or rule.sums:
-        pairs = zip(operands, info.eqn.invars, strict=True)
-        data = [known.size for known, atom in pairs if varying(jx.shape_of(atom)) or not known.is_constant]
-        # A bound, as in `jnp.clip(x, -1e6, 1e6)`, makes nothing larger.
-        size = max(data if data and rule.kind is ResultKind.CHOSEN and rule.fuses else sizes)
+        floating = [pair for pair in zip(operands, info.eqn.invars, strict=True) if jx.dtype_of(pair[1]) in _FLOATING]
+        size = max([known.size for known, atom in floating if not _is_bound(rule, atom, known)] or sizes)
     else:
         return 1.0
     # Coefficients, as in `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, and factors near 1, as those of dropout, would
     # multiply over layers.
     largest = 256 if rule.kind in _SUMS else 4
     return 1.0 if 1 / 4 < size < largest and not all(known.is_constant for known in operands) else size
+
+
+def _is_bound(rule: Rule, atom: Any, known: ValueFacts) -> bool:
+    """Whether an operand makes nothing larger, as those of `jnp.clip(x, -1e6, 1e6)`; `jnp.maximum(x, 1e6)` is large."""
+    if rule.kind is not ResultKind.CHOSEN or not rule.fuses or varying(jx.shape_of(atom)) or not known.is_constant:
+        return False
+    is_least = isinstance(atom, Literal) and (
+        (rule.fold is np.maximum and atom.val > 0) or (rule.fold is np.minimum and atom.val < 0)
+    )
+    return not is_least
 
 
 _SUMS = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
