@@ -421,7 +421,10 @@ NOT_MEANT = {"lbfgs", "scale_by_lbfgs", "contrib.cocob"}
 def test_every_transformation_steps_as_in_float32(name, monkeypatch):
     """After one step and after four, with moments in 8 bits."""
     weights = jnp.linspace(-1.0, 1.0, 128)
-    params = {"w": jnp.asarray(RNG.normal(size=(32, 128)), jnp.float32), "b": jnp.linspace(-1.0, 1.0, 3)}
+    params = {
+        "w": jnp.asarray(np.random.default_rng(0).normal(size=(32, 128)), jnp.float32),
+        "b": jnp.linspace(-1.0, 1.0, 3),
+    }
 
     def loss_fn(params):
         return jnp.mean((jnp.tanh(params["w"]) @ weights - 1) ** 2) + jnp.mean((params["b"] - 2) ** 4)
