@@ -121,14 +121,15 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
         eqn, rule = info.eqn, info.rule
-        read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in _FLOATING]
+        floating = [pair for pair in zip(operands, eqn.invars, strict=True) if jx.dtype_of(pair[1]) in _FLOATING]
+        read = [known for known, _ in floating]
         passes_on = rule.passes_on or rule.is_linear
         is_log = any(each.is_log for each in read) and rule.passes_on and rule.kind is not ResultKind.QUOTIENT
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         is_solution = any(each.is_solution for each in read) and passes_on and not is_norm
         carry = joined([each.carry for each in read])
         known = ValueFacts(
-            size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, read),
+            size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, floating),
             is_log=is_log or rule.kind is ResultKind.LOGARITHM,
             squares=_squares(info, operands),
             moment=_moment(info, operands),
@@ -152,9 +153,9 @@ def _of(var: Any, known: ValueFacts) -> ValueFacts:
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
 
 
-def _size(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFacts]) -> float:
+def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tuple[ValueFacts, Any]]) -> float:
     """Estimates the largest magnitude of a result. Sums and means count as large as their largest term."""
-    rule, sizes = info.rule, [known.size for known in read]
+    rule, sizes = info.rule, [known.size for known, _ in floating]
     if rule.power is not None:
         size = _power(sizes[0], rule.power)
     elif rule.scales or rule.is_product or rule.kind is ResultKind.OUTER_PRODUCT:
@@ -164,7 +165,6 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFac
         # A number does not make a value smaller: data may be as large anyway.
         size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
     elif rule.passes_on or rule.sums:
-        floating = [pair for pair in zip(operands, info.eqn.invars, strict=True) if jx.dtype_of(pair[1]) in _FLOATING]
         size = max([known.size for known, atom in floating if not _is_bound(rule, atom, known)] or sizes)
     else:
         return 1.0
@@ -239,9 +239,8 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     if rule.power in (0.5, -0.5):
         return Squares.NORM if first is Squares.SUM else Squares.NO
     if Squares.GRAM in squares and rule.passes_on:
-        return (
-            Squares.SUM if rule.kind is ResultKind.TAKEN else Squares.GRAM
-        )  # the diagonal, or the matrix times a mask
+        # The diagonal, or the matrix times a mask.
+        return Squares.SUM if rule.kind is ResultKind.TAKEN else Squares.GRAM
     if rule.arithmetic and not rule.scales:
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO
