@@ -170,11 +170,6 @@ class Rule(NamedTuple):
         return self.op_class is OpClass.LOWER or (self.is_product and self.op_class is OpClass.PROMOTE)
 
     @property
-    def sums(self) -> bool:
-        """Whether the op sums along axes."""
-        return self.kind is ResultKind.TOTAL
-
-    @property
     def is_cast(self) -> bool:
         """Whether the op converts a dtype."""
         return self.dtype_params == _CAST.dtype_params
@@ -192,12 +187,13 @@ class Rule(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether the op moves, adds and multiplies, so that it passes on errors as they are."""
-        return self.moves or self.arithmetic or self.is_product or self.sums
+        return self.kind in _LINEAR
 
 
 _ARITHMETIC = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
 _ARITHMETIC |= {ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT}
 _PASSES_ON = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, *_ARITHMETIC}
+_LINEAR = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.MATRIX_PRODUCT, ResultKind.TOTAL, *_ARITHMETIC}
 
 # The rule of a primitive, or a function of the parameters of the op and the types of its operands.
 RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]

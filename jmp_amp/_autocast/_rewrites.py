@@ -31,16 +31,21 @@ def rewrite_of(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     return next((run for rewrite in _REWRITES if (run := rewrite(op, dtypes, casts)) is not None), None)
 
 
-def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
-    """`take_along_axis` along the last axis, of one float32 element a row, whose gradient is not scattered.
+def _gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """A gather, whose transpose is a sum by scatter, in another way if the sum is of label logits or of low precision.
 
-    The transpose of a gather writes into an array of zeros. For a loss in float32 that is the gradient of all logits,
-    in float32, in memory. As a comparison with the index it fuses with the gradient of the softmax and the cast that
-    follow.
+    `take_along_axis` takes the logit of each label. For a loss in float32 the scatter would write the gradient of all
+    logits, in float32, to memory. As a comparison with the index it fuses with the gradient of the softmax and the cast
+    that follow. Any other gather may take an element any number of times, as edges take that of a node, and in bfloat16
+    a sum of ones ends at 256: that sum is float32.
     """
-    if not (op.rule.kind is ResultKind.TAKEN and op.needs_float32):
+    if op.rule.kind is not ResultKind.TAKEN:
         return None
-    return _take_label_logit if is_label_logit(op.eqn.params, [atom.aval for atom in op.eqn.invars]) else None
+    eqn = op.info.eqn
+    if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]):
+        return _take_label_logit if op.needs_float32 else None
+    is_low = jx.dtype_of(eqn.invars[0]) == FLOAT32 and dtypes[0] == op.region.format.dtype
+    return _gather_low if is_low else None
 
 
 def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
@@ -76,18 +81,6 @@ def _take_label_logit(op: Op, args: Sequence[Any]) -> list[Any]:
     return _with_tangent(op.apply, tangent, op.cast(args))
 
 
-def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
-    """A gather of low-precision values that were traced in float32, whose gradient is summed in float32.
-
-    The program can take an element any number of times, as edges take that of a node. So the transpose of a gather is a
-    sum by scatter, and in bfloat16 a sum of ones ends at 256.
-    """
-    atoms = op.eqn.invars
-    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(atoms[0]) == FLOAT32 and dtypes[0] == op.format.dtype):
-        return None
-    return None if is_label_logit(op.eqn.params, [atom.aval for atom in atoms]) else _gather_low
-
-
 def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
     def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         x, indices = primals
@@ -113,9 +106,9 @@ def _with_tangent(fun: Callable[[Sequence[Any]], list[Any]], tangent: Callable, 
 
 def _float8_product(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     """A product with a weight that gains by float8: it reads its operands and its cotangents in float8."""
-    form = op.format
+    form = op.region.format
     is_low = op.rule.op_class is OpClass.LOWER and set(dtypes[:2]) == {form.dtype}
-    if form.float8 is None or not is_low or why_not_float8(op.eqn, op.is_input, form.float8):
+    if form.float8 is None or not is_low or why_not_float8(op.info.eqn, op.is_input, form.float8):
         return None
     return Float8Product(form.dtype, form.float8, op.is_input[:2])
 
@@ -180,7 +173,7 @@ def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite 
     The transpose of a float16 product writes float16, which is then cast to the float32 of the weight: a gradient above
     65504 is inf by then, and a small one is rounded. Here the product that computes the gradient returns float32.
     """
-    is_product = op.rule.op_class is OpClass.LOWER and op.format.dtype in casts
+    is_product = op.rule.op_class is OpClass.LOWER and op.region.format.dtype in casts
     return _with_float32_grads if is_product and op.options.weight_grad_dtype == FLOAT32 else None
 
 
@@ -229,7 +222,7 @@ def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     The cotangent of a broadcast is a sum. That of a float32 bias, cast to float16 and then broadcast, would be summed
     in float16, where 70,000 ones are inf.
     """
-    rule, eqn = op.rule, op.eqn
+    rule, eqn = op.rule, op.info.eqn
     if not (rule.fuses and rule.op_class is OpClass.PROMOTE and eqn.outvars and any(casts)):
         return None
     shape, pairs = jx.shape_of(eqn.outvars[0]), zip(eqn.invars, casts, strict=True)
@@ -257,4 +250,4 @@ def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
     return _with_tangent(lambda args: op.apply(op.cast(args)), tangent, args)
 
 
-_REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)
+_REWRITES = (_gather, _float8_product, _float32_weight_grad, _cast_bias)

@@ -15,7 +15,6 @@ from jmp_amp._jaxpr._structures import (
     entries,
     holds,
     inner_jaxprs,
-    runs_of,
     structure_of,
 )
 from jmp_amp._jaxpr._trace import (
