@@ -62,7 +62,8 @@ def infos_of(jaxpr):
     pairs = zip(jaxpr.eqns, rules, strict=True)
     found = [r if not callable(r) else r(e.params, [a.aval for a in e.invars]) for e, r in pairs]
     return [
-        EqnInfo(e, r, structure_of(e), (), tuple(e.invars), None, id(e)) for e, r in zip(jaxpr.eqns, found, strict=True)
+        EqnInfo(e, r, structure_of(e), (), tuple(e.invars), None, False, id(e))
+        for e, r in zip(jaxpr.eqns, found, strict=True)
     ]
 
 

@@ -156,6 +156,8 @@ _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, 
 def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tuple[ValueFacts, Any]]) -> float:
     """Estimates the largest magnitude of a result. Sums and means count as large as their largest term."""
     rule, sizes = info.rule, [known.size for known, _ in floating]
+    if info.is_fraction:
+        return 1.0
     if rule.power is not None:
         size = _power(sizes[0], rule.power)
     elif rule.scales or rule.is_product or rule.kind is ResultKind.OUTER_PRODUCT:

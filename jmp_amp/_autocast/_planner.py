@@ -63,12 +63,15 @@ class Planner:
     def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
         moved, products = dict[Any, Var](), dict[Any, tuple[int, Sequence[Any]]]()
         read, between = list[tuple[JaxprEqn, Rule, tuple[Var | None, ...]]](), dict[int, int]()
+        rounded = set[frozenset[int]]()  # a value, and what it was rounded to
         for i, eqn in enumerate(jaxpr.eqns):
             rule = self.rule_of(eqn)
             sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars])
             read.append((eqn, rule, sources))
             if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
                 moved[eqn.outvars[0]] = sources[0]
+            if self._rounds(eqn):
+                rounded.add(frozenset(map(id, (*eqn.invars, *eqn.outvars))))
             if rule.is_product:
                 products[eqn.outvars[0]] = i, sources
                 for k in (0, 1):  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
@@ -80,17 +83,23 @@ class Planner:
         infos = []
         for i, (eqn, rule, sources) in enumerate(read):
             operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-            op = self._op_of(eqn, sources, between.get(i))
-            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), op))
+            is_fraction = rule.kind is ResultKind.DIFFERENCE and frozenset(map(id, eqn.invars)) in rounded
+            op = self._op_of(eqn, sources, between.get(i), is_fraction)
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), is_fraction, op))
         return infos
 
-    def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> object | None:
+    def _rounds(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation rounds to whole numbers; `jnp.round` is a call."""
+        inside = [each for inner in jx.inner_jaxprs(eqn) for each in jx.open_jaxpr(inner)[0].eqns]
+        return self.rule_of(inside[0] if len(inside) == 1 else eqn).kind is ResultKind.ROUNDED
+
+    def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], *relations: Any) -> object | None:
         if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which the keys would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
-        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, between, len(set(map(id, eqn.invars)))
+        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, relations, len(set(map(id, eqn.invars)))
         try:
             return self._ops(self, key, object)
         except TypeError:  # a parameter that cannot be hashed

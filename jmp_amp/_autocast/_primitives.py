@@ -47,6 +47,7 @@ class ResultKind(enum.StrEnum):
     TOTAL = "total"  # sums along axes
     LOGARITHM = "logarithm"
     POWER = "power"  # of the first operand
+    ROUNDED = "rounded"  # to a whole number
     OTHER = "other"
 
 
@@ -466,11 +467,11 @@ RULES: Rules = _table(
         "reduce_max reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN),
         "square": _SQUARE,
         "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
-        "one_minus_square": _ELEMENTWISE,
         "sin cos": _ELEMENTWISE._replace(demand=Demand.ANGLE),
         "sqrt": _ELEMENTWISE._replace(kind=ResultKind.POWER, demand=Demand.ROOT, power=0.5, fold=np.sqrt),
         "cbrt": _ELEMENTWISE._replace(power=1 / 3),
-        "floor ceil round tanh logistic erf erfc": _ELEMENTWISE,
+        "floor ceil round": _ELEMENTWISE._replace(kind=ResultKind.ROUNDED),
+        "tanh logistic erf erfc one_minus_square": _ELEMENTWISE,
         "argmax argmin": _FOLLOW._replace(drops_unit=True),
         "cummax cummin": _FOLLOW._replace(keeps_unit=True),
         "sort": _sort,
@@ -525,6 +526,7 @@ class EqnInfo(NamedTuple):
         operands: the variables that it reads, each once.
         sources: what each operand was before it was only moved; None for a literal.
         between: for each of the two products in `A @ P @ A.T`, the operand that is or holds `P`; None for other ops.
+        is_fraction: whether it subtracts a value and what that was rounded to, as `x - jnp.floor(x)`.
         op: stands for the primitive, its parameters and the types of its operands and results: the same op of another
             layer has the same object. None if it holds jaxprs or what cannot be hashed.
     """
@@ -535,6 +537,7 @@ class EqnInfo(NamedTuple):
     operands: tuple[Var, ...]
     sources: tuple[Var | None, ...]
     between: int | None
+    is_fraction: bool
     op: object | None
 
     @property
