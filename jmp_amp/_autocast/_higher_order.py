@@ -58,12 +58,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     op = op._replace(info=op.info._replace(eqn=jx.versions.with_policy(eqn, as_products)))
     step = _step(op, cast, reads, plan.outs, [plan], [plan.body()])
     if is_checkpoint and not planner.options.keeps_checkpoints:
-        return step._replace(run=functools.partial(_run_inline, plan), changed=True)
+        return step._replace(run=functools.partial(jx.run_inline, eqn, [plan.body()]), changed=True)
     return step._replace(run=_with_rule(planner, call.rule, eqn, plan)) if call.rule and plan.changed else step
-
-
-def _run_inline(plan: Plan, args: Sequence[Any]) -> list[Any]:
-    return plan(*args)
 
 
 def _as_traced(planner: Planner, call: jx.Call, op: Context, why: str) -> Step:

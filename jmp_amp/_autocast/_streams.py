@@ -103,9 +103,10 @@ def _flow(info: EqnInfo, operands: Sequence[_Part | None], reads: int = Stream.N
         return (statistics[0] if statistics else None), *of_statistics
     if rule.kind is ResultKind.TOTAL and len(known) == 1:
         return known[0][0]._replace(holds=_Holds.STATISTIC), of_statistics[1], of_statistics[1]
-    if rule.is_root and statistics:
+    is_root = rule.kind is ResultKind.POWER and (rule.power is None or rule.power % 1 != 0)
+    if is_root and statistics:
         return _Part(_Holds.DEVIATION), *of_statistics
-    if not (rule.passes_on or (rule.kind is ResultKind.POWER and not rule.is_root)):
+    if not (rule.passes_on or (rule.kind is ResultKind.POWER and not is_root)):
         return _Part(), *nothing
     if rule.scales and elements and any(part.holds is _Holds.FACTOR for part in statistics):
         return _Part(is_normal=True), Stream.ELEMENTS, Stream.STATISTIC  # `(x - mean) * lax.rsqrt(variance + eps)`

@@ -15,6 +15,7 @@ from jmp_amp._jaxpr._structures import (
     entries,
     holds,
     inner_jaxprs,
+    run_inline,
     structure_of,
 )
 from jmp_amp._jaxpr._trace import (
