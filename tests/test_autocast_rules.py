@@ -11,7 +11,6 @@ from jaxprs import dtypes, row, scoped_equations
 
 import jmp_amp as amp
 from jmp_amp._autocast import RULES, OpClass, Rule
-from jmp_amp._autocast._primitives import _table
 from jmp_amp._jaxpr import HIGHER_ORDER
 
 pytestmark = pytest.mark.usefixtures("users_code")
@@ -226,9 +225,3 @@ def test_every_rule_is_for_a_primitive_that_exists():
     names |= {"float8_dot_general", "float8_ragged_dot_general", "float8_scale"}  # of this package
     newer = {"log2", "one_minus_square", "polynomial"}  # than JAX 0.10
     assert set(RULES) - names - newer == set()
-
-
-def test_a_primitive_cannot_be_in_the_table_twice():
-    rule = Rule(OpClass.FULL)
-    with pytest.raises(ValueError, match="`exp` is in the table twice"):
-        _table({"exp log": rule, "sin exp": rule})

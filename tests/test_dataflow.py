@@ -154,7 +154,7 @@ def planned(fun, *args):
         return plan(self)
 
     def counted_decide(self, i):
-        decisions[id(self._contexts[i].eqn)] += 1
+        decisions[id(self._contexts[i].info.eqn)] += 1
         return decide(self, i)
 
     with pytest.MonkeyPatch.context() as patch:

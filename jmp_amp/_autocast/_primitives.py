@@ -407,7 +407,8 @@ def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     return size == 1 and other_size != 1
 
 
-ROWS: Mapping[str, Any] = {
+# The rules, by the names of the primitives that have them.
+ROWS: Mapping[str, Rule | RuleOf] = {
     # Matrix units: low precision in, float32 accumulation, low precision out.
     "dot_general": _matmul,
     "conv_general_dilated": _convolution,

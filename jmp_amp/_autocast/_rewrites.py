@@ -31,21 +31,17 @@ def rewrite_of(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     return next((run for rewrite in _REWRITES if (run := rewrite(op, dtypes, casts)) is not None), None)
 
 
-def _gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
-    """A gather, whose transpose is a sum by scatter, in another way if the sum is of label logits or of low precision.
+def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """`take_along_axis` along the last axis, of one float32 element a row, whose gradient is not scattered.
 
-    `take_along_axis` takes the logit of each label. For a loss in float32 the scatter would write the gradient of all
-    logits, in float32, to memory. As a comparison with the index it fuses with the gradient of the softmax and the cast
-    that follow. Any other gather may take an element any number of times, as edges take that of a node, and in bfloat16
-    a sum of ones ends at 256: that sum is float32.
+    The transpose of a gather writes into an array of zeros. For a loss in float32 that is the gradient of all logits,
+    in float32, in memory. As a comparison with the index it fuses with the gradient of the softmax and the cast that
+    follow.
     """
-    if op.rule.kind is not ResultKind.TAKEN:
+    if not (op.rule.kind is ResultKind.TAKEN and op.needs_float32):
         return None
     eqn = op.info.eqn
-    if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]):
-        return _take_label_logit if op.needs_float32 else None
-    is_low = jx.dtype_of(eqn.invars[0]) == FLOAT32 and dtypes[0] == op.region.format.dtype
-    return _gather_low if is_low else None
+    return _take_label_logit if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else None
 
 
 def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
@@ -79,6 +75,18 @@ def _take_label_logit(op: Op, args: Sequence[Any]) -> list[Any]:
         return [jnp.sum(jnp.where(is_label, tangents[0], 0), -1, keepdims=True)]
 
     return _with_tangent(op.apply, tangent, op.cast(args))
+
+
+def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """A gather of low-precision values that were traced in float32, whose gradient is summed in float32.
+
+    The program can take an element any number of times, as edges take that of a node. So the transpose of a gather is a
+    sum by scatter, and in bfloat16 a sum of ones ends at 256.
+    """
+    eqn, is_low = op.info.eqn, dtypes[0] == op.region.format.dtype
+    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(eqn.invars[0]) == FLOAT32 and is_low):
+        return None
+    return None if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else _gather_low
 
 
 def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
@@ -250,4 +258,4 @@ def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
     return _with_tangent(lambda args: op.apply(op.cast(args)), tangent, args)
 
 
-_REWRITES = (_gather, _float8_product, _float32_weight_grad, _cast_bias)
+_REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)
