@@ -83,8 +83,8 @@ def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     The program can take an element any number of times, as edges take that of a node. So the transpose of a gather is a
     sum by scatter, and in bfloat16 a sum of ones ends at 256.
     """
-    eqn, is_low = op.info.eqn, dtypes[0] == op.region.format.dtype
-    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(eqn.invars[0]) == FLOAT32 and is_low):
+    eqn, low = op.info.eqn, op.region.format.dtype
+    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(eqn.invars[0]) == FLOAT32 and dtypes[0] == low):
         return None
     return None if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else _gather_low
 
