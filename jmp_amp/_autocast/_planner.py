@@ -70,7 +70,7 @@ class Planner:
             read.append((eqn, rule, sources))
             if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
                 moved[eqn.outvars[0]] = sources[0]
-            if self._rounds(eqn):
+            if self._rounds(eqn, rule):
                 rounded.add(frozenset(map(id, (*eqn.invars, *eqn.outvars))))
             if rule.is_product:
                 products[eqn.outvars[0]] = i, sources
@@ -88,10 +88,11 @@ class Planner:
             infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), is_fraction, op))
         return infos
 
-    def _rounds(self, eqn: JaxprEqn) -> bool:
+    def _rounds(self, eqn: JaxprEqn, rule: Rule) -> bool:
         """Whether an equation rounds to whole numbers; `jnp.round` is a call."""
-        inside = [each for inner in jx.inner_jaxprs(eqn) for each in jx.open_jaxpr(inner)[0].eqns]
-        return self.rule_of(inside[0] if len(inside) == 1 else eqn).kind is ResultKind.ROUNDED
+        if eqn.primitive.name == "jit" and len(inside := jx.open_jaxpr(eqn.params["jaxpr"])[0].eqns) == 1:
+            return self.rule_of(inside[0]).kind is ResultKind.ROUNDED
+        return rule.kind is ResultKind.ROUNDED
 
     def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], *relations: Any) -> object | None:
         if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which the keys would keep alive
