@@ -133,13 +133,16 @@ class Planner:
         return find_rule(primitive, params, avals, self._rules).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
-        """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""
+        """Returns the region of an equation.
+
+        One in the code takes precedence over patterns in `rules` and over facts, in the calls and loops in it, too.
+        """
         name_stack, overrides = eqn.source_info.name_stack, self.options.overrides
         if region.format is AS_TRACED or not (name_stack.stack or overrides.scopes):
             return region
         if overrides.scopes:
             region = region._replace(path=jx.scope_path(region.path, name_stack))
-            for pattern in overrides.matching(region.path):
+            for pattern in overrides.matching(region.path) if region.why != "region" else ():
                 region = region._replace(format=overrides.scopes[pattern], why="pattern")
         form = format_in(name_stack)
         return region if form is None else region._replace(format=form, why="region")
@@ -254,15 +257,15 @@ class _PlanBuilder:
         eqn, rule = info.eqn, info.rule
         region = self._planner.enter(self._region, eqn)
         outs = [self._variables[var].demand for var in eqn.outvars]
-        demand, is_marked = joined(outs), format_in(eqn.source_info.name_stack) is not None
+        demand, is_in_code = joined(outs), region.why == "region"
         inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
             if info.enters is not None:
-                given = [Demand.ANY] * len(outs) if is_marked else outs
+                given = [Demand.ANY] * len(outs) if is_in_code else outs
                 inside = self._planner.demands.inside(info, operands, given)
             reason = why_as_traced(info, demand, operands, region.format)
-            if reason is not None and region.format.is_low and not is_marked:  # a region in the code takes precedence
+            if reason is not None and region.format.is_low and not is_in_code:
                 region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._known, eqn.outvars)
         return Context(
@@ -271,7 +274,7 @@ class _PlanBuilder:
             region,
             self._planner.options,
             overflows=any(known.size > region.format.largest for known in results),
-            is_ranked=bool(demand & Demand.RANK) and not is_marked,
+            is_ranked=bool(demand & Demand.RANK) and not is_in_code,
             stream=stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE,
             inside=inside,
         )
