@@ -1,6 +1,5 @@
 """What was seen at a non-finite op: which element of which value is 0, outside of the domain or too large, and why."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Evaluation, evaluate_in, precise
 from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
-from jmp_amp.debug._report import location_of
 
 CONSTANT = "a-constant-that-float16-cannot-hold"
 
@@ -64,8 +62,7 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     near = [x for x in nearest([node], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.values.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    changes = {"holds": ids, "until": node.place.id, "trip_counts": evaluation.trip_counts}
-    again = dataclasses.replace(evaluation.evaluator, **changes).run()
+    again = evaluation.again(holds=ids, until=node.place.id)
     merge_equal(again.nodes)
     node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
     if jx.inner_jaxprs(node.eqn):
@@ -264,7 +261,7 @@ def _of_matrix(e: Element) -> str:
 
 def _where(node: Node) -> str:
     times = f", iteration {', '.join(map(str, node.place.iteration))}" if node.place.iteration else ""
-    return f"{location_of(node.place.eqns).where}{times}"
+    return f"{node.place.site.where}{times}"
 
 
 def _at(index: tuple[int, ...]) -> str:

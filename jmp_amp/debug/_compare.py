@@ -23,7 +23,7 @@ from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape
 from jmp_amp.debug._nodes import Place, is_low
-from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name, provenance_of
+from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
 
 R = TypeVar("R")
 
@@ -422,7 +422,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
     names = dict[str, None]()
 
     def record(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-        outs, at = compute(operands), provenance_of(place.eqns)
+        outs, at = compute(operands), jx.provenance_of(place.eqns)
         floating = [x for x, var in zip(outs, place.eqn.outvars, strict=True) if jx.is_floating(var)]
         modules = (at.module or _function_in(at.source)).split("/")
         for name in reversed([*itertools.accumulate(modules, "{}/{}".format)]) if floating and modules[0] else ():

@@ -4,6 +4,7 @@ One compiled program computes the gradient of float32 (all switches off), that o
 rounding adds to it, from one reverse pass through the emulation.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -24,7 +25,6 @@ from jmp_amp._loss_scale import value_and_grad
 from jmp_amp.debug._compare import NO_GRADIENTS
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
-from jmp_amp.debug._report import location_of, provenance_of
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
@@ -38,7 +38,8 @@ _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare w
 _SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
 
 
-class Rounding(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounding(jx.Site):
     """A rounding, and what it adds to the error of the gradient; or the sum of several.
 
     It may also be the decisions of a line: results of comparisons, `argmax`, `top_k` or `round`, in the code or in the
@@ -68,13 +69,8 @@ class Rounding(NamedTuple):
         [('convert_element_type', 'float16'), ('convert_element_type', 'float16'), ('dot_general', 'float16')]
     """
 
-    source: str
-    module: str
-    primitive: str
-    direction: str
     dtype: str
-    runs: int
-    size: int
+    size: int = 0
     share: float = 0.0
     error: float = 0.0
     overflows: bool = False
@@ -199,11 +195,11 @@ class Emulation:
         if not self._program.out_avals[1:]:
             raise TypeError(NO_GRADIENTS)
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
-        atoms = [atom for eqn, _ in jx.equations_in(exact, jx.Provenance()) for atom in eqn.invars]
+        atoms = [atom for eqn, _ in jx.equations_in(exact) for atom in eqn.invars]
         numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
         with np.errstate(over="ignore"):
             self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in _LOW}
-        equations = [eqn for eqn, _ in jx.equations_in(self._program, jx.Provenance())]
+        equations = [eqn for eqn, _ in jx.equations_in(self._program)]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
@@ -328,7 +324,7 @@ class Emulation:
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
         is_low = index < 0 or low is not None or _is_low(place.eqn.outvars[index])
-        row = _row(place, name, jnp.dtype(to).name)._replace(size=place.times * math.prod(jnp.shape(x)))
+        row = _row(place, name, jnp.dtype(to).name, size=place.times * math.prod(jnp.shape(x)))
         number = self._switch((*place.key, index), row, is_low, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
@@ -348,7 +344,7 @@ class Emulation:
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
             names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
-            total = switch.row._replace(primitive=names, size=switch.row.size + place.times * own.size)
+            total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + place.times * own.size)
             self._found[line] = switch._replace(row=total)
         if other is None:
             self._tape.recorded[key] = Decision(x, jnp.bool_(True), jnp.zeros(own.shape, bool))
@@ -387,7 +383,7 @@ class Emulation:
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
             if _is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not (rule.is_cast or jx.is_backward(provenance_of(place.eqns).stack)):
+            elif lowered and not rule.is_cast and jx.provenance_of(place.eqns).direction == "forward":
                 outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
@@ -405,7 +401,7 @@ class Emulation:
         inside = jx.inner_jaxprs(place.eqn)
         is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(_is_low, avals))) for inner in inside)
         if is_rounded or any(map(_is_low, (*place.eqn.invars, *place.eqn.outvars))):
-            self.opaque[f"{place.eqn.primitive.name} {location_of(place.eqns).where}"] = None
+            self.opaque[f"{place.eqn.primitive.name} {place.site.where}"] = None
         try:
             return jax.vjp(lambda *args: compute(args), *args)[0]
         except Exception:  # what has no derivative raises any error
@@ -436,10 +432,9 @@ def _lines(place: Place) -> frozenset[jx.Frame]:
     return frozenset(frame for frame in frames if not frame.is_of_library)
 
 
-def _row(place: Place, name: str, dtype: str) -> Rounding:
-    at = provenance_of(place.eqns)
-    direction = "backward" if jx.is_backward(at.stack) else "forward"
-    return Rounding(at.source, at.module, name, direction, dtype, place.times, 0)
+def _row(place: Place, primitive: str, dtype: str, size: int = 0) -> Rounding:
+    site = jx.provenance_of(place.eqns).site(place.eqn)
+    return Rounding(**vars(site) | {"primitive": primitive, "runs": place.times}, dtype=dtype, size=size)
 
 
 def _is_low(x: Any) -> bool:

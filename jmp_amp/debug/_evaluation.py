@@ -66,16 +66,19 @@ class Tape:
             self.recorded, self.replayed = outer
 
     def switch(self, index: Any, branches: Sequence[Callable], *args: Any) -> Any:
-        """Returns `lax.switch(index, branches, *args)`."""
+        """Returns `lax.switch(index, branches, *args)`. Each branch is traced once, also one that is in others."""
 
-        def recording(branch: Callable, shapes: Mapping[Any, Any], *args: Any) -> tuple[Any, dict[Any, Any]]:
-            outs, recorded = self.record(lambda: branch(*args), self.replayed)
-            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)) | recorded
+        def recording(branch: Callable) -> Callable[..., tuple[Any, dict[Any, Any]]]:
+            return lambda *args: self.record(lambda: branch(*args), self.replayed)
 
-        shapes = dict[Any, Any]()
-        for branch in branches:
-            shapes |= jax.eval_shape(functools.partial(recording, branch, {}), *args)[1]
-        outs, recorded = lax.switch(index, [functools.partial(recording, x, shapes) for x in branches], *args)
+        def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
+            arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *jax.tree.leaves(args))
+            outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
+            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
+
+        traced = [jax.make_jaxpr(recording(branch), return_shape=True)(*args) for branch in branches]
+        shapes = {key: x for _, (_, recorded) in traced for key, x in recorded.items()}
+        outs, recorded = lax.switch(index, [functools.partial(completed, *each) for each in traced], *args)
         self.recorded.update(recorded)
         return outs
 
@@ -95,7 +98,7 @@ class Tape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluator:
-    """A program, its arguments, and how to evaluate it; `dataclasses.replace` returns a variant.
+    """A program, its arguments, and how to evaluate it.
 
     Attributes:
         program: the program, a closed jaxpr.
@@ -142,10 +145,21 @@ class Evaluator:
         """The paths of the arguments."""
         return jx.open_jaxpr(self.program)[0].debug_info.arg_names
 
-    def run(self) -> "Evaluation":
-        """Evaluates the program."""
-        evaluation = Evaluation(self, any(isinstance(x, jax.core.Tracer) for x in self.arrays))
-        with precise(self.wide), contextlib.suppress(_DoneError):
+    @functools.cached_property
+    def equations(self) -> list[JaxprEqn]:
+        """All equations of the program."""
+        return [eqn for eqn, _ in jx.equations_in(self.program)]
+
+    @property
+    def ops(self) -> list[JaxprEqn]:
+        """The equations that hold no others."""
+        return [eqn for eqn in self.equations if not jx.inner_jaxprs(eqn)]
+
+    def run(self, **changes: Any) -> "Evaluation":
+        """Evaluates the program, with other attributes."""
+        evaluator = dataclasses.replace(self, **changes)
+        evaluation = Evaluation(evaluator, any(isinstance(x, jax.core.Tracer) for x in evaluator.arrays))
+        with precise(evaluator.wide), contextlib.suppress(_DoneError):
             evaluation.run()
         return evaluation
 
@@ -184,6 +198,10 @@ class Evaluation:
         """Evaluates the whole program."""
         args = [self._argument(x, i) for i, x in enumerate(self.evaluator.arrays)]
         self.results = self._run(self.evaluator.program, args, Place())
+
+    def again(self, **changes: Any) -> "Evaluation":
+        """Evaluates the program again, with other attributes, and with loops that end as they did."""
+        return self.evaluator.run(trip_counts=self.trip_counts, **changes)
 
     @property
     def is_finite(self) -> bool:
@@ -289,7 +307,7 @@ class Evaluation:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if not self._is_traced:
-                times = (provenance.times for _, provenance in jx.equations_in(loop.body, jx.Provenance()))
+                times = (provenance.times for _, provenance in jx.equations_in(loop.body))
                 is_long = loop.length is None or loop.length * sum(times) > _LONG
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts and not is_split:
@@ -485,8 +503,8 @@ def applies_loss_scale(eqn: JaxprEqn) -> bool:
 
 
 def _is_backward(place: Place) -> bool:
-    stacks = [eqn.source_info.name_stack for eqn in place.eqns]
-    return any(map(jx.is_backward, stacks)) and not any(map(jx.is_recomputed, stacks))
+    stack = "/".join(str(eqn.source_info.name_stack) for eqn in place.eqns)
+    return jx.Provenance(stack).direction == "backward"
 
 
 def _zero_nonfinite(x: Any) -> jax.Array:

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
+import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from jax.extend.core import JaxprEqn, Primitive, primitives
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
-from jmp_amp.debug._budget import check_exact, estimate, run_scaled
+from jmp_amp.debug._budget import FIELDS, check_exact, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation
@@ -22,7 +23,7 @@ from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
-_MOST = 3  # compilations
+_MOST = 2  # compilations with rules
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -106,87 +107,51 @@ def suggest_rules(
                 f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent, None shows the trade"
             )
         check_concrete((args, kwargs), "suggest_rules")
-        clock = Clock(max_seconds)
+        clock, value = Clock(max_seconds), "full"
 
-        def search(keys: Sequence[Any]) -> _Search:
-            marked = {key for key in keys if isinstance(key, jx.Frame)}
-            rules = [key for key in keys if key not in marked]
+        def compiled(keys: Sequence[Any] = ()) -> _Program:
+            lines = {key for key in keys if isinstance(key, jx.Frame)}
+            rules = dict.fromkeys((key for key in keys if key not in lines), value)
 
             def emulate(more: Mapping[Any, str]) -> Emulation:
-                all_rules = {**dict.fromkeys(rules, value), **more}
-                return Emulation(_in_float32(fun, marked), args, kwargs, {**options, "rules": all_rules}, grad_options)
+                all_options = {**options, "rules": {**rules, **more}}
+                return Emulation(_in_float32(fun, lines), args, kwargs, all_options, grad_options)
 
-            return _Search(emulate, loss_scale, clock)
+            return _Program(emulate, loss_scale)
 
-        value = "full"
-        first = search([])
-        error = first.error([])
-        keys, floor, compilations = list[Any](), math.nan, 1
+        program = compiled()
+        error, floor, keys, n_tried = program.error(program.emulation.default), math.nan, list[Any](), 0
+        steps = [Step(None, 1.0, error)]
         if tol is None or error > tol:
-            rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
-            low = [op for op in rows if op.compute != "float32"]
-            fixed = {(op.module, op.source) for op in low if op.why in _INDEPENDENT_OF_RULES}
-            ops = [op for op in low if op.why not in _INDEPENDENT_OF_RULES]
-            of_float8 = [op._replace(primitive="") for op in ops if op.compute.startswith("float8") and op.module]
-            # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
-            if of_float8 and tol is not None and first.consider(of_float8, form.dtype.name, fixed) <= tol:
-                ops, value = of_float8, form.dtype.name
-            floor = first.consider(ops, value, fixed)
-            limit = 0.0 if tol is None else max(tol, 1.1 * floor)
-            with_lines = tol is not None and value == "full"
-            tried = list[tuple[float, list[Any]]]()
-            for keys in first.choose(limit, with_lines):
-                if not keys or tol is None or clock.is_late:
-                    break
-                # The ops after a rule may be rounded otherwise.
-                program, compilations = search(keys), compilations + 1
-                error = program.error([])
-                if error > limit and compilations < _MOST:
-                    program.consider(ops, value, fixed)
-                    if more := next(program.choose(limit, with_lines)):
-                        tried.append((error, keys))
-                        keys, compilations = [*keys, *more], compilations + 1
-                        error = search(keys).error([])
-                tried.append((error, keys))
-                if error <= limit or compilations == _MOST:
-                    break
-            error, keys = min(tried, key=lambda x: x[0], default=(error, keys))
-        steps = tuple(first.step(keys[:i]) for i in range(len(keys) + 1))
-        is_checked = not keys or compilations > 1 or tol is None
+            ops = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
+            candidates = _Candidates(program, ops, value, clock)
+            if form.float8 is not None and tol is not None:
+                modules = _Candidates(program, ops, form.dtype.name, clock)
+                if modules.keys and modules.floor <= tol:
+                    candidates, value = modules, form.dtype.name
+            floor = candidates.floor
+            if tol is None:
+                keys = candidates.choose(candidates.keys, 0.0)
+            else:
+                keys, error, n_tried = _search(candidates, compiled, max(tol, 1.1 * floor), clock)
+            steps += [candidates.step(keys[: i + 1]) for i in range(len(keys))]
+        is_checked = not keys or n_tried > 0 or tol is None
         rules = {} if tol is None else dict.fromkeys((key for key in keys if not isinstance(key, jx.Frame)), value)
-        left_out = tuple(first.opaque), clock.is_late, is_checked
         report = SuggestionReport(
-            steps, form.name, tol, error if is_checked else steps[-1].error, floor, compilations, value, *left_out
+            rows=tuple(steps),
+            dtype=form.name,
+            tol=tol,
+            error=error if is_checked else steps[-1].error,
+            error_floor=floor,
+            compilations=1 + n_tried,
+            value=value,
+            opaque=tuple(program.emulation.opaque),
+            is_late=clock.is_late,
+            is_checked=is_checked,
         )
         return Suggestion(rules, report)
 
     return suggest
-
-
-def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
-    """Returns `fun` with `with amp.full_precision():` around some of its lines."""
-
-    def body_of(jaxpr: Any) -> jx.Body:
-        avals = [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars]
-        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
-
-    def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
-        if not lines.isdisjoint(jx.frames_of(eqn, depth)):
-            with full_precision():
-                return jx.apply_as_traced(eqn, args)
-        structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
-        if run is None or structure is None or getattr(structure, "rule", None):
-            return jx.apply_as_traced(eqn, args)
-        jaxprs = (structure.cond, structure.body) if isinstance(structure, jx.Loop) else structure.jaxprs
-        with jx.versions.origin_of(eqn):
-            return run(eqn, [body_of(jaxpr) for jaxpr in jaxprs if jaxpr is not None], args)
-
-    @functools.wraps(fun, updated=())
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
-        program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
-        return rebuild(jx.evaluate(program, arrays, apply))
-
-    return in_float32 if lines else fun
 
 
 class Step(NamedTuple):
@@ -305,83 +270,133 @@ class Suggestion(NamedTuple):
     report: SuggestionReport
 
 
-class _Search:
-    """A program with some rules, compiled once, and what rounding each rule removes that can be added."""
+class _Program:
+    """A program with some rules, compiled once.
 
-    def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: Any, clock: Clock) -> None:
-        self._emulate, self._loss_scale, self._clock, self._program = emulate, loss_scale, clock, emulate({})
-        self.opaque = self._program.opaque
-        self._exact = self._program(0 * self._program.default, 1.0)
-        check_exact(self._exact, self.opaque)
-        self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
-        known = math.sqrt(self._squares @ self._program.default) / (np.linalg.norm(self._exact.grads) or 1.0)
-        self._is_smooth = known >= 0.8 * self.error([])
-        self._removes, self._work_of = lambda key: self._program.default > 0, self._program.work
+    Attributes:
+        emulate: traces it with more rules.
+        emulation: its roundings can be left out.
+        squares: float64[n], the estimated square of the error that each rounding causes.
+        is_estimated: whether the estimates explain the error.
+    """
 
-    def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> float:
-        """Takes the modules of ops, and their primitives, except those that only move values, as rules to add.
+    def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: float | None) -> None:
+        self.emulate, self.emulation, self._loss_scale = emulate, emulate({}), loss_scale
+        default = self.emulation.default
+        exact = self.emulation(0 * default, 1.0)
+        check_exact(exact, self.emulation.opaque)
+        self._exact = exact.grads
+        self.squares = np.nan_to_num(estimate([exact]), nan=1e30, posinf=1e30)  # an overflow
+        known = math.sqrt(self.squares @ default) / (np.linalg.norm(self._exact) or 1.0)
+        self.is_estimated = known >= 0.8 * self.error(default)
 
-        Returns:
-            The error of the gradient with all of them.
-        """
-        rows = self._program.rows
+    def error(self, on: np.ndarray) -> float:
+        """Returns the error of the gradient with some roundings."""
+        return relative_error(run_scaled(self.emulation, on, self._loss_scale)[0].grads, self._exact)
 
-        @functools.cache
-        def removes(key: Any) -> np.ndarray:
-            if isinstance(key, jx.Frame):
-                return is_free & np.array([key in lines for lines in self._program.lines], bool)
-            if isinstance(key, str):
-                matching = parse_rules({key: "full"}).matching
-                return is_free & np.array([bool(matching(row.module)) for row in rows], bool)
-            # What else is float32 with this rule, such as what only these ops read, tracing says.
-            left, removed = Counter(row[:5] for row in self._emulate({key: value}).trace()), []
-            for row in rows:
-                left[row[:5]] -= 1
-                removed.append(left[row[:5]] < 0)
-            return np.array(removed, bool)
 
+def _search(
+    candidates: "_Candidates", compiled: Callable[[Sequence[Any]], _Program], limit: float, clock: Clock
+) -> tuple[list[Any], float, int]:
+    """Compiles the program with sets of rules until one is accurate.
+
+    Returns:
+        The best rules; the error of the program with them, or without any if none was compiled; how many were.
+    """
+    tried = list[tuple[float, list[Any]]]()
+    for keys in candidates.sets(limit):
+        if not keys or clock.is_late:
+            break
+        with_rules = candidates.of(compiled(keys))
+        tried.append((with_rules.error([]), keys))
+        # The ops after a rule may be rounded otherwise.
+        if tried[-1][0] > limit and len(tried) < _MOST and (more := next(with_rules.sets(limit))):
+            both = [*keys, *more]
+            tried.append((candidates.of(compiled(both)).error([]), both))
+        if tried[-1][0] <= limit or len(tried) == _MOST:
+            break
+    error, keys = min(tried, key=lambda x: x[0], default=(candidates.error([]), keys))
+    return keys, error, len(tried)
+
+
+class _Candidates:
+    """The rules that can be added to a program, for modules, primitives or lines, and what each removes.
+
+    Attributes:
+        keys: the modules and the primitives of the ops that rules change.
+    """
+
+    def __init__(self, program: _Program, ops: Sequence[OpSite], value: str, clock: Clock) -> None:
+        """Takes the ops of the forward pass, and the value of the rules; unless it is "full", they are for float8."""
+        self._program, self._ops, self._value, self._clock = program, ops, value, clock
+        low, rows = [op for op in ops if op.compute != "float32"], program.emulation.rows
+        self.keys = _keys_of([op for op in low if op.why not in _INDEPENDENT_OF_RULES], value)
+        fixed = {(op.module, op.source) for op in low if op.why in _INDEPENDENT_OF_RULES}
         is_selected = np.array([value == "full" or row.dtype.startswith("float8") for row in rows], bool)
-        is_free = is_selected & np.array([(row.module, row.source) not in fixed for row in rows], bool)
+        self._is_free = is_selected & np.array([(row.module, row.source) not in fixed for row in rows], bool)
         forward = np.array([row.direction == "forward" for row in rows], bool)
-        moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
-        names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
-        self._keys = dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])
-        self._removes, self._work_of = removes, self._program.work * (is_free & forward)[:, None]
-        removed = is_free if names else functools.reduce(np.logical_or, map(removes, self._keys), is_free & False)
-        return self._error(self._program.default * ~removed)
+        self._work_of = program.emulation.work * (self._is_free & forward)[:, None]
+        self._removed_by = functools.cache(self._roundings_of)
+
+    def of(self, program: _Program) -> "_Candidates":
+        """Returns the same rules for the program with some of them."""
+        return _Candidates(program, self._ops, self._value, self._clock)
+
+    def _roundings_of(self, key: Any) -> np.ndarray:
+        """Returns which roundings a rule removes, bool[n]."""
+        emulation = self._program.emulation
+        if isinstance(key, jx.Frame):
+            return self._is_free & np.array([key in lines for lines in emulation.lines], bool)
+        if isinstance(key, str):
+            matching = parse_rules({key: "full"}).matching
+            return self._is_free & np.array([bool(matching(row.module)) for row in emulation.rows], bool)
+        # What else is float32 with this rule, such as what only these ops read, tracing says.
+        identity, removed = operator.attrgetter(*FIELDS, "dtype"), list[bool]()
+        left = Counter(map(identity, self._program.emulate({key: self._value}).trace()))
+        for row in emulation.rows:
+            left[identity(row)] -= 1
+            removed.append(left[identity(row)] < 0)
+        return np.array(removed, bool)
+
+    def _removed(self, keys: Iterable[Any]) -> np.ndarray:
+        return functools.reduce(np.logical_or, map(self._removed_by, keys), np.zeros(len(self._is_free), bool))
 
     def _on(self, keys: Iterable[Any]) -> np.ndarray:
-        return functools.reduce(lambda on, key: on * ~self._removes(key), keys, self._program.default)
+        return self._program.emulation.default * ~self._removed(keys)
 
-    def _error(self, on: np.ndarray) -> float:
-        return relative_error(run_scaled(self._program, on, self._loss_scale)[0].grads, self._exact.grads)
-
-    def error(self, keys: Sequence[Any]) -> float:
+    def error(self, keys: Iterable[Any]) -> float:
         """Returns the error of the gradient without the roundings that these rules remove."""
-        return self._error(self._on(keys))
+        return self._program.error(self._on(keys))
+
+    @functools.cached_property
+    def floor(self) -> float:
+        """The error of the gradient with all rules."""
+        # Each op has a primitive.
+        if any(isinstance(key, Primitive) for key in self.keys):
+            return self._program.error(self._program.emulation.default * ~self._is_free)
+        return self.error(self.keys)
+
+    def _work(self, keys: Iterable[Any]) -> np.ndarray:
+        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
+        return self._work_of[self._removed(keys)].sum(0) / np.maximum(self._work_of.sum(0), 1)
 
     def step(self, keys: Sequence[Any]) -> Step:
         """Returns the last of some rules, with what they bring."""
-        return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
+        return Step(keys[-1], 1 - self._work(keys)[0], self.error(keys))
 
-    def _work(self, keys: Sequence[Any]) -> np.ndarray:
-        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
-        selected = functools.reduce(np.logical_or, map(self._removes, keys), np.zeros(len(self._work_of), bool))
-        return self._work_of[selected].sum(0) / np.maximum(self._work_of.sum(0), 1)
-
-    def choose(self, limit: float, with_lines: bool = False) -> Iterator[list[Any]]:
+    def sets(self, limit: float) -> Iterator[list[Any]]:
         """Yields sets of rules with which the error is small enough, the best first: of rules, and of lines.
 
         A line must be edited. So it is worse than modules of an eighth of the work of the program, or of at most twice
         its own. Without modules, primitives, which take a trace each, are left for last if lines need less than half.
         """
-        by_line = self._lines(limit) if with_lines else []
-        has_modules = any(isinstance(key, str) for key in self._keys)
+        by_line = self._lines(limit) if self._value == "full" else []
+        has_modules = any(isinstance(key, str) for key in self.keys)
         if by_line and not has_modules and sum(self._work(by_line)) < 1:
             yield by_line
-            yield self._chosen([*self._keys], limit)
+            yield self.choose(self.keys, limit)
             return
-        by_rule = self._chosen([*self._keys], limit)
+        by_rule = self.choose(self.keys, limit)
         factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 1.0
         # Of the FLOPs and of the elements together, which are 2.
         costs_less = by_line and sum(self._work(by_line)) <= factor * (sum(self._work(by_rule)) - 0.25)
@@ -389,36 +404,18 @@ class _Search:
 
     def _lines(self, limit: float) -> list[Any]:
         """Returns lines with which the error is small enough; none if there are none."""
-        lines = sorted(frozenset().union(*self._program.lines))
-        chosen = self._chosen(lines, limit)
+        lines = sorted(frozenset().union(*self._program.emulation.lines))
+        chosen = self.choose(lines, limit)
         if self.error(chosen) > limit:
             return []
         on, work = self._on(chosen), sum(self._work(chosen))
         callers = [x for x in lines if (self._on([x]) <= on).all() and sum(self._work([x])) <= 1.01 * work]
         return callers[:1] or chosen  # one line may call the others, and little else
 
-    def _gain(self, key: Any, on: np.ndarray) -> float:
-        """Returns the square of the error that the roundings cause which a rule removes.
-
-        If it is not estimated, it is the mean of what they add to no roundings, and to the others.
-        """
-        removed = self._removes(key)
-        if self._is_smooth:
-            return float(self._squares @ (on * removed))
-        first, every, others = (min(self._error(x) ** 2, 1e30) for x in (on * removed, on, on * ~removed))
-        return (first + max(every - others, 0)) / 2
-
-    def _chosen(self, candidates: Sequence[Any], limit: float) -> list[Any]:
-        """Adds rules until the error is small enough, and drops those that are not needed."""
+    def choose(self, candidates: Sequence[Any], limit: float) -> list[Any]:
+        """Returns rules with which the error is small enough: adds the best, and drops those that are not needed."""
         keys, error = list[Any](), self.error([])
-        while error > limit:
-            on, gains = self._on(keys), dict[Any, float]()
-            for key in candidates:
-                if not self._clock.is_late:
-                    gains[key] = self._gain(key, on) / max(sum(self._work([key])), 1e-9)
-            best = max(gains, key=lambda key: gains[key], default=None)
-            if best is None or not gains[best] > 0:
-                break
+        while error > limit and (best := self._best(candidates, self._on(keys))) is not None:
             keys.append(best)
             error = self.error(keys)
         if not limit:
@@ -430,3 +427,58 @@ class _Search:
         patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
         merged = list(dict.fromkeys(p if patterns.count(p) > 1 else k for k, p in zip(keys, patterns, strict=True)))
         return merged if len(merged) < len(keys) and self.error(merged) <= limit else keys
+
+    def _best(self, candidates: Sequence[Any], on: np.ndarray) -> Any:
+        """Returns the rule that removes the largest part of the error for its work; None if none removes any."""
+        gains = dict[Any, float]()
+        for key in candidates:
+            if not self._clock.is_late:
+                gains[key] = self._gain(key, on) / max(sum(self._work([key])), 1e-9)
+        best = max(gains, key=lambda key: gains[key], default=None)
+        return best if best is not None and gains[best] > 0 else None
+
+    def _gain(self, key: Any, on: np.ndarray) -> float:
+        """Returns the square of the error that the roundings cause which a rule removes.
+
+        If it is not estimated, it is the mean of what they add to no roundings, and to the others.
+        """
+        removed = self._removed_by(key)
+        if self._program.is_estimated:
+            return float(self._program.squares @ (on * removed))
+        first, every, others = (min(self._program.error(x) ** 2, 1e30) for x in (on * removed, on, on * ~removed))
+        return (first + max(every - others, 0)) / 2
+
+
+def _keys_of(ops: Sequence[OpSite], value: str) -> list[Any]:
+    """Returns the modules of ops, and their primitives except those that only move values."""
+    if value != "full":  # a class is no dtype, so a primitive cannot have a rule with the base dtype
+        return [*dict.fromkeys(op.module for op in ops if op.module and op.compute.startswith("float8"))]
+    moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
+    names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
+    return [*dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])]
+
+
+def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
+    """Returns `fun` with `with amp.full_precision():` around some of its lines."""
+
+    def body_of(jaxpr: Any) -> jx.Body:
+        avals = [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars]
+        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
+
+    def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
+        if not lines.isdisjoint(jx.frames_of(eqn, depth)):
+            with full_precision():
+                return jx.apply_as_traced(eqn, args)
+        structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
+        if run is None or structure is None or getattr(structure, "rule", None):
+            return jx.apply_as_traced(eqn, args)
+        jaxprs = (structure.cond, structure.body) if isinstance(structure, jx.Loop) else structure.jaxprs
+        with jx.versions.origin_of(eqn):
+            return run(eqn, [body_of(jaxpr) for jaxpr in jaxprs if jaxpr is not None], args)
+
+    @functools.wraps(fun, updated=())
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
+        return rebuild(jx.evaluate(program, arrays, apply))
+
+    return in_float32 if lines else fun
