@@ -155,7 +155,7 @@ def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -
     Returns:
         The run, the scale, and for each rounding whether it overflows; none does if the gradient is finite.
     """
-    backward = np.array([row.direction == "backward" for row in emulation.rows])
+    backward = np.array([row.direction == "backward" for row in emulation.rows], bool)
     scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
     for scale in map(float, scales):
         run, overflows = emulation(on, scale), np.zeros(len(on), bool)

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformat
 from jmp_amp.debug._budget import FIELDS, check_exact, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
-from jmp_amp.debug._emulation import Emulation
+from jmp_amp.debug._emulation import Emulation, Probe
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
@@ -107,47 +107,38 @@ def suggest_rules(
                 f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent, None shows the trade"
             )
         check_concrete((args, kwargs), "suggest_rules")
-        clock, value = Clock(max_seconds), "full"
+        clock = Clock(max_seconds)
 
-        def compiled(keys: Sequence[Any] = ()) -> _Program:
+        def emulate(keys: Sequence[Any], value: str) -> Emulation:
             lines = {key for key in keys if isinstance(key, jx.Frame)}
             rules = dict.fromkeys((key for key in keys if key not in lines), value)
+            return Emulation(_in_float32(fun, lines), args, kwargs, {**options, "rules": rules}, grad_options)
 
-            def emulate(more: Mapping[Any, str]) -> Emulation:
-                all_options = {**options, "rules": {**rules, **more}}
-                return Emulation(_in_float32(fun, lines), args, kwargs, all_options, grad_options)
-
-            return _Program(emulate, loss_scale)
-
-        program = compiled()
-        error, floor, keys, n_tried = program.error(program.emulation.default), math.nan, list[Any](), 0
-        steps = [Step(None, 1.0, error)]
+        program = _Program(emulate, emulate([], "full"), loss_scale, clock)
+        error, floor, keys, n_tried = program.error([]), math.nan, list[Any](), 0
         if tol is None or error > tol:
-            ops = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
-            candidates = _Candidates(program, ops, value, clock)
-            if form.float8 is not None and tol is not None:
-                modules = _Candidates(program, ops, form.dtype.name, clock)
-                if modules.keys and modules.floor <= tol:
-                    candidates, value = modules, form.dtype.name
-            floor = candidates.floor
+            rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
+            program = dataclasses.replace(program, ops=rows)
+            with_modules = dataclasses.replace(program, value=form.dtype.name)  # in float8, the base dtype may do
+            if form.float8 is not None and tol is not None and with_modules.keys and with_modules.floor <= tol:
+                program = with_modules
+            floor = program.floor
             if tol is None:
-                keys = candidates.choose(candidates.keys, 0.0)
+                keys = program.choose(program.keys, 0.0)
             else:
-                keys, error, n_tried = _search(candidates, compiled, max(tol, 1.1 * floor), clock)
-            steps += [candidates.step(keys[: i + 1]) for i in range(len(keys))]
-        is_checked = not keys or n_tried > 0 or tol is None
-        rules = {} if tol is None else dict.fromkeys((key for key in keys if not isinstance(key, jx.Frame)), value)
+                keys, error, n_tried = program.search(max(tol, 1.1 * floor))
+        rules = {} if tol is None else dict.fromkeys((x for x in keys if not isinstance(x, jx.Frame)), program.value)
         report = SuggestionReport(
-            rows=tuple(steps),
+            rows=tuple(program.step(keys[:i]) for i in range(len(keys) + 1)),
             dtype=form.name,
             tol=tol,
-            error=error if is_checked else steps[-1].error,
+            error=error,
             error_floor=floor,
             compilations=1 + n_tried,
-            value=value,
+            value=program.value,
             opaque=tuple(program.emulation.opaque),
             is_late=clock.is_late,
-            is_checked=is_checked,
+            is_checked=not keys or n_tried > 0 or tol is None,
         )
         return Suggestion(rules, report)
 
@@ -270,127 +261,60 @@ class Suggestion(NamedTuple):
     report: SuggestionReport
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
-    """A program with some rules, compiled once.
+    """A program with some rules, compiled once, and the rules that can be added to it.
 
     Attributes:
-        emulate: traces it with more rules.
-        emulation: its roundings can be left out.
-        squares: float64[n], the estimated square of the error that each rounding causes.
-        is_estimated: whether the estimates explain the error.
+        emulate: compiles the program with other rules, given their keys and their value.
+        emulation: this one. Its roundings can be left out.
+        loss_scale: that of `suggest_rules`.
+        clock: says when to stop.
+        rules: the keys of the rules that it has: patterns of modules, primitives and lines.
+        value: the value of the rules: `"full"`, or the base dtype of a float8 format.
+        ops: those of the forward pass, without rules.
     """
 
-    def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: float | None) -> None:
-        self.emulate, self.emulation, self._loss_scale = emulate, emulate({}), loss_scale
-        default = self.emulation.default
-        exact = self.emulation(0 * default, 1.0)
-        check_exact(exact, self.emulation.opaque)
-        self._exact = exact.grads
-        self.squares = np.nan_to_num(estimate([exact]), nan=1e30, posinf=1e30)  # an overflow
-        known = math.sqrt(self.squares @ default) / (np.linalg.norm(self._exact) or 1.0)
-        self.is_estimated = known >= 0.8 * self.error(default)
+    emulate: Callable[[Sequence[Any], str], Emulation]
+    emulation: Emulation
+    loss_scale: float | None
+    clock: Clock
+    rules: Sequence[Any] = ()
+    value: str = "full"
+    ops: Sequence[OpSite] = ()
 
-    def error(self, on: np.ndarray) -> float:
-        """Returns the error of the gradient with some roundings."""
-        return relative_error(run_scaled(self.emulation, on, self._loss_scale)[0].grads, self._exact)
+    def search(self, limit: float) -> tuple[list[Any], float, int]:
+        """Compiles the program with sets of rules until its error is small enough.
 
+        Returns:
+            The best rules; the error with them; and how often the program was compiled. If that is 0, the error is that
+            of this program without the roundings that the rules remove.
+        """
+        tried = list[tuple[float, list[Any]]]()
+        for keys in self._sets(limit):
+            if not keys or self.clock.is_late:
+                break
+            program = self._adding(keys)
+            tried.append((program.error([]), keys))
+            # The ops after a rule may be rounded otherwise.
+            if tried[-1][0] > limit and len(tried) < _MOST and (more := next(program._sets(limit))):
+                tried.append((program._adding(more).error([]), [*keys, *more]))
+            if tried[-1][0] <= limit or len(tried) == _MOST:
+                break
+        error, keys = min(tried, key=lambda x: x[0], default=(self.error(keys), keys))
+        return keys, error, len(tried)
 
-def _search(
-    candidates: "_Candidates", compiled: Callable[[Sequence[Any]], _Program], limit: float, clock: Clock
-) -> tuple[list[Any], float, int]:
-    """Compiles the program with sets of rules until one is accurate.
+    def _adding(self, keys: Sequence[Any]) -> "_Program":
+        rules = [*self.rules, *keys]
+        return dataclasses.replace(self, rules=rules, emulation=self.emulate(rules, self.value))
 
-    Returns:
-        The best rules; the error of the program with them, or without any if none was compiled; how many were.
-    """
-    tried = list[tuple[float, list[Any]]]()
-    for keys in candidates.sets(limit):
-        if not keys or clock.is_late:
-            break
-        with_rules = candidates.of(compiled(keys))
-        tried.append((with_rules.error([]), keys))
-        # The ops after a rule may be rounded otherwise.
-        if tried[-1][0] > limit and len(tried) < _MOST and (more := next(with_rules.sets(limit))):
-            both = [*keys, *more]
-            tried.append((candidates.of(compiled(both)).error([]), both))
-        if tried[-1][0] <= limit or len(tried) == _MOST:
-            break
-    error, keys = min(tried, key=lambda x: x[0], default=(candidates.error([]), keys))
-    return keys, error, len(tried)
-
-
-class _Candidates:
-    """The rules that can be added to a program, for modules, primitives or lines, and what each removes.
-
-    Attributes:
-        keys: the modules and the primitives of the ops that rules change.
-    """
-
-    def __init__(self, program: _Program, ops: Sequence[OpSite], value: str, clock: Clock) -> None:
-        """Takes the ops of the forward pass, and the value of the rules; unless it is "full", they are for float8."""
-        self._program, self._ops, self._value, self._clock = program, ops, value, clock
-        low, rows = [op for op in ops if op.compute != "float32"], program.emulation.rows
-        self.keys = _keys_of([op for op in low if op.why not in _INDEPENDENT_OF_RULES], value)
-        fixed = {(op.module, op.source) for op in low if op.why in _INDEPENDENT_OF_RULES}
-        is_selected = np.array([value == "full" or row.dtype.startswith("float8") for row in rows], bool)
-        self._is_free = is_selected & np.array([(row.module, row.source) not in fixed for row in rows], bool)
-        forward = np.array([row.direction == "forward" for row in rows], bool)
-        self._work_of = program.emulation.work * (self._is_free & forward)[:, None]
-        self._removed_by = functools.cache(self._roundings_of)
-
-    def of(self, program: _Program) -> "_Candidates":
-        """Returns the same rules for the program with some of them."""
-        return _Candidates(program, self._ops, self._value, self._clock)
-
-    def _roundings_of(self, key: Any) -> np.ndarray:
-        """Returns which roundings a rule removes, bool[n]."""
-        emulation = self._program.emulation
-        if isinstance(key, jx.Frame):
-            return self._is_free & np.array([key in lines for lines in emulation.lines], bool)
-        if isinstance(key, str):
-            matching = parse_rules({key: "full"}).matching
-            return self._is_free & np.array([bool(matching(row.module)) for row in emulation.rows], bool)
-        # What else is float32 with this rule, such as what only these ops read, tracing says.
-        identity, removed = operator.attrgetter(*FIELDS, "dtype"), list[bool]()
-        left = Counter(map(identity, self._program.emulate({key: self._value}).trace()))
-        for row in emulation.rows:
-            left[identity(row)] -= 1
-            removed.append(left[identity(row)] < 0)
-        return np.array(removed, bool)
-
-    def _removed(self, keys: Iterable[Any]) -> np.ndarray:
-        return functools.reduce(np.logical_or, map(self._removed_by, keys), np.zeros(len(self._is_free), bool))
-
-    def _on(self, keys: Iterable[Any]) -> np.ndarray:
-        return self._program.emulation.default * ~self._removed(keys)
-
-    def error(self, keys: Iterable[Any]) -> float:
-        """Returns the error of the gradient without the roundings that these rules remove."""
-        return self._program.error(self._on(keys))
-
-    @functools.cached_property
-    def floor(self) -> float:
-        """The error of the gradient with all rules."""
-        # Each op has a primitive.
-        if any(isinstance(key, Primitive) for key in self.keys):
-            return self._program.error(self._program.emulation.default * ~self._is_free)
-        return self.error(self.keys)
-
-    def _work(self, keys: Iterable[Any]) -> np.ndarray:
-        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
-        return self._work_of[self._removed(keys)].sum(0) / np.maximum(self._work_of.sum(0), 1)
-
-    def step(self, keys: Sequence[Any]) -> Step:
-        """Returns the last of some rules, with what they bring."""
-        return Step(keys[-1], 1 - self._work(keys)[0], self.error(keys))
-
-    def sets(self, limit: float) -> Iterator[list[Any]]:
+    def _sets(self, limit: float) -> Iterator[list[Any]]:
         """Yields sets of rules with which the error is small enough, the best first: of rules, and of lines.
 
         A line must be edited. So it is worse than modules of an eighth of the work of the program, or of at most twice
         its own. Without modules, primitives, which take a trace each, are left for last if lines need less than half.
         """
-        by_line = self._lines(limit) if self._value == "full" else []
+        by_line = self._lines(limit) if self.value == "full" else []
         has_modules = any(isinstance(key, str) for key in self.keys)
         if by_line and not has_modules and sum(self._work(by_line)) < 1:
             yield by_line
@@ -404,7 +328,7 @@ class _Candidates:
 
     def _lines(self, limit: float) -> list[Any]:
         """Returns lines with which the error is small enough; none if there are none."""
-        lines = sorted(frozenset().union(*self._program.emulation.lines))
+        lines = sorted(frozenset().union(*self.emulation.lines))
         chosen = self.choose(lines, limit)
         if self.error(chosen) > limit:
             return []
@@ -432,7 +356,7 @@ class _Candidates:
         """Returns the rule that removes the largest part of the error for its work; None if none removes any."""
         gains = dict[Any, float]()
         for key in candidates:
-            if not self._clock.is_late:
+            if not self.clock.is_late:
                 gains[key] = self._gain(key, on) / max(sum(self._work([key])), 1e-9)
         best = max(gains, key=lambda key: gains[key], default=None)
         return best if best is not None and gains[best] > 0 else None
@@ -443,19 +367,95 @@ class _Candidates:
         If it is not estimated, it is the mean of what they add to no roundings, and to the others.
         """
         removed = self._removed_by(key)
-        if self._program.is_estimated:
-            return float(self._program.squares @ (on * removed))
-        first, every, others = (min(self._program.error(x) ** 2, 1e30) for x in (on * removed, on, on * ~removed))
+        if self._squares is not None:
+            return float(self._squares @ (on * removed))
+        first, every, others = (min(self._error(x) ** 2, 1e30) for x in (on * removed, on, on * ~removed))
         return (first + max(every - others, 0)) / 2
 
+    @functools.cached_property
+    def keys(self) -> list[Any]:
+        """The modules of the ops that rules change, and their primitives except those that only move values."""
+        ops = [op for op in self.ops if op.compute != "float32" and op.why not in _INDEPENDENT_OF_RULES]
+        if self.value != "full":  # a class is no dtype, so a primitive cannot have a rule with the base dtype
+            return [*dict.fromkeys(op.module for op in ops if op.module and op.compute.startswith("float8"))]
+        moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
+        names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
+        return [*dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])]
 
-def _keys_of(ops: Sequence[OpSite], value: str) -> list[Any]:
-    """Returns the modules of ops, and their primitives except those that only move values."""
-    if value != "full":  # a class is no dtype, so a primitive cannot have a rule with the base dtype
-        return [*dict.fromkeys(op.module for op in ops if op.module and op.compute.startswith("float8"))]
-    moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
-    names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
-    return [*dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])]
+    @functools.cached_property
+    def floor(self) -> float:
+        """The error of the gradient with all rules."""
+        if any(isinstance(key, Primitive) for key in self.keys):  # each op has one
+            return self._error(self.emulation.default * ~self._is_free)
+        return self.error(self.keys)
+
+    def error(self, keys: Iterable[Any]) -> float:
+        """Returns the error of the gradient without the roundings that these rules remove."""
+        return self._error(self._on(keys))
+
+    def step(self, keys: Sequence[Any]) -> Step:
+        """Returns the last of some rules, with what they bring."""
+        return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
+
+    def _error(self, on: np.ndarray) -> float:
+        exact = self._exact.grads  # whose error comes first
+        return relative_error(run_scaled(self.emulation, on, self.loss_scale)[0].grads, exact)
+
+    @functools.cached_property
+    def _exact(self) -> Probe:
+        """The run without roundings."""
+        exact = self.emulation(0 * self.emulation.default, 1.0)
+        check_exact(exact, self.emulation.opaque)
+        return exact
+
+    @functools.cached_property
+    def _squares(self) -> np.ndarray | None:
+        """The estimated square of the error that each rounding causes; None if that does not explain the error."""
+        squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
+        known = math.sqrt(squares @ self.emulation.default) / (np.linalg.norm(self._exact.grads) or 1.0)
+        return squares if known >= 0.8 * self.error([]) else None
+
+    def _work(self, keys: Iterable[Any]) -> np.ndarray:
+        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
+        forward = np.array([row.direction == "forward" for row in self.emulation.rows], bool)
+        work = self.emulation.work * (self._is_free & forward)[:, None]
+        return work[self._removed(keys)].sum(0) / np.maximum(work.sum(0), 1)
+
+    def _on(self, keys: Iterable[Any]) -> np.ndarray:
+        return self.emulation.default * ~self._removed(keys)
+
+    def _removed(self, keys: Iterable[Any]) -> np.ndarray:
+        return functools.reduce(np.logical_or, map(self._removed_by, keys), np.zeros(len(self._is_free), bool))
+
+    @functools.cached_property
+    def _is_free(self) -> np.ndarray:
+        """Which roundings rules may remove, bool[n]."""
+        fixed = {
+            (op.module, op.source) for op in self.ops if op.compute != "float32" and op.why in _INDEPENDENT_OF_RULES
+        }
+        rows = self.emulation.rows
+        is_low = np.array([self.value == "full" or row.dtype.startswith("float8") for row in rows], bool)
+        return is_low & np.array([(row.module, row.source) not in fixed for row in rows], bool)
+
+    @functools.cached_property
+    def _removed_by(self) -> Callable[[Any], np.ndarray]:
+        return functools.cache(self._roundings_of)
+
+    def _roundings_of(self, key: Any) -> np.ndarray:
+        """Returns which roundings a rule removes, bool[n]."""
+        rows = self.emulation.rows
+        if isinstance(key, jx.Frame):
+            return self._is_free & np.array([key in lines for lines in self.emulation.lines], bool)
+        if isinstance(key, str):
+            matching = parse_rules({key: "full"}).matching
+            return self._is_free & np.array([bool(matching(row.module)) for row in rows], bool)
+        # What else is float32 with this rule, such as what only these ops read, tracing says.
+        identity, removed = operator.attrgetter(*FIELDS, "dtype"), list[bool]()
+        left = Counter(map(identity, self.emulate([*self.rules, key], self.value).trace()))
+        for row in rows:
+            left[identity(row)] -= 1
+            removed.append(left[identity(row)] < 0)
+        return np.array(removed, bool)
 
 
 def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
