@@ -276,8 +276,7 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
 
 def _attention_site(found: Found) -> AttentionSite:
     """Returns where a softmax is, and what became of it."""
-    site = jx.provenance_of(found.eqns).site(found.eqns[-1])
-    return AttentionSite(**vars(site), kernel=found.kernel, why=found.why)
+    return AttentionSite(**vars(jx.Site.at(found.eqns)), kernel=found.kernel, why=found.why)
 
 
 def _kept(program: Any) -> dict[str, int]:

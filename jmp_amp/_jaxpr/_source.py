@@ -14,14 +14,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._jaxpr._structures import inner_jaxprs, runs_of
-from jmp_amp._jaxpr._versions import (
-    SITE_PACKAGES,
-    is_backward,
-    is_of_derivative,
-    is_recomputed,
-    open_jaxpr,
-    scopes_of,
-)
+from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_backward, is_of_derivative, is_recomputed, open_jaxpr, scopes_of
 
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)")
 
@@ -113,6 +106,12 @@ class Site:
     source: str = ""
     runs: int = 1
 
+    @staticmethod
+    def at(eqns: Sequence[JaxprEqn]) -> "Site":
+        """Returns the site of the last of `eqns`; the others contain it, outermost first."""
+        *outer, eqn = eqns
+        return functools.reduce(lambda at, each: at.of(each).inside(each), outer, Provenance()).of(eqn).site(eqn)
+
     @property
     def where(self) -> str:
         """`at file.py:12 (function)`, or `in the backward pass of file.py:12 (function)`."""
@@ -159,12 +158,6 @@ class Provenance(NamedTuple):
 
 
 _OUTERMOST = Provenance()
-
-
-def provenance_of(eqns: Sequence[JaxprEqn]) -> Provenance:
-    """Returns the provenance of the last of `eqns`; the others contain it, outermost first."""
-    *outer, eqn = eqns
-    return functools.reduce(lambda at, each: at.of(each).inside(each), outer, _OUTERMOST).of(eqn)
 
 
 def equations_in(jaxpr: Any, outer: Provenance = _OUTERMOST) -> Iterator[tuple[JaxprEqn, Provenance]]:

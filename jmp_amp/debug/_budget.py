@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_amp._autocast import parse_settings
-from jmp_amp._calls import check_concrete, new_figure, saved, transformation
-from jmp_amp._loss_scale import to_number
+from jmp_amp._calls import check_concrete, finished, new_figure, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
+from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error, scales_to_try
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, grouped, html_table
 
@@ -156,8 +155,7 @@ def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -
         The run, the scale, and for each rounding whether it overflows; none does if the gradient is finite.
     """
     backward = np.array([row.direction == "backward" for row in emulation.rows], bool)
-    scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
-    for scale in map(float, scales):
+    for scale in scales_to_try(loss_scale):
         run, overflows = emulation(on, scale), np.zeros(len(on), bool)
         if run.is_finite:
             break
@@ -361,11 +359,10 @@ class ErrorBudget:
                 left += width
             axes.set_yticks(range(len(names)), [name if len(name) < 45 else f"...{name[-41:]}" for name in names])
             axes.invert_yaxis()
-            axes.spines[["top", "right"]].set_visible(False)
             axes.set(title=title, xlabel="share of the squared error, %")
         figure.suptitle(self._parts()[0])
         figure.axes[0].legend(frameon=False, loc="lower right")
-        return saved(figure, path)
+        return finished(figure, path)
 
 
 def _sum(rows: Sequence[Rounding]) -> Rounding:

@@ -207,8 +207,7 @@ def _exact(e: Element) -> Any:
     """Returns what the op computes of the same operands in float64; None if that is not known."""
     if not e.node.eqn or not _is_known(e.node):
         return None
-    with precise(FLOAT64):
-        out = _run_wide(e.node, [*map(jnp.asarray, _wide(e.node))])
+    out = _run_wide(e.node, _wide(e.node))
     return None if out is None else np.asarray(out)[e.at].item()
 
 
@@ -222,10 +221,8 @@ def _needs(e: Element, nodes: Collection[Node]) -> bool:
     """Whether a number changes with each of several values that its op reads, none of which is a constant."""
     if len(nodes) < 2 or any(x.is_constant for x in nodes) or not e.node.eqn or not _is_known(e.node):
         return False
-    with precise(FLOAT64):
-        arrays = [*map(jnp.asarray, _wide(e.node))]
-        moved = ([x + (y is node) for x, y in zip(arrays, e.node.operands, strict=True)] for node in nodes)
-        outs = [_run_wide(e.node, operands) for operands in moved]
+    moved = ([x + (y is node) for x, y in zip(_wide(e.node), e.node.operands, strict=True)] for node in nodes)
+    outs = [_run_wide(e.node, operands) for operands in moved]
     return all(out is not None and np.asarray(out)[e.at] != e.number for out in outs)
 
 
@@ -240,7 +237,9 @@ def _wide(node: Node) -> list[np.ndarray]:
 
 def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
     """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
-    outs = evaluate_in(FLOAT64, node.place, operands, None if node.is_floating else node.held.dtype)
+    with precise(FLOAT64):
+        arrays = [*map(jnp.asarray, operands)]
+        outs = evaluate_in(FLOAT64, node.place, arrays, None if node.is_floating else node.held.dtype)
     return outs and outs[node.index[0]]
 
 

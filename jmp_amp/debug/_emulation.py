@@ -23,7 +23,7 @@ from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
 from jmp_amp.debug._compare import NO_GRADIENTS
-from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, keeps_dtypes
+from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
@@ -323,9 +323,9 @@ class Emulation:
             args: its other arguments.
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
-        is_low = index < 0 or low is not None or _is_low(place.eqn.outvars[index])
+        is_on = index < 0 or low is not None or is_low(place.eqn.outvars[index])
         row = _row(place, name, jnp.dtype(to).name, size=place.times * math.prod(jnp.shape(x)))
-        number = self._switch((*place.key, index), row, is_low, place).number
+        number = self._switch((*place.key, index), row, is_on, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
@@ -359,12 +359,12 @@ class Emulation:
         if name == "stop_gradient":  # errors pass through it
             return operands
         if name == "reduce_precision":  # `jax.checkpoint` rounds what is low already
-            return operands if _is_low(eqn.invars[0]) else jx.bind(eqn, operands)
+            return operands if is_low(eqn.invars[0]) else jx.bind(eqn, operands)
         operands = [self._exact(place, i, x) for i, x in enumerate(operands)]
         if name in _FLOAT8:
 
             def low(_: Any, *args: Any) -> jax.Array:
-                return jx.bind(eqn, _as_traced(eqn, args))[0].astype(FLOAT32)
+                return jx.bind(eqn, as_traced(eqn, args))[0].astype(FLOAT32)
 
             exact = in_base(*operands, **eqn.params | {"base": FLOAT32, "preferred_element_type": FLOAT32})
             return [self._round(exact, eqn.params["operands"][0], place, 0, low, operands)]
@@ -381,16 +381,16 @@ class Emulation:
             return outs
         for i, var in enumerate(eqn.outvars):
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
-            if _is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
+            if is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not rule.is_cast and jx.provenance_of(place.eqns).direction == "forward":
+            elif lowered and not rule.is_cast and jx.Site.at(place.eqns).direction == "forward":
                 outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
     def _exact(self, place: Place, i: int, x: Any) -> Any:
         """Returns an operand; a number in the program in float32, with its rounding."""
         atom = place.eqn.invars[i]
-        if not (isinstance(atom, Literal) and _is_low(atom)):
+        if not (isinstance(atom, Literal) and is_low(atom)):
             return x
         dtype, low = jx.dtype_of(atom), float(atom.val)
         exact = self._numbers.get((dtype, low), low)
@@ -399,8 +399,8 @@ class Emulation:
     def _opaque(self, place: Place, args: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Runs an op in its own dtypes; an error of its operands passes through if JAX can differentiate it."""
         inside = jx.inner_jaxprs(place.eqn)
-        is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(_is_low, avals))) for inner in inside)
-        if is_rounded or any(map(_is_low, (*place.eqn.invars, *place.eqn.outvars))):
+        is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(is_low, avals))) for inner in inside)
+        if is_rounded or any(map(is_low, (*place.eqn.invars, *place.eqn.outvars))):
             self.opaque[f"{place.eqn.primitive.name} {place.site.where}"] = None
         try:
             return jax.vjp(lambda *args: compute(args), *args)[0]
@@ -433,17 +433,8 @@ def _lines(place: Place) -> frozenset[jx.Frame]:
 
 
 def _row(place: Place, primitive: str, dtype: str, size: int = 0) -> Rounding:
-    site = jx.provenance_of(place.eqns).site(place.eqn)
-    return Rounding(**vars(site) | {"primitive": primitive, "runs": place.times}, dtype=dtype, size=size)
-
-
-def _is_low(x: Any) -> bool:
-    return is_low(jx.dtype_of(x))
-
-
-def _as_traced(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Returns operands in the dtypes that an equation was traced in."""
-    return [x.astype(jx.dtype_of(v)) if _is_low(v) else x for x, v in zip(operands, eqn.invars, strict=True)]
+    site = vars(jx.Site.at(place.eqns)) | {"primitive": primitive, "runs": place.times}
+    return Rounding(**site, dtype=dtype, size=size)
 
 
 class Probe(NamedTuple):

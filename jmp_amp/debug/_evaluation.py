@@ -145,15 +145,10 @@ class Evaluator:
         """The paths of the arguments."""
         return jx.open_jaxpr(self.program)[0].debug_info.arg_names
 
-    @functools.cached_property
-    def equations(self) -> list[JaxprEqn]:
-        """All equations of the program."""
-        return [eqn for eqn, _ in jx.equations_in(self.program)]
-
     @property
     def ops(self) -> list[JaxprEqn]:
-        """The equations that hold no others."""
-        return [eqn for eqn in self.equations if not jx.inner_jaxprs(eqn)]
+        """The equations of the program that hold no others."""
+        return [eqn for eqn, _ in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
 
     def run(self, **changes: Any) -> "Evaluation":
         """Evaluates the program, with other attributes."""
@@ -269,7 +264,7 @@ class Evaluation:
     def _replaced(self, replacement: Replacement, value: Any) -> Any:
         # Autocast reads low precision where it computes the value in float32.
         inputs, dtype = [self.kept[key] for key in replacement.inputs], value.dtype
-        return replacement.function(*(x.astype(dtype) if is_low(x.dtype) else x for x in inputs)).astype(dtype)
+        return replacement.function(*(x.astype(dtype) if is_low(x) else x for x in inputs)).astype(dtype)
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.evaluator.allowed is None or cause in self.evaluator.allowed
@@ -429,19 +424,14 @@ class Evaluation:
         eqn = place.eqn
         if eqn.primitive.name == "pvary":  # changes a type that only `shard_map` has
             return operands
-        as_traced = place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs))
+        apply, region = place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs)), self.evaluator.region
         if self.wide is None:
-            return as_traced(*operands)
-        traced = [jx.dtype_of(atom) for atom in eqn.invars]
-        region = self.evaluator.region
-        is_wide = region is None or region(place.eqns)
+            return apply(*operands)
+        narrow, is_wide = as_traced(eqn, operands), region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
-            is_wide = any(jx.is_inexact(x) and x.dtype != dtype for x, dtype in zip(operands, traced, strict=True))
+            is_wide = any(jx.dtype_of(x) != jx.dtype_of(y) for x, y in zip(operands, narrow, strict=True))
         outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        if outs is None:
-            narrow = [x.astype(d) if jx.is_inexact(x) else x for x, d in zip(operands, traced, strict=True)]
-            outs = [self._in_dtype(x) for x in as_traced(*narrow)]
-        return outs
+        return [self._in_dtype(x) for x in apply(*narrow)] if outs is None else outs
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
@@ -533,6 +523,12 @@ def _wider(dtype: Any, wide: Any) -> Any:
 def widened(x: Any, wide: Any) -> Any:
     """Returns an array in a wide dtype."""
     return lax.convert_element_type(x, _wider(x.dtype, wide)) if jx.is_inexact(x) else x
+
+
+def as_traced(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Returns operands in the dtypes that an equation was traced in."""
+    pairs = zip(operands, eqn.invars, strict=True)
+    return [x.astype(jx.dtype_of(atom)) if jx.is_inexact(x) else x for x, atom in pairs]
 
 
 def keeps_dtypes(eqn: JaxprEqn) -> bool:

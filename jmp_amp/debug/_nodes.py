@@ -75,7 +75,7 @@ def values_of(x: Any) -> Values:
 
 def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
     """Returns the numbers of zeros, infinities and NaNs, and the smallest and the largest finite value."""
-    x = x.astype(np.float32) if is_low(x.dtype) else x
+    x = x.astype(np.float32) if is_low(x) else x
     counts = [xp.sum(flags, dtype=np.int32) for flags in (x == 0, xp.isinf(x), xp.isnan(x))]
     inf, finite = np.asarray(np.inf, x.real.dtype), xp.isfinite(x)
     low, high = xp.where(finite, x.real, inf), xp.where(finite, x.real, -inf)
@@ -241,8 +241,9 @@ class Cell(NamedTuple):
         return self.node.values.is_finite
 
 
-def is_low(dtype: Any) -> bool:
-    """Returns whether `dtype` is a floating dtype of less than 32 bits."""
+def is_low(x: Any) -> bool:
+    """Whether a variable, a literal, a type or an array has a floating dtype of less than 32 bits."""
+    dtype = jx.dtype_of(x)
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 

@@ -27,6 +27,7 @@ from jmp_amp.debug._trials import Trials, lines_in_float32
 
 _MANY = 100  # different ops; a program of more is run as a whole first
 _GUIDE = "docs/my-loss-is-nan.md#"
+_OF_ARGUMENTS = _GUIDE + "an-argument-that-is-not-finite"
 _CODE = re.compile(r"`[^`]*`")
 
 
@@ -179,14 +180,8 @@ class NonFinite(jx.Site):
             lines.append(("result", str(self.result)))
         if self.leaf and not self.scope:
             lines.append(("leaf", f"`{self.leaf}`"))
-        lines += [
-            ("cause", self.cause),
-            ("float32", self.in_float32),
-            ("cure", self.cure),
-            ("tried", self.tried),
-            ("left out", self.left_out),
-            ("guide", self.guide),
-        ]
+        texts = self.cause, self.in_float32, self.cure, self.tried, self.left_out, self.guide
+        lines += zip(("cause", "float32", "cure", "tried", "left out", "guide"), texts, strict=True)
         return "\n".join([self._head(), *(_wrapped(f"  {name:<9}{text}") for name, text in lines if text)])
 
     def _head(self) -> str:
@@ -236,8 +231,7 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
 def _is_large(evaluator: Evaluator) -> bool:
     """Whether a program is compiled in less time as a whole than op by op: each op of another kind or shape is."""
     kinds = {(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in evaluator.ops}
-    calls = (x for x in map(jx.structure_of, evaluator.equations) if isinstance(x, jx.Call))
-    is_seen = all(x.is_inline for x in calls)  # all but `shard_map`
+    is_seen = not jx.holds(evaluator.program, lambda primitive, *_, **params: primitive.name == "shard_map")
     return len(kinds) > _MANY and is_seen and bool(evaluator.arrays)
 
 
@@ -287,25 +281,17 @@ def _unseen(evaluation: Evaluation) -> NonFinite:
 
 def _constant(evaluation: Evaluation) -> NonFinite:
     """Reports that a constant made the results non-finite."""
-    return NonFinite(
-        primitive="constant",
-        result=next(x.node.values for x in evaluation.results if not x.is_finite),
-        cause="search the code for `jnp.inf` and `jnp.nan`",
-        guide=_GUIDE + "an-argument-that-is-not-finite",
-    )
+    result = next(x.node.values for x in evaluation.results if not x.is_finite)
+    text = "search the code for `jnp.inf` and `jnp.nan`"
+    return NonFinite(primitive="constant", result=result, cause=text, guide=_OF_ARGUMENTS)
 
 
 def _argument(evaluator: Evaluator, i: int) -> NonFinite:
     """Reports an argument that is not finite."""
     array, name = evaluator.arrays[i], evaluator.names[i]
     index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
-    return NonFinite(
-        primitive="argument",
-        source=name,
-        result=values_of(array),
-        cause=f"`{name}{[*index] if index else ''}` is {np.asarray(array)[index]}",
-        guide=_GUIDE + "an-argument-that-is-not-finite",
-    )
+    text = f"`{name}{[*index] if index else ''}` is {np.asarray(array)[index]}"
+    return NonFinite(primitive="argument", source=name, result=values_of(array), cause=text, guide=_OF_ARGUMENTS)
 
 
 def _hidden(evaluation: Evaluation) -> NonFinite | None:
@@ -345,7 +331,7 @@ def _differ(x: Any, exact: Any) -> bool:
     if not jx.is_inexact(x):
         return jnp.issubdtype(x.dtype, jnp.number) and not np.array_equal(np.asarray(x), np.asarray(exact))
     info = jnp.finfo(x.dtype)
-    slack = float(info.smallest_subnormal if is_low(x.dtype) else info.tiny)
+    slack = float(info.smallest_subnormal if is_low(x) else info.tiny)
     x, exact = (np.asarray(y).astype(np.complex128) for y in (x, exact))
     known = np.isfinite(x) & np.isfinite(exact)
     return bool((np.abs(x - exact) > 0.1 * np.abs(exact) + slack)[known].any())
@@ -440,11 +426,10 @@ def _tried(trials: Trials, node: Node, cause: Cause, has_cures: bool) -> dict[st
 def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
     """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
     evaluator, node = trials.evaluation.evaluator, trials.node
-    atoms = (atom for eqn in evaluator.equations for atom in (*eqn.invars, *eqn.outvars))
-    if not any(is_low(jx.dtype_of(atom)) for atom in atoms):
+    if not any(is_low(atom) for eqn in evaluator.ops for atom in (*eqn.invars, *eqn.outvars)):
         return False, "the program computes nothing in low precision: precision is not the cause", []
     constants = (x.values for x in nearest(node.operands) if x.is_constant and x.values.infs)
-    if any(x.values.infs for x in node.operands) and any(is_low(np.dtype(x.dtype)) for x in constants):
+    if any(x.values.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
         return None, "", []  # the constant of the code is not known
     try:
         wide = evaluator.run(wide=FLOAT32)

@@ -35,7 +35,7 @@ def check_without_autocast(fun: Any, name: str, cure: str = "") -> None:
 
 def site_of(eqns: Sequence[JaxprEqn]) -> jx.Site:
     """Returns the site of the last of `eqns`, in the user's code; the others contain it, outermost first."""
-    return dataclasses.replace(jx.provenance_of(eqns).site(eqns[-1]), source=lines_of(eqns)[0])
+    return dataclasses.replace(jx.Site.at(eqns), source=lines_of(eqns)[0])
 
 
 def lines_of(eqns: Sequence[JaxprEqn]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
+from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
 from jmp_amp.debug._budget import FIELDS, check_exact, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
@@ -241,8 +241,7 @@ class SuggestionReport:
             at = 100 * step.low, step.error
             axes.annotate(_name(step.key), at, (6, -9), textcoords="offset points", fontsize=7)
         axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
-        axes.spines[["top", "right"]].set_visible(False)
-        return saved(figure, path)
+        return finished(figure, path)
 
 
 def _name(key: Any) -> str:
@@ -354,12 +353,9 @@ class _Program:
 
     def _best(self, candidates: Sequence[Any], on: np.ndarray) -> Any:
         """Returns the rule that removes the largest part of the error for its work; None if none removes any."""
-        gains = dict[Any, float]()
-        for key in candidates:
-            if not self.clock.is_late:
-                gains[key] = self._gain(key, on) / max(sum(self._work([key])), 1e-9)
-        best = max(gains, key=lambda key: gains[key], default=None)
-        return best if best is not None and gains[best] > 0 else None
+        left = (key for key in candidates if not self.clock.is_late)
+        gains = {key: self._gain(key, on) / max(sum(self._work([key])), 1e-9) for key in left}
+        return max((key for key in gains if gains[key] > 0), key=lambda key: gains[key], default=None)
 
     def _gain(self, key: Any, on: np.ndarray) -> float:
         """Returns the square of the error that the roundings cause which a rule removes.
@@ -472,9 +468,8 @@ def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
         structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
         if run is None or structure is None or getattr(structure, "rule", None):
             return jx.apply_as_traced(eqn, args)
-        jaxprs = (structure.cond, structure.body) if isinstance(structure, jx.Loop) else structure.jaxprs
         with jx.versions.origin_of(eqn):
-            return run(eqn, [body_of(jaxpr) for jaxpr in jaxprs if jaxpr is not None], args)
+            return run(eqn, [body_of(jaxpr) for jaxpr, _ in jx.entries(structure)], args)
 
     @functools.wraps(fun, updated=())
     def in_float32(*args: Any, **kwargs: Any) -> Any:
