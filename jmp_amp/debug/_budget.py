@@ -6,7 +6,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from jmp_amp._autocast import parse_settings
 from jmp_amp._calls import check_concrete, finished, new_figure, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error, scales_to_try
+from jmp_amp.debug._compare import floating_value_and_grad, relative_error, scales_to_try
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, grouped, html_table
 
@@ -118,8 +118,7 @@ def error_budget(
                 "`print(amp.explain(fun, dtype)(*args))` says why each op is in its dtype"
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
-        exact = [emulation(0 * emulation.default, scale, seed, low.decisions) for seed in range(probes)]
-        check_exact(exact[0], emulation.opaque)
+        exact = [emulation.exact(scale, seed, low.decisions) for seed in range(probes)]
         errors = errors_alone(emulation, exact, low, scale, clock)
         flips = exact[0].flips * low.is_finite
         overflows |= ~np.isfinite(errors)
@@ -136,16 +135,6 @@ def error_budget(
         return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque), explored)
 
     return budget
-
-
-def check_exact(run: Probe, opaque: Iterable[str]) -> None:
-    """Raises ValueError if a run without roundings, but for those in `opaque` ops, is not finite."""
-    if opaque and not run.is_finite:
-        raise ValueError(
-            f"the gradient is not finite; {', '.join(opaque)} ran in low precision, since it cannot be seen into; find "
-            "the cause with `amp.debug.first_nonfinite(jax.value_and_grad(amp.autocast(fun, dtype)))(*args)`"
-        )
-    check_finite([run.grads], "float32")
 
 
 def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Probe, float, np.ndarray]:
@@ -384,7 +373,7 @@ def _finite(x: Any) -> Any:
 
 def _could_be_lower(emulate: Callable[[], Emulation], scale: float, tol: float) -> list[Lowering]:
     emulation, found = emulate(), list[Lowering]()
-    rows, on, exact = emulation.rows, emulation.default, emulation(0 * emulation.default, scale)
+    rows, on, exact = emulation.rows, emulation.default, emulation.exact(scale)
     squares, limit = estimate([exact]), (2 * tol * float(np.linalg.norm(exact.grads))) ** 2
     groups = grouped(np.flatnonzero(on == 0), lambda i: (rows[i].source, rows[i].module))
     saved_bytes = {key: 2 * sum(rows[i].size for i in group) for key, group in groups.items()}

@@ -22,7 +22,7 @@ from jmp_amp._autocast import OpClass, ResultKind, autocast_with, flops_of, pars
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
-from jmp_amp.debug._compare import NO_GRADIENTS
+from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
 
@@ -310,6 +310,18 @@ class Emulation:
             signed, squares = (np.mean(x, 0)[: len(on)] * size**2 for x in (signed**2, squares))
             vectors = self._count * self._size / (self._size + 1 - self._count)
             return Probe(grads, signed, squares, vectors, decided, flips)
+
+    def exact(self, scale: float = 1.0, seed: int = 0, decisions: Any = None) -> "Probe":
+        """Runs the program without roundings, but for those in `opaque` ops; raises ValueError if it is not finite."""
+        run = self(0 * self.default, scale, seed, decisions)
+        if self.opaque and not run.is_finite:
+            raise ValueError(
+                f"the gradient is not finite; {', '.join(self.opaque)} ran in low precision, since it cannot be seen "
+                "into; find the cause with "
+                "`amp.debug.first_nonfinite(jax.value_and_grad(amp.autocast(fun, dtype)))(*args)`"
+            )
+        check_finite([run.grads], "float32")
+        return run
 
     def _round(self, x: Any, to: Any, place: Place, index: int, low: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns `x`, rounded to a dtype if its switch is on: by a cast, or to `low(x, *args)`.

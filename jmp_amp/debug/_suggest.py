@@ -15,7 +15,8 @@ from jax.extend.core import JaxprEqn, Primitive, primitives
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
-from jmp_amp.debug._budget import FIELDS, check_exact, estimate, run_scaled
+from jmp_amp._formats import Format
+from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Probe
@@ -107,42 +108,49 @@ def suggest_rules(
                 f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent, None shows the trade"
             )
         check_concrete((args, kwargs), "suggest_rules")
-        clock = Clock(max_seconds)
 
         def emulate(keys: Sequence[Any], value: str) -> Emulation:
             lines = {key for key in keys if isinstance(key, jx.Frame)}
             rules = dict.fromkeys((key for key in keys if key not in lines), value)
             return Emulation(_in_float32(fun, lines), args, kwargs, {**options, "rules": rules}, grad_options)
 
-        program = _Program(emulate, emulate([], "full"), loss_scale, clock)
-        error, floor, keys, n_tried = program.error([]), math.nan, list[Any](), 0
-        if tol is None or error > tol:
-            rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
-            program = dataclasses.replace(program, ops=rows)
-            with_modules = dataclasses.replace(program, value=form.dtype.name)  # in float8, the base dtype may do
-            if form.float8 is not None and tol is not None and with_modules.keys and with_modules.floor <= tol:
-                program = with_modules
-            floor = program.floor
-            if tol is None:
-                keys = program.choose(program.keys, 0.0)
-            else:
-                keys, error, n_tried = program.search(max(tol, 1.1 * floor))
-        rules = {} if tol is None else dict.fromkeys((x for x in keys if not isinstance(x, jx.Frame)), program.value)
-        report = SuggestionReport(
-            rows=tuple(program.step(keys[:i]) for i in range(len(keys) + 1)),
-            dtype=form.name,
-            tol=tol,
-            error=error,
-            error_floor=floor,
-            compilations=1 + n_tried,
-            value=program.value,
-            opaque=tuple(program.emulation.opaque),
-            is_late=clock.is_late,
-            is_checked=not keys or n_tried > 0 or tol is None,
-        )
-        return Suggestion(rules, report)
+        def ops() -> Sequence[OpSite]:
+            return explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
+
+        return _suggested(_Program(emulate, emulate([], "full"), loss_scale, Clock(max_seconds)), ops, form, tol)
 
     return suggest
+
+
+def _suggested(
+    program: "_Program", ops: Callable[[], Sequence[OpSite]], form: Format, tol: float | None
+) -> "Suggestion":
+    """Finds the rules for a program that has none, given its ops in the forward pass."""
+    error, floor, keys, n_tried = program.error([]), math.nan, list[Any](), 0
+    if tol is None or error > tol:
+        program = dataclasses.replace(program, ops=ops())
+        if form.float8 is not None and tol is not None:
+            in_base = dataclasses.replace(program, value=form.dtype.name)
+            program = in_base if in_base.keys and in_base.floor <= tol else program
+        floor = program.floor
+        if tol is None:
+            keys = program.choose(program.keys, 0.0)
+        else:
+            keys, error, n_tried = program.search(max(tol, 1.1 * floor))
+    report = SuggestionReport(
+        rows=tuple(program.step(keys[:i]) for i in range(len(keys) + 1)),
+        dtype=form.name,
+        tol=tol,
+        error=error,
+        error_floor=floor,
+        compilations=1 + n_tried,
+        value=program.value,
+        opaque=tuple(program.emulation.opaque),
+        is_late=program.clock.is_late,
+        is_checked=not keys or n_tried > 0 or tol is None,
+    )
+    rules = [key for key in keys if tol is not None and not isinstance(key, jx.Frame)]
+    return Suggestion(dict.fromkeys(rules, program.value), report)
 
 
 class Step(NamedTuple):
@@ -400,9 +408,7 @@ class _Program:
     @functools.cached_property
     def _exact(self) -> Probe:
         """The run without roundings."""
-        exact = self.emulation(0 * self.emulation.default, 1.0)
-        check_exact(exact, self.emulation.opaque)
-        return exact
+        return self.emulation.exact()
 
     @functools.cached_property
     def _squares(self) -> np.ndarray | None:
