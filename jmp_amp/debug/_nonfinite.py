@@ -122,7 +122,11 @@ class NonFinite(jx.Site):
     Attributes:
         primitive: the name of the op in the jaxpr; `"argument"` if an argument is non-finite, `"constant"` if the
             results contain an infinity that no op produced, and empty if the time was over before an op was found.
-        source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`.
+        direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass; see `backward`.
+        module: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`; see `scope`.
+        source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`;
+            in a backward pass, the corresponding forward line.
+        runs: how often the op runs.
         library: the innermost line of library code that the user's line calls; empty if the user's line is innermost.
         iteration: the index of the iteration of each loop around the op, outermost first; for a `scan`, the index along
             the scanned axis.
@@ -166,12 +170,12 @@ class NonFinite(jx.Site):
 
     @property
     def scope(self) -> str:
-        """The named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`."""
+        """The same as `module`."""
         return self.module
 
     @property
     def backward(self) -> bool:
-        """Whether the op belongs to a backward pass; `source` is then the corresponding forward line."""
+        """Whether `direction` is `"backward"`."""
         return self.direction == "backward"
 
     def __str__(self) -> str:
@@ -229,7 +233,10 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
 
 
 def _is_large(evaluator: Evaluator) -> bool:
-    """Whether a program is compiled in less time as a whole than op by op: each op of another kind or shape is."""
+    """Whether to compile a program as a whole first: op by op, each op of another kind or shape is compiled.
+
+    What is in `shard_map` is not seen then.
+    """
     kinds = {(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in evaluator.ops}
     is_seen = not jx.holds(evaluator.program, lambda primitive, *_, **params: primitive.name == "shard_map")
     return len(kinds) > _MANY and is_seen and bool(evaluator.arrays)

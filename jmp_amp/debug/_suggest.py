@@ -108,6 +108,7 @@ def suggest_rules(
                 f"`tol` must be positive, got {quote(tol)}; 1e-2 allows an error of 1 percent, None shows the trade"
             )
         check_concrete((args, kwargs), "suggest_rules")
+        clock = Clock(max_seconds)
 
         def emulate(keys: Sequence[Any], value: str) -> Emulation:
             lines = {key for key in keys if isinstance(key, jx.Frame)}
@@ -117,7 +118,7 @@ def suggest_rules(
         def ops() -> Sequence[OpSite]:
             return explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
 
-        return _suggested(_Program(emulate, emulate([], "full"), loss_scale, Clock(max_seconds)), ops, form, tol)
+        return _suggested(_Program(emulate, emulate([], "full"), loss_scale, clock), ops, form, tol)
 
     return suggest
 
