@@ -21,7 +21,7 @@ from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
-from jmp_amp.debug._evaluation import Evaluator, Tape
+from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, is_low
 from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
 
@@ -372,10 +372,10 @@ def run_exactly(
     tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
 ) -> R:
     """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
-    with jax.default_matmul_precision("highest"):
+    with precise(np.dtype(dtype)):
         if dtype == "float32":
             return tool(fun, args, kwargs, **options)
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"):
             args, kwargs = cast_floating((args, kwargs), np.float64)
             return tool(fun, args, kwargs, **options)
 
