@@ -427,11 +427,12 @@ class Evaluation:
         apply, region = place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs)), self.evaluator.region
         if self.wide is None:
             return apply(*operands)
-        narrow, is_wide = as_traced(eqn, operands), region is None or region(place.eqns)
+        is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
-            is_wide = any(jx.dtype_of(x) != jx.dtype_of(y) for x, y in zip(operands, narrow, strict=True))
+            pairs = zip(operands, eqn.invars, strict=True)
+            is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
         outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        return [self._in_dtype(x) for x in apply(*narrow)] if outs is None else outs
+        return [self._in_dtype(x) for x in apply(*as_traced(eqn, operands))] if outs is None else outs
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
