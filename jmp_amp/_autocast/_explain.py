@@ -240,16 +240,10 @@ def _op_site(site: jx.Site, eqn: Any, rule: Rule, why: str, inputs: Any, compute
     """Returns the site of an op; `inputs` holds the dtypes of its floating operands, `outs` its results and theirs."""
     floating = [dtype for var, dtype in outs if jx.is_floating(var)]
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
-    return OpSite(
-        **vars(site),
-        op_class=rule.op_class.value,
-        why=why,
-        inputs=tuple(map(str, inputs)),
-        compute=compute,
-        output=str(output),
-        flops=site.runs * flops_of(eqn),
-        bytes=site.runs * sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize")),
-    )
+    chosen: dict[str, Any] = {"inputs": tuple(map(str, inputs)), "compute": compute, "output": str(output)}
+    nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
+    costs: dict[str, Any] = {"flops": site.runs * flops_of(eqn), "bytes": site.runs * nbytes}
+    return OpSite(**vars(site), op_class=rule.op_class.value, why=why, **chosen, **costs)
 
 
 def _nbytes(var: Any, dtype: Any) -> int:

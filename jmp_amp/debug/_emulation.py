@@ -185,12 +185,9 @@ class Emulation:
             return [loss, *(g for g in jax.tree.leaves(grads) if jx.is_floating(g))]
 
         with emulated():
-            exact, self._program = (
-                jx.versions.without_dead_code(
-                    jax.make_jaxpr(functools.partial(gradient, f))(self._arrays, jnp.float32(1))
-                )
-                for f in (fun, autocast_with(fun, settings))
-            )
+            functions = (functools.partial(gradient, f) for f in (fun, autocast_with(fun, settings)))
+            programs = (jx.trace(f, (self._arrays, jnp.float32(1))) for f in functions)
+            exact, self._program = map(jx.versions.without_dead_code, programs)
         self._size = sum(x.size for x in self._program.out_avals[1:])
         if not self._program.out_avals[1:]:
             raise TypeError(NO_GRADIENTS)
@@ -212,10 +209,8 @@ class Emulation:
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
-        evaluator = Evaluator(
-            self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape, **counts
-        )
-        loss, *grads = [x.value for x in evaluator.run().results]
+        evaluator = Evaluator(self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape)
+        loss, *grads = [x.value for x in evaluator.run(**counts).results]
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 

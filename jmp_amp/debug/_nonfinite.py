@@ -420,13 +420,11 @@ def _smaller_loss_scale(evaluation: Evaluation, node: Node) -> int | None:
 def _tried(trials: Trials, node: Node, cause: Cause, has_cures: bool) -> dict[str, Any]:
     """Runs the program in float32, and with cures; returns what passed, as fields of a `NonFinite`."""
     finite_in_float32, sentence, exact = _in_float32(trials)
-    cure, tried, left_out = trials.cure() if has_cures else ("", "", "")
+    found: dict[str, Any] = trials.cure() if has_cures else {}
     lines = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
     for line in lines if finite_in_float32 else ():
-        if not cure:
-            cure, tried, more = lines_in_float32(trials.evaluation.evaluator, exact, [line])
-            left_out = left_out or more
-    found = {"cure": cure, "tried": tried, "left_out": left_out}
+        if "cure" not in found:
+            found = lines_in_float32(trials.evaluation.evaluator, exact, [line]) | found
     return found | {"finite_in_float32": finite_in_float32, "in_float32": sentence}
 
 
