@@ -283,9 +283,8 @@ class ErrorBudget:
 
     def to_json(self, **options: Any) -> str:
         """Returns all figures as JSON; `options` are those of `json.dumps`. NaN and infinity are null."""
-        fields = {
-            name: _finite(getattr(self, name)) for name in ("dtype", "total", "explained", "loss_scale", "opaque")
-        }
+        names = "dtype", "total", "explained", "loss_scale", "opaque"
+        fields = {name: _finite(getattr(self, name)) for name in names}
         rows = [{name: _finite(x) for name, x in vars(row).items()} for row in self.rows]
         return json.dumps({**fields, "rows": rows}, **options)
 

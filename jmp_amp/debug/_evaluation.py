@@ -56,27 +56,25 @@ class Tape:
     recorded: dict[Any, Any] = dataclasses.field(default_factory=dict)
     replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def record(self, fun: Callable[[], R], replayed: Mapping[Any, Any]) -> tuple[R, dict[Any, Any]]:
-        """Returns what `fun`, the trace of a body, returns, and what it records."""
+    def record(self, replayed: Mapping[Any, Any], body: Callable[..., R], *args: Any) -> tuple[R, dict[Any, Any]]:
+        """Returns what the trace of a body returns, and what it records."""
         outer = self.recorded, self.replayed
         self.recorded, self.replayed = {}, replayed
         try:
-            return fun(), self.recorded
+            return body(*args), self.recorded
         finally:
             self.recorded, self.replayed = outer
 
     def switch(self, index: Any, branches: Sequence[Callable], *args: Any) -> Any:
         """Returns `lax.switch(index, branches, *args)`. Each branch is traced once, also one that is in others."""
 
-        def recording(branch: Callable) -> Callable[..., tuple[Any, dict[Any, Any]]]:
-            return lambda *args: self.record(lambda: branch(*args), self.replayed)
-
         def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
             arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *jax.tree.leaves(args))
             outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
             return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
 
-        traced = [jax.make_jaxpr(recording(branch), return_shape=True)(*args) for branch in branches]
+        recording = [functools.partial(self.record, self.replayed, branch) for branch in branches]
+        traced = [jax.make_jaxpr(branch, return_shape=True)(*args) for branch in recording]
         shapes = {key: x for _, (_, recorded) in traced for key, x in recorded.items()}
         outs, recorded = lax.switch(index, [functools.partial(completed, *each) for each in traced], *args)
         self.recorded.update(recorded)
@@ -87,7 +85,7 @@ class Tape:
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def recording(carry: Any, xs: tuple[Any, Mapping[Any, Any]]) -> tuple[Any, Any]:
-            (carry, ys), recorded = self.record(lambda: body(carry, xs[0]), xs[1])
+            (carry, ys), recorded = self.record(xs[1], body, carry, xs[0])
             return carry, (ys, recorded)
 
         replayed = {key: x for key, x in self.replayed.items() if key[: len(place)] == place}
@@ -386,7 +384,7 @@ class Evaluation:
                 outs, _ = tape.scan(step_if, carry, (), place.key, length=limit)
             else:
                 again = lambda carry: following(predicate(carry) if is_batched else None, carry)  # noqa: E731
-                outs, _ = tape.record(lambda: self._counted(place, predicate, again, carry), {})
+                outs, _ = tape.record({}, self._counted, place, predicate, again, carry)
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
     def _counted(self, place: Place, predicate: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:

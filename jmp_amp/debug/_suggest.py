@@ -138,11 +138,11 @@ def _suggested(
             keys = program.choose(program.keys, 0.0)
         else:
             keys, error, n_tried = program.search(max(tol, 1.1 * floor))
-    steps = tuple(program.step(keys[:i]) for i in range(len(keys) + 1))
+    rows = tuple(program.step(keys[:i]) for i in range(len(keys) + 1))
     opaque, is_late = tuple(program.emulation.opaque), program.clock.is_late
     is_checked = not keys or n_tried > 0 or tol is None
     report = SuggestionReport(
-        steps, form.name, tol, error, floor, 1 + n_tried, program.value, opaque, is_late, is_checked
+        rows, form.name, tol, error, floor, 1 + n_tried, program.value, opaque, is_late, is_checked
     )
     rules = [key for key in keys if tol is not None and not isinstance(key, jx.Frame)]
     return Suggestion(dict.fromkeys(rules, program.value), report)
