@@ -21,6 +21,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
 import pytest
+from jax._src import compiler
 
 from jmp_amp.debug import _emulation
 
@@ -42,6 +43,22 @@ if version("jaxlib").startswith("0.10."):
         return contexts.current
 
     mlir.make_ir_context = reused_ir_context
+
+
+compile_and_load, executables = compiler.backend_compile_and_load, {}
+
+
+def executable_of(backend, module, devices, options, host_callbacks):
+    """Compiles a program that several tests have, or one test traces several times, once."""
+    if host_callbacks:
+        return compile_and_load(backend, module, devices, options, host_callbacks)
+    key = backend, str(module), devices, options.SerializeAsString()
+    if key not in executables:
+        executables[key] = compile_and_load(backend, module, devices, options, ())
+    return executables[key]
+
+
+compiler.backend_compile_and_load = executable_of
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile as well
