@@ -49,7 +49,7 @@ compile_and_load, executables = compiler.backend_compile_and_load, {}
 
 
 def compile_once(backend, module, devices, options, host_callbacks):
-    """Compiles programs once that differ in their source lines only: a third of what the tests trace."""
+    """Compiles equal programs once, a quarter of all that tests compile; source lines and scopes may differ."""
     if host_callbacks:  # functions of one test
         return compile_and_load(backend, module, devices, options, host_callbacks)
     key = backend, str(module), devices, options.SerializeAsString()
