@@ -21,6 +21,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
 import pytest
+from jax._src import compiler
 
 from jmp_amp.debug import _emulation
 
@@ -42,6 +43,22 @@ if version("jaxlib").startswith("0.10."):
         return contexts.current
 
     mlir.make_ir_context = reused_ir_context
+
+
+compile_and_load, executables = compiler.backend_compile_and_load, {}
+
+
+def compile_once(backend, module, devices, options, host_callbacks):
+    """Compiles equal programs once, a quarter of all that tests compile; source lines and scopes may differ."""
+    if host_callbacks:  # functions of one test
+        return compile_and_load(backend, module, devices, options, host_callbacks)
+    key = backend, str(module), devices, options.SerializeAsString()
+    if key not in executables:
+        executables[key] = compile_and_load(backend, module, devices, options, host_callbacks)
+    return executables[key]
+
+
+compiler.backend_compile_and_load = compile_once
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile as well
