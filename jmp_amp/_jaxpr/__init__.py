@@ -16,6 +16,7 @@ from jmp_amp._jaxpr._structures import (
     holds,
     inner_jaxprs,
     run_inline,
+    runs_of,
     structure_of,
 )
 from jmp_amp._jaxpr._trace import (
