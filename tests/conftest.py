@@ -101,18 +101,21 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     every, turn = config.getoption("every"), config.getoption("turn")
     items[:] = [item for item in items if (zlib.crc32(item.nodeid.encode()) - turn) % every == 0]
-    tests, third = collections.defaultdict(list), set()
+    tests, parts = collections.defaultdict(list), {"third": set(), "others": set()}
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         for i, item in enumerate(cases):
             if (sweep := item.get_closest_marker("sweep")) and i % sweep.args[0]:
                 item.add_marker("slow")
-        quick = [item for item in cases if not item.get_closest_marker("slow")]
-        third |= set(quick if len(quick) < 5 else quick[::3])
+        quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
+        third = set(quick if len(quick) < 5 else quick[::3])
+        parts["third"] |= third
+        parts["others"] |= set(quick) - third
     if (chosen := cases_of(config)) != "all":
-        config.hook.pytest_deselected(items=[item for item in items if (item in third) != (chosen == "third")])
-        items[:] = [item for item in items if (item in third) == (chosen == "third")]
+        left_out = parts["others" if chosen == "third" else "third"]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     if importlib.util.find_spec("jax_plugins") is not None:
         return
     reason = "compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt of the same version as jax"
