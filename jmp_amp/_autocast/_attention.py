@@ -62,6 +62,18 @@ class _Op:
         return (*[call.eqn for call in self.calls], self.eqn)
 
 
+class _Body(NamedTuple):
+    """A jaxpr with the kernel in it as a function, and the arguments of `_rewritten` that it was made of."""
+
+    jaxpr: Any
+    args: tuple[Any, ...]
+
+    def __call__(self, *xs: Any) -> list[Any]:
+        # In a `shard_map` types say along which axes of the mesh values vary, where it is traced and nowhere else.
+        new, _ = _rewritten(*self.args)
+        return jax.core.eval_jaxpr(*jx.open_jaxpr(new), *xs)
+
+
 class _Program:
     """A jaxpr as equations whose calls are read in place, and the attention in it."""
 
@@ -106,16 +118,16 @@ class _Program:
         eqn = op.eqn
         if structure is None or run is None:
             return False
-        region, bodies = self._planner.enter(op.region, eqn), list[jx.Body]()
+        region, bodies = self._planner.enter(op.region, eqn), list[_Body]()
         if any(_may_have_attention(jaxpr) for jaxpr, _ in jx.entries(structure)):
             consts = structure.consts if isinstance(structure, jx.Loop) else slice(None)
             known = range(len(eqn.invars))[consts]  # nothing is known of what a loop changes
             for jaxpr, places in jx.entries(structure):
                 given = tuple([self._values.inside(eqn.invars[i]) if i in known else None for i in places])
                 args = jaxpr, given, region, self._planner, self._format
-                _, found = _rewritten(*args)
+                new, found = _rewritten(*args)
                 op.found += [each._replace(eqns=(*op.path, *each.eqns)) for each in found]
-                bodies.append(_body(*args))
+                bodies.append(_Body(new, args))
         is_call = isinstance(structure, jx.Call)
         if is_call and structure.rule is not None:
             why = "the function around it has a derivative of its own"
@@ -365,17 +377,6 @@ def _rewritten(jaxpr: Any, *args: Any) -> tuple[Any, list[Found]]:
 
     new, found = _programs(opened, (tuple(map(id, consts)), args, jax.sharding.get_abstract_mesh()), rewrite)
     return new or jaxpr, found
-
-
-def _body(jaxpr: Any, *args: Any) -> jx.Body:
-    """Returns a function in place of a jaxpr, with the kernel in it; for the arguments see `_rewritten`."""
-
-    def evaluate(*xs: Any) -> list[Any]:
-        # In a `shard_map` types say along which axes of the mesh values vary, where it is traced and nowhere else.
-        new, _ = _rewritten(jaxpr, *args)
-        return jax.core.eval_jaxpr(*jx.open_jaxpr(new), *xs)
-
-    return jx.Body(evaluate, [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars])
 
 
 def with_kernel(jaxpr: Any, planner: Planner, region: Region) -> tuple[Any, list[Found]]:
