@@ -298,7 +298,7 @@ def compared(make):
     def fused(*args):
         closed, leaves, rebuild = jx.trace_call(fun, args, {})
         region = _plan.Region(settings.format)
-        program, each = _attention.with_kernel(closed, _api.planner_of(settings.options), region, "xla")
+        program, each = _attention.with_kernel(closed, _api.planner_of(settings.options), region)
         found[:] = each
         return rebuild(jax.core.eval_jaxpr(*jx.open_jaxpr(program), *leaves))
 

@@ -53,7 +53,7 @@ def in_float32(fun, kernel):
 
     def call(*args):
         closed, leaves, rebuild = jx.trace_call(fun, args, {})
-        program, call.found = with_kernel(closed, planner_of(options.options), Region(options.format), kernel)
+        program, call.found = with_kernel(closed, planner_of(options.options), Region(options.format))
         return rebuild(jax.core.eval_jaxpr(*jx.open_jaxpr(program), *leaves))
 
     return call
@@ -458,8 +458,12 @@ def test_a_derivative_that_the_kernel_refuses_is_that_of_the_program(wrap):
 
 
 def test_what_is_no_kernel_is_an_error():
-    with pytest.raises(TypeError, match=r'`attention` must be None, .* such as "cudnn", or a function .* got 3'):
+    allowed = r'`attention` must be None, an implementation .* \("xla", "cudnn"\), or a function .*'
+    with pytest.raises(TypeError, match=f"{allowed} got 3"):
         amp.autocast(model, attention=3)
+    for name in ("flash", "cuDNN"):  # whether or not the program has attention
+        with pytest.raises(ValueError, match=f"{allowed} got '{name}'; .* `attention=kernel`"):
+            amp.autocast(jnp.sin, attention=name)
 
 
 def test_explain_lists_each_softmax_that_a_product_reads():
@@ -517,7 +521,7 @@ def test_a_program_that_is_rewritten_without_attention_is_the_same(name, monkeyp
     fun, args = PROGRAMS_OF_USERS[name].make()
     closed, leaves, _ = jx.trace_call(fun, args, {})
     options = parse_settings("float32", attention="xla")
-    rewritten, _ = with_kernel(closed, planner_of(options.options), Region(options.format), "xla")
+    rewritten, _ = with_kernel(closed, planner_of(options.options), Region(options.format))
     assert list(map(str, rewritten.out_avals)) == list(map(str, closed.out_avals))
     outs = [jax.jit(lambda *xs, p=p: jax.core.eval_jaxpr(*jx.open_jaxpr(p), *xs))(*leaves) for p in (closed, rewritten)]
     for x, y in zip(*outs, strict=True):

@@ -1,7 +1,7 @@
 """`autocast`: the function transformation."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._attention import Found, name_of, with_kernel
 from jmp_amp._autocast._higher_order import plan_higher_order
-from jmp_amp._autocast._options import Options, parse_rules
+from jmp_amp._autocast._options import Options, check_kernel, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, Demand
@@ -116,8 +116,9 @@ def autocast(
     Raises:
         TypeError: `fun` is not callable, `dtype` and `policy` are both given, a rule is for neither a primitive nor a
             string, or `attention` is neither a string nor a function.
-        ValueError: `dtype` is not one of these, or the value of a rule is not a dtype or a class that its primitive
-            can have. A pattern that matches no scope warns and lists the scopes.
+        ValueError: `dtype` is not one of these, the value of a rule is not a dtype or a class that its primitive can
+            have, or `attention` is not an implementation that JAX has. A pattern that matches no scope warns and lists
+            the scopes.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -261,12 +262,7 @@ def parse_settings(
         raise ValueError(f"`weight_grad_dtype` must be float32 or None, got {quote(weight_grad_dtype)}")
     if residual_stream not in ("float32", "low"):
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{shorten(str(residual_stream))}"')
-    is_function = callable(attention) and isinstance(attention, Hashable)
-    if not (attention is None or isinstance(attention, str) or is_function):
-        raise TypeError(
-            f'`attention` must be None, an implementation of `jax.nn.dot_product_attention` such as "cudnn", or a '
-            f"function with its signature that can be hashed, got {quote(attention)}"
-        )
+    check_kernel(attention)
     grads = None if weight_grad_dtype is None else FLOAT32
     return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low", attention))
 
@@ -365,7 +361,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
         region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
         found: Sequence[Found] = ()
         if options.attention is not None and form.is_low:
-            closed, found = with_kernel(closed, planner_of(options), region, options.attention)
+            closed, found = with_kernel(closed, planner_of(options), region)
         plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
         planned(plan, found)
         _warn(plan, options, found)

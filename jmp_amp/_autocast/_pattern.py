@@ -1,0 +1,360 @@
+"""Reads a product of a softmax as attention: a function of the arrays that it reads, which calls a kernel.
+
+An axis of an array is named by its place in the weights, by a string if it is none of theirs; None if it has one
+element.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._softmax import INDEX, ONE, Axes, Condition, Form, Scaled, Values, axes_of, placed, softmax_of
+from jmp_amp._cast_inputs import cast_inputs
+
+# The groups of axes that the axes of each array of a kernel consist of, and the arrays that need all of these axes.
+_AXES = {
+    "query": ("rows", "lengths", "heads groups", "terms"),
+    "key": ("rows", "keys", "heads", "terms"),
+    "value": ("rows", "keys", "heads", "features"),
+    "temperature": ("rows", "lengths", "heads groups", ""),
+    "bias": ("rows", "heads groups", "lengths", "keys"),
+    "mask": ("rows", "heads groups", "lengths", "keys"),
+    "key_value_seq_lengths": ("rows",),
+}
+_WHOLE = {"query", "key", "value", "key_value_seq_lengths"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One attention as a function of the arrays that it reads; equal ones are traced once.
+
+    Attributes:
+        kernel: a function, or an `implementation` of `jax.nn.dot_product_attention`.
+        dtype: the dtype that it runs in.
+        options: its scale, and other options.
+        arrays: for each array its role, the names of its axes, and a number: the factor of a `bias`, the numbers of a
+            `mask` where it keeps scores and where not, what is added to a number of keys, the power of a `temperature`.
+        groups: by their names, the axes that the axes of the arrays of the kernel consist of.
+        sizes: the number of elements of each axis.
+        result: the names of the axes of the result.
+        out: its type in the program.
+        traced: the dtype of the queries there.
+    """
+
+    kernel: Any
+    dtype: Any
+    options: tuple[tuple[str, Any], ...]
+    arrays: tuple[tuple[str, Axes, Any], ...]
+    groups: tuple[tuple[str, Axes], ...]
+    sizes: tuple[tuple[Any, Any], ...]
+    result: Axes
+    out: Any
+    traced: Any
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Computes the attention of arrays that are cast."""
+        inputs, options = dict[str, list[Any]](), {"bias": None, "mask": None, **dict(self.options)}
+        for x, (role, axes, number) in zip(arrays, self.arrays, strict=True):
+            groups = list(map(self._axes, _AXES[role]))
+            inputs.setdefault(role, []).append((self._arranged(x, axes, groups, role in _WHOLE), number))
+        ((query, _),), ((key, _),), ((value, _),) = (inputs[role] for role in ("query", "key", "value"))
+        for x, power in inputs.get("temperature", ()):
+            query = query * x**power
+        if biases := inputs.get("bias"):
+            total = sum(n * x.astype(np.float32) for x, n in biases)
+            # Scores below all of the dtype are masked as well by the least of it, and with -inf a row may be NaN.
+            options["bias"] = jnp.maximum(total, float(jnp.finfo(self.dtype).min)).astype(self.dtype)
+        if flags := inputs.get("mask"):
+            options["mask"] = functools.reduce(jnp.logical_and, [_is_kept(x, *numbers) for x, numbers in flags])
+        if lengths := inputs.get("key_value_seq_lengths"):
+            ends = [jnp.minimum(x + n, key.shape[1]).astype(np.int32) for x, n in lengths]
+            options["key_value_seq_lengths"] = functools.reduce(jnp.minimum, ends)
+        own, result = tuple(self._axes("rows lengths heads groups features")), [[axis] for axis in self.result]
+        return jnp.reshape(self._arranged(self._run(query, key, value, options), own, result), self.out.shape)
+
+    def _run(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+        if not isinstance(self.kernel, str):
+            return self.kernel(query, key, value, **options)
+        # It takes values as wide as the keys only, and cuDNN masks and biases of all queries and keys.
+        width, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
+        query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])]) for x in (query, key, value))
+        for name in ("bias", "mask"):
+            if (x := options[name]) is not None:
+                options[name] = jnp.broadcast_to(x, (*x.shape[:2], query.shape[1], key.shape[1]))
+        kernel: Any = functools.partial(jax.nn.dot_product_attention, implementation=self.kernel)
+        return kernel(query, key, value, **options)[..., :width]
+
+    def _axes(self, groups: str) -> list[Any]:
+        return [axis for group in groups.split() for axis in dict(self.groups)[group]]
+
+    def _arranged(self, x: Any, axes: Axes, groups: list[list[Any]], is_whole: bool = True) -> Any:
+        """Returns an array with an axis for each group of axes, of one element if it may lack them."""
+        sizes = dict(self.sizes)
+        names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
+        x = jnp.reshape(x, [sizes[axis] for axis in names])
+        x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
+        x = jnp.reshape(x, [sizes[axis] if axis in names else 1 for axis in order])
+        sizes |= {axis: 1 for group in groups for axis in group if not is_whole and {*group}.isdisjoint(names)}
+        x = jnp.broadcast_to(x, [sizes[axis] for axis in order])
+        return jnp.reshape(x, [math.prod([sizes[axis] for axis in group]) for group in groups])
+
+    def __str__(self) -> str:
+        said = [f"{name}={value}" for name, value in self.options if value and name != "scale"]
+        return ", ".join([*said, *dict.fromkeys([role for role, *_ in self.arrays[3:]])])
+
+
+def _is_kept(x: Any, keep: Any, other: Any) -> Any:
+    """Returns where a value is one of two numbers; it may be rounded."""
+    x = x.astype(np.float32)
+    return jnp.abs(x - float(keep)) < jnp.abs(x - float(other))
+
+
+@functools.lru_cache(maxsize=1024)
+def call_of(attention: Attention) -> Any:
+    """Returns an attention as a function that autocast runs as it is, the same for equal ones.
+
+    In a program that is not cast its result has the type that it has there.
+    """
+    run = jax.jit(attention)  # in one dtype, so that JAX traces it once
+
+    def attend(*arrays: Any) -> Any:
+        x = run(*[x.astype(attention.dtype) if jx.is_floating(x) else x for x in arrays])
+        dtype = arrays[0].dtype
+        return jx.as_type(x, attention.out) if dtype == attention.traced else x.astype(dtype)
+
+    return cast_inputs(attention.dtype)(attend)
+
+
+class AsWrittenError(Exception):
+    """Says why a softmax that a product reads stays as it is written."""
+
+
+class Match(NamedTuple):
+    """Attention in a program.
+
+    Attributes:
+        product: the result of the first product, the one of queries and keys.
+        weights: the result of the softmax.
+        given: biases, masks and temperatures, which the program computes on its own.
+        variants: how to compute it, and the values that this reads; the first one that the kernel takes is used.
+    """
+
+    product: Var
+    weights: Var
+    given: frozenset[Var]
+    variants: list[tuple[Attention, tuple[Var, ...]]]
+
+
+class _Array(NamedTuple):
+    """An array that attention reads, in a role of `_AXES`, with the names of its axes, and a number for its role."""
+
+    role: str
+    atom: Any
+    axes: Axes
+    number: Any = 0
+
+    @property
+    def places(self) -> set[int]:
+        """The axes of the weights that it has."""
+        return {axis for axis in self.axes if isinstance(axis, int)}
+
+
+def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
+    """Returns the attention that ends in a product; None if the product reads no softmax.
+
+    Raises:
+        AsWrittenError: the product reads a softmax, and is no attention.
+    """
+    softmaxes = [softmax_of(values.read(x).form) if x in values.exponentials else None for x in eqn.invars]
+    if (found := softmaxes[0] or softmaxes[1]) is None:
+        _near_softmax(values, eqn.invars)
+        return None
+    (scores, along), side = found, int(softmaxes[0] is None)
+    term, axes = _product_in(values, scores, eqn.invars[side])
+    scaled = [term] if isinstance(term, Scaled) else []
+    product = scaled[0].product if scaled else term
+    query, key, value, result = _operands_of(values.eqns[product], axes, eqn, side, along)
+
+    masks, others = list[tuple[Condition, Axes]](), list[_Array]()
+    for each in scaled:
+        others.append(_Array("temperature", each.by, placed(each.axes, axes), each.power))
+        if not {*others[0].axes} <= {*query.axes, None}:
+            raise AsWrittenError("what the scores are multiplied by differs from key to key")
+    for (x, own), n in scores.terms.items():
+        if isinstance(x, Condition):
+            masks.append((x, own))
+        elif isinstance(x, Var) and x is not product:
+            others.append(_Array("bias", x, own, n))
+        elif (x, own) != (term, axes):
+            raise AsWrittenError("a sum of exponentials, or its scores again, between a product and the softmax")
+
+    operands = query, key, value
+    sizes = {axis: n for x in operands for axis, n in zip(x.axes, x.atom.aval.shape, strict=True) if axis is not None}
+    varied = {axis for own in (*[x.axes for x in others], *[own for _, own in masks]) for axis in own}
+    groups = _groups(query, key, value, along, varied, sizes)
+    variants = []
+    for options, said, lengths in (_said(masks, groups, sizes), ({"is_causal": False}, [], [])):
+        left = [_Array("mask", x.atom, own, (x.keep, x.other)) for x, own in masks if (x, own) not in said]
+        arrays = [*operands, *others, *left, *lengths]
+        attention = Attention(
+            kernel=kernel,
+            dtype=dtype,
+            options=tuple((options | {"scale": scores.terms[term, axes]}).items()),
+            arrays=tuple([(x.role, x.axes, x.number) for x in arrays]),
+            groups=tuple(groups.items()),
+            sizes=tuple(sizes.items()),
+            result=tuple([axis for axis in result if axis is not None]),
+            out=eqn.outvars[0].aval,
+            traced=jx.dtype_of(query.atom),
+        )
+        variants.append((attention, tuple([x.atom for x in arrays])))
+    given = frozenset([x.atom for x in others] + [condition.atom for condition, _ in masks])
+    return Match(product, eqn.invars[side], given, variants)
+
+
+def _product_in(values: Values, scores: Form, weights: Any) -> tuple[Any, Axes]:
+    """Returns the term of scores that is the product of queries and keys, and the places of its axes."""
+    for term, axes in scores.terms:
+        if values.is_product(term) and {*axes_of(weights)} <= {*axes, None}:
+            return term, axes
+    starts = [f"`{_first_op(values, term)}`" for term, _ in scores.terms if isinstance(term, Var | Scaled)]
+    raise AsWrittenError(f"{' and '.join(starts)} between a product and the softmax")
+
+
+def _operands_of(
+    first: Any, axes: Axes, last: Any, side: int, along: frozenset[int]
+) -> tuple[_Array, _Array, _Array, Axes]:
+    """Returns queries, keys and values, and the names of the axes of the result.
+
+    Args:
+        first: the product of queries and keys.
+        axes: the names of the axes of its result.
+        last: the product of weights and values.
+        side: which operand of it the weights are.
+        along: the axes that the softmax sums along.
+    """
+    (*of_operands, of_result), (*of_last, of_out) = _labels(first), _labels(last)
+    places = dict(zip(of_result, axes, strict=True))
+    operands = [tuple([places.get(label, label) for label in labels]) for labels in of_operands]
+    k = int(not along <= {*operands[0]})
+    query, key = (_Array(role, first.invars[i], operands[i]) for role, i in (("query", 1 - k), ("key", k)))
+    places = dict(zip(of_last[side], axes_of(last.invars[side]), strict=True))
+    of_value, result = (tuple([places.get(label, label) for label in labels]) for labels in (of_last[1 - side], of_out))
+    value = _Array("value", last.invars[1 - side], of_value)
+    if not along <= key.places or not along.isdisjoint(result):
+        raise AsWrittenError("the softmax, or the product that reads it, is along other axes than the keys")
+    if not along <= value.places <= key.places:
+        raise AsWrittenError("the values have an axis that the keys lack")
+    return query, key, value, result
+
+
+_ELEMENTWISE = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
+
+
+def _first_op(values: Values, term: Any) -> str:
+    """Returns the name of the op that scores start with."""
+    atom = term.product if isinstance(term, Scaled) else term
+    while (name := values.name(atom)) in _ELEMENTWISE:
+        operands = [x for x in values.eqns[atom].invars if isinstance(x, Var) and x not in values.constants]
+        atom = operands[0] if operands else None
+    return "reshape" if name == "dot_general" else name or "an input"
+
+
+def _near_softmax(values: Values, operands: Sequence[Any]) -> None:
+    """Raises `AsWrittenError` if a product reads what is made of a softmax, or of a quotient that is almost one."""
+    atoms = [*operands]
+    for atom in atoms:
+        name = values.name(atom)
+        inputs: Sequence[Any] = values.eqns[atom].invars if name in _ELEMENTWISE else ()
+        forms = {x: values.read(x).form for x in inputs if isinstance(x, Var) and x in values.exponentials}
+        if name == "div" and (top := forms.get(inputs[0])) and top.is_exp and softmax_of(top) is None:
+            raise AsWrittenError("its denominator is not the sum of the exponentials alone")
+        if any(softmax_of(form) is not None for form in forms.values()):
+            raise AsWrittenError(f"`{name}` between the softmax and the product, as dropout is")
+        atoms += [x for x in forms if x not in atoms and len(atoms) < 20]
+
+
+def _labels(eqn: Any) -> list[list[str]]:
+    """Returns labels for the axes of both operands of a product and of its result, the same for the same axis."""
+    sums, shares = eqn.params["dimension_numbers"]
+    sides, free = list[list[str]](), list[str]()
+    for side, atom in enumerate(eqn.invars):
+        labels = {axis: f"sum{i}" for i, axis in enumerate(sums[side])}
+        labels |= {axis: f"shared{i}" for i, axis in enumerate(shares[side])}
+        free += [f"free{side}{i}" for i in range(len(atom.aval.shape)) if i not in labels]
+        sides.append([labels.get(i, f"free{side}{i}") for i in range(len(atom.aval.shape))])
+    return [*sides, [f"shared{i}" for i in range(len(shares[0]))] + free]
+
+
+def _groups(
+    query: _Array, key: _Array, value: _Array, along: frozenset[int], varied: set[Any], sizes: Mapping[Any, Any]
+) -> dict[str, Axes]:
+    """Returns the groups of all axes.
+
+    The lengths are along the axis that a mask or a bias varies along, or else the longest; other axes of queries alone
+    are heads that share keys. Of the axes that queries and keys share, those behind the lengths are heads, as in
+    (batch, length, heads, features), or else the last one.
+    """
+    queries = [axis for axis in query.axes if axis in query.places - key.places]
+    lengths = [axis for axis in queries if axis in varied]
+    if not lengths:
+        lengths = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
+    shared = [axis for axis in key.axes if axis in key.places - along]
+    shared.sort(key=lambda axis: query.axes.index(axis) if axis in query.axes else -1)
+    behind = query.axes[query.axes.index(lengths[0]) :] if lengths else ()
+    heads = [axis for axis in shared if axis in behind] or shared[1:][-1:]
+    return {
+        "rows": tuple([axis for axis in shared if axis not in heads]),
+        "lengths": tuple(lengths),
+        "groups": tuple([axis for axis in queries if axis not in lengths]),
+        "heads": tuple(heads),
+        "keys": tuple([axis for axis in key.axes if axis in along]),
+        "terms": tuple([axis for axis in query.axes if isinstance(axis, str)]),
+        "features": tuple([axis for axis in value.axes if isinstance(axis, str)]),
+    }
+
+
+def _said(masks: Sequence[Any], groups: Mapping[str, Axes], sizes: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """Returns masks as options and numbers of keys of a kernel, and those of the masks that this says all of."""
+    left, right, said, lengths = math.inf, math.inf, list[Any](), list[Any]()
+    for condition, axes in masks:
+        bounds = [_bound(line.placed(axes), groups, sizes) for line in condition.lines]
+        if bounds and None not in bounds:
+            said.append((condition, axes))
+            for before, behind, *array in filter(None, bounds):
+                left, right = min(left, before), min(right, behind)
+                lengths += array
+    options: dict[str, Any] = {"is_causal": right == 0}
+    if left < math.inf or 0 < right < math.inf:
+        ends = zip((left, right), (groups["lengths"], groups["keys"]), strict=True)
+        options["local_window_size"] = tuple([sizes[axis] if math.isinf(n) else int(n) for n, (axis,) in ends])
+    return options, said, lengths
+
+
+def _bound(line: Form, groups: Mapping[str, Axes], sizes: Any) -> tuple[Any, ...] | None:
+    """Returns how far before and behind a query its keys may be, where a sum of indices is not negative.
+
+    And the array of numbers of keys, if it is that. None if it says something else.
+    """
+    number = line.terms.get(ONE, 0)
+    factors = {axes[0]: n for (term, axes), n in line.terms.items() if term is INDEX}
+    arrays = [(term, axes, n) for (term, axes), n in line.terms.items() if isinstance(term, Var)]
+    rows, keys = {*groups["rows"], None}, groups["keys"]
+    if arrays:  # of a number of keys is subtracted the index of a key
+        ((atom, axes, n), *others) = arrays
+        is_length = not others and n == 1 and {*axes} <= rows and len(keys) == 1 and factors == {keys[0]: -1}
+        return (math.inf, math.inf, _Array("key_value_seq_lengths", atom, axes, number + 1)) if is_length else None
+    is_static = all(isinstance(sizes[axis], int) for axis in factors)
+    if is_static and number + sum(min(n * (sizes[axis] - 1), 0) for axis, n in factors.items()) >= 0:
+        return math.inf, math.inf
+    slopes = tuple([factors.pop(axis, 0) for axis in (*groups["lengths"], *keys)])
+    ends = {(1, -1): (math.inf, number), (-1, 1): (number, math.inf)}
+    return ends.get(slopes) if number >= 0 and not factors else None
