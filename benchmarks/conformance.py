@@ -28,8 +28,10 @@ SECONDS = 60  # for a program that may never end
 DOES_NOT_END = "does not end"
 ENDLESS = "loops that end by a float"
 PARTLY = {"angles", "decompositions", "large constants", ENDLESS}  # where some of the products cannot be low
-# Where no product can be low: logarithms and decompositions read them, or they read what a decomposition returns.
-FULL = [PROGRAMS[name] for name in ("epsilon of 1e 12 in a logarithm", "custom jvp", "cholesky")]
+# Where each product should be float32: a logarithm or a decomposition reads it, it reads what a decomposition returns,
+# its few columns are chosen from by their order, or a loop replaces a carry with it.
+FULL = ("epsilon of 1e 12 in a logarithm", "custom jvp", "cholesky", "sort and top k", "gradient descent from zeros")
+FULL = [PROGRAMS[name] for name in FULL]
 HERE = pathlib.Path(__file__).parent
 OLD = "flax==0.10.2 dm-haiku==0.0.13 optax==0.2.4 chex==0.1.87 orbax-checkpoint==0.10.2 equinox==0.11.10"
 MIDDLE = "flax==0.10.6 dm-haiku==0.0.14 optax==0.2.5 chex==0.1.90 orbax-checkpoint==0.11.20 equinox==0.13.2"
@@ -500,8 +502,9 @@ Each program is written for float32, and each library is applied as its own docu
 `jmp_amp.autocast(fun)`; a `jmp` policy that casts arguments and results; `mpx.cast_function`; `jaxamp.amp`;
 `grampax.autocast`; and, for modules of Flax, the layers' own `dtype=float16`. The answers come from the jaxpr and
 from the results. A question is left out where it does not apply: a program without products has no answer about
-products. Nor have the three programs whose products are only read or made by logarithms and decompositions. A program
-that raises has no other answers. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums.
+products. Nor have five programs whose products should be float32: logarithms and decompositions read or make them,
+their few columns are chosen from by their order, or a loop of 2000 steps replaces its carry with them. A program that
+raises has no other answers. "Sensitive" are exponentials, logarithms, powers, `rsqrt`, sums and cumulative sums.
 Gradients are those of a weighted mean of the results, scaled by 2^10, or by less if that overflows. A loop that has
 not ended after 60 seconds counts as a loop that does not end.
 

@@ -151,9 +151,9 @@ def sum_of_squared_errors(p, x):
     return jnp.sum((x @ p["w"]) ** 2)  # beyond 65504
 
 
-@program("norms and losses", lambda: {"b": jnp.zeros(2)}, lambda: jnp.ones((70_000, 2)))
+@program("norms and losses", lambda: {"b": jnp.zeros(8)}, lambda: jnp.ones((70_000, 8)))
 def gradient_of_a_bias_over_70000_rows(p, x):
-    return jnp.sum(x @ jnp.eye(2) + p["b"]) / 70_000
+    return jnp.sum(x @ jnp.eye(8) + p["b"]) / 70_000
 
 
 @program("norms and losses", weights, inputs)
@@ -215,10 +215,10 @@ def epsilon_of_1e_8_in_a_quotient(p, x):
     return h / (jnp.sum(h, -1, keepdims=True) * 0 + 1e-8) * 1e-8
 
 
-@program("masks and constants", lambda: jnp.ones((4, 4)), inputs)
+@program("masks and constants", lambda: jnp.ones((8, 8)), inputs)
 def positions_up_to_100000(p, x):
-    position = jnp.arange(4.0) * 30_000
-    return jnp.sin(position[:, None] / 10_000 ** (jnp.arange(4.0) / 4)) @ p
+    position = jnp.arange(8.0) * 14_000
+    return jnp.sin(position[:, None] / 10_000 ** (jnp.arange(8.0) / 8)) @ p
 
 
 # Control flow
