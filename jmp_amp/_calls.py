@@ -169,8 +169,10 @@ def new_figure(feature: str, width: float, height: float) -> Any:
     return extra("matplotlib.figure", feature).Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
-def saved(figure: Any, path: Any) -> Any:
-    """Returns a figure, which is saved to a path unless that is None."""
+def finished(figure: Any, path: Any) -> Any:
+    """Returns a figure without frames above and to the right; it is saved to a path unless that is None."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
         figure.savefig(path)
     return figure

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import extra, new_figure, quote, saved, shorten
+from jmp_amp._calls import extra, finished, new_figure, quote, shorten
 
 __all__ = ["LiveView", "live", "plot_history"]
 
@@ -192,13 +192,12 @@ def plot_history(rows: Sequence[Mapping[str, Any]] | str | os.PathLike, path: st
             style = {"lw": 4, "color": "0.75"} if i == 0 and len(runs) > 1 else {"lw": 1.4, "color": f"C{i}"}
             _plot_run(axes, run, [name for name in names if name in run], label=label, **style)
         axes.set_title(title, size=10)
-        axes.spines[["top", "right"]].set_visible(False)
         if log_base is not None:
             axes.set_yscale("log", base=log_base)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8)
     all_axes[-1].set_xlabel("step")
-    return saved(figure, path)
+    return finished(figure, path)
 
 
 def _plot_run(axes: Any, run: Mapping[str, np.ndarray], names: Sequence[str], **style: Any) -> None:

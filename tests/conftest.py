@@ -21,6 +21,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
 import pytest
+from jax._src import compiler
 
 from jmp_amp.debug import _emulation
 
@@ -44,6 +45,24 @@ if version("jaxlib").startswith("0.10."):
     mlir.make_ir_context = reused_ir_context
 
 
+# A private name: where a newer JAX has it no more, each program is compiled.
+compile_and_load, executables = getattr(compiler, "backend_compile_and_load", None), {}
+
+
+def compile_once(backend, module, devices, options, host_callbacks):
+    """Compiles equal programs once, a quarter of all that tests compile; source lines and scopes may differ."""
+    if host_callbacks:  # functions of one test
+        return compile_and_load(backend, module, devices, options, host_callbacks)
+    key = backend, str(module), devices, options.SerializeAsString()
+    if key not in executables:
+        executables[key] = compile_and_load(backend, module, devices, options, host_callbacks)
+    return executables[key]
+
+
+if compile_and_load is not None:
+    compiler.backend_compile_and_load = compile_once
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile as well
 def pytest_runtest_setup(item):
     for_gpu = any(map(item.get_closest_marker, ("aot", "gpu")))
@@ -59,19 +78,44 @@ def pytest_collection_finish():
 def pytest_addoption(parser):
     parser.addoption("--every", type=int, default=1, metavar="N", help="run about one test in N")
     parser.addoption("--turn", type=int, default=0, metavar="I", help="which of the N parts; any number")
+    parser.addoption(
+        "--cases",
+        choices=("third", "others", "all"),
+        help="of the cases of a test that has more than four: a third, the others, or all. A third if no file and no "
+        "keyword is given, so that `pytest` ends in minutes. CI runs all",
+    )
+
+
+def cases_of(config):
+    chosen = config.getoption("cases")
+    is_whole_suite = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.getoption("keyword")
+    return chosen or ("third" if is_whole_suite else "all")
+
+
+def pytest_report_header(config):
+    names = {"third": "a third; all with `pytest --cases all`", "others": "two thirds", "all": "all"}
+    return f"cases of tests that have more than four: {names[cases_of(config)]}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
     every, turn = config.getoption("every"), config.getoption("turn")
     items[:] = [item for item in items if (zlib.crc32(item.nodeid.encode()) - turn) % every == 0]
-    cases = collections.Counter()
+    tests, parts = collections.defaultdict(list), {"third": set(), "others": set()}
     for item in items:
-        if sweep := item.get_closest_marker("sweep"):
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % sweep.args[0]:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        for i, item in enumerate(cases):
+            if (sweep := item.get_closest_marker("sweep")) and i % sweep.args[0]:
                 item.add_marker("slow")
-            cases[test] += 1
+        quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
+        third = set(quick if len(quick) < 5 else quick[::3])
+        parts["third"] |= third
+        parts["others"] |= set(quick) - third
+    if (chosen := cases_of(config)) != "all":
+        left_out = parts["others" if chosen == "third" else "third"]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     if importlib.util.find_spec("jax_plugins") is not None:
         return
     reason = "compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt of the same version as jax"

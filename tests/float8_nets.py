@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rounding import error
 
 from jmp_amp._float8._product import SCALE_PRIMITIVE
@@ -11,7 +12,7 @@ E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 
 def normal(*shape, seed=0, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def loss_fn(params, x):

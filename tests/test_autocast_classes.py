@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations, read_low, row
 
 import jmp_amp as amp
-from jmp_amp._autocast import RULES, OpClass, Rule
+from jmp_amp._autocast import RULES, OpClass, Rule, _primitives
 from jmp_amp._jaxpr import HIGHER_ORDER
 
 pytestmark = pytest.mark.usefixtures("users_code")
@@ -143,6 +143,11 @@ NEW = {"log2", "one_minus_square", "polynomial"} if not hasattr(lax, "polynomial
 
 def primitive_named(name):
     return next(eqn.primitive for eqn in equations(PROGRAMS[name], X) if eqn.primitive.name == name)
+
+
+def test_no_primitive_is_in_the_table_twice():
+    names = " ".join(_primitives.ROWS).split()
+    assert len(names) == len(set(names))
 
 
 def test_every_primitive_of_the_table_has_a_program_or_runs_as_traced():

@@ -643,6 +643,22 @@ def test_a_large_bound_makes_no_product_float32(name):
     ]
 
 
+FRACTIONS = {
+    "floor": lambda x: x - jnp.floor(x),
+    "ceil": lambda x: jnp.ceil(x) - x,
+    "round": lambda x: x - jnp.round(x),
+    "lax.round": lambda x: x - lax.round(x),
+    "mod": lambda x: x % 1.0,
+}
+
+
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_the_fraction_of_a_large_number_is_below_1(name):
+    assert dtypes(amp.autocast(lambda x: FRACTIONS[name](1e6 * x) @ W), Y, primitive="dot_general") == [
+        "float16 float16 -> float16"
+    ]
+
+
 @pytest.mark.parametrize(
     "grow",
     [
@@ -653,6 +669,8 @@ def test_a_large_bound_makes_no_product_float32(name):
         lambda x: jnp.maximum(x, 1e6),
         lambda x: jnp.minimum(x, -1e6),
         lambda x: x.at[0].set(1e6),
+        lambda x: 1e6 * x - jnp.floor(1e6 * x[::-1]),
+        lambda x: 1e6 * x - jnp.floor(x),
     ],
 )
 def test_what_is_large_for_float16_is_float32_in_a_product(grow):

@@ -11,7 +11,6 @@ from jaxprs import dtypes, row, scoped_equations
 
 import jmp_amp as amp
 from jmp_amp._autocast import RULES, OpClass, Rule
-from jmp_amp._autocast._primitives import _table
 from jmp_amp._jaxpr import HIGHER_ORDER
 
 pytestmark = pytest.mark.usefixtures("users_code")
@@ -61,12 +60,32 @@ def test_a_pattern_holds_in_the_backward_pass_either_way_round():
         assert products(fun) == ["float16", "float32", "float32", "float32", "float32", "float16"]
 
 
-def test_a_region_in_the_code_comes_before_a_pattern():
-    def fun(x):
-        with jax.named_scope("Head"), amp.full_precision():
-            return x @ W
+HOLDERS = {
+    "nothing": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda fun: lambda x: lax.cond(x[0, 0] > 0, fun, fun, x),
+    "scan": lambda fun: lambda x: lax.scan(lambda x, _: (fun(x), None), x, length=2)[0],
+    "while": lambda fun: lambda x: lax.fori_loop(0, jnp.argmax(x[0]), lambda _, x: fun(x), x),
+}
 
-    assert products(amp.autocast(fun, rules={"Head": "bfloat16"})) == ["float32"]
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_region_in_the_code_comes_before_patterns_and_facts_in_what_it_calls_too(holder):
+    @jax.named_scope("Head")
+    def head(x):
+        return jnp.tanh(x @ W)
+
+    def expectation(x):  # a product with a constant vector, which is float32 outside of a region
+        return x + (x @ jnp.arange(8.0))[:, None]
+
+    def within(region, fun):
+        return lambda x: region(HOLDERS[holder](fun))(x)
+
+    in_float32 = amp.autocast(within(amp.full_precision, head), rules={"Head": "bfloat16"})
+    assert set(products(in_float32)) == {"float32"}
+    assert set(products(amp.autocast(within(lambda fun: fun, expectation)))) == {"float32"}
+    assert set(products(amp.autocast(within(amp.precision("float16"), expectation)))) == {"float16"}
 
 
 def test_a_pattern_that_matches_nothing_warns_with_the_scopes_there_are():
@@ -226,9 +245,3 @@ def test_every_rule_is_for_a_primitive_that_exists():
     names |= {"float8_dot_general", "float8_ragged_dot_general", "float8_scale"}  # of this package
     newer = {"log2", "one_minus_square", "polynomial"}  # than JAX 0.10
     assert set(RULES) - names - newer == set()
-
-
-def test_a_primitive_cannot_be_in_the_table_twice():
-    rule = Rule(OpClass.FULL)
-    with pytest.raises(ValueError, match="`exp` is in the table twice"):
-        _table({"exp log": rule, "sin exp": rule})

@@ -62,7 +62,8 @@ def infos_of(jaxpr):
     pairs = zip(jaxpr.eqns, rules, strict=True)
     found = [r if not callable(r) else r(e.params, [a.aval for a in e.invars]) for e, r in pairs]
     return [
-        EqnInfo(e, r, structure_of(e), (), tuple(e.invars), None, id(e)) for e, r in zip(jaxpr.eqns, found, strict=True)
+        EqnInfo(e, r, structure_of(e), (), tuple(e.invars), None, False, id(e))
+        for e, r in zip(jaxpr.eqns, found, strict=True)
     ]
 
 
@@ -153,7 +154,7 @@ def planned(fun, *args):
         return plan(self)
 
     def counted_decide(self, i):
-        decisions[id(self._contexts[i].eqn)] += 1
+        decisions[id(self._contexts[i].info.eqn)] += 1
         return decide(self, i)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug import first_nonfinite
-from jmp_amp.debug._evaluation import FLOAT64, Evaluator
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluator
 
 pytestmark = pytest.mark.usefixtures("users_code")
 X, W = np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4), np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
@@ -126,3 +126,29 @@ def test_an_overflow_that_is_hidden_on_a_device_is_found_in_a_large_program(monk
     found = first_nonfinite(shard_map(lambda x: x / jnp.sum(x * x), P("rows"), P("rows")))(1e30 * X)
     assert found.primitive == "mul"
     assert "`div` at" in found.hidden_by
+
+
+def in_branches(depth, x):
+    y = jnp.sin(x)
+    return y if depth == 0 else lax.cond(y > 0, lambda y: in_branches(depth - 1, y), jnp.cos, y)
+
+
+def in_scans(depth, x):
+    y = jnp.sin(x)
+    return y if depth == 0 else lax.scan(lambda y, _: (in_scans(depth - 1, y), None), y, length=2)[0]
+
+
+@pytest.mark.parametrize("nested", [in_branches, in_scans])
+def test_a_body_in_a_body_is_traced_once(nested):
+    depth, sines = 6, []
+
+    def around(place, operands, compute):
+        sines.extend([place.key] * (place.eqn.primitive.name == "sin"))
+        return compute(operands)
+
+    def evaluated(x):
+        return Evaluator(program, [x], wide=FLOAT32, around=around).run().results[0].value
+
+    program = jax.make_jaxpr(lambda x: nested(depth, x))(jnp.float32(1))
+    np.testing.assert_allclose(jax.jit(evaluated)(1.0), nested(depth, jnp.float32(1)), rtol=1e-6)
+    assert len(sines) == len(set(sines)) == depth + 1

@@ -1,6 +1,7 @@
 """What `explain` says of programs whose decisions are known."""
 
 import cProfile
+import dataclasses
 import functools
 import json
 import pstats
@@ -18,6 +19,7 @@ from jaxprs import read_low
 from models import gpt_case
 
 import jmp_amp as amp
+from jmp_amp import _jaxpr as jx
 
 pytestmark = pytest.mark.usefixtures("users_code")
 W, B, X = jnp.eye(8), jnp.zeros(8), jnp.ones((4, 8))
@@ -473,3 +475,25 @@ def test_a_quotient_by_a_small_constant_is_marked_where_its_gradient_overflows(n
     assert (len(marked["float16"]), len(marked["bfloat16"])) == (overflows, 0)
     assert jnp.isnan(amp.grad(amp.autocast(loss_fn), loss_scale=2.0**10)(w, x)).any() == overflows
     assert not jnp.isnan(jax.grad(loss_fn)(w, x)).any()
+
+
+def test_the_reports_say_alike_where_an_op_is():
+    def loss_fn(ws, x):
+        def step(x, w):
+            with jax.named_scope("layer"):
+                y = x @ w
+                return jnp.tanh(y), jnp.sum(y)
+
+        return jnp.sum(lax.scan(step, x, ws)[1])
+
+    args = jnp.stack([W] * 3), X
+    explained = amp.explain(loss_fn)(*args).select(primitive="dot_general", direction="forward").rows
+    rounded = [x for x in amp.debug.error_budget(loss_fn)(*args).rows if x.primitive == "dot_general"]
+    found = amp.debug.first_nonfinite(amp.autocast(loss_fn))(300 * args[0], 300 * args[1])
+    site, *others = [
+        {field.name: getattr(x, field.name) for field in dataclasses.fields(jx.Site)}
+        for x in (*explained, *(x for x in rounded if x.direction == "forward"), found)
+    ]
+    assert others == [site, site]
+    assert site["source"].startswith(f"{HERE}:")
+    assert (site["module"], site["runs"], found.scope, found.backward) == ("layer", 3, "layer", False)

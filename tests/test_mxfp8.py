@@ -50,7 +50,7 @@ def rounded(x):
     return (low * scales[..., None]).reshape(np.shape(x))
 
 
-SPREAD = normal(8, 96) * 2.0 ** jax.random.randint(jax.random.key(1), (8, 96), -30, 30).astype(jnp.float32)
+SPREAD = normal(8, 96) * np.exp2(np.random.default_rng(1).integers(-30, 30, (8, 96))).astype(np.float32)
 MATRICES = {
     "normal": normal(8, 96),
     "spread": SPREAD,

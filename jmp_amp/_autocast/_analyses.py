@@ -156,6 +156,8 @@ _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, 
 def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tuple[ValueFacts, Any]]) -> float:
     """Estimates the largest magnitude of a result. Sums and means count as large as their largest term."""
     rule, sizes = info.rule, [known.size for known, _ in floating]
+    if info.is_fraction:
+        return 1.0
     if rule.power is not None:
         size = _power(sizes[0], rule.power)
     elif rule.scales or rule.is_product or rule.kind is ResultKind.OUTER_PRODUCT:
@@ -164,7 +166,7 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tupl
         is_number = [isinstance(atom, Literal) for atom in info.eqn.invars]
         # A number does not make a value smaller: data may be as large anyway.
         size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
-    elif rule.passes_on or rule.sums:
+    elif rule.passes_on or rule.kind is ResultKind.TOTAL:
         size = max([known.size for known, atom in floating if not _is_bound(rule, atom, known)] or sizes)
     else:
         return 1.0
@@ -234,7 +236,7 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
         return Squares.SUM if first is Squares.NORM else Squares.SQUARE
     if rule.kind in (ResultKind.MATRIX_PRODUCT, ResultKind.OUTER_PRODUCT) and info.repeats_operand:
         return Squares.GRAM if rule.can_run_as_traced else Squares.SUM
-    if rule.sums:
+    if rule.kind is ResultKind.TOTAL:
         return Squares.NO if first in (Squares.NO, Squares.NORM) else Squares.SUM
     if rule.power in (0.5, -0.5):
         return Squares.NORM if first is Squares.SUM else Squares.NO
@@ -401,14 +403,14 @@ def _passed_on(info: EqnInfo, demand: int) -> int:
         return (demand & ways) | edge
     if info.is_square:
         return demand & (Demand.MATRIX | Demand.DISTANCE | Demand.EDGE)
-    return demand & (Demand.MATRIX | Demand.RANGE if rule.sums else Demand.MATRIX)
+    return demand & (Demand.MATRIX | Demand.RANGE if rule.kind is ResultKind.TOTAL else Demand.MATRIX)
 
 
 def _is_elementwise(rule: Rule) -> bool:
     """Whether an element of the result is made of a few elements of the operands, and none is rounded again."""
     if rule.op_class in (OpClass.LOWER, OpClass.ORIGINAL):
         return rule.is_cast
-    return not (rule.sums or (rule.is_product and rule.op_class is OpClass.FULL))
+    return not (rule.kind is ResultKind.TOTAL or (rule.is_product and rule.op_class is OpClass.FULL))
 
 
 def _cancels(operands: Sequence[ValueFacts]) -> int:

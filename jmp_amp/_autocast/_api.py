@@ -166,7 +166,8 @@ class Mark(Protocol):
 def precision(dtype: Any) -> Mark:
     """Makes a region inside `autocast` compute in `dtype`. It is a context manager and a decorator.
 
-    Outside `autocast` it has no effect. Regions nest, and the innermost counts, in the backward pass too.
+    Outside `autocast` it has no effect. Regions nest, and the innermost counts, in the functions that it calls and in
+    the backward pass, too.
 
     Args:
         dtype: as for `autocast`, or the dtype. With float32 every op of the region runs in the dtypes that it was

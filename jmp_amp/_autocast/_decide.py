@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
-from jmp_amp._autocast._primitives import ORIGINAL, Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
+from jmp_amp._autocast._primitives import Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, magnitudes, merged_magnitudes, widest
-from jmp_amp._formats import FLOAT32, Format
+from jmp_amp._formats import FLOAT32
 
 
 class Context(NamedTuple):
@@ -23,6 +23,7 @@ class Context(NamedTuple):
 
     Attributes:
         info: the facts of the equation.
+        rule: that of its op; in a float32 region, where each op runs as it was traced, `ORIGINAL`.
         region: its format, and the scopes around it.
         options: the arguments of `autocast`.
         values: what is known of its operands.
@@ -37,9 +38,10 @@ class Context(NamedTuple):
     """
 
     info: EqnInfo
+    rule: Rule
     region: Region
     options: Options
-    values: tuple[Value, ...]
+    values: tuple[Value, ...] = ()
     needs_float32: bool = False
     is_stored: bool = False
     overflows: bool = False
@@ -50,29 +52,14 @@ class Context(NamedTuple):
     inside: Sequence[Inside] = ()
 
     @property
-    def eqn(self) -> JaxprEqn:
-        """The equation."""
-        return self.info.eqn
-
-    @property
-    def rule(self) -> Rule:
-        """The rule of its op; in a float32 region each op runs as it was traced."""
-        return self.info.rule if self.region.format.is_low else ORIGINAL
-
-    @property
-    def format(self) -> Format:
-        """The format of its region."""
-        return self.region.format
-
-    @property
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, *self[3:10]
+        return self.region.format, *self[4:11]
 
     @property
     def is_float32(self) -> list[bool]:
         """Whether each operand was traced in float32."""
-        return [jx.dtype_of(atom) == FLOAT32 for atom in self.eqn.invars]
+        return [jx.dtype_of(atom) == FLOAT32 for atom in self.info.eqn.invars]
 
     @property
     def is_input(self) -> tuple[bool, ...]:
@@ -81,7 +68,7 @@ class Context(NamedTuple):
 
     def stream_dtype(self, value: Value) -> Any:
         """Returns the data dtype of an operand where inputs of the program count as low-precision data."""
-        return self.format.dtype if value.origin is Origin.INPUT else value.stream_dtype or value.dtype
+        return self.region.format.dtype if value.origin is Origin.INPUT else value.stream_dtype or value.dtype
 
 
 def decide(op: Context) -> tuple[Any, str]:
@@ -89,8 +76,8 @@ def decide(op: Context) -> tuple[Any, str]:
 
     None leaves the operands as they are.
     """
-    rule, low = op.rule, op.format.dtype
-    atoms = (*op.eqn.invars, *op.eqn.outvars)
+    rule, low = op.rule, op.region.format.dtype
+    atoms = (*op.info.eqn.invars, *op.info.eqn.outvars)
     is_traced = not any(jx.dtype_of(atom) == FLOAT32 for atom in atoms)
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
@@ -101,11 +88,11 @@ def decide(op: Context) -> tuple[Any, str]:
     if rule.op_class is OpClass.FULL:
         return FLOAT32, "traced" if is_traced else "rule"
     if rule.op_class is OpClass.LOWER:
-        allowed = operand_dtypes(op.eqn.params.get("precision"))
+        allowed = operand_dtypes(op.info.eqn.params.get("precision"))
         # `jnp.where(mask, x, -1e9) @ w`, and a loss such as `labels @ jax.nn.log_softmax(logits).T`.
         if op.overflows or any(value.overflows(low) or value.is_lost(low) for value in values):
             return FLOAT32, "constant"
-        if not op.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
+        if not op.region.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
         return (FLOAT32, "rank") if _is_router(op) else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
@@ -128,7 +115,7 @@ def _why_float32(op: Context, values: Sequence[Value]) -> str:
     """Returns why an op that follows its operands reads float32; `values` are those traced in float32."""
     arrays = [value for value in values if value.origin is not Origin.SCALAR]
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
-    low = op.format.dtype
+    low = op.region.format.dtype
     if op.overflows or any(value.exceeds(low) or (is_low and not value.fits(low)) for value in values):
         return "constant"
     return "readers" if is_low else "rule"
@@ -159,7 +146,7 @@ def _is_exact(op: Context) -> bool:
     Attention with 64 features a head divides its scores by 8. Divided in float32, they would be stored in float32 on a
     TPU, where XLA fuses the product with the maximum of the softmax and keeps the result for the backward pass.
     """
-    if not op.rule.scales or op.format.needs_loss_scale:
+    if not op.rule.scales or op.region.format.needs_loss_scale:
         return False
     array, factor = op.values
     if op.rule.kind is ResultKind.PRODUCT and array.scalar is not None:
@@ -174,8 +161,8 @@ def _joins_stream(op: Context) -> bool:
     # `tokens[ids] + positions`: two inputs of the program, which only a norm reads, count as low-precision data.
     terms = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
     dtypes = [op.stream_dtype(value) if op.stream == Stream.NORM else value.as_data().dtype for value in terms]
-    is_low = all(dtype == op.format.dtype for dtype in dtypes)
-    fits = not any(value.overflows(op.format.dtype) for value in op.values)
+    is_low = all(dtype == op.region.format.dtype for dtype in dtypes)
+    fits = not any(value.overflows(op.region.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2
 
 
@@ -185,7 +172,7 @@ def for_promotion(op: Context) -> Sequence[Value]:
     These are scalars beside an array, arrays that hold one number in an op that only selects values, and biases.
     """
     # `0.5 * h`, `jnp.where(mask, h, jnp.zeros_like(h))`, and `x @ w + b`, whose `b` is a float32 parameter.
-    rule, eqn, values = op.rule, op.eqn, op.values
+    rule, eqn, values = op.rule, op.info.eqn, op.values
     if rule.op_class is not OpClass.PROMOTE:
         return values
     features: list[Axes] = []
@@ -217,12 +204,12 @@ def params_for(op: Context, operands: Sequence[Any]) -> dict[str, Any]:
         op: the op.
         operands: the dtypes that its operands are cast to.
     """
-    rule, eqn, eligible = op.rule, op.eqn, list(compress(operands, op.is_float32))
+    rule, eqn, eligible = op.rule, op.info.eqn, list(compress(operands, op.is_float32))
     dtype = widest(eligible) if eligible else FLOAT32
     if dtype == FLOAT32:
         is_product = eqn.primitive is lax.dot_general_p and op.info.rule.can_run_as_traced
         is_free = is_product and eqn.params["precision"] is None and len(eligible) == len(operands)
-        return {"precision": op.format.precision} if is_free and op.format.precision is not None else {}
+        return {"precision": op.region.format.precision} if is_free and op.region.format.precision is not None else {}
     params: dict[str, Any] = {name: dtype for name in rule.dtype_params if eqn.params.get(name) == FLOAT32}
     jaxprs = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
     return params | {name: jx.retyped(jaxpr, dtype) for name, jaxpr in jaxprs.items()}
@@ -235,37 +222,36 @@ def describe_results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
         op: the op.
         operands: the dtypes that its operands are cast to.
     """
-    eqn, rule, values = op.eqn, op.rule, op.values
+    eqn, rule, values = op.info.eqn, op.rule, op.values
     pairs = zip(values, eqn.invars, strict=True)
     scalars = all(value.origin is Origin.SCALAR and jx.shape_of(atom) == () for value, atom in pairs)
     eligible = list(compress(operands, op.is_float32))
     outs = []
     for i, var in enumerate(eqn.outvars):
-        out = _moved(op, var) if rule.moves else _computed(op)
-        if scalars and jx.shape_of(var) == () and not rule.moves:
-            out = Value(None, Origin.SCALAR)
+        is_scalar = scalars and jx.shape_of(var) == ()
+        out = _moved(op, var) if rule.moves else Value(None, Origin.SCALAR) if is_scalar else _computed(op)
         out = out._replace(
             dtype=_result_dtype(op, i, operands, eligible),
             data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype),
             stream_dtype=_data_dtype(op, var, op.stream_dtype) if op.options.has_low_stream else None,
             save_cast=rule.moves and all(value.save_cast for value in values),
         )
-        outs.append(_folded(op, out) if scalars and jx.dtype_of(var) == FLOAT32 and jx.shape_of(var) == () else out)
+        outs.append(_folded(op, out) if is_scalar and jx.dtype_of(var) == FLOAT32 else out)
     return tuple(outs)
 
 
 def _result_dtype(op: Context, i: int, operands: Sequence[Any], eligible: Sequence[Any]) -> Any:
     """Returns the dtype of a result. An op on several arrays side by side leaves each in its own dtype."""
-    dtype, op_class = jx.dtype_of(op.eqn.outvars[i]), op.rule.op_class
+    dtype, op_class = jx.dtype_of(op.info.eqn.outvars[i]), op.rule.op_class
     if dtype != FLOAT32 or op_class is OpClass.ORIGINAL or not eligible:
         return dtype
-    is_pairwise = op_class is OpClass.FOLLOW and len(operands) == len(op.eqn.outvars)
-    return operands[i] if is_pairwise and jx.dtype_of(op.eqn.invars[i]) == FLOAT32 else widest(eligible)
+    is_pairwise = op_class is OpClass.FOLLOW and len(operands) == len(op.info.eqn.outvars)
+    return operands[i] if is_pairwise and jx.dtype_of(op.info.eqn.invars[i]) == FLOAT32 else widest(eligible)
 
 
 def _moved(op: Context, var: Var) -> Value:
     """Returns the origin and the magnitudes of the result of an op that moves values."""
-    eqn, values = op.eqn, op.values
+    eqn, values = op.info.eqn, op.values
     origin, shape = max((value.origin for value in values), default=Origin.SCALAR), jx.shape_of(var) or ()
     floating = [i for i, atom in enumerate(eqn.invars) if jx.dtype_of(atom) == FLOAT32]
     magnitudes = merged_magnitudes([values[i] for i in floating])
@@ -282,10 +268,10 @@ def _moved(op: Context, var: Var) -> Value:
 
 
 def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | None, ...]:
-    value, before = op.values[i], jx.shape_of(op.eqn.invars[i]) or ()
+    value, before = op.values[i], jx.shape_of(op.info.eqn.invars[i]) or ()
 
     def move(axes: Axes) -> Axes | None:
-        return op.rule.move_axes(op.eqn.params, before, after, axes)
+        return op.rule.move_axes(op.info.eqn.params, before, after, axes)
 
     if not value.origin.takes_bias:
         return tuple(map(move, value.axes))
@@ -332,14 +318,14 @@ def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:
     rule, shape = op.rule, jx.shape_of(var) or ()
     if jx.dtype_of(var) != FLOAT32 or rule.op_class not in (OpClass.PROMOTE, OpClass.FOLLOW):
         return None
-    before = [jx.shape_of(atom) or () for atom in op.eqn.invars]
+    before = [jx.shape_of(atom) or () for atom in op.info.eqn.invars]
     data = [
         value
         for value, is_float32, each in zip(for_promotion(op), op.is_float32, before, strict=True)
         if is_float32 and not _is_broadcast(value, each) and (rule.moves or each == shape)
     ]
     if op.info.enlarges and len(data) < 2:
-        return op.format.dtype
+        return op.region.format.dtype
     return widest(map(dtype, data)) if data else None
 
 

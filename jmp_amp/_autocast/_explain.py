@@ -1,11 +1,11 @@
 """Explains a call: the decisions of autocast, from its plan, and the ops of the backward pass, from the jaxpr."""
 
-import functools
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,54 +27,40 @@ from jmp_amp._formats import Format
 from jmp_amp._modules import unbound
 
 
-class OpSite(NamedTuple):
-    """An op of the program at one place in the code.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpSite(jx.Site):
+    """The dtypes that autocast chooses for an op, and why.
 
     Attributes:
-        direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass.
-        module: the named scopes around it, such as the modules of Flax and Haiku.
-        source: the file and line that it comes from, and the function there.
-        primitive: its name in a jaxpr.
         op_class: the class of the primitive, see `autocast`.
         why: a key of `REASONS`.
         inputs: the dtypes of its floating operands before they are cast.
         compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
         output: the dtype of its result.
-        runs: how often it runs; a `while_loop` counts as one iteration, and of a `cond` each branch counts.
         flops: floating-point operations of all runs, of products and convolutions only.
         bytes: the size of the results of all runs.
     """
 
-    direction: str
-    module: str
-    source: str
-    primitive: str
     op_class: str
     why: str
     inputs: tuple[str, ...]
     compute: str
     output: str
-    runs: int
     flops: int
     bytes: int
 
 
-class AttentionSite(NamedTuple):
-    """A softmax of the program that a product reads, where `attention` is given.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSite(jx.Site):
+    """A product that reads a softmax, where `attention` is given.
 
     Attributes:
-        module: the named scopes around the product.
-        source: the file and line that it comes from, and the function there.
         kernel: what computes the attention; empty if it stays as it is written.
         why: why it stays as it is written; of a kernel, how it is told of masks.
-        runs: how often it runs.
     """
 
-    module: str
-    source: str
     kernel: str
     why: str
-    runs: int
 
 
 REASONS = {
@@ -158,7 +144,7 @@ def explain_call(
         what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
         why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
     whole, found = calls[-1]
-    planner, equations = planner_of(settings.options), list(jx.equations_in(program, jx.Provenance()))
+    planner, equations = planner_of(settings.options), list(jx.equations_in(program))
     steps = list(_steps(whole, jx.Provenance()))
     forward = [
         _forward_site(planner, settings.format, plan, step, origin)
@@ -216,7 +202,8 @@ def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, provena
     elif rule.kind is ResultKind.QUOTIENT and _has_small_divisor(planner, plan, eqn.invars):
         why = "small divisor"
     inputs = [value.dtype for value in compress(values, is_float)]
-    return _site("forward", eqn, provenance, rule, forced or why, inputs, str(compute), results)
+    site = dataclasses.replace(provenance.site(eqn), direction="forward")  # also of a gradient in the program
+    return _op_site(site, eqn, rule, forced or why, inputs, str(compute), results)
 
 
 def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) -> bool:
@@ -241,25 +228,22 @@ def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpS
     results = [(var, jx.dtype_of(var)) for var in eqn.outvars if jx.is_floating(var)]
     if not results or jx.inner_jaxprs(eqn):
         return None
-    direction = "recomputed" if jx.is_recomputed(provenance.stack) else "backward"
     inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_floating(atom)]
     if eqn.primitive.name in (PRIMITIVE, RAGGED_PRIMITIVE):
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))
-    return _site(direction, eqn, provenance, planner.rule_of(eqn), "derivative", inputs, compute, results)
+    return _op_site(provenance.site(eqn), eqn, planner.rule_of(eqn), "derivative", inputs, compute, results)
 
 
-def _site(
-    direction: str, eqn: Any, provenance: jx.Provenance, rule: Rule, why: str, inputs: Any, compute: str, outs: Any
-) -> OpSite:
+def _op_site(site: jx.Site, eqn: Any, rule: Rule, why: str, inputs: Any, compute: str, outs: Any) -> OpSite:
     """Returns the site of an op; `inputs` holds the dtypes of its floating operands, `outs` its results and theirs."""
-    times, floating = provenance.times, [dtype for var, dtype in outs if jx.is_floating(var)]
+    floating = [dtype for var, dtype in outs if jx.is_floating(var)]
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
-    where = provenance.module, provenance.source, eqn.primitive.name, rule.op_class.value
+    chosen: dict[str, Any] = {"inputs": tuple(map(str, inputs)), "compute": compute, "output": str(output)}
     nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    costs = times, times * flops_of(eqn), times * nbytes
-    return OpSite(direction, *where, why, tuple(map(str, inputs)), compute, str(output), *costs)
+    costs: dict[str, Any] = {"flops": site.runs * flops_of(eqn), "bytes": site.runs * nbytes}
+    return OpSite(**vars(site), op_class=rule.op_class.value, why=why, **chosen, **costs)
 
 
 def _nbytes(var: Any, dtype: Any) -> int:
@@ -286,8 +270,7 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
 
 def _attention_site(found: Found) -> AttentionSite:
     """Returns where a softmax is, and what became of it."""
-    provenance = functools.reduce(lambda outer, eqn: outer.of(eqn).inside(eqn), found.eqns, jx.Provenance())
-    return AttentionSite(provenance.module, provenance.source, found.kernel, found.why, provenance.times)
+    return AttentionSite(**vars(jx.Site.at(found.eqns)), kernel=found.kernel, why=found.why)
 
 
 def _kept(program: Any) -> dict[str, int]:

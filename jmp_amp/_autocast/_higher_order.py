@@ -35,8 +35,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
 
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
     """
-    eqn, entry = op.eqn, jx.HIGHER_ORDER[op.eqn.primitive.name]
-    if entry.enter_low is not None and op.format.is_low:
+    eqn, entry = op.info.eqn, jx.HIGHER_ORDER[op.info.eqn.primitive.name]
+    if entry.enter_low is not None and op.region.format.is_low:
         return _as_traced(planner, entry.enter_low(eqn), op, "cast_inputs")
     if entry.run is None:
         return _as_traced(planner, call, op, "decomposition")
@@ -58,18 +58,14 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     op = op._replace(info=op.info._replace(eqn=jx.versions.with_policy(eqn, as_products)))
     step = _step(op, cast, reads, plan.outs, [plan], [plan.body()])
     if is_checkpoint and not planner.options.keeps_checkpoints:
-        return step._replace(run=functools.partial(_run_inline, plan), changed=True)
+        return step._replace(run=functools.partial(jx.run_inline, eqn, [plan.body()]), changed=True)
     return step._replace(run=_with_rule(planner, call.rule, eqn, plan)) if call.rule and plan.changed else step
-
-
-def _run_inline(plan: Plan, args: Sequence[Any]) -> list[Any]:
-    return plan(*args)
 
 
 def _as_traced(planner: Planner, call: jx.Call, op: Context, why: str) -> Step:
     """Runs an equation in the dtypes that its jaxpr was traced in; this is planned only for `explain`."""
     opened, _ = jx.open_jaxpr(call.jaxpr)
-    dtypes = list(map(jx.dtype_of, op.eqn.invars))
+    dtypes = list(map(jx.dtype_of, op.info.eqn.invars))
     for i, var in zip(call.operands, opened.invars, strict=True):
         dtypes[i] = jx.dtype_of(var)
     cast = tuple(
@@ -80,7 +76,7 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, why: str) -> Step:
     plan = planner.plan(call.jaxpr, inputs, uses, op.region._replace(format=AS_TRACED, why=why))
     outs = tuple(Value(jx.dtype_of(atom)) for atom in opened.outvars)
     step = _step(op, cast, (Reads.FUSED,) * len(cast), outs, [plan], [])
-    return step._replace(run=functools.partial(jx.bind, op.eqn))
+    return step._replace(run=functools.partial(jx.bind, op.info.eqn))
 
 
 def _branches(planner: Planner, op: Context) -> Step:
@@ -103,7 +99,7 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
     first, last = loop.n_consts, loop.n_consts + n_carry
     streams = [False] * n_carry
-    if planner.options.has_low_stream and op.format.is_low:
+    if planner.options.has_low_stream and op.region.format.is_low:
         streams = planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in uses])
     as_norm = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
     read_as = [use.stream if use.stream & Stream.RETURNED else each for use, each in zip(uses, as_norm, strict=False)]
@@ -113,7 +109,9 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     def plan_body(carry: Values) -> Plan:
         return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)
 
-    carry, plan = _plan_carries(plan_body, inputs[first:last], op.eqn.invars[loop.carry], streams, op.format.dtype)
+    carry, plan = _plan_carries(
+        plan_body, inputs[first:last], op.info.eqn.invars[loop.carry], streams, op.region.format.dtype
+    )
     conds = [
         planner.plan(cond, _known_as((*values[loop.cond_consts], *carry), known), tuple(map(Use, demands)), op.region)
         for cond, known, demands in of_cond
@@ -239,7 +237,7 @@ def _step(
     op: Context, cast: Values, reads: Sequence[int], outs: Values, plans: Sequence[Plan], bodies: list[jx.Body]
 ) -> Step:
     """Returns the decision for an equation: the casts of its operands, and other bodies if a plan changes one."""
-    eqn, entry = op.eqn, jx.HIGHER_ORDER[op.eqn.primitive.name]
+    eqn, entry = op.info.eqn, jx.HIGHER_ORDER[op.info.eqn.primitive.name]
     casts = tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(op.values, cast, strict=True))
     changed = any(plan.changed for plan in plans)
     run: Run = functools.partial(jx.bind, eqn)

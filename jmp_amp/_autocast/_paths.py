@@ -77,7 +77,7 @@ class Paths(jx.Forward[EqnInfo, Sources]):
     def transfer(self, info: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
         """Returns what reaches the results of an op."""
         rule, path = info.rule, Path.OTHER
-        if rule.is_product or rule.sums or rule.demand == Demand.MATRIX:
+        if rule.is_product or rule.kind is ResultKind.TOTAL or rule.demand == Demand.MATRIX:
             path = Path.PRODUCT
         elif rule.is_polynomial:
             path = Path.ARITHMETIC

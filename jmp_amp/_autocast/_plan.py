@@ -284,11 +284,11 @@ def _is_hashable(x: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)
 def _run(ops: tuple[tuple[Op, tuple[int, ...]], ...], results: tuple[int, ...], *args: Any) -> list[Any]:
-    """Runs ops, each of which reads by index from the arguments and all results so far."""
-    values = list(args)
+    """Runs ops, each of which reads arguments by index, and results of those before it by `~index`."""
+    made = list[Any]()
     for op, places in ops:
-        values += op([values[place] for place in places])
-    return [values[place] for place in results]
+        made += op([made[~place] if place < 0 else args[place] for place in places])
+    return [made[~place] for place in results]
 
 
 def _cast_op(dtype: Any) -> Op:
@@ -298,23 +298,22 @@ def _cast_op(dtype: Any) -> Op:
 
 
 def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
-    # Atoms are identified by id, since literals cannot be hashed.
-    read = [[((id(a), cast), a) for a, cast in zip(s.eqn.invars, s.casts, strict=True)] for s in steps]
-    defined = {id(var) for step in steps for var in step.eqn.outvars}
-    inputs = {key: atom for each in read for key, atom in each if key[0] not in defined}
-    places = {key: i for i, key in enumerate(inputs)}
+    inputs, made = dict[Any, Any](), dict[Any, int]()  # by id, since literals cannot be hashed, and cast
     ops: list[tuple[Any, tuple[int, ...]]] = []
-    for step, each in zip(steps, read, strict=True):
-        for (atom, cast), _ in each:
-            if (atom, cast) not in places:  # computed in this group
-                ops.append((_cast_op(cast), (places[atom, None],)))
-                places[atom, cast] = len(places)
-        ops.append((step.run, tuple([places[key] for key, _ in each])))
-        for var in step.eqn.outvars:
-            places[id(var), None] = len(places)
+
+    def place_of(atom: Any, cast: Any) -> int:
+        key, as_made = (id(atom), cast), (id(atom), None)
+        if as_made in made and key not in made:
+            ops.append((_cast_op(cast), (made[as_made],)))
+            made[key] = ~len(made)
+        return made[key] if key in made else inputs.setdefault(key, (len(inputs), atom))[0]
+
+    for step in steps:
+        ops.append((step.run, tuple(map(place_of, step.eqn.invars, step.casts))))
+        made |= {(id(var), None): ~i for i, var in enumerate(step.eqn.outvars, len(made))}
     outvars = [var for step in steps for var in step.eqn.outvars if var in read_later]
-    group = tuple(ops), tuple([places[id(var), None] for var in outvars])
-    eqn = steps[0].eqn.replace(invars=[*inputs.values()], outvars=outvars)
+    group = tuple(ops), tuple([made[id(var), None] for var in outvars])
+    eqn = steps[0].eqn.replace(invars=[atom for _, atom in inputs.values()], outvars=outvars)
     casts = tuple([cast for _, cast in inputs])
     return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(*group, *args))
 

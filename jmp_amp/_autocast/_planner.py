@@ -11,8 +11,8 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
 from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
-from jmp_amp._autocast._plan import Op, Plan, Region, Run, Step, differs, is_loop_invariant
-from jmp_amp._autocast._primitives import RULES, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
+from jmp_amp._autocast._plan import Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
+from jmp_amp._autocast._primitives import ORIGINAL, RULES, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
@@ -54,7 +54,7 @@ class Planner:
 
     def rule_of(self, eqn: JaxprEqn) -> Rule:
         """Returns the rule for a first-order equation."""
-        return rule_of(eqn, self._rules)
+        return find_rule(eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars], self._rules)
 
     def infos_of(self, jaxpr: Jaxpr) -> list[EqnInfo]:
         """Returns the facts of each equation of an open jaxpr."""
@@ -63,12 +63,15 @@ class Planner:
     def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
         moved, products = dict[Any, Var](), dict[Any, tuple[int, Sequence[Any]]]()
         read, between = list[tuple[JaxprEqn, Rule, tuple[Var | None, ...]]](), dict[int, int]()
+        rounded = set[frozenset[int]]()  # a value, and what it was rounded to
         for i, eqn in enumerate(jaxpr.eqns):
             rule = self.rule_of(eqn)
             sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars])
             read.append((eqn, rule, sources))
             if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
                 moved[eqn.outvars[0]] = sources[0]
+            if self._rounds(eqn, rule):
+                rounded.add(frozenset(map(id, (*eqn.invars, *eqn.outvars))))
             if rule.is_product:
                 products[eqn.outvars[0]] = i, sources
                 for k in (0, 1):  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
@@ -80,17 +83,24 @@ class Planner:
         infos = []
         for i, (eqn, rule, sources) in enumerate(read):
             operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-            op = self._op_of(eqn, sources, between.get(i))
-            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), op))
+            is_fraction = rule.kind is ResultKind.DIFFERENCE and frozenset(map(id, eqn.invars)) in rounded
+            op = self._op_of(eqn, sources, between.get(i), is_fraction)
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), is_fraction, op))
         return infos
 
-    def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], between: int | None) -> object | None:
+    def _rounds(self, eqn: JaxprEqn, rule: Rule) -> bool:
+        """Whether an equation rounds to whole numbers; `jnp.round` is a call."""
+        if eqn.primitive.name == "jit" and len(inside := jx.open_jaxpr(eqn.params["jaxpr"])[0].eqns) == 1:
+            return self.rule_of(inside[0]).kind is ResultKind.ROUNDED
+        return rule.kind is ResultKind.ROUNDED
+
+    def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], *relations: Any) -> object | None:
         if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which the keys would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
         literals = tuple([isinstance(atom, Literal) for atom in eqn.invars])
         moved = tuple([(sources.index(each), each.aval) if each is not None else None for each in sources])
-        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, between, len(set(map(id, eqn.invars)))
+        key = eqn.primitive, tuple(eqn.params.items()), avals, literals, moved, relations, len(set(map(id, eqn.invars)))
         try:
             return self._ops(self, key, object)
         except TypeError:  # a parameter that cannot be hashed
@@ -123,13 +133,16 @@ class Planner:
         return find_rule(primitive, params, avals, self._rules).costly
 
     def enter(self, region: Region, eqn: JaxprEqn) -> Region:
-        """Returns the region of an equation. A region in the code takes precedence over a pattern in `rules`."""
+        """Returns the region of an equation.
+
+        One in the code takes precedence over patterns in `rules` and over facts, in the calls and loops in it, too.
+        """
         name_stack, overrides = eqn.source_info.name_stack, self.options.overrides
         if region.format is AS_TRACED or not (name_stack.stack or overrides.scopes):
             return region
         if overrides.scopes:
             region = region._replace(path=jx.scope_path(region.path, name_stack))
-            for pattern in overrides.matching(region.path):
+            for pattern in overrides.matching(region.path) if region.why != "region" else ():
                 region = region._replace(format=overrides.scopes[pattern], why="pattern")
         form = format_in(name_stack)
         return region if form is None else region._replace(format=form, why="region")
@@ -142,10 +155,10 @@ class Planner:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
         step = self._steps(self, (op.info.op, *op.decision_key), lambda: self._first_order(op))
-        return step._replace(eqn=op.eqn, region=op.region)
+        return step._replace(eqn=op.info.eqn, region=op.region)
 
     def _first_order(self, op: Context) -> Step:
-        eqn, is_float32 = op.eqn, op.is_float32
+        eqn, is_float32 = op.info.eqn, op.is_float32
         dtype, why = decide(op)
         pairs = zip(op.values, is_float32, strict=True)
         casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
@@ -243,21 +256,28 @@ class _PlanBuilder:
         """Returns what is known of an equation before its operands are decided."""
         eqn, rule = info.eqn, info.rule
         region = self._planner.enter(self._region, eqn)
-        op = Context(info, region, self._planner.options, ())
         outs = [self._variables[var].demand for var in eqn.outvars]
-        demand, is_marked = joined(outs), format_in(eqn.source_info.name_stack) is not None
+        demand, is_in_code = joined(outs), region.why == "region"
+        inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._known, eqn.invars)
             if info.enters is not None:
-                given = [Demand.ANY] * len(outs) if is_marked else outs
-                op = op._replace(inside=self._planner.demands.inside(info, operands, given))
+                given = [Demand.ANY] * len(outs) if is_in_code else outs
+                inside = self._planner.demands.inside(info, operands, given)
             reason = why_as_traced(info, demand, operands, region.format)
-            if reason is not None and region.format.is_low and not is_marked:  # a region in the code takes precedence
-                op = op._replace(region=region._replace(format=FORMATS["float32"], why=reason))
+            if reason is not None and region.format.is_low and not is_in_code:
+                region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._known, eqn.outvars)
-        overflows = any(known.size > op.format.largest for known in results)
-        stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
-        return op._replace(overflows=overflows, is_ranked=bool(demand & Demand.RANK) and not is_marked, stream=stream)
+        return Context(
+            info,
+            rule if region.format.is_low else ORIGINAL,
+            region,
+            self._planner.options,
+            overflows=any(known.size > region.format.largest for known in results),
+            is_ranked=bool(demand & Demand.RANK) and not is_in_code,
+            stream=stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE,
+            inside=inside,
+        )
 
     def plan(self) -> Plan:
         """Decides all equations."""
@@ -283,7 +303,7 @@ class _PlanBuilder:
     def _decide(self, i: int) -> list[int]:
         """Decides an equation, and returns those to decide again because of it."""
         old, old_step = self._contexts[i], self._steps[i]
-        info, eqn, rule = old.info, old.eqn, old.info.rule
+        info, eqn, rule = old.info, old.info.eqn, old.info.rule
         outs = [self._variables[var] for var in eqn.outvars]
         uses = [Use(out.demand, out.stream, out.reads) for out in outs] if info.structure is not None else []
         values = tuple([self._read(atom) for atom in eqn.invars])

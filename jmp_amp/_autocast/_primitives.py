@@ -47,6 +47,7 @@ class ResultKind(enum.StrEnum):
     TOTAL = "total"  # sums along axes
     LOGARITHM = "logarithm"
     POWER = "power"  # of the first operand
+    ROUNDED = "rounded"  # to a whole number
     OTHER = "other"
 
 
@@ -170,19 +171,9 @@ class Rule(NamedTuple):
         return self.op_class is OpClass.LOWER or (self.is_product and self.op_class is OpClass.PROMOTE)
 
     @property
-    def sums(self) -> bool:
-        """Whether the op sums along axes."""
-        return self.kind is ResultKind.TOTAL
-
-    @property
     def is_cast(self) -> bool:
         """Whether the op converts a dtype."""
         return self.dtype_params == _CAST.dtype_params
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the op is a root, the reciprocal of one, or a power that the program computes."""
-        return self.kind is ResultKind.POWER and (self.power is None or self.power % 1 != 0)
 
     @property
     def is_polynomial(self) -> bool:
@@ -192,12 +183,13 @@ class Rule(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether the op moves, adds and multiplies, so that it passes on errors as they are."""
-        return self.moves or self.arithmetic or self.is_product or self.sums
+        return self.kind in _LINEAR
 
 
 _ARITHMETIC = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
 _ARITHMETIC |= {ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT}
 _PASSES_ON = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, *_ARITHMETIC}
+_LINEAR = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.MATRIX_PRODUCT, ResultKind.TOTAL, *_ARITHMETIC}
 
 # The rule of a primitive, or a function of the parameters of the op and the types of its operands.
 RuleOf = Callable[[Mapping[str, Any], Sequence[Any]], Rule]
@@ -415,97 +407,90 @@ def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     return size == 1 and other_size != 1
 
 
-def _table(rows: Mapping[str, Any]) -> Rules:
-    names = " ".join(rows).split()
-    for name in {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"the primitive `{name}` is in the table twice")
-    return {name: rule for row, rule in rows.items() for name in row.split()}
-
-
-RULES: Rules = _table(
-    {
-        # Matrix units: low precision in, float32 accumulation, low precision out.
-        "dot_general": _matmul,
-        "conv_general_dilated": _convolution,
-        "ragged_dot_general": _ragged_dot,
-        # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
-        "exp": _FULL._replace(makes_gates=True, fold=np.exp),
-        "exp2 expm1 polynomial": _FULL,
-        "pow": _POWER._replace(fold=np.power),
-        "rsqrt": _POWER._replace(power=-0.5, fold=lambda x: 1 / np.sqrt(x)),
-        "log": _LOGARITHM._replace(fold=np.log),
-        "log2": _LOGARITHM,
-        "log1p": _FULL._replace(demand=Demand.RANGE),
-        "acos acosh asin atanh erf_inv": _FULL._replace(demand=Demand.EDGE),
-        "asinh atan cosh sinh tan": _FULL,
-        "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
-        "regularized_incomplete_beta zeta": _FULL,
-        # Sums over many terms.
-        "reduce_sum cumsum reduce_window_sum": _FULL._replace(kind=ResultKind.TOTAL),
-        "reduce_prod cumprod cumlogsumexp": _FULL,
-        "scatter-add scatter-sub scatter-mul": _FULL._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",)),
-        "integer_pow": _integer_pow,
-        # Several operands of one dtype.
-        "add": _PAIRWISE._replace(kind=ResultKind.SUM, fold=np.add),
-        "sub": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE, fold=np.subtract),
-        "add_any": _PAIRWISE._replace(kind=ResultKind.COTANGENT),
-        "mul": _mul,
-        "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=np.divide),
-        "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum),
-        "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum),
-        "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN),
-        "select_n": _PAIRWISE._replace(kind=ResultKind.SELECTED),
-        "eq ne": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE),
-        "lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
-        "rem nextafter": _PROMOTE._replace(keeps_unit=True),
-        "atan2": _PROMOTE,
-        "scatter": _scatter,
-        "scatter-min scatter-max": _SCATTER,
-        "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(kind=ResultKind.CHOSEN),
-        "concatenate pad": _PROMOTE._replace(kind=ResultKind.MOVED, move_axes=_no_axes),
-        "stack": _PROMOTE._replace(kind=ResultKind.MOVED),
-        # Bounded or exact in any dtype.
-        "neg": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, makes_gates=True, fold=np.negative),
-        "abs": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, fold=np.abs),
-        "reduce_max reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN),
-        "square": _SQUARE,
-        "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
-        "one_minus_square": _ELEMENTWISE,
-        "sin cos": _ELEMENTWISE._replace(demand=Demand.ANGLE),
-        "sqrt": _ELEMENTWISE._replace(kind=ResultKind.POWER, demand=Demand.ROOT, power=0.5, fold=np.sqrt),
-        "cbrt": _ELEMENTWISE._replace(power=1 / 3),
-        "floor ceil round tanh logistic erf erfc": _ELEMENTWISE,
-        "argmax argmin": _FOLLOW._replace(drops_unit=True),
-        "cummax cummin": _FOLLOW._replace(keeps_unit=True),
-        "sort": _sort,
-        "top_k": _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK),
-        "approx_top_k": _FOLLOW._replace(demand=Demand.RANK),
-        "reduce_window_max reduce_window_min": _FOLLOW._replace(stores=True),
-        "psum psum_invariant": _FOLLOW._replace(kind=ResultKind.TOTAL),
-        "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
-        "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
-        # Values move, none is computed.
-        "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=_broadcast_axes),
-        "reshape": _FUSED_MOVE._replace(move_axes=_reshape_axes),
-        "squeeze": _FUSED_MOVE._replace(move_axes=_squeeze_axes),
-        "transpose": _FUSED_MOVE._replace(move_axes=_transpose_axes),
-        "stop_gradient": _FUSED_MOVE._replace(fold=lambda x: x),
-        "slice dynamic_slice rev split unstack": _FUSED_MOVE,
-        "gather": _gather,
-        "tile copy name device_put sharding_constraint optimization_barrier": _MOVE,
-        "convert_element_type": _convert,
-        # Linear algebra, transforms and kernels in their own precision.
-        "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
-        "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
-        "fft float8_dot_general float8_ragged_dot_general float8_scale": _COSTLY,
-        "ffi_call pallas_call": _KERNEL,
-        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
-        # Bits, complex numbers, and reductions by any function.
-        "bitcast_convert_type": ORIGINAL,
-        "reduce_precision complex conj imag real": ORIGINAL._replace(keeps_unit=True),
-        "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
-    }
-)
+# The rules, by the names of the primitives that have them.
+ROWS: Mapping[str, Rule | RuleOf] = {
+    # Matrix units: low precision in, float32 accumulation, low precision out.
+    "dot_general": _matmul,
+    "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged_dot,
+    # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
+    "exp": _FULL._replace(makes_gates=True, fold=np.exp),
+    "exp2 expm1 polynomial": _FULL,
+    "pow": _POWER._replace(fold=np.power),
+    "rsqrt": _POWER._replace(power=-0.5, fold=lambda x: 1 / np.sqrt(x)),
+    "log": _LOGARITHM._replace(fold=np.log),
+    "log2": _LOGARITHM,
+    "log1p": _FULL._replace(demand=Demand.RANGE),
+    "acos acosh asin atanh erf_inv": _FULL._replace(demand=Demand.EDGE),
+    "asinh atan cosh sinh tan": _FULL,
+    "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
+    "regularized_incomplete_beta zeta": _FULL,
+    # Sums over many terms.
+    "reduce_sum cumsum reduce_window_sum": _FULL._replace(kind=ResultKind.TOTAL),
+    "reduce_prod cumprod cumlogsumexp": _FULL,
+    "scatter-add scatter-sub scatter-mul": _FULL._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",)),
+    "integer_pow": _integer_pow,
+    # Several operands of one dtype.
+    "add": _PAIRWISE._replace(kind=ResultKind.SUM, fold=np.add),
+    "sub": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE, fold=np.subtract),
+    "add_any": _PAIRWISE._replace(kind=ResultKind.COTANGENT),
+    "mul": _mul,
+    "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=np.divide),
+    "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum),
+    "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum),
+    "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN),
+    "select_n": _PAIRWISE._replace(kind=ResultKind.SELECTED),
+    "eq ne": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE),
+    "lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
+    "rem nextafter": _PROMOTE._replace(keeps_unit=True),
+    "atan2": _PROMOTE,
+    "scatter": _scatter,
+    "scatter-min scatter-max": _SCATTER,
+    "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(kind=ResultKind.CHOSEN),
+    "concatenate pad": _PROMOTE._replace(kind=ResultKind.MOVED, move_axes=_no_axes),
+    "stack": _PROMOTE._replace(kind=ResultKind.MOVED),
+    # Bounded or exact in any dtype.
+    "neg": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, makes_gates=True, fold=np.negative),
+    "abs": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, fold=np.abs),
+    "reduce_max reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN),
+    "square": _SQUARE,
+    "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
+    "sin cos": _ELEMENTWISE._replace(demand=Demand.ANGLE),
+    "sqrt": _ELEMENTWISE._replace(kind=ResultKind.POWER, demand=Demand.ROOT, power=0.5, fold=np.sqrt),
+    "cbrt": _ELEMENTWISE._replace(power=1 / 3),
+    "floor ceil round": _ELEMENTWISE._replace(kind=ResultKind.ROUNDED),
+    "tanh logistic erf erfc one_minus_square": _ELEMENTWISE,
+    "argmax argmin": _FOLLOW._replace(drops_unit=True),
+    "cummax cummin": _FOLLOW._replace(keeps_unit=True),
+    "sort": _sort,
+    "top_k": _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK),
+    "approx_top_k": _FOLLOW._replace(demand=Demand.RANK),
+    "reduce_window_max reduce_window_min": _FOLLOW._replace(stores=True),
+    "psum psum_invariant": _FOLLOW._replace(kind=ResultKind.TOTAL),
+    "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
+    "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
+    # Values move, none is computed.
+    "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=_broadcast_axes),
+    "reshape": _FUSED_MOVE._replace(move_axes=_reshape_axes),
+    "squeeze": _FUSED_MOVE._replace(move_axes=_squeeze_axes),
+    "transpose": _FUSED_MOVE._replace(move_axes=_transpose_axes),
+    "stop_gradient": _FUSED_MOVE._replace(fold=lambda x: x),
+    "slice dynamic_slice rev split unstack": _FUSED_MOVE,
+    "gather": _gather,
+    "tile copy name device_put sharding_constraint optimization_barrier": _MOVE,
+    "convert_element_type": _convert,
+    # Linear algebra, transforms and kernels in their own precision.
+    "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
+    "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
+    "fft float8_dot_general float8_ragged_dot_general float8_scale": _COSTLY,
+    "ffi_call pallas_call": _KERNEL,
+    "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
+    # Bits, complex numbers, and reductions by any function.
+    "bitcast_convert_type": ORIGINAL,
+    "reduce_precision complex conj imag real": ORIGINAL._replace(keeps_unit=True),
+    "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
+}
+RULES: Rules = {name: rule for row, rule in ROWS.items() for name in row.split()}
 
 
 def rule_of(eqn: JaxprEqn, rules: Rules = RULES) -> Rule:
@@ -529,6 +514,7 @@ class EqnInfo(NamedTuple):
         operands: the variables that it reads, each once.
         sources: what each operand was before it was only moved; None for a literal.
         between: for each of the two products in `A @ P @ A.T`, the operand that is or holds `P`; None for other ops.
+        is_fraction: whether it subtracts a value and what that was rounded to, as `x - jnp.floor(x)`.
         op: stands for the primitive, its parameters and the types of its operands and results: the same op of another
             layer has the same object. None if it holds jaxprs or what cannot be hashed.
     """
@@ -539,6 +525,7 @@ class EqnInfo(NamedTuple):
     operands: tuple[Var, ...]
     sources: tuple[Var | None, ...]
     between: int | None
+    is_fraction: bool
     op: object | None
 
     @property

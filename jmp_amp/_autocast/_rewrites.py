@@ -40,7 +40,8 @@ def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     """
     if not (op.rule.kind is ResultKind.TAKEN and op.needs_float32):
         return None
-    return _take_label_logit if is_label_logit(op.eqn.params, [atom.aval for atom in op.eqn.invars]) else None
+    eqn = op.info.eqn
+    return _take_label_logit if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else None
 
 
 def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
@@ -82,10 +83,10 @@ def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     The program can take an element any number of times, as edges take that of a node. So the transpose of a gather is a
     sum by scatter, and in bfloat16 a sum of ones ends at 256.
     """
-    atoms = op.eqn.invars
-    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(atoms[0]) == FLOAT32 and dtypes[0] == op.format.dtype):
+    eqn, low = op.info.eqn, op.region.format.dtype
+    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(eqn.invars[0]) == FLOAT32 and dtypes[0] == low):
         return None
-    return None if is_label_logit(op.eqn.params, [atom.aval for atom in atoms]) else _gather_low
+    return None if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else _gather_low
 
 
 def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
@@ -113,9 +114,9 @@ def _with_tangent(fun: Callable[[Sequence[Any]], list[Any]], tangent: Callable, 
 
 def _float8_product(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     """A product with a weight that gains by float8: it reads its operands and its cotangents in float8."""
-    form = op.format
+    form = op.region.format
     is_low = op.rule.op_class is OpClass.LOWER and set(dtypes[:2]) == {form.dtype}
-    if form.float8 is None or not is_low or why_not_float8(op.eqn, op.is_input, form.float8):
+    if form.float8 is None or not is_low or why_not_float8(op.info.eqn, op.is_input, form.float8):
         return None
     return Float8Product(form.dtype, form.float8, op.is_input[:2])
 
@@ -180,7 +181,7 @@ def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite 
     The transpose of a float16 product writes float16, which is then cast to the float32 of the weight: a gradient above
     65504 is inf by then, and a small one is rounded. Here the product that computes the gradient returns float32.
     """
-    is_product = op.rule.op_class is OpClass.LOWER and op.format.dtype in casts
+    is_product = op.rule.op_class is OpClass.LOWER and op.region.format.dtype in casts
     return _with_float32_grads if is_product and op.options.weight_grad_dtype == FLOAT32 else None
 
 
@@ -229,7 +230,7 @@ def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     The cotangent of a broadcast is a sum. That of a float32 bias, cast to float16 and then broadcast, would be summed
     in float16, where 70,000 ones are inf.
     """
-    rule, eqn = op.rule, op.eqn
+    rule, eqn = op.rule, op.info.eqn
     if not (rule.fuses and rule.op_class is OpClass.PROMOTE and eqn.outvars and any(casts)):
         return None
     shape, pairs = jx.shape_of(eqn.outvars[0]), zip(eqn.invars, casts, strict=True)

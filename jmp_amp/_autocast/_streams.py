@@ -101,11 +101,12 @@ def _flow(info: EqnInfo, operands: Sequence[_Part | None], reads: int = Stream.N
     of_statistics = Stream.NONE, reads & (Stream.STATISTIC | Stream.RESNET)
     if rule.passes_on and (not known or info.enlarges):
         return (statistics[0] if statistics else None), *of_statistics
-    if rule.sums and len(known) == 1:
+    if rule.kind is ResultKind.TOTAL and len(known) == 1:
         return known[0][0]._replace(holds=_Holds.STATISTIC), of_statistics[1], of_statistics[1]
-    if rule.is_root and statistics:
+    is_root = rule.kind is ResultKind.POWER and (rule.power is None or rule.power % 1 != 0)
+    if is_root and statistics:
         return _Part(_Holds.DEVIATION), *of_statistics
-    if not (rule.passes_on or (rule.kind is ResultKind.POWER and not rule.is_root)):
+    if not (rule.passes_on or (rule.kind is ResultKind.POWER and not is_root)):
         return _Part(), *nothing
     if rule.scales and elements and any(part.holds is _Holds.FACTOR for part in statistics):
         return _Part(is_normal=True), Stream.ELEMENTS, Stream.STATISTIC  # `(x - mean) * lax.rsqrt(variance + eps)`
@@ -143,7 +144,9 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         _, of_elements, of_statistics = _flow(info, operands, joined(outs))
         each = []
         for i, part in enumerate(operands):
-            is_read = part and (part.holds or info.rule.moves or info.rule.sums or _is_whole(info, i))
+            is_read = part and (
+                part.holds or info.rule.moves or info.rule.kind is ResultKind.TOTAL or _is_whole(info, i)
+            )
             each.append((of_statistics if part.holds else of_elements) if part and is_read else Stream.NONE)
         return each
 

@@ -3,7 +3,7 @@
 from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._dataflow import Backward, Forward
 from jmp_amp._jaxpr._hoist import hoist, run_loop
-from jmp_amp._jaxpr._source import Frame, Provenance, equations_in, frames_of, marked, marks_in, scope_path
+from jmp_amp._jaxpr._source import Frame, Provenance, Site, equations_in, frames_of, marked, marks_in, scope_path
 from jmp_amp._jaxpr._structures import (
     HIGHER_ORDER,
     Body,
@@ -15,6 +15,7 @@ from jmp_amp._jaxpr._structures import (
     entries,
     holds,
     inner_jaxprs,
+    run_inline,
     runs_of,
     structure_of,
 )

@@ -27,6 +27,7 @@ S = TypeVar("S")
 
 class _Analysis(Generic[E, T]):
     bottom: T
+    join: Callable[[T, T], T]
     transfer: Callable[..., Sequence[T]]
     _through: Callable[..., Sequence[T]]
 
@@ -34,10 +35,6 @@ class _Analysis(Generic[E, T]):
         """Takes a function that returns the equations of an open jaxpr."""
         self._equations_of = equations_of
         self._found, self._carries, self._ops = Cache(), Cache(), Cache(2**14)
-
-    def join(self, a: T, b: T) -> T:
-        """Returns the fact that covers two."""
-        raise NotImplementedError
 
     def _pass(self, equation: E, *facts: Any) -> Sequence[T]:
         """Passes facts through an equation, and only once through equal ops."""
@@ -51,15 +48,14 @@ class _Analysis(Generic[E, T]):
 class Forward(_Analysis[E, T]):
     """An analysis that goes from the inputs of a jaxpr to its results.
 
-    A fact is what is known of a value, and `join` returns what is known of a value that is either of two.
+    A fact is what is known of a value. A subclass defines `bottom`, `join` and `transfer`.
 
     Attributes:
         bottom: the fact about a value that nothing is known of.
+        join: `join(a, b)` returns what is known of a value that is either of two.
+        transfer: `transfer(equation, operands)` returns what is known of the results of a first-order equation, from
+            what is known of its operands.
     """
-
-    def transfer(self, equation: E, operands: Sequence[T]) -> Sequence[T]:
-        """Returns what is known of the results of a first-order equation."""
-        raise NotImplementedError
 
     def constant(self, x: Any) -> T:
         """Returns what is known of a literal."""
@@ -143,10 +139,13 @@ class Forward(_Analysis[E, T]):
 class Backward(_Analysis[E, T], Generic[E, S, T]):
     """An analysis that goes from the results of a jaxpr to its inputs, and reads what a `Forward` one found.
 
-    A fact is what readers demand of a value, and `join` returns what two readers demand of it.
+    A fact is what readers demand of a value. A subclass defines `bottom`, `condition`, `join` and `transfer`.
 
     Attributes:
         bottom: what is demanded of a value that nothing reads.
+        join: `join(a, b)` returns what two readers demand of a value.
+        transfer: `transfer(equation, operands, outs)` returns what a first-order equation demands of its operands, from
+            what is known of them, and what is demanded of its results.
         condition: what is demanded of the result of the condition of a loop.
     """
 
@@ -156,10 +155,6 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         """Takes a function that returns the equations of an open jaxpr, and the other analysis."""
         super().__init__(equations_of)
         self.known = known
-
-    def transfer(self, equation: E, operands: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
-        """Returns what a first-order equation demands of its operands; `operands` is what is known of them."""
-        raise NotImplementedError
 
     def enter_loop(self, loop: Loop, inputs: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
         """Returns what is demanded of the carries that the body of a loop returns."""

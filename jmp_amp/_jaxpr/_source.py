@@ -1,11 +1,12 @@
 """Where an equation comes from: the lines and the named scopes of the user, and the marks of this package."""
 
+import dataclasses
 import functools
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._jaxpr._structures import inner_jaxprs, runs_of
-from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_of_derivative, open_jaxpr, scopes_of
+from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_backward, is_of_derivative, is_recomputed, open_jaxpr, scopes_of
 
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)")
 
@@ -87,6 +88,37 @@ def scope_path(outer: str, name_stack: Any) -> str:
     return path if repeats else f"{outer}/{path}".strip("/")
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An op at one place in the code.
+
+    Attributes:
+        primitive: the name of the op in a jaxpr.
+        direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass.
+        module: the named scopes around it, such as the modules of Flax and Haiku.
+        source: the file and line that it comes from, and the function there; in a backward pass, the forward line.
+        runs: how often it runs; a `while_loop` counts as one iteration, and of a `cond` each branch counts.
+    """
+
+    primitive: str = ""
+    direction: str = "forward"
+    module: str = ""
+    source: str = ""
+    runs: int = 1
+
+    @staticmethod
+    def at(eqns: Sequence[JaxprEqn]) -> "Site":
+        """Returns the site of the last of `eqns`; the others contain it, outermost first."""
+        *outer, eqn = eqns
+        return functools.reduce(lambda at, each: at.of(each).inside(each), outer, Provenance()).of(eqn).site(eqn)
+
+    @property
+    def where(self) -> str:
+        """`at file.py:12 (function)`, or `in the backward pass of file.py:12 (function)`."""
+        before = "in the backward pass of" if self.direction == "backward" else "at"
+        return f"{before} {self.source or 'an unknown line'}"
+
+
 class Provenance(NamedTuple):
     """Where an equation comes from, and how often it runs.
 
@@ -109,12 +141,26 @@ class Provenance(NamedTuple):
         source = next(map(str, frames_of(eqn)), self.source)
         return Provenance(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
 
+    @property
+    def direction(self) -> str:
+        """The direction of a `Site`."""
+        if not is_backward(self.stack):
+            return "forward"
+        return "recomputed" if is_recomputed(self.stack) else "backward"
+
+    def site(self, eqn: JaxprEqn) -> Site:
+        """Returns the site of an equation that has this provenance."""
+        return Site(eqn.primitive.name, self.direction, self.module, self.source, self.times)
+
     def inside(self, eqn: JaxprEqn) -> "Provenance":
         """Returns the provenance of the jaxprs in an equation that has this one."""
         return self._replace(times=self.times * runs_of(eqn))
 
 
-def equations_in(jaxpr: Any, outer: Provenance) -> Iterator[tuple[JaxprEqn, Provenance]]:
+_OUTERMOST = Provenance()
+
+
+def equations_in(jaxpr: Any, outer: Provenance = _OUTERMOST) -> Iterator[tuple[JaxprEqn, Provenance]]:
     """Yields all equations of a jaxpr with their provenance, those inside other equations included."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         provenance = outer.of(eqn)

@@ -236,7 +236,7 @@ def _linear_solve(eqn: JaxprEqn) -> Call:
     return Call(jaxprs.solve, [*range(first, first + lengths.solve), *range(end, len(eqn.invars))])
 
 
-def _run_inline(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+def run_inline(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     return bodies[0](*args)
 
 
@@ -266,7 +266,7 @@ def _run_hi_primitive(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]
     if kind == "name":
         primitive = of_one(primitive)
         return [type(primitive)(primitive.name, jax.typeof(args[0]))(args[0])]
-    return (_run_remat if kind == "remat" else _run_inline)(eqn, bodies, args)
+    return (_run_remat if kind == "remat" else run_inline)(eqn, bodies, args)
 
 
 def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
@@ -279,10 +279,10 @@ def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -
 HIGHER_ORDER: dict[str, HigherOrder] = {
     "jit": HigherOrder(_call("jaxpr"), _run_with("jaxpr")),
     # From JAX 0.12 on, both are `eval_jaxpr`.
-    **dict.fromkeys(("call", "closed_call", "eval_jaxpr"), HigherOrder(_call("call_jaxpr"), _run_inline)),
+    **dict.fromkeys(("call", "closed_call", "eval_jaxpr"), HigherOrder(_call("call_jaxpr"), run_inline)),
     "remat2": HigherOrder(_call("jaxpr"), _run_remat, keeps_inputs=True),
-    "custom_jvp_call": HigherOrder(_call("call_jaxpr", rule="custom_jvp_call"), _run_inline),
-    "custom_vjp_call": HigherOrder(_call("call_jaxpr", rule="custom_vjp_call"), _run_inline, keeps_inputs=True),
+    "custom_jvp_call": HigherOrder(_call("call_jaxpr", rule="custom_jvp_call"), run_inline),
+    "custom_vjp_call": HigherOrder(_call("call_jaxpr", rule="custom_vjp_call"), run_inline, keeps_inputs=True),
     "call_hi_primitive": HigherOrder(_hi_call, _run_hi_primitive, keeps_inputs=True),
     "shard_map": HigherOrder(_call("jaxpr", is_inline=False), _run_shard_map, keeps_inputs=True),
     "cond": HigherOrder(lambda eqn: Branches(eqn.params["branches"], range(1, len(eqn.invars))), _run_cond),

@@ -162,7 +162,7 @@ class UnitAnalysis:
         if rule.kind is ResultKind.SELECTED:  # a constant may stand in for a value: `jnp.where(norm > 0, norm, 1)`
             units = [unit for unit in units if any(unit.powers or ()) or not unit.is_data_free] or units
         predicate = _PREDICATES.get(eqn.primitive.name, f"applies `{eqn.primitive.name}` to {{}}")
-        if rule.passes_on or rule.sums or rule.is_cast or rule.keeps_unit:
+        if rule.passes_on or rule.kind is ResultKind.TOTAL or rule.is_cast or rule.keeps_unit:
             return self._unify(units, predicate)
         if rule.demand == Demand.MATRIX and units[0].is_scaled:
             return Unit(is_data_free=False)  # the factors of a decomposition have different units

@@ -6,22 +6,20 @@ import html
 import json
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jmp_amp._autocast import parse_settings
-from jmp_amp._calls import check_concrete, new_figure, saved, transformation
-from jmp_amp._loss_scale import to_number
+from jmp_amp._calls import check_concrete, finished, new_figure, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._compare import check_finite, floating_value_and_grad, relative_error
+from jmp_amp.debug._compare import floating_value_and_grad, relative_error, scales_to_try
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
-from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, html_table
+from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, grouped, html_table
 
-_FIELDS = ("primitive", "direction", "module", "source")
+FIELDS = ("primitive", "direction", "module", "source")
 _COLUMNS = ("share", "error", "op", "pass", "module", "source")
 _SHOWN = 15  # rows in a table or plot
 
@@ -120,8 +118,7 @@ def error_budget(
                 "`print(amp.explain(fun, dtype)(*args))` says why each op is in its dtype"
             )
         low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
-        exact = [emulation(0 * emulation.default, scale, seed, low.decisions) for seed in range(probes)]
-        check_exact(exact[0], emulation.opaque)
+        exact = [emulation.exact(scale, seed, low.decisions) for seed in range(probes)]
         errors = errors_alone(emulation, exact, low, scale, clock)
         flips = exact[0].flips * low.is_finite
         overflows |= ~np.isfinite(errors)
@@ -129,7 +126,7 @@ def error_budget(
         shares = errors**2 / (np.nansum(errors**2) or 1.0)  # 0 if there is no error
         columns = [x.tolist() for x in (shares, errors, overflows, flips)]
         rows = tuple(
-            row._replace(share=s, error=e, overflows=over, flips=n)
+            dataclasses.replace(row, share=s, error=e, overflows=over, flips=n)
             for row, s, e, over, n in zip(emulation.rows, *columns, strict=True)
             if n or not row.decides
         )
@@ -140,25 +137,14 @@ def error_budget(
     return budget
 
 
-def check_exact(run: Probe, opaque: Iterable[str]) -> None:
-    """Raises ValueError if a run without roundings, but for those in `opaque` ops, is not finite."""
-    if opaque and not run.is_finite:
-        raise ValueError(
-            f"the gradient is not finite; {', '.join(opaque)} ran in low precision, since it cannot be seen into; find "
-            "the cause with `amp.debug.first_nonfinite(jax.value_and_grad(amp.autocast(fun, dtype)))(*args)`"
-        )
-    check_finite([run.grads], "float32")
-
-
 def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Probe, float, np.ndarray]:
     """Runs an emulation with the largest loss scale at which the backward pass does not overflow.
 
     Returns:
         The run, the scale, and for each rounding whether it overflows; none does if the gradient is finite.
     """
-    backward = np.array([row.direction == "backward" for row in emulation.rows])
-    scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
-    for scale in map(float, scales):
+    backward = np.array([row.direction == "backward" for row in emulation.rows], bool)
+    for scale in scales_to_try(loss_scale):
         run, overflows = emulation(on, scale), np.zeros(len(on), bool)
         if run.is_finite:
             break
@@ -297,24 +283,24 @@ class ErrorBudget:
 
     def to_json(self, **options: Any) -> str:
         """Returns all figures as JSON; `options` are those of `json.dumps`. NaN and infinity are null."""
-        fields = {
-            name: _finite(getattr(self, name)) for name in ("dtype", "total", "explained", "loss_scale", "opaque")
-        }
-        rows = [{name: _finite(x) for name, x in row._asdict().items()} for row in self.rows]
+        names = "dtype", "total", "explained", "loss_scale", "opaque"
+        fields = {name: _finite(getattr(self, name)) for name in names}
+        rows = [{name: _finite(x) for name, x in vars(row).items()} for row in self.rows]
         return json.dumps({**fields, "rows": rows}, **options)
 
     def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         """Returns the title, the table and the notes of a print."""
-        found = _sums(self.rows, *_FIELDS)
-        rest = [_sum(found[_SHOWN:])._replace(primitive=f"{len(found) - _SHOWN} more")] if found[_SHOWN:] else []
+        found = _sums(self.rows, *FIELDS)
+        if rest := found[_SHOWN:]:
+            found[_SHOWN:] = [dataclasses.replace(_sum(rest), primitive=f"{len(rest)} more")]
         rows = [
             (
                 format_percent(x.share),
                 f"{x.error:.1e}",
                 f"{x.primitive or '-'}{f': {x.flips} flips' if x.decides else ''}",
-                *(getattr(x, field) or "-" for field in _FIELDS[1:]),
+                *(getattr(x, field) or "-" for field in FIELDS[1:]),
             )
-            for x in [*found[:_SHOWN], *rest]
+            for x in found
         ]
         count = sum(not x.decides for x in self.rows)
         notes = [f"{count} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
@@ -361,26 +347,22 @@ class ErrorBudget:
                 left += width
             axes.set_yticks(range(len(names)), [name if len(name) < 45 else f"...{name[-41:]}" for name in names])
             axes.invert_yaxis()
-            axes.spines[["top", "right"]].set_visible(False)
             axes.set(title=title, xlabel="share of the squared error, %")
         figure.suptitle(self._parts()[0])
         figure.axes[0].legend(frameon=False, loc="lower right")
-        return saved(figure, path)
+        return finished(figure, path)
 
 
 def _sum(rows: Sequence[Rounding]) -> Rounding:
     """Returns the sum of roundings; a text that is not the same for all is empty."""
-    texts: dict[str, Any] = {name: "" for name in Rounding._fields[:5] if len({getattr(x, name) for x in rows}) > 1}
+    texts: dict[str, Any] = {name: "" for name in (*FIELDS, "dtype") if len({getattr(x, name) for x in rows}) > 1}
     sums = {name: sum(getattr(x, name) for x in rows) for name in ("runs", "size", "share", "flips")}
-    return rows[0]._replace(**texts, **sums, error=math.hypot(*(x.error for x in rows)))
+    return dataclasses.replace(rows[0], **texts, **sums, error=math.hypot(*(x.error for x in rows)))
 
 
 def _sums(rows: Sequence[Rounding], *fields: str) -> list[Rounding]:
     """Returns the sums of the roundings that agree in fields, without those that overflow, the largest first."""
-    groups, key = defaultdict[Any, list[Rounding]](list), attrgetter(*fields)
-    for row in rows:
-        if not row.overflows:
-            groups[key(row)].append(row)
+    groups = grouped((row for row in rows if not row.overflows), attrgetter(*fields))
     return sorted(map(_sum, groups.values()), key=lambda x: -x.share)
 
 
@@ -389,19 +371,19 @@ def _finite(x: Any) -> Any:
 
 
 def _could_be_lower(emulate: Callable[[], Emulation], scale: float, tol: float) -> list[Lowering]:
-    emulation, groups, found = emulate(), defaultdict[Any, list[int]](list), list[Lowering]()
-    exact, on = emulation(0 * emulation.default, scale), emulation.default
-    for i, row in enumerate(emulation.rows):
-        if not on[i]:
-            groups[row.source, row.module].append(i)
-    saved_bytes = {key: 2 * sum(emulation.rows[i].size for i in group) for key, group in groups.items()}
+    emulation, found = emulate(), list[Lowering]()
+    rows, on, exact = emulation.rows, emulation.default, emulation.exact(scale)
     squares, limit = estimate([exact]), (2 * tol * float(np.linalg.norm(exact.grads))) ** 2
+    groups = grouped(np.flatnonzero(on == 0), lambda i: (rows[i].source, rows[i].module))
+    saved_bytes = {key: 2 * sum(rows[i].size for i in group) for key, group in groups.items()}
     for (source, module), nbytes in sorted(saved_bytes.items(), key=lambda x: -x[1]):
-        more, group = on.copy(), groups[source, module]
+        group = groups[source, module]
+        if squares[group].sum() > limit:  # estimated to be off by more than twice `tol`
+            continue
+        more = on.copy()
         more[group] = 1
-        # What is estimated to be off by more than twice `tol` is not run.
-        error = relative_error(emulation(more, scale).grads, exact.grads) if squares[group].sum() <= limit else math.inf
+        error = relative_error(emulation(more, scale).grads, exact.grads)
         if error <= tol:
-            on, primitives = more, dict.fromkeys(emulation.rows[i].primitive for i in group)
+            on, primitives = more, dict.fromkeys(rows[i].primitive for i in group)
             found.append(Lowering(source, module, tuple(primitives), nbytes, error))
     return found

@@ -1,6 +1,5 @@
 """What was seen at a non-finite op: which element of which value is 0, outside of the domain or too large, and why."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from jmp_amp._autocast import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Evaluation, evaluate_in, precise
 from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
-from jmp_amp.debug._report import location_of
 
 CONSTANT = "a-constant-that-float16-cannot-hold"
 
@@ -64,8 +62,7 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
     near = [x for x in nearest([node], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.values.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    changes = {"holds": ids, "until": node.place.id, "trip_counts": evaluation.trip_counts}
-    again = dataclasses.replace(evaluation.evaluator, **changes).run()
+    again = evaluation.again(holds=ids, until=node.place.id)
     merge_equal(again.nodes)
     node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
     if jx.inner_jaxprs(node.eqn):
@@ -210,8 +207,7 @@ def _exact(e: Element) -> Any:
     """Returns what the op computes of the same operands in float64; None if that is not known."""
     if not e.node.eqn or not _is_known(e.node):
         return None
-    with precise(FLOAT64):
-        out = _run_wide(e.node, [*map(jnp.asarray, _wide(e.node))])
+    out = _run_wide(e.node, _wide(e.node))
     return None if out is None else np.asarray(out)[e.at].item()
 
 
@@ -225,10 +221,8 @@ def _needs(e: Element, nodes: Collection[Node]) -> bool:
     """Whether a number changes with each of several values that its op reads, none of which is a constant."""
     if len(nodes) < 2 or any(x.is_constant for x in nodes) or not e.node.eqn or not _is_known(e.node):
         return False
-    with precise(FLOAT64):
-        arrays = [*map(jnp.asarray, _wide(e.node))]
-        moved = ([x + (y is node) for x, y in zip(arrays, e.node.operands, strict=True)] for node in nodes)
-        outs = [_run_wide(e.node, operands) for operands in moved]
+    moved = ([x + (y is node) for x, y in zip(_wide(e.node), e.node.operands, strict=True)] for node in nodes)
+    outs = [_run_wide(e.node, operands) for operands in moved]
     return all(out is not None and np.asarray(out)[e.at] != e.number for out in outs)
 
 
@@ -243,7 +237,9 @@ def _wide(node: Node) -> list[np.ndarray]:
 
 def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
     """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
-    outs = evaluate_in(FLOAT64, node.place, operands, None if node.is_floating else node.held.dtype)
+    with precise(FLOAT64):
+        arrays = [*map(jnp.asarray, operands)]
+        outs = evaluate_in(FLOAT64, node.place, arrays, None if node.is_floating else node.held.dtype)
     return outs and outs[node.index[0]]
 
 
@@ -264,7 +260,7 @@ def _of_matrix(e: Element) -> str:
 
 def _where(node: Node) -> str:
     times = f", iteration {', '.join(map(str, node.place.iteration))}" if node.place.iteration else ""
-    return f"{location_of(node.place.eqns).where}{times}"
+    return f"{node.place.site.where}{times}"
 
 
 def _at(index: tuple[int, ...]) -> str:

@@ -15,15 +15,15 @@ import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
+from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
-from jmp_amp.debug._evaluation import Evaluator, Tape
+from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, is_low
-from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name, provenance_of
+from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
 
 R = TypeVar("R")
 
@@ -293,7 +293,7 @@ class Comparison:
             _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim[1])
             axes.set(title=title, xlabel=f"relative error against {self.reference}", xscale="log", xlim=xlim)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
-        return saved(figure, path)
+        return finished(figure, path)
 
 
 def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: float) -> None:
@@ -306,7 +306,6 @@ def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: floa
         axes.plot(np.full(len(infinite), right / 1.3), infinite, "kx", ms=5)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _all_grads(results: Arrays) -> np.ndarray:
@@ -343,8 +342,7 @@ def measure(
         return (value[0] if has_aux else value), grads
 
     run = jax.jit(_in_wide(evaluate, wide))
-    scales = 2.0 ** np.arange(16, -1, -1) if loss_scale is None else [to_number("loss_scale", loss_scale)]
-    for scale in map(float, scales):
+    for scale in scales_to_try(loss_scale):
         loss, grads = run(arrays, jnp.float32(scale))
         results = {("loss", ""): flat_on_host(loss)}
         for path, leaf in jax.tree.leaves_with_path(grads):
@@ -354,6 +352,11 @@ def measure(
         if all(np.isfinite(x).all() for x in results.values()):
             break
     return results, scale
+
+
+def scales_to_try(loss_scale: float | None) -> list[float]:
+    """Returns the loss scale; for None, those from 2^16 down to 1."""
+    return [2.0**k for k in range(16, -1, -1)] if loss_scale is None else [to_number("loss_scale", loss_scale)]
 
 
 def check_finite(results: Iterable[np.ndarray], dtype: str) -> None:
@@ -369,10 +372,10 @@ def run_exactly(
     tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
 ) -> R:
     """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
-    with jax.default_matmul_precision("highest"):
+    with precise(np.dtype(dtype)):
         if dtype == "float32":
             return tool(fun, args, kwargs, **options)
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"):
             args, kwargs = cast_floating((args, kwargs), np.float64)
             return tool(fun, args, kwargs, **options)
 
@@ -391,7 +394,7 @@ def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
 def _reads_low(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a function reads values of less than 32 bits."""
     program, _, _ = jx.trace_call(fun, args, kwargs)
-    return jx.holds(program, lambda _, *avals, **params: any(is_low(getattr(x, "dtype", None)) for x in avals))
+    return jx.holds(program, lambda _, *avals, **params: any(map(is_low, avals)))
 
 
 def _in_wide(fun: Callable, wide: Any) -> Callable:
@@ -422,7 +425,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
     names = dict[str, None]()
 
     def record(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-        outs, at = compute(operands), provenance_of(place.eqns)
+        outs, at = compute(operands), jx.Site.at(place.eqns)
         floating = [x for x, var in zip(outs, place.eqn.outvars, strict=True) if jx.is_floating(var)]
         modules = (at.module or _function_in(at.source)).split("/")
         for name in reversed([*itertools.accumulate(modules, "{}/{}".format)]) if floating and modules[0] else ():

@@ -4,6 +4,7 @@ One compiled program computes the gradient of float32 (all switches off), that o
 rounding adds to it, from one reverse pass through the emulation.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -21,10 +22,9 @@ from jmp_amp._autocast import OpClass, ResultKind, autocast_with, flops_of, pars
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
-from jmp_amp.debug._compare import NO_GRADIENTS
-from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, keeps_dtypes
+from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
+from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
-from jmp_amp.debug._report import location_of, provenance_of
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
@@ -38,7 +38,8 @@ _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare w
 _SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
 
 
-class Rounding(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounding(jx.Site):
     """A rounding, and what it adds to the error of the gradient; or the sum of several.
 
     It may also be the decisions of a line: results of comparisons, `argmax`, `top_k` or `round`, in the code or in the
@@ -68,13 +69,8 @@ class Rounding(NamedTuple):
         [('convert_element_type', 'float16'), ('convert_element_type', 'float16'), ('dot_general', 'float16')]
     """
 
-    source: str
-    module: str
-    primitive: str
-    direction: str
     dtype: str
-    runs: int
-    size: int
+    size: int = 0
     share: float = 0.0
     error: float = 0.0
     overflows: bool = False
@@ -189,21 +185,18 @@ class Emulation:
             return [loss, *(g for g in jax.tree.leaves(grads) if jx.is_floating(g))]
 
         with emulated():
-            exact, self._program = (
-                jx.versions.without_dead_code(
-                    jax.make_jaxpr(functools.partial(gradient, f))(self._arrays, jnp.float32(1))
-                )
-                for f in (fun, autocast_with(fun, settings))
-            )
+            functions = (functools.partial(gradient, f) for f in (fun, autocast_with(fun, settings)))
+            programs = (jx.trace(f, (self._arrays, jnp.float32(1))) for f in functions)
+            exact, self._program = map(jx.versions.without_dead_code, programs)
         self._size = sum(x.size for x in self._program.out_avals[1:])
         if not self._program.out_avals[1:]:
             raise TypeError(NO_GRADIENTS)
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
-        atoms = [atom for eqn, _ in jx.equations_in(exact, jx.Provenance()) for atom in eqn.invars]
+        atoms = [atom for eqn, _ in jx.equations_in(exact) for atom in eqn.invars]
         numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
         with np.errstate(over="ignore"):
             self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in _LOW}
-        equations = [eqn for eqn, _ in jx.equations_in(self._program, jx.Provenance())]
+        equations = [eqn for eqn, _ in jx.equations_in(self._program)]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
@@ -216,10 +209,8 @@ class Emulation:
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
-        evaluator = Evaluator(
-            self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape, **counts
-        )
-        loss, *grads = [x.value for x in evaluator.run().results]
+        evaluator = Evaluator(self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape)
+        loss, *grads = [x.value for x in evaluator.run(**counts).results]
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 
@@ -315,6 +306,18 @@ class Emulation:
             vectors = self._count * self._size / (self._size + 1 - self._count)
             return Probe(grads, signed, squares, vectors, decided, flips)
 
+    def exact(self, scale: float = 1.0, seed: int = 0, decisions: Any = None) -> "Probe":
+        """Runs the program without roundings, but for those in `opaque` ops; raises ValueError if it is not finite."""
+        run = self(0 * self.default, scale, seed, decisions)
+        if self.opaque and not run.is_finite:
+            raise ValueError(
+                f"the gradient is not finite; {', '.join(self.opaque)} ran in low precision, since it cannot be seen "
+                "into; find the cause with "
+                "`amp.debug.first_nonfinite(jax.value_and_grad(amp.autocast(fun, dtype)))(*args)`"
+            )
+        check_finite([run.grads], "float32")
+        return run
+
     def _round(self, x: Any, to: Any, place: Place, index: int, low: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns `x`, rounded to a dtype if its switch is on: by a cast, or to `low(x, *args)`.
 
@@ -327,9 +330,9 @@ class Emulation:
             args: its other arguments.
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
-        is_low = index < 0 or low is not None or _is_low(place.eqn.outvars[index])
-        row = _row(place, name, jnp.dtype(to).name)._replace(size=place.times * math.prod(jnp.shape(x)))
-        number = self._switch((*place.key, index), row, is_low, place).number
+        is_on = index < 0 or low is not None or is_low(place.eqn.outvars[index])
+        row = _row(place, name, jnp.dtype(to).name, size=place.times * math.prod(jnp.shape(x)))
+        number = self._switch((*place.key, index), row, is_on, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
@@ -348,7 +351,7 @@ class Emulation:
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
             names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
-            total = switch.row._replace(primitive=names, size=switch.row.size + place.times * own.size)
+            total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + place.times * own.size)
             self._found[line] = switch._replace(row=total)
         if other is None:
             self._tape.recorded[key] = Decision(x, jnp.bool_(True), jnp.zeros(own.shape, bool))
@@ -363,12 +366,12 @@ class Emulation:
         if name == "stop_gradient":  # errors pass through it
             return operands
         if name == "reduce_precision":  # `jax.checkpoint` rounds what is low already
-            return operands if _is_low(eqn.invars[0]) else jx.bind(eqn, operands)
+            return operands if is_low(eqn.invars[0]) else jx.bind(eqn, operands)
         operands = [self._exact(place, i, x) for i, x in enumerate(operands)]
         if name in _FLOAT8:
 
             def low(_: Any, *args: Any) -> jax.Array:
-                return jx.bind(eqn, _as_traced(eqn, args))[0].astype(FLOAT32)
+                return jx.bind(eqn, as_traced(eqn, args))[0].astype(FLOAT32)
 
             exact = in_base(*operands, **eqn.params | {"base": FLOAT32, "preferred_element_type": FLOAT32})
             return [self._round(exact, eqn.params["operands"][0], place, 0, low, operands)]
@@ -385,16 +388,16 @@ class Emulation:
             return outs
         for i, var in enumerate(eqn.outvars):
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
-            if _is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
+            if is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not (rule.is_cast or jx.is_backward(provenance_of(place.eqns).stack)):
+            elif lowered and not rule.is_cast and jx.Site.at(place.eqns).direction == "forward":
                 outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
     def _exact(self, place: Place, i: int, x: Any) -> Any:
         """Returns an operand; a number in the program in float32, with its rounding."""
         atom = place.eqn.invars[i]
-        if not (isinstance(atom, Literal) and _is_low(atom)):
+        if not (isinstance(atom, Literal) and is_low(atom)):
             return x
         dtype, low = jx.dtype_of(atom), float(atom.val)
         exact = self._numbers.get((dtype, low), low)
@@ -403,9 +406,9 @@ class Emulation:
     def _opaque(self, place: Place, args: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Runs an op in its own dtypes; an error of its operands passes through if JAX can differentiate it."""
         inside = jx.inner_jaxprs(place.eqn)
-        is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(_is_low, avals))) for inner in inside)
-        if is_rounded or any(map(_is_low, (*place.eqn.invars, *place.eqn.outvars))):
-            self.opaque[f"{place.eqn.primitive.name} {location_of(place.eqns).where}"] = None
+        is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(is_low, avals))) for inner in inside)
+        if is_rounded or any(map(is_low, (*place.eqn.invars, *place.eqn.outvars))):
+            self.opaque[f"{place.eqn.primitive.name} {place.site.where}"] = None
         try:
             return jax.vjp(lambda *args: compute(args), *args)[0]
         except Exception:  # what has no derivative raises any error
@@ -436,19 +439,9 @@ def _lines(place: Place) -> frozenset[jx.Frame]:
     return frozenset(frame for frame in frames if not frame.is_of_library)
 
 
-def _row(place: Place, name: str, dtype: str) -> Rounding:
-    at = provenance_of(place.eqns)
-    direction = "backward" if jx.is_backward(at.stack) else "forward"
-    return Rounding(at.source, at.module, name, direction, dtype, place.times, 0)
-
-
-def _is_low(x: Any) -> bool:
-    return is_low(jx.dtype_of(x))
-
-
-def _as_traced(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Returns operands in the dtypes that an equation was traced in."""
-    return [x.astype(jx.dtype_of(v)) if _is_low(v) else x for x, v in zip(operands, eqn.invars, strict=True)]
+def _row(place: Place, primitive: str, dtype: str, size: int = 0) -> Rounding:
+    site = vars(jx.Site.at(place.eqns)) | {"primitive": primitive, "runs": place.times}
+    return Rounding(**site, dtype=dtype, size=size)
 
 
 class Probe(NamedTuple):

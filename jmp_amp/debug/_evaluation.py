@@ -56,26 +56,27 @@ class Tape:
     recorded: dict[Any, Any] = dataclasses.field(default_factory=dict)
     replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def record(self, fun: Callable[[], R], replayed: Mapping[Any, Any]) -> tuple[R, dict[Any, Any]]:
-        """Returns what `fun`, the trace of a body, returns, and what it records."""
+    def record(self, replayed: Mapping[Any, Any], body: Callable[..., R], *args: Any) -> tuple[R, dict[Any, Any]]:
+        """Returns what the trace of a body returns, and what it records."""
         outer = self.recorded, self.replayed
         self.recorded, self.replayed = {}, replayed
         try:
-            return fun(), self.recorded
+            return body(*args), self.recorded
         finally:
             self.recorded, self.replayed = outer
 
     def switch(self, index: Any, branches: Sequence[Callable], *args: Any) -> Any:
-        """Returns `lax.switch(index, branches, *args)`."""
+        """Returns `lax.switch(index, branches, *args)`. Each branch is traced once, also one that is in others."""
 
-        def recording(branch: Callable, shapes: Mapping[Any, Any], *args: Any) -> tuple[Any, dict[Any, Any]]:
-            outs, recorded = self.record(lambda: branch(*args), self.replayed)
-            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)) | recorded
+        def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
+            arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *jax.tree.leaves(args))
+            outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
+            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
 
-        shapes = dict[Any, Any]()
-        for branch in branches:
-            shapes |= jax.eval_shape(functools.partial(recording, branch, {}), *args)[1]
-        outs, recorded = lax.switch(index, [functools.partial(recording, x, shapes) for x in branches], *args)
+        recording = [functools.partial(self.record, self.replayed, branch) for branch in branches]
+        traced = [jax.make_jaxpr(branch, return_shape=True)(*args) for branch in recording]
+        shapes = {key: x for _, (_, recorded) in traced for key, x in recorded.items()}
+        outs, recorded = lax.switch(index, [functools.partial(completed, *each) for each in traced], *args)
         self.recorded.update(recorded)
         return outs
 
@@ -84,7 +85,7 @@ class Tape:
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def recording(carry: Any, xs: tuple[Any, Mapping[Any, Any]]) -> tuple[Any, Any]:
-            (carry, ys), recorded = self.record(lambda: body(carry, xs[0]), xs[1])
+            (carry, ys), recorded = self.record(xs[1], body, carry, xs[0])
             return carry, (ys, recorded)
 
         replayed = {key: x for key, x in self.replayed.items() if key[: len(place)] == place}
@@ -95,7 +96,7 @@ class Tape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluator:
-    """A program, its arguments, and how to evaluate it; `dataclasses.replace` returns a variant.
+    """A program, its arguments, and how to evaluate it.
 
     Attributes:
         program: the program, a closed jaxpr.
@@ -142,10 +143,16 @@ class Evaluator:
         """The paths of the arguments."""
         return jx.open_jaxpr(self.program)[0].debug_info.arg_names
 
-    def run(self) -> "Evaluation":
-        """Evaluates the program."""
-        evaluation = Evaluation(self, any(isinstance(x, jax.core.Tracer) for x in self.arrays))
-        with precise(self.wide), contextlib.suppress(_DoneError):
+    @property
+    def ops(self) -> list[JaxprEqn]:
+        """The equations of the program that hold no others."""
+        return [eqn for eqn, _ in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
+
+    def run(self, **changes: Any) -> "Evaluation":
+        """Evaluates the program, with other attributes."""
+        evaluator = dataclasses.replace(self, **changes)
+        evaluation = Evaluation(evaluator, any(isinstance(x, jax.core.Tracer) for x in evaluator.arrays))
+        with precise(evaluator.wide), contextlib.suppress(_DoneError):
             evaluation.run()
         return evaluation
 
@@ -184,6 +191,10 @@ class Evaluation:
         """Evaluates the whole program."""
         args = [self._argument(x, i) for i, x in enumerate(self.evaluator.arrays)]
         self.results = self._run(self.evaluator.program, args, Place())
+
+    def again(self, **changes: Any) -> "Evaluation":
+        """Evaluates the program again, with other attributes, and with loops that end as they did."""
+        return self.evaluator.run(trip_counts=self.trip_counts, **changes)
 
     @property
     def is_finite(self) -> bool:
@@ -251,7 +262,7 @@ class Evaluation:
     def _replaced(self, replacement: Replacement, value: Any) -> Any:
         # Autocast reads low precision where it computes the value in float32.
         inputs, dtype = [self.kept[key] for key in replacement.inputs], value.dtype
-        return replacement.function(*(x.astype(dtype) if is_low(x.dtype) else x for x in inputs)).astype(dtype)
+        return replacement.function(*(x.astype(dtype) if is_low(x) else x for x in inputs)).astype(dtype)
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.evaluator.allowed is None or cause in self.evaluator.allowed
@@ -289,7 +300,7 @@ class Evaluation:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if not self._is_traced:
-                times = (provenance.times for _, provenance in jx.equations_in(loop.body, jx.Provenance()))
+                times = (provenance.times for _, provenance in jx.equations_in(loop.body))
                 is_long = loop.length is None or loop.length * sum(times) > _LONG
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts and not is_split:
@@ -373,7 +384,7 @@ class Evaluation:
                 outs, _ = tape.scan(step_if, carry, (), place.key, length=limit)
             else:
                 again = lambda carry: following(predicate(carry) if is_batched else None, carry)  # noqa: E731
-                outs, _ = tape.record(lambda: self._counted(place, predicate, again, carry), {})
+                outs, _ = tape.record({}, self._counted, place, predicate, again, carry)
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
     def _counted(self, place: Place, predicate: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
@@ -411,19 +422,15 @@ class Evaluation:
         eqn = place.eqn
         if eqn.primitive.name == "pvary":  # changes a type that only `shard_map` has
             return operands
-        as_traced = place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs))
+        apply, region = place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs)), self.evaluator.region
         if self.wide is None:
-            return as_traced(*operands)
-        traced = [jx.dtype_of(atom) for atom in eqn.invars]
-        region = self.evaluator.region
+            return apply(*operands)
         is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
-            is_wide = any(jx.is_inexact(x) and x.dtype != dtype for x, dtype in zip(operands, traced, strict=True))
+            pairs = zip(operands, eqn.invars, strict=True)
+            is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
         outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        if outs is None:
-            narrow = [x.astype(d) if jx.is_inexact(x) else x for x, d in zip(operands, traced, strict=True)]
-            outs = [self._in_dtype(x) for x in as_traced(*narrow)]
-        return outs
+        return [self._in_dtype(x) for x in apply(*as_traced(eqn, operands))] if outs is None else outs
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
@@ -485,8 +492,8 @@ def applies_loss_scale(eqn: JaxprEqn) -> bool:
 
 
 def _is_backward(place: Place) -> bool:
-    stacks = [eqn.source_info.name_stack for eqn in place.eqns]
-    return any(map(jx.is_backward, stacks)) and not any(map(jx.is_recomputed, stacks))
+    stack = "/".join(str(eqn.source_info.name_stack) for eqn in place.eqns)
+    return jx.Provenance(stack).direction == "backward"
 
 
 def _zero_nonfinite(x: Any) -> jax.Array:
@@ -515,6 +522,12 @@ def _wider(dtype: Any, wide: Any) -> Any:
 def widened(x: Any, wide: Any) -> Any:
     """Returns an array in a wide dtype."""
     return lax.convert_element_type(x, _wider(x.dtype, wide)) if jx.is_inexact(x) else x
+
+
+def as_traced(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Returns operands in the dtypes that an equation was traced in."""
+    pairs = zip(operands, eqn.invars, strict=True)
+    return [x.astype(jx.dtype_of(atom)) if jx.is_inexact(x) else x for x, atom in pairs]
 
 
 def keeps_dtypes(eqn: JaxprEqn) -> bool:

@@ -5,8 +5,9 @@ import functools
 import html
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, RULES, AttentionSite, OpSite, Rule, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
-from jmp_amp.debug._report import check_callable, format_table, html_table, without_numbers
+from jmp_amp.debug._report import check_callable, format_table, grouped, html_table, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _ATTENTION = ("module", "kernel", "why", "runs", "source")
@@ -180,29 +181,98 @@ class PrecisionReport:
 
     def to_json(self, **options: Any) -> str:
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
-        return json.dumps({"summary": self.summary(), "rows": [row._asdict() for row in self.rows]}, **options)
+        return json.dumps({"summary": self.summary(), "rows": list(map(vars, self.rows))}, **options)
 
     def __str__(self) -> str:
-        lines, printed = [_headline(self)], self._printed_rows()
-        if self.attention:
-            lines += ["", "attention", format_table([_ATTENTION, *_attention_rows(self.attention)], align_right=False)]
-        for title, rows in _grouped_rows(printed):
-            lines += ["", title, format_table([_COLUMNS, *rows], align_right=False)]
+        # The rows of the forward pass; all rows if none belongs to it.
+        printed = [row for row in self.rows if row.direction == "forward"] or self.rows
+        lines = [_headline(self)]
+        for title, head, rows in _tables(self.attention, printed):
+            lines += ["", title, format_table([head, *rows], align_right=False)]
         return "\n".join([*lines, "", *_notes(printed, self.rows)])
-
-    def _printed_rows(self) -> tuple[OpSite, ...]:
-        """Returns the rows of the forward pass; all rows if none belongs to the forward pass."""
-        return tuple(row for row in self.rows if row.direction == "forward") or self.rows
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{html.escape(_headline(self))}</p>"]
-        if self.attention:
-            table = html_table(_ATTENTION, _attention_rows(self.attention))
-            parts.append(f"<details><summary>attention</summary>{table}</details>")
-        for title, rows in _grouped_rows(self.rows):
-            table = html_table(_COLUMNS, rows)
-            parts.append(f"<details><summary>{html.escape(title)}</summary>{table}</details>")
+        for title, head, rows in _tables(self.attention, self.rows):
+            summary = f"<summary>{html.escape(title)}</summary>"
+            parts.append(f"<details>{summary}{html_table(head, rows)}</details>")
         return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in _notes(self.rows, self.rows))])
+
+
+def _headline(report: PrecisionReport) -> str:
+    """Returns the summary of a report as one line."""
+    summary = report.summary()
+    flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in summary["matmul_flops"].items())
+    share = summary["activation_bytes"]
+    saved = f"JAX cannot differentiate it {report.why_forward}; `argnums` chooses arguments"
+    if share is not None:
+        saved = f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
+    keepers = ", ".join(f"{keeper} ({len(lines)})" for keeper, lines in summary["scans"].items())
+    scans = f" What scans keep is decided by {keepers}." if keepers else ""
+    kernels = f" Kernels: {', '.join(summary['kernels'])}." if summary["kernels"] else ""
+    return (
+        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}.{scans} "
+        f"{summary['casts']} casts.{kernels} Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
+    )
+
+
+def _tables(
+    attention: Sequence[AttentionSite], ops: Sequence[OpSite]
+) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
+    """Yields the title, the head and the rows of the tables of a report: of attention, and of each module's ops.
+
+    Modules that differ in numbers only, such as `layer_0` and `layer_1`, share a table. In it, sites that differ only
+    in their module and in how often they run share a row.
+    """
+    if attention:
+        by_layer = grouped(attention, lambda x: (without_numbers(x.module), x.source, x.kernel, x.why))
+        yield "attention", _ATTENTION, list(map(_attention_row, by_layer.values()))
+    tables = grouped(ops, lambda x: (without_numbers(_module_or_function(x)), x.direction))
+    for (_, direction), sites in tables.items():
+        title = f"{_format_modules(map(_module_or_function, sites))}, {direction}"
+        equal = grouped(sites, lambda x: dataclasses.replace(x, module="", runs=0, flops=0, bytes=0))
+        yield title, _COLUMNS, list(map(_op_row, equal.values()))
+
+
+def _attention_row(sites: Sequence[AttentionSite]) -> tuple[str, ...]:
+    site, runs = sites[0], sum(x.runs for x in sites)
+    return _format_modules(x.module for x in sites), site.kernel or "as written", site.why, str(runs), site.source
+
+
+def _op_row(sites: Sequence[OpSite]) -> tuple[str, ...]:
+    site, runs, size = sites[0], sum(x.runs for x in sites), sum(x.bytes for x in sites)
+    dtypes = " ".join(map(_short_dtype, site.inputs)), _short_dtype(site.compute), _short_dtype(site.output)
+    return site.primitive, site.op_class, site.why, *dtypes, str(runs), _format_bytes(size), site.source
+
+
+def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
+    """Returns the meaning of each reason among the printed sites, and the number of sites that are not printed."""
+    reasons = {site.why for site in printed}
+    hidden = Counter(site.direction for site in sites) - Counter(site.direction for site in printed)
+    more = [f'{count} more op sites: `report.select(direction="{name}")`' for name, count in hidden.items()]
+    return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in reasons] + more
+
+
+def _module_or_function(site: OpSite) -> str:
+    return site.module or site.source.rpartition("(")[2].replace(")", "()")
+
+
+def _format_modules(modules: Iterable[str]) -> str:
+    """Returns the name of a module, or a pattern for several: `layer_* (3 modules)`."""
+    different = set(modules)
+    if len(different) == 1:
+        return different.pop() or "-"
+    return f"{without_numbers(min(different))} ({len(different)} modules)"
+
+
+def _short_dtype(dtype: str) -> str:
+    """Returns `f16` for `float16`, and so on."""
+    return dtype.replace("float", "f").replace("e4m3fn", "e4m3")
+
+
+def _format_bytes(n: float) -> str:
+    power = min(int(math.log10(max(n, 1)) // 3), 3)
+    return f"{n / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,28 +298,25 @@ class PrecisionDiff:
     @property
     def changes(self) -> list[tuple[OpSite, OpSite]]:
         """The forward op sites with another compute or output dtype, before and after."""
-        befores, afters = _by_position(self.before), _by_position(self.after)
-        pairs = (pair for key, rows in befores.items() for pair in zip(rows, afters[key], strict=False))
+        position = attrgetter("module", "source", "primitive", "runs")
+        reports = self.before, self.after
+        befores, afters = (grouped(report.select(direction="forward").rows, position) for report in reports)
+        pairs = (pair for key, rows in befores.items() for pair in zip(rows, afters.get(key, ()), strict=False))
         return [(a, b) for a, b in pairs if (a.compute, a.output) != (b.compute, b.output)]
 
     def __str__(self) -> str:
         before, after = self.before.summary(), self.after.summary()
         lines = [f"{name}: {_format(before[name])} -> {_format(after[name])}" for name in before]
-        modules = defaultdict(list)
-        for a, b in self.changes:
-            change = a.primitive, f"{_short_dtype(a.compute)} -> {_short_dtype(b.compute)}", b.why
-            modules[change, a.source].append(a.module)
-        rows = [(*op, str(len(sites)), _format_modules(sites), source) for (op, source), sites in modules.items()]
-        header = ("op", "compute", "why", "sites", "module", "source")
-        return "\n".join([*lines, "", format_table([header, *rows], align_right=False)])
+        rows = [("op", "compute", "why", "sites", "module", "source")]
+        for (*op, source), pairs in grouped(self.changes, _change).items():
+            rows.append((*op, str(len(pairs)), _format_modules(a.module for a, _ in pairs), source))
+        return "\n".join([*lines, "", format_table(rows, align_right=False)])
 
 
-def _by_position(report: PrecisionReport) -> defaultdict[Any, list[OpSite]]:
-    """Returns the forward rows by their position in the program."""
-    rows = defaultdict(list)
-    for row in report.select(direction="forward").rows:
-        rows[row.module, row.source, row.primitive, row.runs].append(row)
-    return rows
+def _change(pair: tuple[OpSite, OpSite]) -> tuple[str, ...]:
+    """Returns the first three cells and the last one of a change in the table of a `PrecisionDiff`."""
+    a, b = pair
+    return a.primitive, f"{_short_dtype(a.compute)} -> {_short_dtype(b.compute)}", b.why, a.source
 
 
 def _format(value: Any) -> str:
@@ -258,89 +325,3 @@ def _format(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(value) or "none"
     return f"{value:.1%}" if isinstance(value, float) else str(value)
-
-
-def _headline(report: PrecisionReport) -> str:
-    """Returns a summary of a `PrecisionReport` as one line."""
-    summary = report.summary()
-    flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in summary["matmul_flops"].items())
-    share = summary["activation_bytes"]
-    saved = f"JAX cannot differentiate it {report.why_forward}; `argnums` chooses arguments"
-    if share is not None:
-        saved = f"Saved for the backward pass: {share:.0%} of the bytes in low precision"
-    keepers = ", ".join(f"{keeper} ({len(lines)})" for keeper, lines in summary["scans"].items())
-    scans = f" What scans keep is decided by {keepers}." if keepers else ""
-    kernels = f" Kernels: {', '.join(summary['kernels'])}." if summary["kernels"] else ""
-    return (
-        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}.{scans} "
-        f"{summary['casts']} casts.{kernels} Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
-    )
-
-
-def _grouped_rows(sites: Iterable[OpSite]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yields a title and the table rows for each module and direction.
-
-    Modules that differ in numbers only, such as `layer_0` and `layer_1`, share a group. Sites of a group that differ in
-    their module and their number of runs only share a row.
-    """
-    groups: dict[tuple[str, str], dict[OpSite, list[OpSite]]] = defaultdict(lambda: defaultdict(list))
-    for site in sites:
-        decision = site._replace(module="", runs=0, flops=0, bytes=0)
-        groups[without_numbers(_module_or_function(site)), site.direction][decision].append(site)
-    for (_, direction), group in groups.items():
-        modules = [_module_or_function(site) for equal in group.values() for site in equal]
-        yield f"{_format_modules(modules)}, {direction}", [_row(equal) for equal in group.values()]
-
-
-def _attention_rows(sites: Iterable[AttentionSite]) -> list[tuple[str, ...]]:
-    """Returns the table rows of attention; sites that differ in numbers of their module only share a row."""
-    modules: dict[AttentionSite, list[AttentionSite]] = defaultdict(list)
-    for site in sites:
-        modules[site._replace(module=without_numbers(site.module), runs=0)].append(site)
-    return [
-        (
-            _format_modules(site.module for site in same),
-            kernel or "as written",
-            why,
-            str(sum(x.runs for x in same)),
-            source,
-        )
-        for (_, source, kernel, why, _), same in modules.items()
-    ]
-
-
-def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
-    """Returns the meaning of each reason among the printed sites, and the number of sites that are not printed."""
-    reasons = {site.why for site in printed}
-    hidden = Counter(site.direction for site in sites) - Counter(site.direction for site in printed)
-    more = [f'{count} more op sites: `report.select(direction="{name}")`' for name, count in hidden.items()]
-    return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in reasons] + more
-
-
-def _format_modules(modules: Iterable[str]) -> str:
-    """Returns the name of a module, or a pattern for several: `layer_* (3 modules)`."""
-    different = set(modules)
-    if len(different) == 1:
-        return different.pop() or "-"
-    return f"{without_numbers(min(different))} ({len(different)} modules)"
-
-
-def _short_dtype(dtype: str) -> str:
-    """Returns `f16` for `float16`, and so on."""
-    return dtype.replace("float", "f").replace("e4m3fn", "e4m3")
-
-
-def _row(sites: list[OpSite]) -> tuple[str, ...]:
-    """Returns the table row of sites that differ in their module and their number of runs only."""
-    site, runs, size = sites[0], sum(site.runs for site in sites), sum(site.bytes for site in sites)
-    dtypes = " ".join(map(_short_dtype, site.inputs)), _short_dtype(site.compute), _short_dtype(site.output)
-    return site.primitive, site.op_class, site.why, *dtypes, str(runs), _format_bytes(size), site.source
-
-
-def _module_or_function(site: OpSite) -> str:
-    return site.module or site.source.rpartition("(")[2].replace(")", "()")
-
-
-def _format_bytes(n: float) -> str:
-    power = min(int(math.log10(max(n, 1)) // 3), 3)
-    return f"{n / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp.debug._report import site_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def values_of(x: Any) -> Values:
 
 def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
     """Returns the numbers of zeros, infinities and NaNs, and the smallest and the largest finite value."""
-    x = x.astype(np.float32) if is_low(x.dtype) else x
+    x = x.astype(np.float32) if is_low(x) else x
     counts = [xp.sum(flags, dtype=np.int32) for flags in (x == 0, xp.isinf(x), xp.isnan(x))]
     inf, finite = np.asarray(np.inf, x.real.dtype), xp.isfinite(x)
     low, high = xp.where(finite, x.real, inf), xp.where(finite, x.real, -inf)
@@ -112,6 +113,11 @@ class Place(NamedTuple):
     def eqn(self) -> JaxprEqn:
         """The equation."""
         return self.eqns[-1]
+
+    @property
+    def site(self) -> jx.Site:
+        """Where the equation is in the user's code."""
+        return site_of(self.eqns)
 
     def of(self, index: int, eqn: JaxprEqn) -> "Place":
         """Returns the place of an equation of the jaxpr at this place."""
@@ -235,8 +241,9 @@ class Cell(NamedTuple):
         return self.node.values.is_finite
 
 
-def is_low(dtype: Any) -> bool:
-    """Returns whether `dtype` is a floating dtype of less than 32 bits."""
+def is_low(x: Any) -> bool:
+    """Whether a variable, a literal, a type or an array has a floating dtype of less than 32 bits."""
+    dtype = jx.dtype_of(x)
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 

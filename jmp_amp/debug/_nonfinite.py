@@ -22,11 +22,13 @@ from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import NO_VALUES, Id, Node, Place, Values, argument_id, is_low, nearest, values_of
-from jmp_amp.debug._report import Location, check_callable, location_of
+from jmp_amp.debug._report import check_callable, lines_of
 from jmp_amp.debug._trials import Trials, lines_in_float32
 
 _MANY = 100  # different ops; a program of more is run as a whole first
 _GUIDE = "docs/my-loss-is-nan.md#"
+_OF_ARGUMENTS = _GUIDE + "an-argument-that-is-not-finite"
+_CODE = re.compile(r"`[^`]*`")
 
 
 @transformation
@@ -113,17 +115,19 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     return find
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinite:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonFinite(jx.Site):
     """The op that made the results of a program non-finite; `first_nonfinite` returns it. `print` shows a paragraph.
 
     Attributes:
         primitive: the name of the op in the jaxpr; `"argument"` if an argument is non-finite, `"constant"` if the
             results contain an infinity that no op produced, and empty if the time was over before an op was found.
-        source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`.
+        direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass; see `backward`.
+        module: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`; see `scope`.
+        source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`;
+            in a backward pass, the corresponding forward line.
+        runs: how often the op runs.
         library: the innermost line of library code that the user's line calls; empty if the user's line is innermost.
-        scope: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`.
-        backward: whether the op belongs to a backward pass; `source` is then the corresponding forward line.
         iteration: the index of the iteration of each loop around the op, outermost first; for a `scan`, the index along
             the scanned axis.
         operands: the floating-point operands.
@@ -150,14 +154,10 @@ class NonFinite:
         `exp` of 100 at [0] is 2.688e+43, beyond float32, whose largest finite value is 3.4028e+38; `x[0]` is 100
     """
 
-    primitive: str
-    source: str
-    library: str
-    scope: str
-    backward: bool
-    iteration: tuple[int, ...]
-    operands: tuple[Values, ...]
-    result: Values
+    library: str = ""
+    iteration: tuple[int, ...] = ()
+    operands: tuple[Values, ...] = ()
+    result: Values = NO_VALUES
     cause: str
     guide: str
     cure: str = ""
@@ -168,73 +168,78 @@ class NonFinite:
     in_float32: str = ""
     left_out: str = ""
 
+    @property
+    def scope(self) -> str:
+        """The same as `module`."""
+        return self.module
+
+    @property
+    def backward(self) -> bool:
+        """Whether `direction` is `"backward"`."""
+        return self.direction == "backward"
+
     def __str__(self) -> str:
         lines = [("operand", str(x)) for x in self.operands]
         if self.result.dtype and self.primitive != "argument":
             lines.append(("result", str(self.result)))
+        if self.leaf and not self.scope:
+            lines.append(("leaf", f"`{self.leaf}`"))
+        texts = self.cause, self.in_float32, self.cure, self.tried, self.left_out, self.guide
+        lines += zip(("cause", "float32", "cure", "tried", "left out", "guide"), texts, strict=True)
+        return "\n".join([self._head(), *(_wrapped(f"  {name:<9}{text}") for name, text in lines if text)])
+
+    def _head(self) -> str:
+        """Returns the first line of a print."""
         heads = {
             "": "no non-finite value was found in the time",
             "argument": f"`{self.source}` is not finite: {self.result}",
             "constant": "the results contain an infinite constant that no op produced",
         }
-        head = (
-            heads.get(self.primitive)
-            or f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self._where()}"
-        )
-        if self.hidden_by:
-            head += f", hidden by {self.hidden_by}"
-        leaf = "" if self.scope else self.leaf
-        names = "cause", "float32", "cure", "tried", "left_out", "guide"
-        lines += [
-            ("leaf", leaf and f"`{leaf}`"),
-            *((x.replace("_", " "), getattr(self, x.replace("float32", "in_float32"))) for x in names),
+        if self.primitive in heads:
+            return heads[self.primitive]
+        parts = [
+            f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self.where}",
+            f"in {self.library}" if self.library else "",
+            f"scope {self.scope}" if self.scope else "",
+            f"iteration {', '.join(map(str, self.iteration))}" if self.iteration else "",
+            f"hidden by {self.hidden_by}" if self.hidden_by else "",
         ]
-        return "\n".join([head, *(_wrapped(f"  {name:<9}{text}") for name, text in lines if text)])
-
-    def _where(self) -> str:
-        where = Location(self.source, self.library, self.scope, self.backward).where
-        where += f", in {self.library}" if self.library else ""
-        where += f", scope {self.scope}" if self.scope else ""
-        return where + (f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else "")
+        return ", ".join(filter(None, parts))
 
 
 def _wrapped(text: str) -> str:
     """Breaks lines, but not in code."""
-    code = re.compile(r"`[^`]*`")
-    text = code.sub(lambda x: x[0].replace(" ", "\0"), text)
+    text = _CODE.sub(lambda x: x[0].replace(" ", "\0"), text)
     text = textwrap.fill(text, 110, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
     return text.replace("\0", " ")
 
 
 def _find(evaluator: Evaluator) -> NonFinite | None:
-    equations = [eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance())]
-    ops = [eqn for eqn in equations if not jx.inner_jaxprs(eqn)]
-    # Op by op, each op of another kind or shape is compiled. A program of many takes less time as a whole.
-    is_large = len({(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in ops}) > _MANY
-    calls = (x for x in map(jx.structure_of, equations) if isinstance(x, jx.Call))
-    is_seen = all(x.is_inline for x in calls)  # all but `shard_map`
-    if is_large and is_seen and evaluator.arrays and _has_no_overflow(evaluator):
+    """Reports what makes the results of a program non-finite; None if they are finite."""
+    if _is_large(evaluator) and _has_no_overflow(evaluator):
         return None
     evaluation = evaluator.run()
     if evaluation.is_stopped:
         node = next(iter(evaluation.nonfinite.values()), None)
-        if node is None:
-            return _unseen(evaluation, len(ops))
-        return _report(evaluation, node, rest="the ops that follow")
+        return _report(evaluation, node, rest="the ops that follow") if node else _unseen(evaluation)
     if evaluation.is_finite:
         return _hidden(evaluation)
     cause = _cause(evaluation)
-    if cause is not None and cause in evaluation.nonfinite:
-        return _report(evaluation, evaluation.nonfinite[cause])
     if cause is None:
-        name, source, text = "constant", "", "search the code for `jnp.inf` and `jnp.nan`"
-        result = next(x.node.values for x in evaluation.results if not x.is_finite)
-    else:
-        array = evaluator.arrays[cause[1]]
-        name, source, result = "argument", evaluator.names[cause[1]], values_of(array)
-        index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
-        text = f"`{source}{[*index] if index else ''}` is {np.asarray(array)[index]}"
-    return NonFinite(name, source, "", "", False, (), (), result, text, _GUIDE + "an-argument-that-is-not-finite")
+        return _constant(evaluation)
+    if cause in evaluation.nonfinite:
+        return _report(evaluation, evaluation.nonfinite[cause])
+    return _argument(evaluator, cause[1])
+
+
+def _is_large(evaluator: Evaluator) -> bool:
+    """Whether to compile a program as a whole first: op by op, each op of another kind or shape is compiled.
+
+    What is in `shard_map` is not seen then.
+    """
+    kinds = {(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in evaluator.ops}
+    is_seen = not jx.holds(evaluator.program, lambda primitive, *_, **params: primitive.name == "shard_map")
+    return len(kinds) > _MANY and is_seen and bool(evaluator.arrays)
 
 
 def _has_no_overflow(evaluator: Evaluator) -> bool:
@@ -261,7 +266,7 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays: Sequence[Any]) -> list[jax.Array]:
-        results = dataclasses.replace(evaluator, arrays=arrays, around=marked).run().results
+        results = evaluator.run(arrays=arrays, around=marked).results
         return [jnp.all(jnp.isfinite(x.value)) for x in results if jx.is_inexact(x.value)]
 
     try:
@@ -272,94 +277,28 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
     return is_finite and not any(found)
 
 
-def _unseen(evaluation: Evaluation, n_ops: int) -> NonFinite:
+def _unseen(evaluation: Evaluation) -> NonFinite:
     """Reports that the time was over before an op made a value non-finite."""
-    n, seconds = len({x.place.key for x in evaluation.nodes if x.eqn}), evaluation.evaluator.clock.max_seconds
+    n, n_ops = len({x.place.key for x in evaluation.nodes if x.eqn}), len(evaluation.evaluator.ops)
+    seconds = evaluation.evaluator.clock.max_seconds
     text = f"nothing became non-finite in the {n:,} of {n_ops:,} ops that were evaluated in {seconds:g} s"
     rest = f"the other {n_ops - n:,} ops: pass a larger `max_seconds`"
-    section = _GUIDE + "how-to-read-the-report"
-    return NonFinite("", "", "", "", False, (), (), NO_VALUES, text, section, left_out=rest)
+    return NonFinite(cause=text, guide=_GUIDE + "how-to-read-the-report", left_out=rest)
 
 
-def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
-    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes.
-
-    Args:
-        evaluation: of the program.
-        node: the result of the op.
-        hider: the first result that is finite again, if all results of the program are finite.
-        rest: what was not evaluated, for lack of time, although it tells whether the infinity is intended.
-    """
-    trials, clock, cure, tried, left_out = Trials(evaluation, node), evaluation.evaluator.clock, "", "", ""
-    cause = diagnose_op(evaluation, trials.node, trials.node in trials.primal)
-    finite_in_float32, sentence, exact = None, "", list[Any]()
-    factor = None if hider else _smaller_loss_scale(evaluation, node)
-    if factor:
-        text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
-        cause = Cause("too-large-a-loss-scale", text)
-    elif rest or clock.is_late:
-        rest = f"{rest}, so this infinity may be intended; " if rest else ""
-        left_out = f"{rest}the program in float32, and cures: the time was over"
-    elif cause.section != CONSTANT:
-        finite_in_float32, sentence, exact = _in_float32(trials)
-        if not rule_of(node.eqn).is_product and not hider:
-            cure, tried, left_out = trials.cure()
-    lines = dict.fromkeys(location_of(place.eqns).source for place in (cause.place or node.place, node.place))
-    for line in lines if finite_in_float32 else ():
-        if not cure:
-            cure, tried, more = lines_in_float32(evaluation.evaluator, exact, [line])
-            left_out = left_out or more
-    read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
-    leaf = next((x for x in (evaluation.evaluator.names[i] for i in read) if x.endswith("]") or "." in x), "")
-    return NonFinite(
-        node.primitive,
-        *location_of(node.place.eqns),
-        node.place.iteration,
-        tuple(x.values for x in node.operands if x.is_floating),
-        node.values,
-        cause.text,
-        _GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
-        cure,
-        tried,
-        leaf,
-        f"`{hider.primitive}` {location_of(hider.place.eqns).where}" if hider else "",
-        finite_in_float32,
-        sentence,
-        left_out,
-    )
+def _constant(evaluation: Evaluation) -> NonFinite:
+    """Reports that a constant made the results non-finite."""
+    result = next(x.node.values for x in evaluation.results if not x.is_finite)
+    text = "search the code for `jnp.inf` and `jnp.nan`"
+    return NonFinite(primitive="constant", result=result, cause=text, guide=_OF_ARGUMENTS)
 
 
-def _cause(evaluation: Evaluation) -> Id | None:
-    """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
-    arguments = {argument_id(i): x for i, x in enumerate(evaluation.evaluator.arrays)}
-    reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
-    candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
-    if candidates:
-        return _first_harmful(evaluation, candidates)
-    # All infinities were considered intended, so one of them is the cause.
-    return next((cause for cause, x in arguments.items() if not values_of(x).is_finite), None)
-
-
-def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
-    """Returns the first candidate that makes a result non-finite, by bisection."""
-
-    def nonfinite(n: int) -> list[np.ndarray]:
-        """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        results = _again(evaluation, allowed=set(candidates[:n])).results
-        return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
-
-    def is_harmful(n: int) -> bool:
-        more = nonfinite(n)
-        return evaluation.evaluator.clock.is_late or any((x & ~y).any() for x, y in zip(more, baseline, strict=True))
-
-    if len(candidates) == 1:
-        return candidates[0]
-    baseline = nonfinite(0)
-    return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
-
-
-def _again(evaluation: Evaluation, **changes: Any) -> Evaluation:
-    return dataclasses.replace(evaluation.evaluator, trip_counts=evaluation.trip_counts, **changes).run()
+def _argument(evaluator: Evaluator, i: int) -> NonFinite:
+    """Reports an argument that is not finite."""
+    array, name = evaluator.arrays[i], evaluator.names[i]
+    index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
+    text = f"`{name}{[*index] if index else ''}` is {np.asarray(array)[index]}"
+    return NonFinite(primitive="argument", source=name, result=values_of(array), cause=text, guide=_OF_ARGUMENTS)
 
 
 def _hidden(evaluation: Evaluation) -> NonFinite | None:
@@ -370,10 +309,10 @@ def _hidden(evaluation: Evaluation) -> NonFinite | None:
             continue
         holds = {node.id, hider.id}
         try:
-            exact = dataclasses.replace(evaluation.evaluator, wide=FLOAT64, holds=holds).run()
+            exact = evaluation.evaluator.run(wide=FLOAT64, holds=holds)
         except Exception:  # a custom primitive may reject other dtypes with any error
             return None
-        traced = _again(evaluation, holds=holds)
+        traced = evaluation.again(holds=holds)
         if exact.is_stopped or traced.is_stopped:
             return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
@@ -399,10 +338,73 @@ def _differ(x: Any, exact: Any) -> bool:
     if not jx.is_inexact(x):
         return jnp.issubdtype(x.dtype, jnp.number) and not np.array_equal(np.asarray(x), np.asarray(exact))
     info = jnp.finfo(x.dtype)
-    slack = float(info.smallest_subnormal if is_low(x.dtype) else info.tiny)
+    slack = float(info.smallest_subnormal if is_low(x) else info.tiny)
     x, exact = (np.asarray(y).astype(np.complex128) for y in (x, exact))
     known = np.isfinite(x) & np.isfinite(exact)
     return bool((np.abs(x - exact) > 0.1 * np.abs(exact) + slack)[known].any())
+
+
+def _cause(evaluation: Evaluation) -> Id | None:
+    """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
+    arguments = {argument_id(i): x for i, x in enumerate(evaluation.evaluator.arrays)}
+    reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
+    candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
+    if candidates:
+        return _first_harmful(evaluation, candidates)
+    # All infinities were considered intended, so one of them is the cause.
+    return next((cause for cause, x in arguments.items() if not values_of(x).is_finite), None)
+
+
+def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
+    """Returns the first candidate that makes a result non-finite, by bisection."""
+
+    def nonfinite(n: int) -> list[np.ndarray]:
+        """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
+        results = evaluation.again(allowed=set(candidates[:n])).results
+        return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
+
+    def is_harmful(n: int) -> bool:
+        more = nonfinite(n)
+        return evaluation.evaluator.clock.is_late or any((x & ~y).any() for x, y in zip(more, baseline, strict=True))
+
+    if len(candidates) == 1:
+        return candidates[0]
+    baseline = nonfinite(0)
+    return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
+
+
+def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
+    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes.
+
+    Args:
+        evaluation: of the program.
+        node: the result of the op.
+        hider: the first result that is finite again, if all results of the program are finite.
+        rest: what was not evaluated, for lack of time, although it tells whether the infinity is intended.
+    """
+    trials, found = Trials(evaluation, node), dict[str, Any]()
+    cause = diagnose_op(evaluation, trials.node, trials.node in trials.primal)
+    factor = None if hider else _smaller_loss_scale(evaluation, node)
+    if factor:
+        text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
+        cause = Cause("too-large-a-loss-scale", text)
+    elif rest or evaluation.evaluator.clock.is_late:
+        rest = f"{rest}, so this infinity may be intended; " if rest else ""
+        found = {"left_out": f"{rest}the program in float32, and cures: the time was over"}
+    elif cause.section != CONSTANT:
+        found = _tried(trials, node, cause, has_cures=not rule_of(node.eqn).is_product and not hider)
+    return NonFinite(
+        **vars(node.place.site),
+        library=lines_of(node.place.eqns)[1],
+        iteration=node.place.iteration,
+        operands=tuple(x.values for x in node.operands if x.is_floating),
+        result=node.values,
+        cause=cause.text,
+        guide=_GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
+        leaf=_leaf(evaluation, node),
+        hidden_by=f"`{hider.primitive}` {hider.place.site.where}" if hider else "",
+        **found,
+    )
 
 
 def _smaller_loss_scale(evaluation: Evaluation, node: Node) -> int | None:
@@ -411,21 +413,31 @@ def _smaller_loss_scale(evaluation: Evaluation, node: Node) -> int | None:
     steps = range(1, math.floor(math.log2(max(*scales, 1.0, 1.0))) + 1)
     if not node.is_backward or not steps:
         return None
-    k = bisect.bisect_left(steps, True, key=lambda k: _again(evaluation, loss_factor=2.0**-k).is_finite)
+    k = bisect.bisect_left(steps, True, key=lambda k: evaluation.again(loss_factor=2.0**-k).is_finite)
     return None if k == len(steps) else steps[k]
+
+
+def _tried(trials: Trials, node: Node, cause: Cause, has_cures: bool) -> dict[str, Any]:
+    """Runs the program in float32, and with cures; returns what passed, as fields of a `NonFinite`."""
+    finite_in_float32, sentence, exact = _in_float32(trials)
+    found: dict[str, Any] = trials.cure() if has_cures else {}
+    lines = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
+    for line in lines if finite_in_float32 else ():
+        if "cure" not in found:
+            found = lines_in_float32(trials.evaluation.evaluator, exact, [line]) | found
+    return found | {"finite_in_float32": finite_in_float32, "in_float32": sentence}
 
 
 def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
     """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
     evaluator, node = trials.evaluation.evaluator, trials.node
-    equations = (eqn for eqn, _ in jx.equations_in(evaluator.program, jx.Provenance()))
-    if not any(is_low(jx.dtype_of(atom)) for eqn in equations for atom in (*eqn.invars, *eqn.outvars)):
+    if not any(is_low(atom) for eqn in evaluator.ops for atom in (*eqn.invars, *eqn.outvars)):
         return False, "the program computes nothing in low precision: precision is not the cause", []
     constants = (x.values for x in nearest(node.operands) if x.is_constant and x.values.infs)
-    if any(x.values.infs for x in node.operands) and any(is_low(np.dtype(x.dtype)) for x in constants):
+    if any(x.values.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
         return None, "", []  # the constant of the code is not known
     try:
-        wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
+        wide = evaluator.run(wide=FLOAT32)
     except Exception:  # a custom primitive may reject other dtypes with any error
         return None, "", []
     if wide.is_finite:
@@ -435,5 +447,12 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
     if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
         return None, "", []
     same, kind = other.key == node.key, "NaN" if other.values.nans else "inf"
-    op = "the same op" if same else f"`{other.primitive}` {location_of(other.place.eqns).where}"
+    op = "the same op" if same else f"`{other.primitive}` {other.place.site.where}"
     return False, f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause", []
+
+
+def _leaf(evaluation: Evaluation, node: Node) -> str:
+    """Returns the nearest leaf of an argument that a value was computed from; empty if there is none."""
+    read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
+    names = (evaluation.evaluator.names[i] for i in read)
+    return next((x for x in names if x.endswith("]") or "." in x), "")

@@ -1,18 +1,21 @@
 """What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
-import functools
+import dataclasses
 import html
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
+
+T = TypeVar("T")
 
 _KERNELS = str(pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels") + os.sep
 
@@ -30,43 +33,23 @@ def check_without_autocast(fun: Any, name: str, cure: str = "") -> None:
         raise TypeError(f"`fun` is already under `autocast`; pass the function without it to `{name}`{cure}")
 
 
-class Location(NamedTuple):
-    """The position of an equation in the user's code.
+def site_of(eqns: Sequence[JaxprEqn]) -> jx.Site:
+    """Returns the site of the last of `eqns`, in the user's code; the others contain it, outermost first."""
+    return dataclasses.replace(jx.Site.at(eqns), source=lines_of(eqns)[0])
 
-    Attributes:
-        source: `file.py:12 (function)`, the innermost line outside of libraries; the innermost line of all if every
-            line belongs to a library, and empty if the equation has no line.
-        library: the innermost line of all, if it differs from `source`; else empty.
-        scope: the named scopes around the equation, such as Flax modules.
-        backward: whether the equation belongs to a backward pass; `source` is then the forward line.
+
+def lines_of(eqns: Sequence[JaxprEqn]) -> tuple[str, str]:
+    """Returns the lines that the last of `eqns` comes from; the others contain it, outermost first.
+
+    Returns:
+        `file.py:12 (function)`, the innermost line outside of libraries; the innermost line of all if every line
+        belongs to a library, and empty if there is no line. And the innermost line of all, if it is another one.
     """
-
-    source: str
-    library: str
-    scope: str
-    backward: bool
-
-    @property
-    def where(self) -> str:
-        """`at file.py:12 (function)`, or `in the backward pass of file.py:12 (function)`."""
-        return ("in the backward pass of " if self.backward else "at ") + (self.source or "an unknown line")
-
-
-def provenance_of(eqns: Sequence[JaxprEqn]) -> jx.Provenance:
-    """Returns the provenance of the last of `eqns`; the others contain it, outermost first."""
-    return functools.reduce(jx.Provenance.of, eqns, jx.Provenance())
-
-
-def location_of(eqns: Sequence[JaxprEqn]) -> Location:
-    """Returns the location of the last of `eqns`; the others contain it, outermost first."""
-    provenance = provenance_of(eqns)
-    # Inside a backward pass, `jax.checkpoint` runs the forward pass again.
-    backward = jx.is_backward(provenance.stack) and not jx.is_recomputed(provenance.stack)
     # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
     frames = next(filter(None, (jx.frames_of(eqn, limit=10_000) for eqn in reversed(eqns))), [])
     innermost = next(map(str, frames), "")
     source = next((str(x) for x in frames if not (x.is_of_library or x.file.startswith(_KERNELS))), innermost)
-    return Location(source, innermost if innermost != source else "", provenance.module, backward)
+    return source, innermost if innermost != source else ""
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -82,6 +65,14 @@ def module_name(path: tuple[Any, ...]) -> str:
 def flat_on_host(x: Any) -> np.ndarray:
     """Returns an array as a float64[size] NumPy array."""
     return np.asarray(jax.device_get(x)).astype(np.float64).ravel()
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Returns items by their keys, in the order in which they come."""
+    groups = defaultdict[Any, list[T]](list)
+    for item in items:
+        groups[key(item)].append(item)
+    return dict(groups)
 
 
 def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str:

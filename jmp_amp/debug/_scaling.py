@@ -9,7 +9,7 @@ import jax
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import transformation, warn
 from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Origins, Unit, UnitAnalysis, describe_unit
-from jmp_amp.debug._report import check_callable, location_of
+from jmp_amp.debug._report import check_callable, site_of
 
 _MAX_ERRORS = 5
 _STILL_SCALED = (
@@ -127,19 +127,19 @@ class _StepAnalysis(UnitAnalysis):
     def error(self, predicate: str, scaled: Unit) -> str:
         """Names the line and the cure."""
         cure = _STILL_SCALED if sum(scaled.powers or ()) > 0 else _NEVER_SCALED
-        return f"{location_of(self.path).where}, the program {predicate}: {cure}"
+        return f"{site_of(self.path).where}, the program {predicate}: {cure}"
 
     def hides(self, flag: Unit) -> Origins:
         """Warns if single gradients are replaced. A step that is skipped by hand replaces all."""
         if flag.finds_nonfinite == "each":
-            self.warnings[f"{location_of(self.path).where}, `step` {_HIDES}"] = None
+            self.warnings[f"{site_of(self.path).where}, `step` {_HIDES}"] = None
         return frozenset()
 
     def infer_equation(self, eqn: Any, operands: list[Unit]) -> list[Unit]:
         """Warns of random numbers that do not depend on the number of the micro-batch."""
         is_random = eqn.primitive.name in ("random_bits", "random_gamma")
         if is_random and MICRO_BATCHES not in operands[0].origins and any(map(_accumulates, self.path)):
-            self.warnings[f"{location_of([*self.path, eqn]).where}, `step` {_SAME_KEY}"] = None
+            self.warnings[f"{site_of([*self.path, eqn]).where}, `step` {_SAME_KEY}"] = None
         return super().infer_equation(eqn, operands)
 
     def enter_loop(self, loop: jx.Loop, operands: list[Unit]) -> list[Unit]:

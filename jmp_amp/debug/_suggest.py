@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
+import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,16 +14,17 @@ from jax.extend.core import JaxprEqn, Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, new_figure, quote, saved, transformation
-from jmp_amp.debug._budget import check_exact, estimate, run_scaled
+from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
+from jmp_amp._formats import Format
+from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
-from jmp_amp.debug._emulation import Emulation
+from jmp_amp.debug._emulation import Emulation, Probe
 from jmp_amp.debug._explain import explain
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
-_MOST = 3  # compilations
+_MOST = 2  # compilations with rules
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -108,85 +110,42 @@ def suggest_rules(
         check_concrete((args, kwargs), "suggest_rules")
         clock = Clock(max_seconds)
 
-        def search(keys: Sequence[Any]) -> _Search:
-            marked = {key for key in keys if isinstance(key, jx.Frame)}
-            rules = [key for key in keys if key not in marked]
+        def emulate(keys: Sequence[Any], value: str) -> Emulation:
+            lines = {key for key in keys if isinstance(key, jx.Frame)}
+            rules = dict.fromkeys((key for key in keys if key not in lines), value)
+            return Emulation(_in_float32(fun, lines), args, kwargs, {**options, "rules": rules}, grad_options)
 
-            def emulate(more: Mapping[Any, str]) -> Emulation:
-                all_rules = {**dict.fromkeys(rules, value), **more}
-                return Emulation(_in_float32(fun, marked), args, kwargs, {**options, "rules": all_rules}, grad_options)
+        def ops() -> Sequence[OpSite]:
+            return explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
 
-            return _Search(emulate, loss_scale, clock)
-
-        value = "full"
-        first = search([])
-        error = first.error([])
-        keys, floor, compilations = list[Any](), math.nan, 1
-        if tol is None or error > tol:
-            rows = explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
-            low = [op for op in rows if op.compute != "float32"]
-            fixed = {(op.module, op.source) for op in low if op.why in _INDEPENDENT_OF_RULES}
-            ops = [op for op in low if op.why not in _INDEPENDENT_OF_RULES]
-            of_float8 = [op._replace(primitive="") for op in ops if op.compute.startswith("float8") and op.module]
-            # A class is no dtype, so a primitive cannot have a rule with the base dtype; modules can.
-            if of_float8 and tol is not None and first.consider(of_float8, form.dtype.name, fixed) <= tol:
-                ops, value = of_float8, form.dtype.name
-            floor = first.consider(ops, value, fixed)
-            limit = 0.0 if tol is None else max(tol, 1.1 * floor)
-            with_lines = tol is not None and value == "full"
-            tried = list[tuple[float, list[Any]]]()
-            for keys in first.choose(limit, with_lines):
-                if not keys or tol is None or clock.is_late:
-                    break
-                # The ops after a rule may be rounded otherwise.
-                program, compilations = search(keys), compilations + 1
-                error = program.error([])
-                if error > limit and compilations < _MOST:
-                    program.consider(ops, value, fixed)
-                    if more := next(program.choose(limit, with_lines)):
-                        tried.append((error, keys))
-                        keys, compilations = [*keys, *more], compilations + 1
-                        error = search(keys).error([])
-                tried.append((error, keys))
-                if error <= limit or compilations == _MOST:
-                    break
-            error, keys = min(tried, key=lambda x: x[0], default=(error, keys))
-        steps = tuple(first.step(keys[:i]) for i in range(len(keys) + 1))
-        is_checked = not keys or compilations > 1 or tol is None
-        rules = {} if tol is None else dict.fromkeys((key for key in keys if not isinstance(key, jx.Frame)), value)
-        left_out = tuple(first.opaque), clock.is_late, is_checked
-        report = SuggestionReport(
-            steps, form.name, tol, error if is_checked else steps[-1].error, floor, compilations, value, *left_out
-        )
-        return Suggestion(rules, report)
+        return _suggested(_Program(emulate, emulate([], "full"), loss_scale, clock), ops, form, tol)
 
     return suggest
 
 
-def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
-    """Returns `fun` with `with amp.full_precision():` around some of its lines."""
-
-    def body_of(jaxpr: Any) -> jx.Body:
-        avals = [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars]
-        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
-
-    def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
-        if not lines.isdisjoint(jx.frames_of(eqn, depth)):
-            with full_precision():
-                return jx.apply_as_traced(eqn, args)
-        structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
-        if run is None or structure is None or getattr(structure, "rule", None):
-            return jx.apply_as_traced(eqn, args)
-        jaxprs = (structure.cond, structure.body) if isinstance(structure, jx.Loop) else structure.jaxprs
-        with jx.versions.origin_of(eqn):
-            return run(eqn, [body_of(jaxpr) for jaxpr in jaxprs if jaxpr is not None], args)
-
-    @functools.wraps(fun, updated=())
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
-        program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
-        return rebuild(jx.evaluate(program, arrays, apply))
-
-    return in_float32 if lines else fun
+def _suggested(
+    program: "_Program", ops: Callable[[], Sequence[OpSite]], form: Format, tol: float | None
+) -> "Suggestion":
+    """Finds the rules for a program that has none, given its ops in the forward pass."""
+    error, floor, keys, n_tried = program.error([]), math.nan, list[Any](), 0
+    if tol is None or error > tol:
+        program = dataclasses.replace(program, ops=ops())
+        if form.float8 is not None and tol is not None:
+            in_base = dataclasses.replace(program, value=form.dtype.name)
+            program = in_base if in_base.keys and in_base.floor <= tol else program
+        floor = program.floor
+        if tol is None:
+            keys = program.choose(program.keys, 0.0)
+        else:
+            keys, error, n_tried = program.search(max(tol, 1.1 * floor))
+    rows = tuple(program.step(keys[:i]) for i in range(len(keys) + 1))
+    opaque, is_late = tuple(program.emulation.opaque), program.clock.is_late
+    is_checked = not keys or n_tried > 0 or tol is None
+    report = SuggestionReport(
+        rows, form.name, tol, error, floor, 1 + n_tried, program.value, opaque, is_late, is_checked
+    )
+    rules = [key for key in keys if tol is not None and not isinstance(key, jx.Frame)]
+    return Suggestion(dict.fromkeys(rules, program.value), report)
 
 
 class Step(NamedTuple):
@@ -285,8 +244,7 @@ class SuggestionReport:
             at = 100 * step.low, step.error
             axes.annotate(_name(step.key), at, (6, -9), textcoords="offset points", fontsize=7)
         axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
-        axes.spines[["top", "right"]].set_visible(False)
-        return saved(figure, path)
+        return finished(figure, path)
 
 
 def _name(key: Any) -> str:
@@ -305,83 +263,66 @@ class Suggestion(NamedTuple):
     report: SuggestionReport
 
 
-class _Search:
-    """A program with some rules, compiled once, and what rounding each rule removes that can be added."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+    """A program with some rules, compiled once, and the rules that can be added to it.
 
-    def __init__(self, emulate: Callable[[Mapping[Any, str]], Emulation], loss_scale: Any, clock: Clock) -> None:
-        self._emulate, self._loss_scale, self._clock, self._program = emulate, loss_scale, clock, emulate({})
-        self.opaque = self._program.opaque
-        self._exact = self._program(0 * self._program.default, 1.0)
-        check_exact(self._exact, self.opaque)
-        self._squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
-        known = math.sqrt(self._squares @ self._program.default) / (np.linalg.norm(self._exact.grads) or 1.0)
-        self._is_smooth = known >= 0.8 * self.error([])
-        self._removes, self._work_of = lambda key: self._program.default > 0, self._program.work
+    Attributes:
+        emulate: compiles the program with other rules, given their keys and their value.
+        emulation: this one. Its roundings can be left out.
+        loss_scale: that of `suggest_rules`.
+        clock: says when to stop.
+        rules: the keys of the rules that it has: patterns of modules, primitives and lines.
+        value: the value of the rules: `"full"`, or the base dtype of a float8 format.
+        ops: those of the forward pass, without rules.
+    """
 
-    def consider(self, ops: Sequence[OpSite], value: str, fixed: Collection[tuple[str, str]]) -> float:
-        """Takes the modules of ops, and their primitives, except those that only move values, as rules to add.
+    emulate: Callable[[Sequence[Any], str], Emulation]
+    emulation: Emulation
+    loss_scale: float | None
+    clock: Clock
+    rules: Sequence[Any] = ()
+    value: str = "full"
+    ops: Sequence[OpSite] = ()
+
+    def search(self, limit: float) -> tuple[list[Any], float, int]:
+        """Compiles the program with sets of rules until its error is small enough.
 
         Returns:
-            The error of the gradient with all of them.
+            The best rules; the error with them; and how often the program was compiled. If that is 0, the error is that
+            of this program without the roundings that the rules remove.
         """
-        rows = self._program.rows
+        tried = list[tuple[float, list[Any]]]()
+        for keys in self._sets(limit):
+            if not keys or self.clock.is_late:
+                break
+            program = self._adding(keys)
+            tried.append((program.error([]), keys))
+            # The ops after a rule may be rounded otherwise.
+            if tried[-1][0] > limit and len(tried) < _MOST and (more := next(program._sets(limit))):
+                tried.append((program._adding(more).error([]), [*keys, *more]))
+            if tried[-1][0] <= limit or len(tried) == _MOST:
+                break
+        error, keys = min(tried, key=lambda x: x[0], default=(self.error(keys), keys))
+        return keys, error, len(tried)
 
-        @functools.cache
-        def removes(key: Any) -> np.ndarray:
-            if isinstance(key, jx.Frame):
-                return is_free & np.array([key in lines for lines in self._program.lines], bool)
-            if isinstance(key, str):
-                matching = parse_rules({key: "full"}).matching
-                return is_free & np.array([bool(matching(row.module)) for row in rows], bool)
-            # What else is float32 with this rule, such as what only these ops read, tracing says.
-            left, removed = Counter(row[:5] for row in self._emulate({key: value}).trace()), []
-            for row in rows:
-                left[row[:5]] -= 1
-                removed.append(left[row[:5]] < 0)
-            return np.array(removed, bool)
+    def _adding(self, keys: Sequence[Any]) -> "_Program":
+        rules = [*self.rules, *keys]
+        return dataclasses.replace(self, rules=rules, emulation=self.emulate(rules, self.value))
 
-        is_selected = np.array([value == "full" or row.dtype.startswith("float8") for row in rows], bool)
-        is_free = is_selected & np.array([(row.module, row.source) not in fixed for row in rows], bool)
-        forward = np.array([row.direction == "forward" for row in rows], bool)
-        moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
-        names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
-        self._keys = dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])
-        self._removes, self._work_of = removes, self._program.work * (is_free & forward)[:, None]
-        removed = is_free if names else functools.reduce(np.logical_or, map(removes, self._keys), is_free & False)
-        return self._error(self._program.default * ~removed)
-
-    def _on(self, keys: Iterable[Any]) -> np.ndarray:
-        return functools.reduce(lambda on, key: on * ~self._removes(key), keys, self._program.default)
-
-    def _error(self, on: np.ndarray) -> float:
-        return relative_error(run_scaled(self._program, on, self._loss_scale)[0].grads, self._exact.grads)
-
-    def error(self, keys: Sequence[Any]) -> float:
-        """Returns the error of the gradient without the roundings that these rules remove."""
-        return self._error(self._on(keys))
-
-    def step(self, keys: Sequence[Any]) -> Step:
-        """Returns the last of some rules, with what they bring."""
-        return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
-
-    def _work(self, keys: Sequence[Any]) -> np.ndarray:
-        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
-        selected = functools.reduce(np.logical_or, map(self._removes, keys), np.zeros(len(self._work_of), bool))
-        return self._work_of[selected].sum(0) / np.maximum(self._work_of.sum(0), 1)
-
-    def choose(self, limit: float, with_lines: bool = False) -> Iterator[list[Any]]:
+    def _sets(self, limit: float) -> Iterator[list[Any]]:
         """Yields sets of rules with which the error is small enough, the best first: of rules, and of lines.
 
         A line must be edited. So it is worse than modules of an eighth of the work of the program, or of at most twice
         its own. Without modules, primitives, which take a trace each, are left for last if lines need less than half.
         """
-        by_line = self._lines(limit) if with_lines else []
-        has_modules = any(isinstance(key, str) for key in self._keys)
+        by_line = self._lines(limit) if self.value == "full" else []
+        has_modules = any(isinstance(key, str) for key in self.keys)
         if by_line and not has_modules and sum(self._work(by_line)) < 1:
             yield by_line
-            yield self._chosen([*self._keys], limit)
+            yield self.choose(self.keys, limit)
             return
-        by_rule = self._chosen([*self._keys], limit)
+        by_rule = self.choose(self.keys, limit)
         factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 1.0
         # Of the FLOPs and of the elements together, which are 2.
         costs_less = by_line and sum(self._work(by_line)) <= factor * (sum(self._work(by_rule)) - 0.25)
@@ -389,36 +330,18 @@ class _Search:
 
     def _lines(self, limit: float) -> list[Any]:
         """Returns lines with which the error is small enough; none if there are none."""
-        lines = sorted(frozenset().union(*self._program.lines))
-        chosen = self._chosen(lines, limit)
+        lines = sorted(frozenset().union(*self.emulation.lines))
+        chosen = self.choose(lines, limit)
         if self.error(chosen) > limit:
             return []
         on, work = self._on(chosen), sum(self._work(chosen))
         callers = [x for x in lines if (self._on([x]) <= on).all() and sum(self._work([x])) <= 1.01 * work]
         return callers[:1] or chosen  # one line may call the others, and little else
 
-    def _gain(self, key: Any, on: np.ndarray) -> float:
-        """Returns the square of the error that the roundings cause which a rule removes.
-
-        If it is not estimated, it is the mean of what they add to no roundings, and to the others.
-        """
-        removed = self._removes(key)
-        if self._is_smooth:
-            return float(self._squares @ (on * removed))
-        first, every, others = (min(self._error(x) ** 2, 1e30) for x in (on * removed, on, on * ~removed))
-        return (first + max(every - others, 0)) / 2
-
-    def _chosen(self, candidates: Sequence[Any], limit: float) -> list[Any]:
-        """Adds rules until the error is small enough, and drops those that are not needed."""
+    def choose(self, candidates: Sequence[Any], limit: float) -> list[Any]:
+        """Returns rules with which the error is small enough: adds the best, and drops those that are not needed."""
         keys, error = list[Any](), self.error([])
-        while error > limit:
-            on, gains = self._on(keys), dict[Any, float]()
-            for key in candidates:
-                if not self._clock.is_late:
-                    gains[key] = self._gain(key, on) / max(sum(self._work([key])), 1e-9)
-            best = max(gains, key=lambda key: gains[key], default=None)
-            if best is None or not gains[best] > 0:
-                break
+        while error > limit and (best := self._best(candidates, self._on(keys))) is not None:
             keys.append(best)
             error = self.error(keys)
         if not limit:
@@ -430,3 +353,128 @@ class _Search:
         patterns = [without_numbers(key) if isinstance(key, str) else key for key in keys]
         merged = list(dict.fromkeys(p if patterns.count(p) > 1 else k for k, p in zip(keys, patterns, strict=True)))
         return merged if len(merged) < len(keys) and self.error(merged) <= limit else keys
+
+    def _best(self, candidates: Sequence[Any], on: np.ndarray) -> Any:
+        """Returns the rule that removes the largest part of the error for its work; None if none removes any."""
+        left = (key for key in candidates if not self.clock.is_late)
+        gains = {key: self._gain(key, on) / max(sum(self._work([key])), 1e-9) for key in left}
+        return max((key for key in gains if gains[key] > 0), key=lambda key: gains[key], default=None)
+
+    def _gain(self, key: Any, on: np.ndarray) -> float:
+        """Returns the square of the error that the roundings cause which a rule removes.
+
+        If it is not estimated, it is the mean of what they add to no roundings, and to the others.
+        """
+        removed = self._removed_by(key)
+        if self._squares is not None:
+            return float(self._squares @ (on * removed))
+        first, every, others = (min(self._error(x) ** 2, 1e30) for x in (on * removed, on, on * ~removed))
+        return (first + max(every - others, 0)) / 2
+
+    @functools.cached_property
+    def keys(self) -> list[Any]:
+        """The modules of the ops that rules change, and their primitives except those that only move values."""
+        ops = [op for op in self.ops if op.compute != "float32" and op.why not in _INDEPENDENT_OF_RULES]
+        if self.value != "full":  # a class is no dtype, so a primitive cannot have a rule with the base dtype
+            return [*dict.fromkeys(op.module for op in ops if op.module and op.compute.startswith("float8"))]
+        moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
+        names = [op.primitive for op in ops if op.primitive in _PRIMITIVES and op.primitive not in moves]
+        return [*dict.fromkeys([*(op.module for op in ops if op.module), *map(_PRIMITIVES.get, names)])]
+
+    @functools.cached_property
+    def floor(self) -> float:
+        """The error of the gradient with all rules."""
+        if any(isinstance(key, Primitive) for key in self.keys):  # each op has one
+            return self._error(self.emulation.default * ~self._is_free)
+        return self.error(self.keys)
+
+    def error(self, keys: Iterable[Any]) -> float:
+        """Returns the error of the gradient without the roundings that these rules remove."""
+        return self._error(self._on(keys))
+
+    def step(self, keys: Sequence[Any]) -> Step:
+        """Returns the last of some rules, with what they bring."""
+        return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
+
+    def _error(self, on: np.ndarray) -> float:
+        exact = self._exact.grads  # whose error comes first
+        return relative_error(run_scaled(self.emulation, on, self.loss_scale)[0].grads, exact)
+
+    @functools.cached_property
+    def _exact(self) -> Probe:
+        """The run without roundings."""
+        return self.emulation.exact()
+
+    @functools.cached_property
+    def _squares(self) -> np.ndarray | None:
+        """The estimated square of the error that each rounding causes; None if that does not explain the error."""
+        squares = np.nan_to_num(estimate([self._exact]), nan=1e30, posinf=1e30)  # an overflow
+        known = math.sqrt(squares @ self.emulation.default) / (np.linalg.norm(self._exact.grads) or 1.0)
+        return squares if known >= 0.8 * self.error([]) else None
+
+    def _work(self, keys: Iterable[Any]) -> np.ndarray:
+        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
+        forward = np.array([row.direction == "forward" for row in self.emulation.rows], bool)
+        work = self.emulation.work * (self._is_free & forward)[:, None]
+        return work[self._removed(keys)].sum(0) / np.maximum(work.sum(0), 1)
+
+    def _on(self, keys: Iterable[Any]) -> np.ndarray:
+        return self.emulation.default * ~self._removed(keys)
+
+    def _removed(self, keys: Iterable[Any]) -> np.ndarray:
+        return functools.reduce(np.logical_or, map(self._removed_by, keys), np.zeros(len(self._is_free), bool))
+
+    @functools.cached_property
+    def _is_free(self) -> np.ndarray:
+        """Which roundings rules may remove, bool[n]."""
+        fixed = {
+            (op.module, op.source) for op in self.ops if op.compute != "float32" and op.why in _INDEPENDENT_OF_RULES
+        }
+        rows = self.emulation.rows
+        is_low = np.array([self.value == "full" or row.dtype.startswith("float8") for row in rows], bool)
+        return is_low & np.array([(row.module, row.source) not in fixed for row in rows], bool)
+
+    @functools.cached_property
+    def _removed_by(self) -> Callable[[Any], np.ndarray]:
+        return functools.cache(self._roundings_of)
+
+    def _roundings_of(self, key: Any) -> np.ndarray:
+        """Returns which roundings a rule removes, bool[n]."""
+        rows = self.emulation.rows
+        if isinstance(key, jx.Frame):
+            return self._is_free & np.array([key in lines for lines in self.emulation.lines], bool)
+        if isinstance(key, str):
+            matching = parse_rules({key: "full"}).matching
+            return self._is_free & np.array([bool(matching(row.module)) for row in rows], bool)
+        # What else is float32 with this rule, such as what only these ops read, tracing says.
+        identity, removed = operator.attrgetter(*FIELDS, "dtype"), list[bool]()
+        left = Counter(map(identity, self.emulate([*self.rules, key], self.value).trace()))
+        for row in rows:
+            left[identity(row)] -= 1
+            removed.append(left[identity(row)] < 0)
+        return np.array(removed, bool)
+
+
+def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
+    """Returns `fun` with `with amp.full_precision():` around some of its lines."""
+
+    def body_of(jaxpr: Any) -> jx.Body:
+        avals = [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars]
+        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
+
+    def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
+        if not lines.isdisjoint(jx.frames_of(eqn, depth)):
+            with full_precision():
+                return jx.apply_as_traced(eqn, args)
+        structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
+        if run is None or structure is None or getattr(structure, "rule", None):
+            return jx.apply_as_traced(eqn, args)
+        with jx.versions.origin_of(eqn):
+            return run(eqn, [body_of(jaxpr) for jaxpr, _ in jx.entries(structure)], args)
+
+    @functools.wraps(fun, updated=())
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
+        return rebuild(jx.evaluate(program, arrays, apply))
+
+    return in_float32 if lines else fun

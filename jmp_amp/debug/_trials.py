@@ -1,6 +1,5 @@
 """Tries cures: runs the program with each, and compares values and gradients with float64."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -17,15 +16,12 @@ from jmp_amp.debug._cures import Part, matches, parts
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, Replacement, precise
 from jmp_amp.debug._expressions import in_users_names, span_of
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
-from jmp_amp.debug._report import location_of
+from jmp_amp.debug._report import site_of
 
 _DEPTH, _MOST_ROOTS, _MOST_TRIALS = 7, 24, 4
 # How much the arguments are moved, and how large they are then at most. -1 moves each the other way than 1 does, so
 # that both signs occur.
 _MOVES = ((0.0, math.inf), (1e-7, math.inf), (1e-2, math.inf), (1.0, 1.0), (-1.0, 1.0))
-
-
-Cured = tuple[str, str, str]  # what to write, what was seen when the program ran so, and what was not tried
 
 
 class Trials:
@@ -57,13 +53,18 @@ class Trials:
         if not self.has_gradient:
             self.targets, self.primal = results, dict.fromkeys((x for x in nodes if not is_derivative(x)), 0)
 
-    def cure(self) -> Cured:
-        """Returns the equal functions with which the program is finite; the first is for the op at hand."""
+    def cure(self) -> dict[str, str]:
+        """Finds equal functions with which the program is finite; the first is for the op at hand.
+
+        Returns:
+            Fields of a `NonFinite`: what to write, and what was seen when the program ran so; or what was not tried.
+        """
         lines, replacements, n_trials, clock = list[str](), list[Replacement](), 0, self.evaluation.evaluator.clock
         for fault in self._faults:
             for copies, text, (old, new) in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
-                    return "", "", f"other formulas than the first {n_trials}{': the time was over' * clock.is_late}"
+                    late = ": the time was over" * clock.is_late
+                    return {"left_out": f"other formulas than the first {n_trials}{late}"}
                 clock.tick("ops and trials")
                 n_trials += 1
                 function = functools.partial(_computed, text)
@@ -73,11 +74,11 @@ class Trials:
                     replacements = tried
                     lines.append(f"use `{new}` in place of `{old}`")
                     if seen:
-                        return "; ".join(lines), seen, ""
+                        return {"cure": "; ".join(lines), "tried": seen}
                     break
             else:
                 break
-        return "", "", ""
+        return {}
 
     def _matches(self, fault: Node) -> Iterator[tuple[list[Part], str, tuple[str, str]]]:
         """Yields the parts near a non-finite op that are equal to formulas and that the user can write otherwise."""
@@ -117,7 +118,7 @@ class Trials:
 
         def values(floats: Sequence[Any]) -> tuple[Any, Any]:
             inputs = jx.combine(is_floating, floats, arrays)
-            kept = dataclasses.replace(evaluator, arrays=inputs, keeps=keeps, **changes).run().kept
+            kept = evaluator.run(arrays=inputs, keeps=keeps, **changes).kept
             outs = [kept[key] for key in keeps]
             return sum(jnp.sum(jnp.real(x).astype(wide or FLOAT32)) for x in outs), outs
 
@@ -153,7 +154,7 @@ class Trials:
             known = [np.where(abs(x - y) <= 0.01 * abs(x), x, z) for x, y, z in zip(*exact[:2], found, strict=True)]
             if (error := max(_error(found[group], known[group]) for group in groups)) < 0.1:
                 return True, f"finite, within {error:.0e} of float64"
-            variant = dataclasses.replace(self.evaluation.evaluator, replacements=replacements).run()
+            variant = self.evaluation.evaluator.run(replacements=replacements)
             roots = {x.root for x in replacements}
             return all(x.values.is_finite for x in variant.nodes if x.key in roots), ""
         except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
@@ -165,17 +166,22 @@ def _computed(text: str, x: Any) -> Any:
     return eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})
 
 
-def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> Cured:
-    """Returns the lines that are enough to compute in float32 for some results: these, and that of the next fault."""
+def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> dict[str, str]:
+    """Finds lines that are enough to compute in float32 for some results: these, and that of the next fault.
+
+    Returns:
+        As for `Trials.cure`.
+    """
     numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
-    region = functools.cache(lambda eqns: location_of(eqns).source.partition(" (")[0] in numbers)
-    run = dataclasses.replace(evaluator, wide=FLOAT32, region=region).run()
+    region = functools.cache(lambda eqns: site_of(eqns).source.partition(" (")[0] in numbers)
+    run = evaluator.run(wide=FLOAT32, region=region)
     if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
         text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
-        return f"compute {' and '.join(lines)} in float32: {text}", f"finite, within {error:.0e} of float32", ""
-    others = [x for x in (location_of(x.place.eqns).source for x in run.nonfinite.values()) if x not in lines]
+        cure = f"compute {' and '.join(lines)} in float32: {text}"
+        return {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
+    others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
     if len(lines) == 2 or not others or run.is_stopped:
-        return "", "", "lines in float32: the time was over" * run.is_stopped
+        return {"left_out": "lines in float32: the time was over"} if run.is_stopped else {}
     return lines_in_float32(evaluator, exact, [*lines, others[0]])
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import check_concrete, new_figure, saved
+from jmp_amp._calls import check_concrete, finished, new_figure
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
@@ -209,7 +209,7 @@ class Underflow:
         rows[-1].set_xlabel("log2 of the magnitude of the unscaled gradients")
         scale = "the scale of each module" if self.loss_scale is None else f"loss scale 2^{np.log2(self.loss_scale):g}"
         figure.suptitle(f"Shaded: the range of {self.dtype} at {scale} (light: subnormal)", size=10)
-        return saved(figure, path)
+        return finished(figure, path)
 
     def _plot_module(self, axes: Any, name: str, counts: Mapping[int | None, int]) -> None:
         limits, largest = _range_of(self.dtype), _largest(counts) or 0
@@ -228,4 +228,4 @@ class Underflow:
         axes.text(
             0.005, 0.9, f"{format_percent(zeros)} zeros" if zeros else "", transform=axes.transAxes, va="top", size=8
         )
-        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["left"].set_visible(False)
