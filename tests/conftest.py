@@ -55,6 +55,8 @@ def compile_once(backend, module, devices, options, host_callbacks):
         return compile_and_load(backend, module, devices, options, host_callbacks)
     key = backend, str(module), devices, options.SerializeAsString()
     if key not in executables:
+        if len(executables) >= 500:  # each maps memory, of which a process has 65,530 parts
+            del executables[next(iter(executables))]
         executables[key] = compile_and_load(backend, module, devices, options, host_callbacks)
     return executables[key]
 
