@@ -78,7 +78,8 @@ def cast_inputs(dtype: Any) -> Callable[[F], F]:
 
 def _call(avals: Sequence[Any], fun: Callable) -> jx.Call:
     """Returns the structure of a call with arguments of these types."""
-    jaxpr = _traced(fun, tuple(avals), lambda: jx.trace(fun, avals))
+    # Only inside `shard_map` do results vary along its axes.
+    jaxpr = _traced(fun, (tuple(avals), jax.sharding.get_abstract_mesh()), lambda: jx.trace(fun, avals))
     closed_over = [x for x in jx.open_jaxpr(jaxpr)[1] if isinstance(x, jax.core.Tracer)]
     if closed_over:
         raise ValueError(

@@ -235,6 +235,19 @@ def sharded(p, x):
     return jax.shard_map(layer, mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec), out_specs=spec)(p, x)
 
 
+def sharded_with_a_bias_of_all(p, x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, same = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def of_shard(p, x, bias):
+        q, k, v = (jnp.reshape(x @ p[name], (*x.shape[:2], 4, -1)) for name in "qkv")
+        scores = jnp.where(forms.causal(q.shape[1], q.shape[1]), forms.scores_of(q, k) + bias, -1e9)
+        return forms.apply_to(jax.nn.softmax(scores), v)
+
+    bias = jnp.outer(x[0, :, 0], x[0, :, 1])
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=(same, spec, same), out_specs=spec)(p, x, bias)
+
+
 def dots(f):
     return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
 
@@ -253,6 +266,7 @@ PROGRAMS = {
     "vmap": (mapped, 1),
     "vmap over batch and heads": (mapped_over_heads, 1),
     "shard_map": (sharded, 1),
+    "shard_map, with a bias of all": (sharded_with_a_bias_of_all, 1),
     "Llama, sharded": (llama, 1),
 }
 
@@ -263,6 +277,15 @@ def test_attention_is_found_wherever_it_stands(name):
     options = check(fun, WEIGHTS, X, calls=calls)
     assert options.get("is_causal", False) or name == "checkpoint with names"
     assert "mask" not in options
+
+
+def test_a_bias_that_all_shards_have_is_differentiated():
+    def loss(fun):
+        return lambda x: jnp.sum(jnp.cos(fun(WEIGHTS, x)))
+
+    fused = amp.autocast(sharded_with_a_bias_of_all, "bfloat16", attention="xla")
+    got, want = (jax.jit(jax.grad(loss(fun)))(X) for fun in (fused, sharded_with_a_bias_of_all))
+    assert jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
 
 
 def test_attention_in_a_loop_that_has_no_gradient_is_found():
