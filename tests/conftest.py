@@ -83,7 +83,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases",
         choices=("third", "others", "all"),
-        help="of the cases of a test that has more than four: a third, the others, or all. A third if no file and no "
+        help="of the cases of a test that has more than three: a third, the others, or all. A third if no file and no "
         "keyword is given, so that `pytest` ends in minutes. CI runs all",
     )
 
@@ -96,7 +96,7 @@ def cases_of(config):
 
 def pytest_report_header(config):
     names = {"third": "a third; all with `pytest --cases all`", "others": "two thirds", "all": "all"}
-    return f"cases of tests that have more than four: {names[cases_of(config)]}"
+    return f"cases of tests that have more than three: {names[cases_of(config)]}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config, items):
             if (sweep := item.get_closest_marker("sweep")) and i % sweep.args[0]:
                 item.add_marker("slow")
         quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
-        third = set(quick if len(quick) < 5 else quick[::3])
+        third = set(quick if len(quick) < 4 else quick[::3])
         parts["third"] |= third
         parts["others"] |= set(quick) - third
     if (chosen := cases_of(config)) != "all":
