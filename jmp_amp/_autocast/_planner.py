@@ -12,7 +12,17 @@ from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_trace
 from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
-from jmp_amp._autocast._primitives import ORIGINAL, RULES, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule
+from jmp_amp._autocast._primitives import (
+    ORIGINAL,
+    RULES,
+    Demand,
+    EqnInfo,
+    OpClass,
+    ResultKind,
+    Rule,
+    find_rule,
+    rule_of,
+)
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
@@ -54,7 +64,7 @@ class Planner:
 
     def rule_of(self, eqn: JaxprEqn) -> Rule:
         """Returns the rule for a first-order equation."""
-        return find_rule(eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars], self._rules)
+        return rule_of(eqn, self._rules)
 
     def infos_of(self, jaxpr: Jaxpr) -> list[EqnInfo]:
         """Returns the facts of each equation of an open jaxpr."""
