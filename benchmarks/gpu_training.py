@@ -4,9 +4,12 @@
     python benchmarks/gpu_training.py --tiny         # the programs alone, on any machine
 
 Each row is a process of its own, so that none sees the memory of another. `--rows` keeps what was measured in a file
-and measures only what is not in it, so that several short runs make one page. Torch is left out where it is missing.
+and measures only what is not in it, so that several short runs make one page. `--jobs` compiles rows side by side; they
+are timed one after the other. Torch is left out where it is missing.
 """
 
+import concurrent.futures
+import fcntl
 import itertools
 import json
 import os
@@ -15,6 +18,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
@@ -140,11 +144,19 @@ def random_arrays(tree, seed):
     return jax.tree.unflatten(structure, [one(i, shape) for i, shape in enumerate(leaves)])
 
 
+def compile_beside_others():
+    """Returns a function that waits until all that called this have compiled, and no other one is timed."""
+    lock = (pathlib.Path(tempfile.gettempdir()) / "jmp_amp_gpu.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lambda: fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def measure(model, variant, tiny):
     """Seconds a step, peak bytes, library and device, as a dictionary."""
     case, _, _, full, small = MODELS[model]
     sizes = small if tiny else full
     what, precision = VARIANTS[variant]
+    wait_for_turn = compile_beside_others()
     if not tiny:
         # The row would be one of bfloat16, or of the attention of the model.
         warnings.filterwarnings("error", ".* has no (float8 units|units for blocks of float8)|.* refuses attention")
@@ -163,6 +175,9 @@ def measure(model, variant, tiny):
         def peak():
             return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
+    step()
+    wait()
+    wait_for_turn()
     for _ in range(WARMUP):
         step()
     wait()
@@ -179,21 +194,24 @@ def measure(model, variant, tiny):
 
 def in_a_process(model, variant, tiny):
     command = [sys.executable, __file__, "--measure", model, variant, *(["--tiny"] if tiny else [])]
-    run = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves room for others
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
         errors = [line for line in run.stderr.splitlines() if "Error" in line or "Warning: " in line]
         return {"error": (errors or ["failed"])[-1][:100]}
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def measured(only, tiny, file):
+def measured(only, tiny, file, jobs):
     """Returns the figures: those in the file, and those measured now."""
     figures = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
     known = {(one["model"], one["variant"]) for one in figures}
-    for key in itertools.product(MODELS, VARIANTS):
-        has_none = "attention" in key[1] and "GPT" not in key[0]
-        if key not in known and not has_none and re.search(only, ": ".join(key)):
-            figures.append(dict(zip(("model", "variant"), key, strict=True)) | in_a_process(*key, tiny))
+    all_rows = [key for key in itertools.product(MODELS, VARIANTS) if "GPT" in key[0] or "attention" not in key[1]]
+    missing = [key for key in all_rows if key not in known and re.search(only, ": ".join(key))]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        found = pool.map(lambda key: in_a_process(*key, tiny), missing)
+        for (model, variant), of_row in zip(missing, found, strict=True):
+            figures.append({"model": model, "variant": variant} | of_row)
             print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
             if file:
                 with file.open("a") as lines:
@@ -228,13 +246,14 @@ def values(figures, field):
 def main():
     parser = arguments(__doc__, "the rows whose 'MODEL: VARIANT' this regular expression is found in")
     parser.add_argument("--rows", type=pathlib.Path, help="keep the figures in this file, and measure what it lacks")
+    parser.add_argument("--jobs", type=int, default=1, help="the number of rows that compile side by side")
     parser.add_argument("--tiny", action="store_true", help="run tiny models, to try the programs; times mean nothing")
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "VARIANT"), help="measure one here, and print JSON")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(*options.measure, options.tiny)))
         return
-    figures = measured(options.only, options.tiny, options.rows)
+    figures = measured(options.only, options.tiny, options.rows, options.jobs)
     devices, libraries = " and one ".join(values(figures, "device")), " and ".join(values(figures, "library"))
     opening = f"{WHY}\n\nMeasured on one {devices} with {libraries}, by `benchmarks/gpu_training.py`."
     notes = NOTES.format(repeats=REPEATS, steps=STEPS, warmup=WARMUP)
