@@ -82,7 +82,7 @@ WARMUP, REPEATS, STEPS = 3, 5, 10
 WHY = """How long a train step takes on a GPU, and how much memory it needs. For you: autocast takes the time of casts
 by hand, within 2%. A step in float32 takes 1.6 to 2 times that with TF32, and 5 times without. With
 `attention="cudnn"`, an unchanged GPT-2 small takes 0.69 of the time of casts by hand, and 0.36 with 4,096 tokens: 1.15
-to 1.18 times the time of compiled torch. A wider GPT with cuDNN's attention takes 0.98 times that, in float8 0.86."""
+to 1.18 times the time of compiled torch. A wider GPT takes 0.98 times that, unchanged and in float8 0.86."""
 NOTES = """
 A step is loss, gradients, unscale, check, AdamW, with donated state; the median of {repeats} blocks of {steps} steps,
 after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and activations in float16, norms, softmax
@@ -91,9 +91,9 @@ AdamW, its attention by `scaled_dot_product_attention`. The models in JAX write 
 memory, but for the rows with cuDNN's attention: there `jax.nn.dot_product_attention(implementation="cudnn")` reads
 queries, keys and values in 16 bits, by a decorator in the model. With `attention="cudnn"` the model has no decorator.
 Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2 small and ResNet-50 are as with
-bfloat16: none of their products is large enough to gain. A row that is missing, such as those of mxfp8, was not
-measured. Compare rows of one table: each is one GPU's, but for the row with a decorator on an H100, which is of another
-one. Where the host is late, as in steps of ResNet-50, a row says so by its spread.
+bfloat16: none of their products is large enough to gain. A row that is missing was not measured: mxfp8 needs a Blackwell
+GPU. Compare rows of one table: each is of one run on one GPU, but for the row with a decorator on an H100, which is of
+another. Where the host is late, as in some steps of ResNet-50, a row says so by its spread.
 """
 
 
