@@ -91,9 +91,9 @@ AdamW, its attention by `scaled_dot_product_attention`. The models in JAX write 
 memory, but for the rows with cuDNN's attention: there `jax.nn.dot_product_attention(implementation="cudnn")` reads
 queries, keys and values in 16 bits, by a decorator in the model. With `attention="cudnn"` the model has no decorator.
 Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2 small and ResNet-50 are as with
-bfloat16: none of their products is large enough to gain. A row that is missing was not measured: mxfp8 needs a Blackwell
-GPU. Compare rows of one table: each is of one run on one GPU, but for the row with a decorator on an H100, which is of
-another. Where the host is late, as in some steps of ResNet-50, a row says so by its spread.
+bfloat16: none of their products is large enough to gain. A row that is missing was not measured; mxfp8 needs a
+Blackwell GPU. Compare rows of one table: each is of one run on one GPU, but for the row with a decorator on an H100,
+which is of another. Where the host is late, as in some steps of ResNet-50, a row says so by its spread.
 """
 
 

@@ -394,8 +394,8 @@ def test_decisions_that_roundings_flip_are_rows_with_their_line(name):
 
 def test_what_a_custom_derivative_computes_in_the_backward_pass_has_its_scope():
     program = jax.make_jaxpr(amp.grad(amp.autocast(relus)))(W, X)
-    found = [at for eqn, at in jx.equations_in(program, jx.Provenance()) if eqn.primitive.name == "select_n"]
-    assert {at.module for at in found if jx.is_backward(at.stack)} == set("abc")
+    found = [jx.Site.at(eqns) for eqns in jx.equations_in(program) if eqns[-1].primitive.name == "select_n"]
+    assert {at.module for at in found if at.direction != "forward"} == set("abc")
 
 
 def test_when_it_is_late_the_decisions_that_are_left_share_one_run_by_their_flips():

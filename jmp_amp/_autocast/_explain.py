@@ -145,17 +145,19 @@ def explain_call(
         why_forward = f"with respect to {by} ({type(error).__name__}: {what})"
     whole, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program))
-    steps = list(_steps(whole, jx.Provenance()))
+    steps = list(_steps(whole))
     forward = [
-        _forward_site(planner, settings.format, plan, step, origin)
-        for plan, step, origin in steps
+        _forward_site(planner, settings.format, plan, step, eqns)
+        for plan, step, eqns in steps
         if not step.inner and any(map(jx.is_floating, (*step.eqn.invars, *step.eqn.outvars)))
     ]
-    backward = [_backward_site(planner, eqn, origin) for eqn, origin in equations if jx.is_backward(origin.stack)]
-    casts = sum(origin.times for eqn, origin in equations if _is_cast(eqn))
+    backward = [_backward_site(planner, eqns) for eqns in equations if jx.direction_of(eqns) != "forward"]
+    casts = sum(math.prod(map(jx.runs_of, outer)) for *outer, eqn in equations if _is_cast(eqn))
     sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
-    for keeper, line in dict.fromkeys([(step.keeper, origin.source) for _, step, origin in steps if step.keeper]):
+    for keeper, line in dict.fromkeys(
+        [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
+    ):
         scans[keeper].append(line)
     kept, attention = None if why_forward else _kept(program), list(map(_attention_site, found))
     return sites, attention, casts, kept, dict(scans), why_forward
@@ -169,16 +171,15 @@ def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
     return {i % n + offset for i in numbers}
 
 
-def _steps(plan: Plan, outer: jx.Provenance) -> Iterator[tuple[Plan, Step, jx.Provenance]]:
-    """Yields the steps of a plan and of the plans inside it, each with its plan and its provenance."""
+def _steps(plan: Plan, *outer: JaxprEqn) -> Iterator[tuple[Plan, Step, Sequence[JaxprEqn]]]:
+    """Yields the steps of a plan and of the plans in it: its plan, itself, and its equation behind those around it."""
     for step in plan.steps:
-        origin = outer.of(step.eqn)
-        yield plan, step, origin
+        yield plan, step, (*outer, step.eqn)
         for inner in step.inner:
-            yield from _steps(inner, origin.inside(step.eqn))
+            yield from _steps(inner, *outer, step.eqn)
 
 
-def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, provenance: jx.Provenance) -> OpSite:
+def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, eqns: Sequence[JaxprEqn]) -> OpSite:
     """Returns the site of an op; `top` is the format of the whole program."""
     eqn, rule, form = step.eqn, planner.rule_of(step.eqn), step.region.format
     forced = step.region.why if form is not top else ""
@@ -202,7 +203,7 @@ def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, provena
     elif rule.kind is ResultKind.QUOTIENT and _has_small_divisor(planner, plan, eqn.invars):
         why = "small divisor"
     inputs = [value.dtype for value in compress(values, is_float)]
-    site = dataclasses.replace(provenance.site(eqn), direction="forward")  # also of a gradient in the program
+    site = dataclasses.replace(jx.Site.at(eqns), direction="forward")  # also of a gradient in the program
     return _op_site(site, eqn, rule, forced or why, inputs, str(compute), results)
 
 
@@ -224,7 +225,8 @@ def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) ->
     return False
 
 
-def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpSite | None:
+def _backward_site(planner: Planner, eqns: Sequence[Any]) -> OpSite | None:
+    eqn = eqns[-1]
     results = [(var, jx.dtype_of(var)) for var in eqn.outvars if jx.is_floating(var)]
     if not results or jx.inner_jaxprs(eqn):
         return None
@@ -233,7 +235,7 @@ def _backward_site(planner: Planner, eqn: Any, provenance: jx.Provenance) -> OpS
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))
-    return _op_site(provenance.site(eqn), eqn, planner.rule_of(eqn), "derivative", inputs, compute, results)
+    return _op_site(jx.Site.at(eqns), eqn, planner.rule_of(eqn), "derivative", inputs, compute, results)
 
 
 def _op_site(site: jx.Site, eqn: Any, rule: Rule, why: str, inputs: Any, compute: str, outs: Any) -> OpSite:
@@ -241,13 +243,9 @@ def _op_site(site: jx.Site, eqn: Any, rule: Rule, why: str, inputs: Any, compute
     floating = [dtype for var, dtype in outs if jx.is_floating(var)]
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     chosen: dict[str, Any] = {"inputs": tuple(map(str, inputs)), "compute": compute, "output": str(output)}
-    nbytes = sum(_nbytes(var, dtype) for var, dtype in outs if hasattr(dtype, "itemsize"))
-    costs: dict[str, Any] = {"flops": site.runs * flops_of(eqn), "bytes": site.runs * nbytes}
+    sizes = [math.prod(jx.shape_of(var) or ()) * getattr(dtype, "itemsize", 0) for var, dtype in outs]
+    costs: dict[str, Any] = {"flops": site.runs * flops_of(eqn), "bytes": site.runs * sum(sizes)}
     return OpSite(**vars(site), op_class=rule.op_class.value, why=why, **chosen, **costs)
-
-
-def _nbytes(var: Any, dtype: Any) -> int:
-    return math.prod(jx.shape_of(var) or ()) * dtype.itemsize
 
 
 def flops_of(eqn: Any) -> int:
@@ -280,7 +278,7 @@ def _kept(program: Any) -> dict[str, int]:
     saved = [var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars if var in read]
     kept: Counter[str] = Counter()
     for var in filter(jx.is_floating, saved):
-        kept[str(jx.dtype_of(var))] += _nbytes(var, jx.dtype_of(var))
+        kept[str(jx.dtype_of(var))] += jx.nbytes_of(var)
     return dict(kept)
 
 

@@ -30,6 +30,11 @@ class Overrides:
     primitives: Rules = dataclasses.field(compare=False)
     scopes: Mapping[str, Format] = dataclasses.field(compare=False)
 
+    @property
+    def table(self) -> Rules:
+        """The rules of all primitives, by name."""
+        return {**RULES, **self.primitives}
+
     def matching(self, path: str) -> list[str]:
         """Returns the patterns that match a scope or one around it."""
         starts = [i for i, c in enumerate("/" + path) if c == "/"]

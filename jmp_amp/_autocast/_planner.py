@@ -12,17 +12,7 @@ from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_trace
 from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
-from jmp_amp._autocast._primitives import (
-    ORIGINAL,
-    RULES,
-    Demand,
-    EqnInfo,
-    OpClass,
-    ResultKind,
-    Rule,
-    find_rule,
-    rule_of,
-)
+from jmp_amp._autocast._primitives import ORIGINAL, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
@@ -34,7 +24,7 @@ class Planner:
 
     def __init__(self, plan_higher_order: Callable[..., Step], options: Options) -> None:
         """Takes a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
-        self._rules: Mapping[str, Any] = {**RULES, **options.overrides.primitives}
+        self._rules = options.overrides.table
         self._plan_higher_order = plan_higher_order
         self.options = options
         self.knowledge = Knowledge(self.infos_of, constant, constants)
@@ -118,12 +108,10 @@ class Planner:
 
     def hides_products(self, eqn: JaxprEqn) -> bool:
         """Whether an equation without a rule holds products, which stay as they were traced."""
-
-        def is_product(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-            return find_rule(primitive, params, avals, self._rules).op_class is OpClass.LOWER
-
-        is_known = eqn.primitive.name in self._rules or jx.structure_of(eqn) is not None
-        return not is_known and any(jx.holds(inner, is_product) for inner in jx.inner_jaxprs(eqn))
+        if eqn.primitive.name in self._rules or jx.structure_of(eqn) is not None:
+            return False
+        inside = (each for inner in jx.inner_jaxprs(eqn) for *_, each in jx.equations_in(inner))
+        return any(self.rule_of(each).op_class is OpClass.LOWER for each in inside)
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""

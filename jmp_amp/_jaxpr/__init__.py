@@ -3,7 +3,7 @@
 from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._dataflow import Backward, Forward
 from jmp_amp._jaxpr._hoist import hoist, run_loop
-from jmp_amp._jaxpr._source import Frame, Provenance, Site, equations_in, frames_of, marked, marks_in, scope_path
+from jmp_amp._jaxpr._source import Frame, Site, direction_of, frames_of, marked, marks_in, scope_path
 from jmp_amp._jaxpr._structures import (
     HIGHER_ORDER,
     Body,
@@ -13,6 +13,7 @@ from jmp_amp._jaxpr._structures import (
     Loop,
     Structure,
     entries,
+    equations_in,
     holds,
     inner_jaxprs,
     run_inline,
@@ -31,6 +32,7 @@ from jmp_amp._jaxpr._trace import (
     is_floating,
     is_inexact,
     is_reference,
+    nbytes_of,
     retyped,
     shape_of,
     split_arrays,

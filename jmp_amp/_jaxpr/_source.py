@@ -2,19 +2,20 @@
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._jaxpr._structures import inner_jaxprs, runs_of
-from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_backward, is_of_derivative, is_recomputed, open_jaxpr, scopes_of
+from jmp_amp._jaxpr._structures import runs_of
+from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_backward, is_of_derivative, is_recomputed, scopes_of
 
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)")
 
@@ -109,8 +110,10 @@ class Site:
     @staticmethod
     def at(eqns: Sequence[JaxprEqn]) -> "Site":
         """Returns the site of the last of `eqns`; the others contain it, outermost first."""
-        *outer, eqn = eqns
-        return functools.reduce(lambda at, each: at.of(each).inside(each), outer, Provenance()).of(eqn).site(eqn)
+        module = functools.reduce(scope_path, [eqn.source_info.name_stack for eqn in eqns], "")
+        # What JAX traced once for all its callers has no line of its own.
+        source = next((str(frame) for eqn in reversed(eqns) for frame in frames_of(eqn)), "")
+        return Site(eqns[-1].primitive.name, direction_of(eqns), module, source, math.prod(map(runs_of, eqns[:-1])))
 
     @property
     def where(self) -> str:
@@ -119,51 +122,7 @@ class Site:
         return f"{before} {self.source or 'an unknown line'}"
 
 
-class Provenance(NamedTuple):
-    """Where an equation comes from, and how often it runs.
-
-    Attributes:
-        stack: its name stack, with those of the equations around it.
-        module: the named scopes in it.
-        source: the line of the user's code.
-        times: how often it runs.
-    """
-
-    stack: str = ""
-    module: str = ""
-    source: str = ""
-    times: int = 1
-
-    def of(self, eqn: JaxprEqn) -> "Provenance":
-        """Returns the provenance of an equation of this jaxpr."""
-        # What JAX traced once for all its callers has no source of its own.
-        names = eqn.source_info.name_stack
-        source = next(map(str, frames_of(eqn)), self.source)
-        return Provenance(f"{self.stack}/{names}", scope_path(self.module, names), source, self.times)
-
-    @property
-    def direction(self) -> str:
-        """The direction of a `Site`."""
-        if not is_backward(self.stack):
-            return "forward"
-        return "recomputed" if is_recomputed(self.stack) else "backward"
-
-    def site(self, eqn: JaxprEqn) -> Site:
-        """Returns the site of an equation that has this provenance."""
-        return Site(eqn.primitive.name, self.direction, self.module, self.source, self.times)
-
-    def inside(self, eqn: JaxprEqn) -> "Provenance":
-        """Returns the provenance of the jaxprs in an equation that has this one."""
-        return self._replace(times=self.times * runs_of(eqn))
-
-
-_OUTERMOST = Provenance()
-
-
-def equations_in(jaxpr: Any, outer: Provenance = _OUTERMOST) -> Iterator[tuple[JaxprEqn, Provenance]]:
-    """Yields all equations of a jaxpr with their provenance, those inside other equations included."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        provenance = outer.of(eqn)
-        yield eqn, provenance
-        for inner in inner_jaxprs(eqn):
-            yield from equations_in(inner, provenance.inside(eqn))
+def direction_of(eqns: Sequence[JaxprEqn]) -> str:
+    """Returns the direction of the site of the last of `eqns`; the others contain it, outermost first."""
+    stack = "/".join(str(eqn.source_info.name_stack) for eqn in eqns)
+    return ("recomputed" if is_recomputed(stack) else "backward") if is_backward(stack) else "forward"

@@ -1,6 +1,6 @@
 """How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -164,13 +164,17 @@ def runs_of(eqn: JaxprEqn) -> Any:
     return structure.length if isinstance(structure, Loop) and structure.length is not None else 1
 
 
+def equations_in(jaxpr: Any, *outer: JaxprEqn) -> Iterator[tuple[JaxprEqn, ...]]:
+    """Yields all equations of a jaxpr, those inside other equations behind `outer` and these, the outermost first."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield (*outer, eqn)
+        for inner in inner_jaxprs(eqn):
+            yield from equations_in(inner, *outer, eqn)
+
+
 def holds(jaxpr: Any, selects: Callable[..., bool]) -> bool:
     """Whether a jaxpr, or one inside it, has an equation whose primitive, types and parameters are selected."""
-    return any(
-        selects(eqn.primitive, *[atom.aval for atom in eqn.invars], **eqn.params)
-        or any(holds(inner, selects) for inner in inner_jaxprs(eqn))
-        for eqn in open_jaxpr(jaxpr)[0].eqns
-    )
+    return any(selects(e.primitive, *[atom.aval for atom in e.invars], **e.params) for *_, e in equations_in(jaxpr))
 
 
 def _call(param: str, is_inline: bool = True, rule: str | None = None) -> Callable[[JaxprEqn], Call]:

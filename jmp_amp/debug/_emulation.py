@@ -192,11 +192,11 @@ class Emulation:
         if not self._program.out_avals[1:]:
             raise TypeError(NO_GRADIENTS)
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
-        atoms = [atom for eqn, _ in jx.equations_in(exact) for atom in eqn.invars]
+        atoms = [atom for *_, eqn in jx.equations_in(exact) for atom in eqn.invars]
         numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
         with np.errstate(over="ignore"):
             self._numbers = {(dtype, float(x.astype(dtype))): float(x) for x in numbers for dtype in _LOW}
-        equations = [eqn for eqn, _ in jx.equations_in(self._program)]
+        equations = [eqn for *_, eqn in jx.equations_in(self._program)]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
@@ -390,7 +390,7 @@ class Emulation:
             lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
             if is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not rule.is_cast and jx.Site.at(place.eqns).direction == "forward":
+            elif lowered and not rule.is_cast and jx.direction_of(place.eqns) == "forward":
                 outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -146,7 +147,7 @@ class Evaluator:
     @property
     def ops(self) -> list[JaxprEqn]:
         """The equations of the program that hold no others."""
-        return [eqn for eqn, _ in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
+        return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
 
     def run(self, **changes: Any) -> "Evaluation":
         """Evaluates the program, with other attributes."""
@@ -252,7 +253,9 @@ class Evaluation:
         node = Node(values, place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
         node.is_constant = bool(reads) and all(x.is_constant for x in reads)
-        node.is_backward = any(x.is_backward for x in reads) or (place is not None and _is_backward(place))
+        node.is_backward = any(x.is_backward for x in reads) or (
+            place is not None and jx.direction_of(place.eqns) == "backward"
+        )
         for x in reads:
             x.readers.append(node)
         self.nodes.append(node)
@@ -300,7 +303,7 @@ class Evaluation:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if not self._is_traced:
-                times = (provenance.times for _, provenance in jx.equations_in(loop.body))
+                times = (math.prod(map(jx.runs_of, outer)) for *outer, _ in jx.equations_in(loop.body))
                 is_long = loop.length is None or loop.length * sum(times) > _LONG
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts and not is_split:
@@ -489,11 +492,6 @@ def _where(predicate: Any, new: Any, old: Any) -> Any:
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
     """Whether an equation multiplies the loss, or the cotangent of the loss, by the scale of `amp.value_and_grad`."""
     return eqn.primitive.name == "mul" and LOSS_SCALE in jx.marks_in(eqn.source_info.name_stack)
-
-
-def _is_backward(place: Place) -> bool:
-    stack = "/".join(str(eqn.source_info.name_stack) for eqn in place.eqns)
-    return jx.Provenance(stack).direction == "backward"
 
 
 def _zero_nonfinite(x: Any) -> jax.Array:
