@@ -13,7 +13,7 @@ import models
 from autocast_cost import autocast, measure
 from report import arguments, head, report, row
 
-from jmp_amp._autocast import RULES, Rule, _api, _planner, _rewrites
+from jmp_amp._autocast import RULES, Rule, _api, _options, _rewrites
 from jmp_amp._autocast._primitives import ResultKind
 
 CASES = {
@@ -39,7 +39,7 @@ def changed(change):
     def each(rule):
         return change(rule) if isinstance(rule, Rule) else lambda params, avals: change(rule(params, avals))
 
-    return patched(_planner, "RULES", {name: each(rule) for name, rule in RULES.items()})
+    return patched(_options, "RULES", {name: each(rule) for name, rule in RULES.items()})
 
 
 def without_biases(rule):

@@ -82,7 +82,7 @@ WARMUP, REPEATS, STEPS = 3, 5, 10
 WHY = """How long a train step takes on a GPU, and how much memory it needs. For you: autocast takes the time of casts
 by hand, within 2%. A step in float32 takes 1.6 to 2 times that with TF32, and 5 times without. With
 `attention="cudnn"`, an unchanged GPT-2 small takes 0.69 of the time of casts by hand, and 0.36 with 4,096 tokens: 1.15
-to 1.18 times the time of compiled torch. A wider GPT takes 0.98 times that, unchanged and in float8 0.86."""
+to 1.18 times the time of compiled torch. A wider GPT takes 0.98 times the time of torch; unchanged, in float8, 0.86."""
 NOTES = """
 A step is loss, gradients, unscale, check, AdamW, with donated state; the median of {repeats} blocks of {steps} steps,
 after {warmup}. "By hand" is `benchmarks/models.py` with a dtype: products and activations in float16, norms, softmax
