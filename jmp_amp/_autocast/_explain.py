@@ -159,8 +159,8 @@ def explain_call(
         [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
     ):
         scans[keeper].append(line)
-    kept, attention = None if why_forward else _kept(program), list(map(_attention_site, found))
-    return sites, attention, casts, kept, dict(scans), why_forward
+    attention = [AttentionSite(**vars(jx.Site.at(each.eqns)), kernel=each.kernel, why=each.why) for each in found]
+    return sites, attention, casts, None if why_forward else _kept(program), dict(scans), why_forward
 
 
 def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
@@ -264,11 +264,6 @@ def flops_of(eqn: Any) -> int:
 def _widest(dtypes: Sequence[Any]) -> np.dtype:
     """Returns the floating dtype with the most bits."""
     return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
-
-
-def _attention_site(found: Found) -> AttentionSite:
-    """Returns where a softmax is, and what became of it."""
-    return AttentionSite(**vars(jx.Site.at(found.eqns)), kernel=found.kernel, why=found.why)
 
 
 def _kept(program: Any) -> dict[str, int]:

@@ -318,7 +318,5 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(*group, *args))
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)
-def _shared_cast(x: Any, dtype: Any) -> Any:
-    """Casts an array. JAX differentiates all casts of the same types once."""
-    return lax.convert_element_type(x, dtype)
+# Likewise, JAX differentiates all casts of the same types once.
+_shared_cast = jax.jit(lax.convert_element_type, static_argnums=1, inline=jx.versions.INLINE)
