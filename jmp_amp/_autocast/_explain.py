@@ -155,9 +155,8 @@ def explain_call(
     casts = sum(math.prod(map(jx.runs_of, outer)) for *outer, eqn in equations if _is_cast(eqn))
     sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
-    for keeper, line in dict.fromkeys(
-        [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
-    ):
+    lines = [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
+    for keeper, line in dict.fromkeys(lines):
         scans[keeper].append(line)
     attention = [AttentionSite(**vars(jx.Site.at(each.eqns)), kernel=each.kernel, why=each.why) for each in found]
     return sites, attention, casts, None if why_forward else _kept(program), dict(scans), why_forward
