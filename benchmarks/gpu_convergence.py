@@ -6,7 +6,8 @@
 Trains on the source code of the packages that Python has here, in tokens of byte pairs; needs `tokenizers` and
 `matplotlib`. Each run is a process of its own, one after the other, and ends early where its loss rose at three
 evaluations in a row. `--rows` keeps what was measured in a file, so that the runs of several sizes make one page, which
-`--out` writes on any machine. `--data` keeps the tokens in a folder.
+`--out` writes on any machine. A run that was cut keeps its rows until you delete them. `--data` keeps the tokens
+in a folder.
 """
 
 import functools
@@ -196,14 +197,15 @@ def tables(rows):
     for runs in sizes(rows):
         steps = sorted({step for run in runs.values() for step in run})
         last = [run[max(run)] for run in runs.values()]
-        base = next(iter(runs.values()))
-        less = [f"{run[max(base)]['loss'] - base[max(base)]['loss']:+.4f}" for run in runs.values()]
+        base, *others = runs.values()
+        end = max(base)
+        less = [f"{run[end]['loss'] - base[end]['loss']:+.4f}" if end in run else "" for run in others]
         yield f"{tokens_of_runs(runs):,} tokens:"
         yield ""
         yield from head("step", *runs)
         for step in steps[::2]:
             yield row(f"{step:,}", *(f"{run[step]['loss']:.3f}" if step in run else "" for run in runs.values()))
-        yield row(f"step {max(base):,}, less float32", "", *less[1:])
+        yield row(f"step {end:,}, less float32", "", *less)
         yield row("minutes of training", *(f"{one['seconds'] / 60:.2f}" for one in last))
         yield row("skipped steps", *(f"{one['skipped']:.0f}" for one in last))
         scales = zip(runs.values(), last, strict=True)

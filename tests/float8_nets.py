@@ -6,7 +6,7 @@ import numpy as np
 from rounding import error
 
 from jmp_amp._float8._product import SCALE_PRIMITIVE
-from jmp_amp._jaxpr import inner_jaxprs, runs_of
+from jmp_amp._jaxpr import equations_in, runs_of
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -27,11 +27,7 @@ def assert_agrees(low, fun, args, value, gradient):
     assert error(got_grads, grads) < gradient
 
 
-def scales_computed(jaxpr, times=1):
+def scales_computed(jaxpr):
     """Returns how often scales of weights are computed; those in a `while`, 100 times."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        count += times * (eqn.primitive.name == SCALE_PRIMITIVE)
-        for inner in inner_jaxprs(eqn):
-            count += scales_computed(inner, times * (100 if eqn.primitive.name == "while" else runs_of(eqn)))
-    return count
+    found = [eqns for eqns in equations_in(jaxpr) if eqns[-1].primitive.name == SCALE_PRIMITIVE]
+    return sum(runs_of(eqns) * 100 ** sum(eqn.primitive.name == "while" for eqn in eqns) for eqns in found)

@@ -36,9 +36,16 @@ def test_a_model_is_trained_in_each_precision(tmp_path):
     assert (tmp_path / "img" / "gpu_convergence.png").exists()
 
     rows = tmp_path / "rows"
-    rest = [line for line in rows.read_text().splitlines() if not ("float32" in line and '"step": 10,' in line)]
-    rows.write_text("\n".join(rest))
-    page = page_of("gpu_convergence.py", tmp_path)  # of a run that was stopped: nothing runs again
+
+    def page_of_stopped(run):  # nothing runs again
+        rest = [line for line in rows.read_text().splitlines() if not (run in line and '"step": 10,' in line)]
+        rows.write_text("\n".join(rest))
+        return page_of("gpu_convergence.py", tmp_path)
+
+    page = page_of_stopped("not scaled")
+    (last,) = (line for line in page.splitlines() if line.startswith("| step 10, less float32 |"))
+    assert last.endswith(" |  |")
+    page = page_of_stopped("float32, TF32 on")
     assert "| 8 | " in page
     assert "| 10 |  | " in page
     assert "| step 9, less float32 |" in page

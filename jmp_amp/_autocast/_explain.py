@@ -152,7 +152,7 @@ def explain_call(
         if not step.inner and any(map(jx.is_floating, (*step.eqn.invars, *step.eqn.outvars)))
     ]
     backward = [_backward_site(planner, eqns) for eqns in equations if jx.direction_of(eqns) != "forward"]
-    casts = sum(math.prod(map(jx.runs_of, outer)) for *outer, eqn in equations if _is_cast(eqn))
+    casts = sum(jx.runs_of(eqns) for eqns in equations if _is_cast(eqns[-1]))
     sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
     lines = [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]

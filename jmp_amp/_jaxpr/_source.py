@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import re
@@ -113,7 +112,7 @@ class Site:
         module = functools.reduce(scope_path, [eqn.source_info.name_stack for eqn in eqns], "")
         # What JAX traced once for all its callers has no line of its own.
         source = next((str(frame) for eqn in reversed(eqns) for frame in frames_of(eqn)), "")
-        return Site(eqns[-1].primitive.name, direction_of(eqns), module, source, math.prod(map(runs_of, eqns[:-1])))
+        return Site(eqns[-1].primitive.name, direction_of(eqns), module, source, runs_of(eqns))
 
     @property
     def where(self) -> str:

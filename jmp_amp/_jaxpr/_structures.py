@@ -1,5 +1,6 @@
 """How an equation holds jaxprs: the operands that each reads, how often each runs, and how it is run with others."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -158,10 +159,10 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     return inside
 
 
-def runs_of(eqn: JaxprEqn) -> Any:
-    """Returns how often an equation runs each of its jaxprs; 1 if that is not known."""
-    structure = structure_of(eqn)
-    return structure.length if isinstance(structure, Loop) and structure.length is not None else 1
+def runs_of(eqns: Sequence[JaxprEqn]) -> Any:
+    """Returns how often the last of `eqns` runs; the others contain it. A loop of unknown length counts once."""
+    loops = [structure for structure in map(structure_of, eqns[:-1]) if isinstance(structure, Loop)]
+    return math.prod([1 if loop.length is None else loop.length for loop in loops])
 
 
 def equations_in(jaxpr: Any, *outer: JaxprEqn) -> Iterator[tuple[JaxprEqn, ...]]:
