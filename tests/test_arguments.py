@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jmp_amp as amp
-from jmp_amp import _jaxpr as jx
+from jmp_amp.debug._report import as_jit_takes
 
 X = np.linspace(-1, 1, 512, dtype=np.float32).reshape(16, 32)
 
@@ -71,13 +71,13 @@ TAKES = {
 def test_a_number_that_a_function_needs_as_one_stays(name):
     fun, expected, if_needed = TAKES[name]
     for arrays, options in ((expected, {}), (if_needed, {"if_needed": True})):
-        (state, n, _), _ = jx.as_jit_takes(fun, ({"n": 3, "flag": True, "name": "a"}, 2, X), {}, **options)
+        (state, n, _), _ = as_jit_takes(fun, ({"n": 3, "flag": True, "name": "a"}, 2, X), {}, **options)
         assert (isinstance(state["n"], jax.Array), isinstance(n, jax.Array)) == arrays
         assert state["flag"] is True
 
 
 def test_arguments_without_numbers_are_not_traced():
     args, kwargs = (X, True, "a"), {"x": None}
-    taken = jx.as_jit_takes(pytest.fail, args, kwargs)
+    taken = as_jit_takes(pytest.fail, args, kwargs)
     assert taken[0] is args
     assert taken[1] is kwargs

@@ -112,9 +112,7 @@ def explain_call(
         arguments, or None if the program has no derivative; the lines of the scans, by who decides what their backward
         pass keeps; and why there is no derivative, or an empty string.
     """
-    args, kwargs = jx.as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
-    n_args = len(args)
-    fun, args = unbound(fun, args)
+    (fun, args), n_args = unbound(fun, args), len(args)
     chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
     calls: list[tuple[Plan, Sequence[Found]]] = []
     autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))

@@ -23,7 +23,6 @@ from jmp_amp._jaxpr._structures import (
 from jmp_amp._jaxpr._trace import (
     Cache,
     apply_as_traced,
-    as_jit_takes,
     as_type,
     bind,
     combine,

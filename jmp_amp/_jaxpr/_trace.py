@@ -6,7 +6,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -168,43 +168,6 @@ def trace_call(
     # Only arrays are leaves of these; JAX names them as in the call.
     args, kwargs = jax.tree.map(traced, (args, kwargs))
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
-
-
-def as_jit_takes(
-    fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *also: type, if_needed: bool = False
-) -> tuple[Any, Any]:
-    """Returns the arguments of a call as `jax.jit` takes them: Python numbers in them, but for bools, are arrays.
-
-    An argument that is a number itself stays one, as with `static_argnums`, unless `fun` raises for it. All numbers
-    stay if `fun` raises for these arrays, too, as for the size of a shape.
-
-    Args:
-        fun: the function. If there are numbers, it is traced.
-        args: its arguments.
-        kwargs: likewise.
-        also: more types of leaves that count as arrays.
-        if_needed: whether the numbers stay if `fun` takes them.
-    """
-
-    def is_number(x: Any) -> bool:
-        return isinstance(x, int | float | complex | np.number) and not isinstance(x, bool)
-
-    if not any(map(is_number, jax.tree.leaves((args, kwargs)))):
-        return args, kwargs
-    # A path has an entry for `args` or `kwargs`, one for the argument, and others for what is inside of it.
-    for depth in (math.inf, 2, 1) if if_needed else (2, 1):
-        try:
-            changed = jax.tree.map_with_path(
-                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x,
-                (args, kwargs),
-            )
-            trace_call(fun, *changed, *also)
-            return changed
-        except (ArithmeticError, AttributeError, TypeError):  # of numbers, or of arrays in their place
-            pass
-        except Exception:
-            break
-    return args, kwargs
 
 
 def with_constants_as_inputs(jaxpr: Any) -> Any:

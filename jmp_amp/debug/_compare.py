@@ -23,7 +23,7 @@ from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, is_low
-from jmp_amp.debug._report import check_without_autocast, flat_on_host, format_table, module_name
+from jmp_amp.debug._report import as_jit_takes, check_without_autocast, flat_on_host, format_table, module_name
 
 R = TypeVar("R")
 
@@ -128,7 +128,7 @@ def compare(
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
-        args, kwargs = jx.as_jit_takes(fun, args, kwargs, if_needed=True)
+        args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
         wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
         exact, _ = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
         if not _all_grads(exact).size:

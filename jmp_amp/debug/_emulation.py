@@ -25,6 +25,7 @@ from jmp_amp._loss_scale import value_and_grad
 from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
+from jmp_amp.debug._report import as_jit_takes
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
@@ -173,7 +174,7 @@ class Emulation:
         self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
         self._decided_by: dict[Id, int] = {}  # the switch of each decision
         self.opaque = dict[str, None]()
-        self._arrays, rebuild = jx.split_arrays(jx.as_jit_takes(fun, args, kwargs, if_needed=True))
+        self._arrays, rebuild = jx.split_arrays(as_jit_takes(fun, args, kwargs, if_needed=True))
         settings = parse_settings(**{**options, "save": "all"})
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
         self._lowered = settings.format.dtype if rounds_float32 else None

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import REASONS, RULES, AttentionSite, OpSite, Rule, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
-from jmp_amp.debug._report import check_callable, format_table, grouped, html_table, without_numbers
+from jmp_amp.debug._report import as_jit_takes, check_callable, format_table, grouped, html_table, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _ATTENTION = ("module", "kernel", "why", "runs", "source")
@@ -80,6 +81,7 @@ def explain(
         def explain_again(**options: Any) -> PrecisionReport:
             return explain(fun, argnums=argnums, **options)(*args, **kwargs)
 
+        args, kwargs = as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
         sites, attention, casts, kept, scans, why = explain_call(fun, settings, args, kwargs, argnums)
         form = settings.format.name
         return PrecisionReport(tuple(sites), tuple(attention), form, casts, kept, scans, why, explain_again)

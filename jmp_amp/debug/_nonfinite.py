@@ -22,7 +22,7 @@ from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import NO_VALUES, Id, Node, Place, Values, argument_id, is_low, nearest, values_of
-from jmp_amp.debug._report import check_callable, lines_of
+from jmp_amp.debug._report import as_jit_takes, check_callable, lines_of
 from jmp_amp.debug._trials import Trials, lines_in_float32
 
 _MANY = 100  # different ops; a program of more is run as a whole first
@@ -99,7 +99,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         clock = Clock(max_seconds)
         with emulated():
-            args, kwargs = jx.as_jit_takes(fun, args, kwargs, np.floating)
+            args, kwargs = as_jit_takes(fun, args, kwargs, np.floating)
             program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(

@@ -2,14 +2,16 @@
 
 import dataclasses
 import html
+import math
 import os
 import pathlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -31,6 +33,43 @@ def check_without_autocast(fun: Any, name: str, cure: str = "") -> None:
     check_callable(fun, name)
     if hasattr(fun, "autocast_of"):
         raise TypeError(f"`fun` is already under `autocast`; pass the function without it to `{name}`{cure}")
+
+
+def as_jit_takes(
+    fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *also: type, if_needed: bool = False
+) -> tuple[Any, Any]:
+    """Returns the arguments of a call as `jax.jit` takes them: Python numbers in them, but for bools, are arrays.
+
+    An argument that is a number itself stays one, as with `static_argnums`, unless `fun` raises for it. All numbers
+    stay if `fun` raises for these arrays, too, as for the size of a shape.
+
+    Args:
+        fun: the function. If there are numbers, it is traced.
+        args: its arguments.
+        kwargs: likewise.
+        also: more types of leaves that count as arrays.
+        if_needed: whether the numbers stay if `fun` takes them.
+    """
+
+    def is_number(x: Any) -> bool:
+        return isinstance(x, int | float | complex | np.number) and not isinstance(x, bool)
+
+    if not any(map(is_number, jax.tree.leaves((args, kwargs)))):
+        return args, kwargs
+    # A path has an entry for `args` or `kwargs`, one for the argument, and others for what is inside of it.
+    for depth in (math.inf, 2, 1) if if_needed else (2, 1):
+        try:
+            changed = jax.tree.map_with_path(
+                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x,
+                (args, kwargs),
+            )
+            jx.trace_call(fun, *changed, *also)
+            return changed
+        except (ArithmeticError, AttributeError, TypeError):  # of numbers, or of arrays in their place
+            pass
+        except Exception:
+            break
+    return args, kwargs
 
 
 def site_of(eqns: Sequence[JaxprEqn]) -> jx.Site:

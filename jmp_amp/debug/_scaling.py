@@ -9,7 +9,7 @@ import jax
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import transformation, warn
 from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Origins, Unit, UnitAnalysis, describe_unit
-from jmp_amp.debug._report import check_callable, site_of
+from jmp_amp.debug._report import as_jit_takes, check_callable, site_of
 
 _MAX_ERRORS = 5
 _STILL_SCALED = (
@@ -85,7 +85,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
-        args, kwargs = jx.as_jit_takes(step, args, kwargs, jax.ShapeDtypeStruct)
+        args, kwargs = as_jit_takes(step, args, kwargs, jax.ShapeDtypeStruct)
         program, arrays, rebuild = jx.trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
         # The loss scale of each `LossScaleState`, by its position among the arrays.
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
