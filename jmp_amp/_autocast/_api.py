@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._attention import Found, name_of, with_kernel
+from jmp_amp._autocast._attention import Found, check_kernel, name_of, with_kernel
 from jmp_amp._autocast._higher_order import plan_higher_order
-from jmp_amp._autocast._options import Options, check_kernel, parse_rules
+from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, Demand
@@ -375,8 +375,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
 def _warn(plan: Plan, options: Options, found: Sequence[Found]) -> None:
     """Warns of what a kernel refuses, of patterns that match no scope, and of products that stay as traced."""
     for why in dict.fromkeys([each.why for each in found if each.is_refused]):
-        name = name_of(options.attention)
-        warn(f"`{name}` refuses attention of the function, which stays as it is written: {why}")
+        warn(f"`{name_of(options.attention)}` refuses attention of the function, which stays as it is written: {why}")
     matched = {pattern for scope in plan.scopes for pattern in options.overrides.matching(scope)}
     for pattern in options.overrides.scopes.keys() - matched:
         scopes = sorted(filter(None, plan.scopes))

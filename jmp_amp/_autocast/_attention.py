@@ -1,7 +1,8 @@
 """Puts calls of a kernel in place of the attention in a program."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jmp_amp._autocast._plan import Region
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._softmax import EXPONENTIALS, Values
-from jmp_amp._calls import warn
+from jmp_amp._calls import quote, warn
 from jmp_amp._formats import Format
 
 
@@ -377,6 +378,26 @@ def _rewritten(jaxpr: Any, *args: Any) -> tuple[Any, list[Found]]:
 
     new, found = _programs(opened, (tuple(map(id, consts)), args, jax.sharding.get_abstract_mesh()), rewrite)
     return new or jaxpr, found
+
+
+def check_kernel(attention: Any) -> None:
+    """Checks the argument `attention`.
+
+    Raises:
+        TypeError: it is neither a string nor a function that can be hashed.
+        ValueError: a string is not an `implementation` that this version of JAX has.
+    """
+    if attention is None or (callable(attention) and isinstance(attention, Hashable)):
+        return
+    hint = typing.get_type_hints(jax.nn.dot_product_attention)["implementation"]  # `Literal["xla", "cudnn"] | None`
+    names = [name for each in typing.get_args(hint) for name in typing.get_args(each)]
+    if attention not in names:
+        shown = ", ".join([f'"{name}"' for name in names])
+        raise (ValueError if isinstance(attention, str) else TypeError)(
+            f"`attention` must be None, an implementation of `jax.nn.dot_product_attention` ({shown}), or a function "
+            f"with its signature that can be hashed, got {quote(attention)}; for a kernel of another library write "
+            "`attention=kernel`, the function itself"
+        )
 
 
 def with_kernel(jaxpr: Any, planner: Planner, region: Region) -> tuple[Any, list[Found]]:

@@ -2,11 +2,9 @@
 
 import dataclasses
 import fnmatch
-import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend.core import Primitive
 
@@ -118,26 +116,6 @@ def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
     if op_class is OpClass.FOLLOW and rule.op_class is not OpClass.FOLLOW and several:
         op_class = OpClass.PROMOTE  # all operands of an op must have one dtype
     return rule._replace(op_class=op_class)
-
-
-def check_kernel(attention: Any) -> None:
-    """Checks the argument `attention`.
-
-    Raises:
-        TypeError: it is neither a string nor a function that can be hashed.
-        ValueError: a string is not an `implementation` that this version of JAX has.
-    """
-    if attention is None or (callable(attention) and isinstance(attention, Hashable)):
-        return
-    hint = typing.get_type_hints(jax.nn.dot_product_attention)["implementation"]  # `Literal["xla", "cudnn"] | None`
-    names = [name for each in typing.get_args(hint) for name in typing.get_args(each)]
-    if attention not in names:
-        shown = ", ".join([f'"{name}"' for name in names])
-        raise (ValueError if isinstance(attention, str) else TypeError)(
-            f"`attention` must be None, an implementation of `jax.nn.dot_product_attention` ({shown}), or a function "
-            f"with its signature that can be hashed, got {quote(attention)}; for a kernel of another library write "
-            "`attention=kernel`, the function itself"
-        )
 
 
 def format_in(name_stack: Any) -> Format | None:
