@@ -1,6 +1,7 @@
 """The engine that passes facts through jaxprs: each body is read once for the same facts, and lattices are lattices."""
 
 import collections
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,11 @@ from jax import lax
 from jaxprs import dtypes
 
 import jmp_amp as amp
-from jmp_amp._autocast._analyses import (
-    NOTHING,
-    Demands,
-    Knowledge,
-    Moment,
-    Squares,
-    ValueFacts,
-)
+from jmp_amp._autocast._analyses import Demands, Knowledge
 from jmp_amp._autocast._paths import Paths
 from jmp_amp._autocast._planner import _PlanBuilder
 from jmp_amp._autocast._primitives import ORIGINAL, RULES, Demand, EqnInfo
+from jmp_amp._autocast._values import NOTHING, Moment, Squares, ValueFacts
 from jmp_amp._jaxpr import Forward, structure_of
 
 X = jnp.ones((4, 4))
@@ -29,6 +24,8 @@ W = jnp.eye(4) / 2
 
 KNOWN = st.builds(
     ValueFacts,
+    st.sampled_from([None, 1.0, 2.0]),
+    st.sampled_from([math.inf, 1.0, 2.0**-20]),
     st.sampled_from([1.0, 4.0, 2.0**20]),
     st.booleans(),
     st.sampled_from(Squares),

@@ -5,13 +5,12 @@ backward, from its results, and finds what the readers of each value demand of i
 of them knows dtypes, nor the names of primitives: they ask the `Rule` of each op.
 """
 
-import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,63 +19,8 @@ from jax.extend.core import Jaxpr, Literal
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._paths import InfosOf, Paths
 from jmp_amp._autocast._primitives import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
+from jmp_amp._autocast._values import CONSTANT, NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of
 from jmp_amp._formats import Format
-
-
-class Squares(enum.IntEnum):
-    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
-
-    NO = 0
-    SQUARE = 1  # each element is a square: `x * x`
-    SUM = 2  # each element is a sum of squares: `x2 = jnp.sum(x * x, -1)`
-    NORM = 3  # each element is the square root of a sum of squares, or its reciprocal: `jnp.sqrt(x2)`
-    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares: `x @ x.T`
-
-
-class Moment(enum.IntEnum):
-    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
-
-    NO = 0
-    PAIR = 1  # a multiplication of two arrays: `x * y`
-    PRODUCT = 2  # a product of matrices, or a convolution: `blur(x)`
-    SECOND = 3  # such a product of a multiplication: `blur(x * y)`
-    SQUARED = 4  # a multiplication of two such products: `blur(x) * blur(y)`
-
-
-class ValueFacts(NamedTuple):
-    """What is known of a value. Each field is False, 0 or 1 where nothing is known.
-
-    `join` takes the larger one, the smaller one of `is_constant` and `is_whole`, and all bits of `carry`.
-
-    Attributes:
-        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
-            `q * 1e3 * 1e4` it is 1e7, and so is that of the product that reads it.
-        is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
-        squares: how it is made of squares.
-        moment: how it is made of products.
-        is_constant: whether it is made of constants only, as `jnp.linspace(-20, 20, 255)`.
-        is_whole: whether it holds whole numbers, as `jax.nn.one_hot(ids, n)`.
-        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it, as the
-            residual `b - a @ jnp.linalg.solve(a, b)`.
-        carry: what is demanded of the next value of the carry that it is: `Demand.TERM` of an accumulator, moved or
-            not, as `h` in `h + x`; `Demand.RECURRENCE` of a state that the loop replaces with products and sums of
-            itself, and of what is made of it: `x` in `a @ x`.
-        multiplies_slices: whether it was made by multiplying parts of one array, as `gate[:-1] * gate[1:]` in an
-            associative scan.
-    """
-
-    size: float = 1.0
-    is_log: bool = False
-    squares: Squares = Squares.NO
-    moment: Moment = Moment.NO
-    is_constant: bool = False
-    is_whole: bool = False
-    is_solution: bool = False
-    carry: int = Demand.NONE
-    multiplies_slices: bool = False
-
-
-NOTHING, _CONSTANT = ValueFacts(), ValueFacts(is_constant=True)
 
 
 class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
@@ -84,27 +28,27 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     bottom = NOTHING
 
-    def __init__(self, infos_of: InfosOf, constant: Callable[..., Any], constants: Callable[..., Any]) -> None:
-        """Takes functions that describe the equations of an open jaxpr, a literal, and the constants of a jaxpr."""
+    def __init__(self, infos_of: InfosOf) -> None:
+        """Takes a function that describes the equations of an open jaxpr."""
         super().__init__(infos_of)
         self.paths = Paths(infos_of)
-        self._constant, self._constants = constant, constants
 
     def constant(self, x: Any) -> ValueFacts:
         """Returns what is known of a literal."""
-        return self._constant(x).known
+        return constant(x).known
 
     def constants(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Sequence[ValueFacts]:
         """Returns what is known of the constants of an open jaxpr."""
-        return [value.known for value in self._constants(jaxpr, consts)]
+        return [value.known for value in constants(jaxpr, consts)]
 
     def join(self, a: ValueFacts, b: ValueFacts) -> ValueFacts:
         """Returns what is known of a value that is either of two."""
         if a == b:
             return a
         is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
-        larger = ValueFacts._make(map(max, a, b))
-        return larger._replace(carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
+        larger = ValueFacts._make([a.scalar if a.scalar == b.scalar else None, *map(max, a[1:], b[1:])])
+        least = min(a.least, b.least) if is_constant else math.inf
+        return larger._replace(least=least, carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
@@ -120,7 +64,11 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
-        eqn, rule = info.eqn, info.rule
+        eqn, rule, scalars = info.eqn, info.rule, [known.scalar for known in operands]
+        # `-1e9` is known however it was written: `-jnp.float32(10) ** 9`, or `jnp.finfo(x.dtype).min / 2`.
+        if rule.fold is not None and None not in scalars:
+            with np.errstate(all="ignore"):
+                return [facts_of(np.asarray(rule.fold(*map(np.float32, scalars)), np.float32))]
         floating = [pair for pair in zip(operands, eqn.invars, strict=True) if jx.dtype_of(pair[1]) in _FLOATING]
         read = [known for known, _ in floating]
         passes_on = rule.passes_on or rule.is_linear
@@ -128,7 +76,9 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         is_solution = any(each.is_solution for each in read) and passes_on and not is_norm
         carry = joined([each.carry for each in read])
+        is_moved = rule.moves and all(each.is_constant for each in read)
         known = ValueFacts(
+            least=min([each.least for each in read], default=math.inf) if is_moved else math.inf,
             size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, floating),
             is_log=is_log or rule.kind is ResultKind.LOGARITHM,
             squares=_squares(info, operands),
@@ -145,7 +95,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        return _CONSTANT if known.is_constant else NOTHING
+        return CONSTANT if known.is_constant else NOTHING
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 

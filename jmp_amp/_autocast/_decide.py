@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
@@ -14,7 +13,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
 from jmp_amp._autocast._primitives import Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
-from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, magnitudes, merged_magnitudes, widest
+from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, widest
 from jmp_amp._formats import FLOAT32
 
 
@@ -116,7 +115,7 @@ def _why_float32(op: Context, values: Sequence[Value]) -> str:
     arrays = [value for value in values if value.origin is not Origin.SCALAR]
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
     low = op.region.format.dtype
-    if op.overflows or any(value.exceeds(low) or (is_low and not value.fits(low)) for value in values):
+    if op.overflows or any(value.overflows(low) or (is_low and not value.fits(low)) for value in values):
         return "constant"
     return "readers" if is_low else "rule"
 
@@ -149,9 +148,10 @@ def _is_exact(op: Context) -> bool:
     if not op.rule.scales or op.region.format.needs_loss_scale:
         return False
     array, factor = op.values
-    if op.rule.kind is ResultKind.PRODUCT and array.scalar is not None:
+    if op.rule.kind is ResultKind.PRODUCT and array.known.scalar is not None:
         array, factor = factor, array
-    return array.origin is Origin.PRODUCT and factor.scalar is not None and abs(math.frexp(factor.scalar)[0]) == 0.5
+    number = factor.known.scalar
+    return array.origin is Origin.PRODUCT and number is not None and abs(math.frexp(number)[0]) == 0.5
 
 
 def _joins_stream(op: Context) -> bool:
@@ -183,8 +183,8 @@ def for_promotion(op: Context) -> Sequence[Value]:
 
     def widens(value: Value, shape: tuple[int, ...] | None) -> bool:
         if value.origin is Origin.SCALAR:
-            if shape == result == ():
-                return value.scalar is None  # a scalar variable is as wide as the other scalar, a known number is not
+            if shape == result == ():  # a scalar variable is as wide as the other scalar, a known number is not
+                return value.known.scalar is None
             return value.filled and rule.arithmetic and shape == result
         return value.origin is not Origin.INPUT or not any(map(value.axes[0].issubset, features))
 
@@ -223,20 +223,17 @@ def describe_results(op: Context, operands: Sequence[Any]) -> tuple[Value, ...]:
         operands: the dtypes that its operands are cast to.
     """
     eqn, rule, values = op.info.eqn, op.rule, op.values
-    pairs = zip(values, eqn.invars, strict=True)
-    scalars = all(value.origin is Origin.SCALAR and jx.shape_of(atom) == () for value, atom in pairs)
+    scalars = all(x.origin is Origin.SCALAR and jx.shape_of(a) == () for x, a in zip(values, eqn.invars, strict=True))
     eligible = list(compress(operands, op.is_float32))
     outs = []
     for i, var in enumerate(eqn.outvars):
         is_scalar = scalars and jx.shape_of(var) == ()
         out = _moved(op, var) if rule.moves else Value(None, Origin.SCALAR) if is_scalar else _computed(op)
-        out = out._replace(
-            dtype=_result_dtype(op, i, operands, eligible),
-            data_dtype=_data_dtype(op, var, lambda value: value.as_data().dtype),
-            stream_dtype=_data_dtype(op, var, op.stream_dtype) if op.options.has_low_stream else None,
-            save_cast=rule.moves and all(value.save_cast for value in values),
-        )
-        outs.append(_folded(op, out) if is_scalar and jx.dtype_of(var) == FLOAT32 else out)
+        dtype = _result_dtype(op, i, operands, eligible)
+        data_dtype = _data_dtype(op, var, lambda value: value.as_data().dtype)
+        stream_dtype = _data_dtype(op, var, op.stream_dtype) if op.options.has_low_stream else None
+        save_cast = rule.moves and all(value.save_cast for value in values)
+        outs.append(out._replace(dtype=dtype, data_dtype=data_dtype, stream_dtype=stream_dtype, save_cast=save_cast))
     return tuple(outs)
 
 
@@ -250,21 +247,19 @@ def _result_dtype(op: Context, i: int, operands: Sequence[Any], eligible: Sequen
 
 
 def _moved(op: Context, var: Var) -> Value:
-    """Returns the origin and the magnitudes of the result of an op that moves values."""
+    """Returns the origin of the result of an op that moves values."""
     eqn, values = op.info.eqn, op.values
     origin, shape = max((value.origin for value in values), default=Origin.SCALAR), jx.shape_of(var) or ()
     floating = [i for i, atom in enumerate(eqn.invars) if jx.dtype_of(atom) == FLOAT32]
-    magnitudes = merged_magnitudes([values[i] for i in floating])
     if origin is Origin.SCALAR:
-        return Value(None, origin, magnitudes, filled=bool(varying(shape)))
+        is_filled = all(x.filled or not varying(jx.shape_of(a)) for x, a in zip(values, eqn.invars, strict=True))
+        return Value(None, origin, filled=is_filled and bool(varying(shape)))
     axes = _moved_axes(op, floating[0], shape) if len(floating) == 1 else (None,)
     if origin is Origin.INPUT:
         along = varying(shape) if axes[0] is None else axes[0]
-        return Value(None, origin, magnitudes, axes=(along,)) if along else Value(None, Origin.SCALAR, magnitudes)
+        return Value(None, origin, axes=(along,)) if along else Value(None, Origin.SCALAR)
     known = tuple(each for each in axes if each is not None)
-    if origin.takes_bias and known:
-        return Value(None, origin, axes=known)
-    return Value(None, Origin.COMPUTED, magnitudes)
+    return Value(None, origin, axes=known) if origin.takes_bias and known else Value(None)
 
 
 def _moved_axes(op: Context, i: int, after: tuple[int, ...]) -> tuple[Axes | None, ...]:
@@ -295,19 +290,6 @@ def _computed(op: Context) -> Value:
         axes = functools.reduce(lambda a, b: tuple(x | y for x in a for y in b), (value.axes for value in products))
         return Value(None, Origin.SUM, axes=axes)
     return Value(None)
-
-
-def _folded(op: Context, out: Value) -> Value:
-    """Computes a scalar from known scalars on the host.
-
-    So `-1e9` is known however it was written: `-jnp.float32(10) ** 9`, or `jnp.finfo(x.dtype).min / 2`.
-    """
-    fold, known = op.info.rule.fold, [value.scalar for value in op.values]
-    if fold is None or None in known:
-        return out
-    with np.errstate(all="ignore"):
-        scalar = np.asarray(fold(*map(np.float32, known)), np.float32)
-    return out._replace(magnitudes=magnitudes(scalar), scalar=float(scalar))
 
 
 def _data_dtype(op: Context, var: Var, dtype: Callable[[Value], Any]) -> Any:

@@ -109,9 +109,7 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     def plan_body(carry: Values) -> Plan:
         return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)
 
-    carry, plan = _plan_carries(
-        plan_body, inputs[first:last], op.info.eqn.invars[loop.carry], streams, op.region.format.dtype
-    )
+    carry, plan = _plan_carries(plan_body, op, loop, known[first:last], streams)
     conds = [
         planner.plan(cond, _known_as((*values[loop.cond_consts], *carry), known), tuple(map(Use, demands)), op.region)
         for cond, known, demands in of_cond
@@ -142,7 +140,7 @@ def _sliced(value: Value) -> Value:
 
 
 def _plan_carries(
-    plan_body: Callable[[Values], Plan], init: Values, atoms: Sequence[Any], streams: Sequence[bool], low: Any
+    plan_of: Callable[[Values], Plan], op: Context, loop: jx.Loop, known: Sequence[ValueFacts], streams: Sequence[bool]
 ) -> tuple[Values, Plan]:
     """Plans the body of a loop again and again until its carries have the dtypes that it returns.
 
@@ -151,30 +149,30 @@ def _plan_carries(
     Accumulators (`c + x`) and recurrences (`a @ c`) keep the dtypes that they were traced in.
 
     Args:
-        plan_body: plans the body for the carries that enter it.
-        init: the first carries, with what is known of them in every iteration.
-        atoms: their variables and literals.
-        streams: whether each carry is a residual stream, which has the dtype `low` if it is made of such data.
-        low: the compute dtype.
+        plan_of: plans the body for the carries that enter it.
+        op: the equation.
+        loop: its structure.
+        known: what is known of each carry in every iteration.
+        streams: whether it is a residual stream, which has the compute dtype if it is made of such data.
 
     Returns:
         The carries, and the plan of the body.
     """
+    init, atoms, low = op.values[loop.carry], op.info.eqn.invars[loop.carry], op.region.format.dtype
     traced, none = [jx.dtype_of(atom) for atom in atoms], [False] * len(init)
-    adds_up = [bool(value.known.carry) for value in init]
+    adds_up = [bool(each.carry) for each in known]
 
     def settled(carry: Iterable[Value], fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
         def kept(carry: Iterable[Value]) -> Values:
-            return tuple(map(keep, carry, init, traced, fixed))
+            return tuple(map(keep, carry, known, traced, fixed))
 
-        def keep(value: Value, first: Value, dtype: Any, is_fixed: bool) -> Value:
-            known = first.known if is_fixed else first.known._replace(carry=Demand.NONE)
-            value = value._replace(known=known)
+        def keep(value: Value, known: ValueFacts, dtype: Any, is_fixed: bool) -> Value:
+            value = value._replace(known=known if is_fixed else known._replace(carry=Demand.NONE))
             return value._replace(dtype=dtype, data_dtype=None) if is_fixed else value
 
         before, after = None, kept(carry)
         while before != after:
-            before, plan = after, plan_body(after)
+            before, plan = after, plan_of(after)
             after = kept(
                 old if is_rounded and not new.overflows(old.dtype) else join(old, new)
                 for old, new, is_rounded in zip(before, plan.outs, rounded, strict=False)
@@ -203,11 +201,11 @@ def _plan_carries(
 
 def _first_carry(value: Value, atom: Any) -> Value:
     """Describes a carry before the first iteration; low-precision values may replace a constant."""
-    if jx.dtype_of(atom) != FLOAT32:
-        return value._replace(scalar=None)  # a counter
-    if not jx.shape_of(atom):
+    if jx.dtype_of(atom) != FLOAT32 or not jx.shape_of(atom):
         return value
-    if value.magnitudes is not None and (value.origin is Origin.SCALAR or value.magnitudes[1] == 0):
+    # One constant number, or a carry of the loop around this one that starts as such a constant.
+    is_number = value.origin is Origin.SCALAR and (value.known.is_constant or not value.filled)
+    if is_number or (value.origin is Origin.INPUT and value.known.size == 0):
         return value._replace(origin=Origin.SCALAR, axes=(), filled=False)
     return Value(value.dtype)
 

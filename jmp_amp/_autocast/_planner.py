@@ -27,7 +27,7 @@ class Planner:
         self._rules = options.overrides.table
         self._plan_higher_order = plan_higher_order
         self.options = options
-        self.knowledge = Knowledge(self.infos_of, constant, constants)
+        self.knowledge = Knowledge(self.infos_of)
         self.demands = Demands(self.infos_of, self.knowledge)
         self.streams = Streams(self.infos_of, self.knowledge.paths)
         self._plans, self._infos = jx.Cache(), jx.Cache()

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._analyses import NOTHING, ValueFacts
 from jmp_amp._autocast._primitives import Axes, Demand, varying
 from jmp_amp._formats import FLOAT32
 
@@ -65,6 +65,72 @@ class Use(NamedTuple):
     reads: int = Reads.LOW
 
 
+class Squares(enum.IntEnum):
+    """How a value is made of squares. The terms of |x|^2 + |y|^2 - 2 x.y cancel where x is close to y."""
+
+    NO = 0
+    SQUARE = 1  # each element is a square: `x * x`
+    SUM = 2  # each element is a sum of squares: `x2 = jnp.sum(x * x, -1)`
+    NORM = 3  # each element is the square root of a sum of squares, or its reciprocal: `jnp.sqrt(x2)`
+    GRAM = 4  # the product of a matrix with itself, whose diagonal holds sums of squares: `x @ x.T`
+
+
+class Moment(enum.IntEnum):
+    """How a value is made of products. A mean of squares less the square of a mean cancels where x varies little."""
+
+    NO = 0
+    PAIR = 1  # a multiplication of two arrays: `x * y`
+    PRODUCT = 2  # a product of matrices, or a convolution: `blur(x)`
+    SECOND = 3  # such a product of a multiplication: `blur(x * y)`
+    SQUARED = 4  # a multiplication of two such products: `blur(x) * blur(y)`
+
+
+class ValueFacts(NamedTuple):
+    """What is known of a value: nothing, by default.
+
+    Attributes:
+        scalar: the value of a constant scalar in float32, however the program writes it.
+        least: the smallest nonzero magnitude of the elements of a float32 constant, moved or not.
+        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
+            `q * 1e3 * 1e4` it is 1e7, and so is that of the product that reads it.
+        is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
+        squares: how it is made of squares.
+        moment: how it is made of products.
+        is_constant: whether it is made of constants only, as `jnp.linspace(-20, 20, 255)`.
+        is_whole: whether it holds whole numbers, as `jax.nn.one_hot(ids, n)`.
+        is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it, as the
+            residual `b - a @ jnp.linalg.solve(a, b)`.
+        carry: what is demanded of the next value of the carry that it is: `Demand.TERM` of an accumulator, moved or
+            not, as `h` in `h + x`; `Demand.RECURRENCE` of a state that the loop replaces with products and sums of
+            itself, and of what is made of it: `x` in `a @ x`.
+        multiplies_slices: whether it was made by multiplying parts of one array, as `gate[:-1] * gate[1:]` in an
+            associative scan.
+    """
+
+    scalar: float | None = None
+    least: float = math.inf
+    size: float = 1.0
+    is_log: bool = False
+    squares: Squares = Squares.NO
+    moment: Moment = Moment.NO
+    is_constant: bool = False
+    is_whole: bool = False
+    is_solution: bool = False
+    carry: int = Demand.NONE
+    multiplies_slices: bool = False
+
+
+NOTHING, CONSTANT = ValueFacts(), ValueFacts(is_constant=True)
+
+
+def facts_of(x: np.ndarray) -> ValueFacts:
+    """Returns what is known of a constant, from its elements, or some of them; they are float32."""
+    magnitudes = np.abs(x[np.isfinite(x) & (x != 0)])
+    least, size = float(magnitudes.min(initial=np.inf)), float(magnitudes.max(initial=0))
+    is_whole = bool(np.all(x == np.rint(x)))
+    return ValueFacts(None if x.shape else x.item(), least, size, is_constant=True, is_whole=is_whole)
+
+
 class Value(NamedTuple):
     """A value before the program runs.
 
@@ -80,9 +146,6 @@ class Value(NamedTuple):
             varies along none of these is a bias.
         filled: it is an array of one repeated number, such as `jnp.zeros(shape)`. It does not widen the values that
             an op selects, but it widens sums and products, as in JAX's promotion.
-        magnitudes: the smallest nonzero and the largest finite magnitude of a constant (infinity and 0 if there is no
-            such element); None for other values, and for weights that the function closes over.
-        scalar: the value of a constant scalar; None if it is not known.
         has_float32_copy: another equation reads it in float32.
         known: the facts that do not depend on dtypes.
         save_cast: it is the same in all iterations of a loop, which casts it once, and `jax.checkpoint` saves its cast.
@@ -90,10 +153,8 @@ class Value(NamedTuple):
 
     dtype: Any
     origin: Origin = Origin.COMPUTED
-    magnitudes: tuple[float, float] | None = None
     data_dtype: Any = None
     stream_dtype: Any = None
-    scalar: float | None = None
     has_float32_copy: bool = False
     save_cast: bool = False
     axes: tuple[Axes, ...] = ()
@@ -110,26 +171,21 @@ class Value(NamedTuple):
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
-        if self.magnitudes is None:
-            return True
-        if self.exceeds(dtype) or self.magnitudes[0] < float(jax.numpy.finfo(dtype).tiny):
+        known = self.known
+        if known.least <= known.size and (self.overflows(dtype) or known.least < float(jnp.finfo(dtype).tiny)):
             return False
-        return self.scalar is None or abs(self.scalar) == 1 or abs(float(np.float32(self.scalar).astype(dtype))) != 1
+        return known.scalar is None or abs(known.scalar) == 1 or abs(np.float32(known.scalar).astype(dtype)) != 1
 
     def overflows(self, dtype: np.dtype) -> bool:
         """Whether it may have elements that are too large for `dtype` (-1e9 in a mask), or is a logarithm.
 
         A product of it is a loss, not a layer, and stays float32.
         """
-        return self.known.is_log or self.known.size > float(jax.numpy.finfo(dtype).max)
-
-    def exceeds(self, dtype: np.dtype) -> bool:
-        """Whether this constant has a finite element that is too large for `dtype`."""
-        return self.magnitudes is not None and self.magnitudes[1] > float(jax.numpy.finfo(dtype).max)
+        return self.known.is_log or self.known.size > float(jnp.finfo(dtype).max)
 
     def is_lost(self, dtype: np.dtype) -> bool:
         """Whether no element of this constant is a normal number in `dtype`."""
-        return self.magnitudes is not None and 0 < self.magnitudes[1] < float(jax.numpy.finfo(dtype).tiny)
+        return self.known.least <= self.known.size < float(jnp.finfo(dtype).tiny)
 
 
 def unknown(aval: Any) -> Value:
@@ -160,16 +216,9 @@ def _number(x: float) -> Value:
 
 
 def _constant(x: Any) -> Value:
-    value, read = unknown(jax.typeof(x)), _elements(x)
-    if read is None:
-        return value
-    value = value._replace(scalar=read.item() if read.shape == () else None, known=ValueFacts(is_constant=True))
-    if read.dtype != FLOAT32:
-        return value
-    with np.errstate(all="ignore"):
-        is_whole = bool(np.all(read == np.rint(read)))
-    sizes = magnitudes(read)
-    return value._replace(magnitudes=sizes, known=ValueFacts(size=sizes[1], is_constant=True, is_whole=is_whole))
+    read = _elements(x)
+    known = NOTHING if read is None else facts_of(read) if read.dtype == FLOAT32 else CONSTANT
+    return unknown(jax.typeof(x))._replace(known=known)
 
 
 # Constants of up to so many elements are read, at trace time, to find out whether a low dtype can hold them: vectors,
@@ -200,21 +249,6 @@ def _elements(x: Any) -> np.ndarray | None:
     return numbers if numbers.size <= _NUMBERS_IN_MASK else None
 
 
-def magnitudes(x: np.ndarray) -> tuple[float, float]:
-    """Returns the smallest nonzero and the largest finite magnitude; infinity and 0 if there is no such element."""
-    size = np.abs(x)
-    size = size[np.isfinite(size) & (size > 0)]
-    return float(size.min(initial=np.inf)), float(size.max(initial=0))
-
-
-def merged_magnitudes(values: Sequence[Value]) -> tuple[float, float] | None:
-    """Returns the magnitudes of a value made of the elements of `values`; None if one is not constant."""
-    known = [value.magnitudes for value in values if value.magnitudes is not None]
-    if not known or len(known) < len(values):
-        return None
-    return min(small for small, _ in known), max(large for _, large in known)
-
-
 def widest(dtypes: Iterable[Any]) -> np.dtype:
     """Returns the dtype that can hold all `dtypes`: theirs if they are equal, else float32."""
     different = set(dtypes)
@@ -232,8 +266,7 @@ def join(a: Value, b: Value) -> Value:
     """Describes a value that is either `a` or `b`: the result of branches, or the carry of a loop."""
     origin = max(a.origin, b.origin)
     if origin is Origin.SCALAR:
-        filled = a.filled or b.filled
-        merged = Value(widest((a.dtype, b.dtype)), origin, merged_magnitudes((a, b)), filled=filled)
+        merged = Value(widest((a.dtype, b.dtype)), origin, filled=a.filled or b.filled)
         return a if a._replace(known=b.known) == b else merged
     axes: tuple[Axes, ...] = ()
     if origin is Origin.INPUT:
