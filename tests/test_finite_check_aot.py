@@ -55,8 +55,8 @@ CASES = [
     # These compile for 10 seconds and more: each kernel reads each tree, by one of the ops.
     (GPT2, "mosaic_gpu", "check_finite"),
     (GPT2, "triton", "unscale_check"),
-    (RESNET, "mosaic_gpu", "unscale_check"),
-    (RESNET, "triton", "check_finite"),
+    pytest.param(RESNET, "mosaic_gpu", "unscale_check", marks=pytest.mark.slow),
+    pytest.param(RESNET, "triton", "check_finite", marks=pytest.mark.slow),
     *((ONE_LEAF, kernel, op) for kernel in launch.KERNELS.oldest for op in OPS),
 ]
 

@@ -100,6 +100,7 @@ def test_micro_batches_do_not_read_the_weights_again_for_their_scales(monkeypatc
     assert moved() - once >= 3 * nbytes
 
 
+@pytest.mark.slow  # compiles two scanned transformers
 def test_micro_batches_hold_little_more_memory_than_in_bfloat16():
     loss_fn, args = gpt_case(None, layers=4, dim=1024, heads=8, vocab=8192, batch=4, length=512, scan=True)
     programs = [float8.lower(amp.autocast(loss_fn, dtype), args, micro_batches=4) for dtype in ("float8", "bfloat16")]

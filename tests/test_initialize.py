@@ -203,6 +203,7 @@ def test_parameters_and_state_take_the_bytes_of_their_table():
 
 
 @pytest.mark.aot
+@pytest.mark.slow  # compiles three train steps of a transformer
 def test_each_level_moves_fewer_bytes_and_holds_less_than_the_one_before():
     loss_fn, (params, tokens) = gpt_case(None, **SMALL)
     o0, o1, o2 = (

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 LAYERS, DIM = 2, 512
 MATRICES = 2 * LAYERS * DIM * 2 * DIM  # the elements of all of them
 FLOAT32_GRADS = 'weight_grad_dtype="float32"'
-on_every_scale = pytest.mark.parametrize("devices", [8, 64, 512])
+on_every_scale = pytest.mark.parametrize("devices", [8, pytest.param(64, marks=pytest.mark.slow), 512])
 
 
 def residual_mlp(mesh):
