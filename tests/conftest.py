@@ -84,7 +84,7 @@ def pytest_addoption(parser):
         "--cases",
         choices=("third", "others", "all"),
         help="of the cases of a test that has more than three: a third, the others, or all. A third if no file and no "
-        "keyword is given, so that `pytest` ends in minutes. CI runs all",
+        "keyword is given, so that `pytest` ends in minutes. CI runs a third on one Python, and the others on another",
     )
 
 
@@ -99,11 +99,16 @@ def pytest_report_header(config):
     return f"cases of tests that have more than three: {names[cases_of(config)]}"
 
 
+def part_of(item):
+    """What is not divided by `--every`: a test, or the tests of a file that compile for GPUs, which share programs."""
+    return item.path.name if item.get_closest_marker("aot") else item.nodeid
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
     every, turn = config.getoption("every"), config.getoption("turn")
-    items[:] = [item for item in items if (zlib.crc32(item.nodeid.encode()) - turn) % every == 0]
-    tests, parts = collections.defaultdict(list), {"third": set(), "others": set()}
+    items[:] = [item for item in items if (zlib.crc32(part_of(item).encode()) - turn) % every == 0]
+    tests, third, others = collections.defaultdict(list), set(), set()
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
@@ -111,11 +116,11 @@ def pytest_collection_modifyitems(config, items):
             if (sweep := item.get_closest_marker("sweep")) and i % sweep.args[0]:
                 item.add_marker("slow")
         quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
-        third = set(quick if len(quick) < 4 else quick[::3])
-        parts["third"] |= third
-        parts["others"] |= set(quick) - third
+        if len(quick) > 3:
+            third.update(quick[::3])
+            others.update({*quick} - third)
     if (chosen := cases_of(config)) != "all":
-        left_out = parts["others" if chosen == "third" else "third"]
+        left_out = others if chosen == "third" else third
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     if importlib.util.find_spec("jax_plugins") is not None:
