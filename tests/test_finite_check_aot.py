@@ -23,6 +23,7 @@ EVERY = PartitionSpec()
 DATA = PartitionSpec("data")
 
 for_every_kernel = pytest.mark.parametrize("kernel", launch.KERNELS.oldest)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 for_both_ops = pytest.mark.parametrize("op", OPS)
 
 
@@ -54,9 +55,9 @@ GPT2, RESNET, ONE_LEAF = TREES
 CASES = [
     # These compile for 10 seconds and more: each kernel reads each tree, by one of the ops.
     (GPT2, "mosaic_gpu", "check_finite"),
-    (GPT2, "triton", "unscale_check"),
-    pytest.param(RESNET, "mosaic_gpu", "unscale_check", marks=pytest.mark.slow),
-    pytest.param(RESNET, "triton", "check_finite", marks=pytest.mark.slow),
+    slow(GPT2, "triton", "unscale_check"),
+    slow(RESNET, "mosaic_gpu", "unscale_check"),
+    slow(RESNET, "triton", "check_finite"),
     *((ONE_LEAF, kernel, op) for kernel in launch.KERNELS.oldest for op in OPS),
 ]
 
@@ -74,7 +75,7 @@ def test_a_whole_tree_is_one_launch_and_each_byte_moves_once(tree, kernel, op):
     ("leaves", "most"),
     [
         (gpt2_small(jnp.float32), 110),
-        (resnet50(jnp.float32), 100),
+        slow(resnet50(jnp.float32), 100),
         ([Shape((64,), jnp.float32)] * 1000, 80),
     ],
     ids=[GPT2, RESNET, "1,000 small leaves"],
@@ -137,7 +138,7 @@ def test_a_leaf_that_no_kernel_can_index_is_plain_jax(kernel, fastest):
         cost(run("check_finite", kernel), leaves)
 
 
-@pytest.mark.parametrize(("kernel", "op"), [("mosaic_gpu", "unscale_check"), ("triton", "check_finite")])
+@pytest.mark.parametrize(("kernel", "op"), [slow("mosaic_gpu", "unscale_check"), ("triton", "check_finite")])
 def test_the_most_leaves_of_one_launch_fit_into_its_parameters(kernel, op, monkeypatch):
     most = launch.MAX_LEAVES
     monkeypatch.setattr(launch, "BLOCK", 1024)  # compiles faster
