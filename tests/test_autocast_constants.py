@@ -176,6 +176,21 @@ def test_a_number_is_known_however_it_was_computed(name):
         assert dtypes(autocast, W, primitive="add")[-1].endswith(f"-> {dtype}"), number
 
 
+PLACES = {
+    "jit": lambda fun, x: jax.jit(fun)(x),
+    "checkpoint": lambda fun, x: jax.checkpoint(fun)(x),
+    "both branches": lambda fun, x: lax.cond(X[0, 0] > 0, fun, lambda x: fun(x) + 0, x),
+    "a loop that does not change it": lambda fun, x: fun(lax.scan(lambda c, _: (c, None), x, length=2)[0]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_is_known_wherever_it_was_computed(place):
+    for number, dtype in ((1e3, "float32"), (2.0, "float16")):
+        autocast = amp.autocast(read_low(lambda w, x=number: X @ w + PLACES[place](jnp.square, jnp.float32(x))))
+        assert dtypes(autocast, W, primitive="add")[-1].endswith(f"-> {dtype}"), number
+
+
 def test_a_product_with_constants_that_are_0_in_float16_is_float32():
     small = jnp.full((8, 2), 1e-9)
     assert dtypes(amp.autocast(lambda w: (X @ w) @ small), W, primitive="dot_general") == [LOW, FULL]
