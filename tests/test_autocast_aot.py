@@ -26,7 +26,7 @@ CASES = {
     "encoder": lambda low: models.encoder_case(low, layers=2),
     "lstm": lambda low: models.lstm_case(low, steps=32),
     "resnet": lambda low: models.resnet_case(low, blocks=(2, 2, 2), batch=32),
-    "vit": lambda low: models.vit_case(low, layers=2, batch=64),
+    "vit": lambda low: models.vit_case(low, layers=6, batch=64),
 }
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -81,8 +81,8 @@ def test_a_low_residual_stream_saves_bytes():
     moved_low, held_low = autocast("vit", residual_stream="low")
     moved_by_hand, held_by_hand = by_hand("vit")
     assert moved_low < 0.97 * moved
-    assert moved_low <= 1.02 * moved_by_hand  # of 12 layers, 1.002
-    assert held_low <= 1.04 * held_by_hand  # with JAX 0.12, 1.033, and of six layers 1.012
+    assert moved_low <= 1.02 * moved_by_hand  # of 12 layers, 1.002 and 1.003
+    assert held_low <= 1.02 * held_by_hand  # of two layers, 1.033 with JAX 0.12
 
 
 def test_saving_only_products_needs_half_the_memory():
