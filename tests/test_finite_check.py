@@ -392,6 +392,19 @@ def test_each_program_runs_the_body_of_its_segment_alone():
     assert second.tolist() == expected
 
 
+@pytest.mark.parametrize("op", [check_finite, unscale_check])
+@pytest.mark.parametrize("way", interpreted(launch.KERNELS.oldest))
+def test_blocks_share_their_arithmetic(way, op):
+    """Instructions of a copy for each leaf do not fit the caches of a GPU."""
+
+    def products(leaves):
+        tree = [np.ones(2 * BLOCK, np.float16)] * leaves
+        found = equations(lambda tree: op(tree, 0.5, **way._asdict()), tree)
+        return sum(eqn.primitive.name == "mul" and eqn.outvars[0].aval.dtype == jnp.float32 for eqn in found)
+
+    assert 0 < products(1) == products(7)
+
+
 random_leaf = st.tuples(st.integers(0, 3000), st.sampled_from(READ), st.floats(0, 1), st.sampled_from([None, *BAD]))
 
 

@@ -69,31 +69,49 @@ def rows(size: int) -> int | None:
 
 
 def segments(shapes: Sequence[tuple[int, ...]], block: int) -> tuple[list[Segment], int]:
-    """Splits leaves of `shapes`, rows by length, into blocks and remainders. Also returns the number of programs."""
+    """Splits leaves of `shapes`, rows by length, into blocks and remainders. Also returns the number of programs.
+
+    All blocks come before all remainders.
+    """
     table: list[Segment] = []
     first = 0
-    for leaf, (n, length) in enumerate(shapes):
-        blocks, rest = divmod(length, block)
-        for row in range(n):
-            for start, size, programs in ((0, block, blocks), (blocks * block, rest, 1)):
-                if size and programs:
-                    table.append(Segment(leaf, row, start, size, first, programs))
-                    first += programs
+    for is_remainder in (False, True):
+        for leaf, (n, length) in enumerate(shapes):
+            blocks, rest = divmod(length, block)
+            start, size, programs = (blocks * block, rest, bool(rest)) if is_remainder else (0, block, blocks)
+            for row in range(n if programs else 0):
+                table.append(Segment(leaf, row, start, size, first, programs))
+                first += programs
     return table, first
 
 
 def dispatch(table: Sequence[Segment], program: jax.Array, body: Callable[[Segment, jax.Array, C], C], carry: C) -> C:
     """Runs `body(segment, index, carry)` for the segment of a program, with `index` relative to the segment.
 
-    It finds the segment by bisection. Every `cond` has a false branch that returns the carry, because Pallas lowers the
-    false branch twice: with one half of the segments in each branch, lowering takes 2^depth times as long.
+    It finds the segment by bisection. The body is compiled once for each segment, and all GPUs have smaller caches for
+    instructions than hundreds of them need, so it should read or write, and not compute.
     """
     if len(table) == 1:
         return body(table[0], program - table[0].first, carry)
     left, right = table[: len(table) // 2], table[len(table) // 2 :]
     for half, mine in ((left, program < right[0].first), (right, program >= right[0].first)):
-        carry = lax.cond(mine, lambda c, half=half: dispatch(half, program, body, c), lambda c: c, carry)
+        carry = when(mine, lambda c, half=half: dispatch(half, program, body, c), carry)
     return carry
+
+
+def when(condition: jax.Array, body: Callable[[C], C], carry: C) -> C:
+    """Runs `body(carry)` if the condition holds.
+
+    Pallas lowers the false branch of a `cond` twice, so it is always the one that does nothing: with one half of the
+    segments in each branch, lowering would take 2^depth times as long.
+    """
+    return lax.cond(condition, body, lambda carry: carry, carry)
+
+
+def common_dtype(leaves: Sequence[jax.Array]) -> Any:
+    """Returns the dtype of all leaves; float32, which holds all values that a kernel reads, if there are several."""
+    dtypes = {x.dtype for x in leaves}
+    return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
 
 def squares(x: jax.Array) -> jax.Array:

@@ -3,6 +3,8 @@
 Each program is one warpgroup of 128 threads and reads one block from global memory to registers. It loads the whole
 block before it uses any element, with up to 16 bytes for each thread and load, so that enough bytes are in flight to
 saturate the memory bus. Threads communicate only for the final sums. `unscale_check` also writes the products back.
+Only loads and stores name a leaf; the blocks of all leaves share the arithmetic between them. A remainder is short, and
+has its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._compat import mosaic_gpu_kernel
-from pallas_kernels.finite_check.launch import Segment, dispatch, squares
+from pallas_kernels.finite_check import launch
+from pallas_kernels.finite_check.launch import Segment, common_dtype, dispatch, squares, when
 
 NARROW = 128  # elements in the narrowest load of a warpgroup: one in each thread
+Totals = dict[int, jax.Array]  # sums of squares, by the width of the loads
+
 UNROLL = 8  # the number of single elements that are loaded before the first is used
 
 
@@ -68,52 +73,87 @@ def run(inputs: Sequence[jax.Array], table: Sequence[Segment], out_types: Sequen
     layout_cast = (lambda x, layout: x) if interpret else plgpu.layout_cast
     by_width = vectors(x.dtype for x in (*inputs[1:], *out_types[:-1]))
     layouts = {width: plgpu.Layout.WG_STRIDED((width,), vec_size=each) for width, each in by_width.items()}
+    in_dtype = common_dtype(inputs[1:])
+    blocks = [segment for segment in table if segment.size == launch.BLOCK]
+    remainders = table[len(blocks) :]
+
+    def zeros(width: int, dtype: Any) -> jax.Array:
+        return layout_cast(jnp.zeros(width, dtype), layouts[width])
 
     def kernel(inv_scale_ref: Any, *refs: Any) -> None:
         in_refs, out_refs, partials = refs[: len(inputs) - 1], refs[len(inputs) - 1 : -1], refs[-1]
         program = lax.axis_index("program")
         factor = inv_scale_ref[0]
 
-        def unscaled(segment: Segment, at: Any, x: jax.Array) -> jax.Array:
-            x = x.astype(jnp.float32) * factor
-            if out_refs:
-                out = x.astype(out_refs[segment.leaf].dtype)
-                out_refs[segment.leaf][segment.row, at] = out
-                x = out.astype(jnp.float32)
-            return squares(x)
+        def places(segment: Segment, index: jax.Array, cut: Sequence[Piece]) -> list[tuple[int, Any]]:
+            start = segment.start + index * segment.size
+            return [(segment.row, pl.ds(start + piece.offset, piece.width)) for piece in cut]
 
-        def body(segment: Segment, index: jax.Array, carry: dict[int, jax.Array]) -> dict[int, jax.Array]:
-            start, ref, carry = segment.start + index * segment.size, in_refs[segment.leaf], dict(carry)
-            length = ref.shape[-1]
-            if length < NARROW:
-                return carry | {1: singles(segment, ref, carry[1])}
-            cut = pieces(segment, length, layouts)
-            where = [pl.ds(start + piece.offset, piece.width) for piece in cut]
-            loaded = [
-                layout_cast(ref[segment.row, at], layouts[piece.width]) for piece, at in zip(cut, where, strict=True)
-            ]
-            for piece, at, x in zip(cut, where, loaded, strict=True):
-                more = unscaled(segment, at, x)
+        def read(segment: Segment, index: jax.Array, cut: Sequence[Piece]) -> list[jax.Array]:
+            ref, where = in_refs[segment.leaf], places(segment, index, cut)
+            return [layout_cast(ref[at], layouts[piece.width]) for piece, at in zip(cut, where, strict=True)]
+
+        def unscaled(x: jax.Array) -> jax.Array:
+            x = x.astype(jnp.float32) * factor
+            return x.astype(out_types[0].dtype) if out_refs else x
+
+        def write(segment: Segment, where: Sequence[Any], outs: Sequence[jax.Array]) -> None:
+            if out_refs:
+                for at, out in zip(where, outs, strict=True):
+                    out_refs[segment.leaf][at] = out
+
+        def add(totals: Totals, cut: Sequence[Piece], outs: Sequence[jax.Array]) -> Totals:
+            totals = dict(totals)
+            for piece, out in zip(cut, outs, strict=True):
+                more = squares(out.astype(jnp.float32))
                 if piece.overlap:
                     position = layout_cast(lax.iota(jnp.int32, piece.width), layouts[piece.width])
                     more = jnp.where(position < piece.overlap, 0.0, more)
-                carry[piece.width] += more
-            return carry
+                totals[piece.width] += more
+            return totals
 
-        def singles(segment: Segment, ref: Any, total: jax.Array) -> jax.Array:
+        def block(totals: Totals) -> Totals:
+            cut = pieces(blocks[0], launch.BLOCK, layouts)
+
+            def read_block(segment: Segment, index: jax.Array, _: Any) -> list[jax.Array]:
+                return [x.astype(in_dtype) for x in read(segment, index, cut)]
+
+            def write_block(segment: Segment, index: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
+                write(segment, places(segment, index, cut), outs)
+                return outs
+
+            loaded = dispatch(blocks, program, read_block, [zeros(piece.width, in_dtype) for piece in cut])
+            outs = [unscaled(x) for x in loaded]
+            if out_refs:
+                dispatch(blocks, program, write_block, outs)
+            return add(totals, cut, outs)
+
+        def remainder(segment: Segment, index: jax.Array, totals: Totals) -> Totals:
+            length = in_refs[segment.leaf].shape[-1]
+            if length < NARROW:
+                return totals | {1: singles(segment, totals[1])}
+            cut = pieces(segment, length, layouts)
+            outs = [unscaled(x) for x in read(segment, index, cut)]
+            write(segment, places(segment, index, cut), outs)
+            return add(totals, cut, outs)
+
+        def singles(segment: Segment, total: jax.Array) -> jax.Array:
             def group(i: Any, total: jax.Array, size: int = UNROLL) -> jax.Array:
-                where = [i * UNROLL + k for k in range(size)]
-                loaded = [ref[segment.row, at] for at in where]
-                for at, x in zip(where, loaded, strict=True):
-                    total += unscaled(segment, at, x)
-                return total
+                where = [(segment.row, i * UNROLL + k) for k in range(size)]
+                outs = [unscaled(x) for x in [in_refs[segment.leaf][at] for at in where]]
+                write(segment, where, outs)
+                return sum((squares(out.astype(jnp.float32)) for out in outs), start=total)
 
             groups, rest = divmod(segment.size, UNROLL)
             return group(groups, lax.fori_loop(0, groups, group, total), rest)
 
-        nothing = {width: layout_cast(jnp.zeros(width, jnp.float32), layout) for width, layout in layouts.items()}
-        total = dispatch(table, program, body, nothing | {1: jnp.float32(0)})
-        partials[program] = total[1] + sum(jnp.sum(total[width]) for width in layouts)
+        totals = {width: zeros(width, jnp.float32) for width in layouts} | {1: jnp.float32(0)}
+        first = sum(segment.programs for segment in blocks)  # the first program that reads a remainder
+        if blocks:
+            totals = when(program < first, block, totals)
+        if remainders:
+            totals = when(program >= first, lambda totals: dispatch(remainders, program, remainder, totals), totals)
+        partials[program] = totals[1] + sum(jnp.sum(totals[width]) for width in layouts)
 
     grid = {"grid": out_types[-1].shape, "grid_names": ("program",)}
     return mosaic_gpu_kernel(kernel, interpret, out_type=tuple(out_types), **grid)(*inputs)
