@@ -9,6 +9,7 @@ Each file of `KERNELS` has a function `run(inputs, table, out_types, interpret)`
 - `interpret`: whether to run in Pallas' interpreter.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -95,7 +96,7 @@ def dispatch(table: Sequence[Segment], program: jax.Array, body: Callable[[Segme
         return body(table[0], program - table[0].first, carry)
     left, right = table[: len(table) // 2], table[len(table) // 2 :]
     for half, mine in ((left, program < right[0].first), (right, program >= right[0].first)):
-        carry = when(mine, lambda c, half=half: dispatch(half, program, body, c), carry)
+        carry = when(mine, functools.partial(dispatch, half, program, body), carry)
     return carry
 
 

@@ -7,6 +7,7 @@ Only loads and stores name a leaf; the blocks of all leaves share the arithmetic
 has its own.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -152,7 +153,7 @@ def run(inputs: Sequence[jax.Array], table: Sequence[Segment], out_types: Sequen
         if blocks:
             totals = when(program < first, block, totals)
         if remainders:
-            totals = when(program >= first, lambda totals: dispatch(remainders, program, remainder, totals), totals)
+            totals = when(program >= first, functools.partial(dispatch, remainders, program, remainder), totals)
         partials[program] = totals[1] + sum(jnp.sum(totals[width]) for width in layouts)
 
     grid = {"grid": out_types[-1].shape, "grid_names": ("program",)}
