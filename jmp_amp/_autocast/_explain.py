@@ -96,7 +96,7 @@ def explain_call(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     argnums: int | Sequence[int] | None = None,
-) -> tuple[list[OpSite], list[AttentionSite], int, dict[str, int] | None, dict[str, list[str]], str]:
+) -> dict[str, Any]:
     """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
 
     Args:
@@ -107,10 +107,7 @@ def explain_call(
         argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
 
     Returns:
-        All op sites; each softmax that a product reads, if `attention` is given; how often a floating value is cast to
-        another floating dtype; the bytes of the residuals, which the backward pass reads, by dtype and without
-        arguments, or None if the program has no derivative; the lines of the scans, by who decides what their backward
-        pass keeps; and why there is no derivative, or an empty string.
+        The fields `rows`, `attention`, `casts`, `kept`, `scans` and `why_forward` of a `PrecisionReport`.
     """
     (fun, args), n_args = unbound(fun, args), len(args)
     chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
@@ -151,13 +148,20 @@ def explain_call(
     ]
     backward = [_backward_site(planner, eqns) for eqns in equations if jx.direction_of(eqns) != "forward"]
     casts = sum(jx.runs_of(eqns) for eqns in equations if _is_cast(eqns[-1]))
-    sites = [*forward, *filter(None, backward)]
     scans = defaultdict[str, list[str]](list)
     lines = [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
     for keeper, line in dict.fromkeys(lines):
         scans[keeper].append(line)
-    attention = [AttentionSite(**vars(jx.Site.at(each.eqns)), kernel=each.kernel, why=each.why) for each in found]
-    return sites, attention, casts, None if why_forward else _kept(program), dict(scans), why_forward
+    return {
+        "rows": (*forward, *filter(None, backward)),
+        "attention": tuple(
+            AttentionSite(**vars(jx.Site.at(each.eqns)), kernel=each.kernel, why=each.why) for each in found
+        ),
+        "casts": casts,
+        "kept": None if why_forward else _kept(program),
+        "scans": dict(scans),
+        "why_forward": why_forward,
+    }
 
 
 def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:

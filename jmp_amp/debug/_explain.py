@@ -82,9 +82,8 @@ def explain(
             return explain(fun, argnums=argnums, **options)(*args, **kwargs)
 
         args, kwargs = as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
-        sites, attention, casts, kept, scans, why = explain_call(fun, settings, args, kwargs, argnums)
-        form = settings.format.name
-        return PrecisionReport(tuple(sites), tuple(attention), form, casts, kept, scans, why, explain_again)
+        fields = explain_call(fun, settings, args, kwargs, argnums)
+        return PrecisionReport(**fields, dtype=settings.format.name, _explain_again=explain_again)
 
     return explained
 
