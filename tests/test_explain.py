@@ -496,4 +496,4 @@ def test_the_reports_say_alike_where_an_op_is():
     ]
     assert others == [site, site]
     assert site["source"].startswith(f"{HERE}:")
-    assert (site["module"], site["runs"], found.scope, found.backward) == ("layer", 3, "layer", False)
+    assert (site["module"], site["runs"], found.module, found.direction) == ("layer", 3, "layer", "forward")

@@ -122,8 +122,8 @@ class NonFinite(jx.Site):
     Attributes:
         primitive: the name of the op in the jaxpr; `"argument"` if an argument is non-finite, `"constant"` if the
             results contain an infinity that no op produced, and empty if the time was over before an op was found.
-        direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass; see `backward`.
-        module: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`; see `scope`.
+        direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass.
+        module: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`.
         source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`;
             in a backward pass, the corresponding forward line.
         runs: how often the op runs.
@@ -168,21 +168,11 @@ class NonFinite(jx.Site):
     in_float32: str = ""
     left_out: str = ""
 
-    @property
-    def scope(self) -> str:
-        """The same as `module`."""
-        return self.module
-
-    @property
-    def backward(self) -> bool:
-        """Whether `direction` is `"backward"`."""
-        return self.direction == "backward"
-
     def __str__(self) -> str:
         lines = [("operand", str(x)) for x in self.operands]
         if self.result.dtype and self.primitive != "argument":
             lines.append(("result", str(self.result)))
-        if self.leaf and not self.scope:
+        if self.leaf and not self.module:
             lines.append(("leaf", f"`{self.leaf}`"))
         texts = self.cause, self.in_float32, self.cure, self.tried, self.left_out, self.guide
         lines += zip(("cause", "float32", "cure", "tried", "left out", "guide"), texts, strict=True)
@@ -200,7 +190,7 @@ class NonFinite(jx.Site):
         parts = [
             f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self.where}",
             f"in {self.library}" if self.library else "",
-            f"scope {self.scope}" if self.scope else "",
+            f"scope {self.module}" if self.module else "",
             f"iteration {', '.join(map(str, self.iteration))}" if self.iteration else "",
             f"hidden by {self.hidden_by}" if self.hidden_by else "",
         ]
