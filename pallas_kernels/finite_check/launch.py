@@ -89,8 +89,8 @@ def segments(shapes: Sequence[tuple[int, ...]], block: int) -> tuple[list[Segmen
 def dispatch(table: Sequence[Segment], program: jax.Array, body: Callable[[Segment, jax.Array, C], C], carry: C) -> C:
     """Runs `body(segment, index, carry)` for the segment of a program, with `index` relative to the segment.
 
-    It finds the segment by bisection. The body is compiled once for each segment, and all GPUs have smaller caches for
-    instructions than hundreds of them need, so it should read or write, and not compute.
+    It finds the segment by bisection. The body is compiled once for each segment. The instruction cache of a GPU does
+    not hold hundreds of copies of a computation, so the body of a block loads or stores, and does not compute.
     """
     if len(table) == 1:
         return body(table[0], program - table[0].first, carry)
@@ -110,7 +110,7 @@ def when(condition: jax.Array, body: Callable[[C], C], carry: C) -> C:
 
 
 def common_dtype(leaves: Sequence[jax.Array]) -> Any:
-    """Returns the dtype of all leaves; float32, which holds all values that a kernel reads, if there are several."""
+    """Returns the dtype of the leaves; if they have several, float32, which holds the values of each."""
     dtypes = {x.dtype for x in leaves}
     return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
