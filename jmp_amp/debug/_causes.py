@@ -136,7 +136,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         return Cause("", f"`{names[e.node.index[1]]}{_at(e.at)[4:]}` is {e.number:.4g}")
     value = f"{e.number:.4g}{_at(e.at)}"
     if not e.node.eqn:
-        is_known = not (e.node.source or e.node.operands)
+        is_known = all(x.is_constant for x in (*filter(None, [e.node.source]), *e.node.operands))
         return Cause("", f"{value} is a constant of the program" if is_known else f"where {value} is from is not known")
     text = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is"
     exact = _exact(e) if e.node.is_floating and e.number == 0 else None
