@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("users_code")]
 ANY_SIZE = Float8(multiple=1, min_rows=0, min_size=0, min_weight=0)
 
 ILL_CONDITIONED = {
+    "epsilon of 1e 12 in a logarithm": "its gradient is the reciprocal of small results of a product",
+    "gradient penalty": "in its gradient, the rounding errors of several products add up",
     "binary cross entropy on logits": "multiplies the rounding errors of a product by 30",
     "scan of a recurrent cell": "its errors grow from step to step",
     "sort and top k": "the order of near values changes, and the gradient with it",

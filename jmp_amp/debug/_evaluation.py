@@ -538,9 +538,10 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
     eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
-    is_of_integers = narrow is None and not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars)))
-    if keeps_dtypes(eqn) or is_of_integers:
+    if keeps_dtypes(eqn):
         return None
+    if narrow is None and not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars))):
+        return place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs))(*operands)
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
     dtypes = [*map(jx.dtype_of, (*eqn.invars, *eqn.outvars)), narrow]
