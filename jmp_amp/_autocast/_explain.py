@@ -152,11 +152,10 @@ def explain_call(
     lines = [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
     for keeper, line in dict.fromkeys(lines):
         scans[keeper].append(line)
+    attention = [AttentionSite(**vars(jx.Site.at(each.eqns)), kernel=each.kernel, why=each.why) for each in found]
     return {
         "rows": (*forward, *filter(None, backward)),
-        "attention": tuple(
-            AttentionSite(**vars(jx.Site.at(each.eqns)), kernel=each.kernel, why=each.why) for each in found
-        ),
+        "attention": tuple(attention),
         "casts": casts,
         "kept": None if why_forward else _kept(program),
         "scans": dict(scans),
