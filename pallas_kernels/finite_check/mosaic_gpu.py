@@ -22,9 +22,9 @@ from pallas_kernels.finite_check import launch
 from pallas_kernels.finite_check.launch import Segment, common_dtype, dispatch, squares, when
 
 NARROW = 128  # elements in the narrowest load of a warpgroup: one in each thread
-Totals = dict[int, jax.Array]  # sums of squares, by the width of the loads
-
 UNROLL = 8  # the number of single elements that are loaded before the first is used
+
+Totals = dict[int, jax.Array]  # sums of squares, by the width of the loads
 
 
 def vectors(dtypes: Iterable[Any]) -> dict[int, int]:
