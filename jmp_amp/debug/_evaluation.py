@@ -423,15 +423,15 @@ class Evaluation:
         eqn = place.eqn
         if eqn.primitive.name == "pvary":  # changes a type that only `shard_map` has
             return operands
-        apply, region = place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs)), self.evaluator.region
         if self.wide is None:
-            return apply(*operands)
+            return place.apply_as_traced(*operands)
+        region = self.evaluator.region
         is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
         outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        return [self._in_dtype(x) for x in apply(*as_traced(eqn, operands))] if outs is None else outs
+        return [self._in_dtype(x) for x in place.apply_as_traced(*as_traced(eqn, operands))] if outs is None else outs
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
@@ -541,7 +541,7 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
     if keeps_dtypes(eqn):
         return None
     if narrow is None and not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars))):
-        return place.on_devices(lambda *xs: jx.apply_as_traced(eqn, xs))(*operands)
+        return place.apply_as_traced(*operands)
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
     dtypes = [*map(jx.dtype_of, (*eqn.invars, *eqn.outvars)), narrow]

@@ -133,6 +133,10 @@ class Place(NamedTuple):
             fun = jax.vmap(fun, axis_name=name, axis_size=size)
         return fun
 
+    def apply_as_traced(self, *arrays: Any) -> list[Any]:
+        """Returns the results of the op, in the dtypes that it was traced in."""
+        return self.on_devices(lambda *xs: jx.apply_as_traced(self.eqn, xs))(*arrays)
+
 
 def argument_id(i: int) -> Id:
     """Returns the id of argument `i` of the program, which differs from the id of every equation."""
