@@ -36,11 +36,15 @@ def loss_fn(params, x):
     return jnp.mean(network(params, x) ** 2)
 
 
-def train_step(tx, params, state, x, *, scale=None, change=lambda grads, params: grads, loss_fn=loss_fn, **options):
+def train_step(tx, params, state, x, *, scale=None, change=None, loss_fn=loss_fn, **options):
     loss_scale = amp.get_loss_scale(state) if scale is None else scale
-    loss, grads = amp.value_and_grad(loss_fn, loss_scale=loss_scale, **options)(params, x)
-    updates, state = tx.update(change(grads, params), state, params)
-    return optax.apply_updates(params, updates), state, loss
+    if change is None:
+        loss, grads = amp.value_and_grad(loss_fn, loss_scale=loss_scale, **options)(params, x)
+    else:  # scaled by hand, so that `update` does not raise at what was done to the gradients
+        loss, grads = jax.value_and_grad(lambda params: loss_scale * loss_fn(params, x))(params)
+        grads = change(grads, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss / loss_scale if change else loss
 
 
 def checked(tx, params=PARAMS, **options):
@@ -193,6 +197,7 @@ def test_each_of_two_losses_has_its_scale():
 
 UNSCALED = r"divided by the loss scale and an unscaled value: the gradients are unscaled twice"
 STILL = r"the gradients are still scaled here"
+BETWEEN = r"between `amp.value_and_grad` and `update`, gradients are multiplied by the loss scale"  # `update` says so
 FORGOTTEN = r"does not depend on the loss scale"  # the wrapper says so itself
 FAULTS = {
     "the loss was not scaled": ({"scale": 1.0}, FORGOTTEN),
@@ -253,7 +258,7 @@ def test_gradients_that_are_unscaled_outside_as_well():
         updates, state = tx.update(true, state, params)
         return optax.apply_updates(params, updates), state
 
-    with pytest.raises(ValueError, match=UNSCALED):
+    with pytest.raises(ValueError, match=r"was already unscaled, by .* or `LossScale.unscale`; keep only one"):
         check(step)(PARAMS, tx.init(PARAMS))
 
 
@@ -274,7 +279,7 @@ def test_a_chain_that_unscales_twice_in_eager_code_is_found_as_well(tx, doubled)
         return optax.apply_updates(params, tx.update(true, tx.init(params), params, loss_scale=scale)[0])
 
     if doubled:
-        with pytest.raises(ValueError, match=r"divided by the loss scale"):
+        with pytest.raises(ValueError, match=r"becomes an unscaled value.* move it behind `unscale_and_check\(\)`"):
             check(step)(PARAMS, LossScale().init())
     else:
         check(step)(PARAMS, LossScale().init())
@@ -328,7 +333,7 @@ def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
         return optax.apply_updates(params, updates), state
 
     check(functools.partial(step, start=lambda params: jax.tree.map(jnp.zeros_like, params)))(PARAMS, tx.init(PARAMS))
-    with pytest.raises(ValueError, match=STILL):
+    with pytest.raises(ValueError, match=r"\(\S*add\), the step adds .*" + BETWEEN):
         check(functools.partial(step, start=lambda params: params))(PARAMS, tx.init(PARAMS))
 
     def last(params, state):
@@ -337,8 +342,34 @@ def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
         )
         return tx.update(grads, state, params)
 
-    with pytest.raises(ValueError, match=r"carries a value .* through a loop: " + STILL):
+    with pytest.raises(ValueError, match=r"carries a value .* through a loop; " + BETWEEN):
         check(last)(PARAMS, tx.init(PARAMS))
+
+
+def test_a_scale_that_the_step_makes_is_followed():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def run(params, x, is_scaled=True, unscaled=True):
+        state = tx.init(params)
+        for _ in range(2):
+            scale = amp.get_loss_scale(state)
+            grads = jax.grad(lambda p, scale=scale: loss_fn(p, x) * (scale if is_scaled else 1.0))(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates if unscaled else grads)
+        return params
+
+    check(run)(PARAMS, X)
+    with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+        check(functools.partial(run, unscaled=False))(PARAMS, X)
+    for call in (jax.jit, jax.vmap, lambda fun: jax.jit(jax.vmap(fun, in_axes=(None, 0)))):  # over seeds
+        batched = X[None] if call is not jax.jit else X
+        forgotten = functools.partial(run, is_scaled=False)
+        if call is jax.vmap:
+            call(forgotten, in_axes=(None, 0))(PARAMS, batched)  # nothing is traced, and nothing is said
+            continue
+        call(run)(PARAMS, batched)
+        with pytest.raises(ValueError, match=FORGOTTEN):
+            call(forgotten)(PARAMS, batched)
 
 
 def noisy(params, x, key):
@@ -371,5 +402,5 @@ def test_random_numbers_that_all_micro_batches_share_are_named(make):
 def test_wrong_calls():
     with pytest.raises(TypeError, match="`check_loss_scaling` takes a function, got int"):
         check(3)
-    with pytest.raises(ValueError, match="the arguments contain no loss scale; pass the state"):
+    with pytest.raises(ValueError, match="no loss scale in the arguments, and `step` makes none; pass"):
         check(lambda x: x)(np.ones(3))

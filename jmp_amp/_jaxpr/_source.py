@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from jmp_amp._jaxpr._structures import runs_of
 from jmp_amp._jaxpr._versions import SITE_PACKAGES, is_backward, is_of_derivative, is_recomputed, scopes_of
 
+_KERNELS = str(pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels") + os.sep
 _FRAME = re.compile(r"(.*?):(\d+)(?::\d+)? \((.*)\)")
 
 
@@ -125,3 +126,22 @@ def direction_of(eqns: Sequence[JaxprEqn]) -> str:
     """Returns the direction of the site of the last of `eqns`; the others contain it, outermost first."""
     stack = "/".join(str(eqn.source_info.name_stack) for eqn in eqns)
     return ("recomputed" if is_recomputed(stack) else "backward") if is_backward(stack) else "forward"
+
+
+def site_of(eqns: Sequence[JaxprEqn]) -> Site:
+    """Returns the site of the last of `eqns`, in the user's code; the others contain it, outermost first."""
+    return dataclasses.replace(Site.at(eqns), source=lines_of(eqns)[0])
+
+
+def lines_of(eqns: Sequence[JaxprEqn]) -> tuple[str, str]:
+    """Returns the lines that the last of `eqns` comes from; the others contain it, outermost first.
+
+    Returns:
+        `file.py:12 (function)`, the innermost line outside of libraries; the innermost line of all if every line
+        belongs to a library, and empty if there is no line. And the innermost line of all, if it is another one.
+    """
+    # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
+    frames = next(filter(None, (frames_of(eqn, limit=10_000) for eqn in reversed(eqns))), [])
+    innermost = next(map(str, frames), "")
+    source = next((str(x) for x in frames if not (x.is_of_library or x.file.startswith(_KERNELS))), innermost)
+    return source, innermost if innermost != source else ""

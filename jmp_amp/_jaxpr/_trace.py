@@ -208,14 +208,15 @@ def as_type(x: Any, aval: Any) -> Any:
     return lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
 
 
-def tracers_behind(*tracers: Any, enters: Callable[[Any], bool] = lambda eqn: True) -> list[Any]:
+def tracers_behind(
+    *tracers: Any, enters: Callable[[Any], bool] = lambda eqn: True, with_flags: bool = False
+) -> list[Any]:
     """Returns tracers and those that they were computed from, in an order in which they can be computed.
 
-    Constants and flags are left out, and what flags were computed from.
-
     Args:
-        tracers: tracers, or arrays, which are constants.
+        tracers: tracers, or arrays, which are constants and left out.
         enters: whether to continue with the operands of an equation; see `parent_of`.
+        with_flags: whether flags, and what these were computed from, are not left out.
     """
     found: dict[int, Any] = {}
     entered: set[int] = set()
@@ -223,7 +224,7 @@ def tracers_behind(*tracers: Any, enters: Callable[[Any], bool] = lambda eqn: Tr
     while waiting:
         tracer = source_of(waiting[-1])
         eqn = parent_of(tracer)
-        if is_constant(tracer) or dtype_of(tracer) == np.bool_:
+        if is_constant(tracer) or (dtype_of(tracer) == np.bool_ and not with_flags):
             waiting.pop()
         elif eqn is None or id(eqn) in entered or not enters(eqn):
             found[id(tracer)] = tracer

@@ -227,7 +227,9 @@ def tracers_read(eqn: Any) -> Sequence[Any]:
 
 
 def source_of(tracer: Any) -> Any:
-    """Returns the value of an outer function that a tracer stands for, if the traced function closes over one."""
+    """Returns the value that a tracer stands for: of an outer function, if it is closed over; or of all of a `vmap`."""
+    while hasattr(tracer, "batch_dim"):
+        tracer = tracer.val
     return tracer.get_referent() if hasattr(tracer, "parent") else tracer
 
 

@@ -19,6 +19,7 @@ from jmp_amp._calls import describe, quote, transformation
 from jmp_amp._float8 import is_float8_scale
 from jmp_amp._loss_scale._gradients import is_overwritten, multiply
 from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
+from jmp_amp._loss_scale._scaled_grads import mark_scaled
 from jmp_amp._loss_scale._state import find_state
 from jmp_amp._trees import wide_dtype
 
@@ -118,7 +119,8 @@ def value_and_grad(
             )
         source = find_state(opt_state)
         loss_scale = source.loss_scale
-    scale = to_scale(1.0 if loss_scale is None else loss_scale)
+    is_scaled = loss_scale is not None
+    scale = to_scale(loss_scale if is_scaled else 1.0)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(f"`accumulate_steps` must be an integer of at least 1, got {quote(accumulate_steps)}")
     if reduction not in ("mean", "sum"):
@@ -135,8 +137,10 @@ def value_and_grad(
         warn_if_constant(source, (args, kwargs))
         if takes_floats_only:
             _check_differentiable(args, argnums)
-        value, grads = evaluate(*args, **kwargs)
-        return (value if has_aux else value[0]), grads
+        (loss, aux), grads = evaluate(*args, **kwargs)
+        if is_scaled:
+            loss, grads = mark_scaled(loss, grads)
+        return ((loss, aux) if has_aux else loss), grads
 
     return value_and_scaled_grad
 

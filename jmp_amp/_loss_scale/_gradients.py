@@ -1,7 +1,7 @@
-"""Unscales gradients, and checks that they are finite, come from a scaled loss, and match the parameters."""
+"""Unscales gradients, and checks that they are finite, and match the parameters."""
 
 import collections
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import Literal, Var
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import quote
-from jmp_amp._loss_scale._units import Unit, UnitAnalysis
 from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
 UNSCALE_SCOPE = "amp.unscale"
+CHECK = "overflow_check"  # marks the check of gradients
 
 
 def unscale(tree: Any, factor: jax.Array) -> Any:
@@ -112,7 +111,7 @@ def check_grads(
             total = jnp.where(overflows > 0, jnp.nan, total)
         return total
 
-    with jax.debug_nans(False):  # a NaN marks an overflow here
+    with jx.marked(CHECK), jax.debug_nans(False):  # a NaN marks an overflow here
         sums = [sum_of_squares(part) for part in ([[x] for x in leaves] if by_leaf else [leaves])]
         flags = jax.tree.unflatten(treedef, map(jnp.isnan, sums)) if by_leaf else None
         total = sum(sums, jnp.float32(0))
@@ -191,148 +190,3 @@ def is_frozen(x: Any) -> bool:
 
 def _leaves_by_path(tree: Any) -> dict[tuple[Any, ...], Any]:
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_frozen))
-
-
-def check_scaled(grads: Any, scale: Any = None) -> None:
-    """Raises ValueError if the traced program shows that `grads` are not the gradients of a loss times `scale`.
-
-    The gradients are wrong if they come from `unscale`, also through a chain of transformations. If `scale` is traced,
-    they are also wrong if the backward pass of a loss is behind them, and nothing that may be a scale of all of it. A
-    step may be split into `jit`s, so any argument that can hold the scale may be the scale. The check inspects only the
-    first leaves, and passes whatever it cannot prove wrong.
-    """
-    leaves = jax.tree.leaves_with_path(grads)[:4]
-    for path, x in leaves:
-        if _is_unscaled(x):
-            raise ValueError(
-                f"the gradient at `{keystr(path)}` was already unscaled: `unscale_and_check` is in front of another "
-                "one or of `dynamic_loss_scale`; keep only one, inside `dynamic_loss_scale` if there is one"
-            )
-    if isinstance(scale, jax.core.Tracer) and leaves and not _may_depend_on([x for _, x in leaves], scale):
-        raise ValueError(
-            f"the gradient at `{keystr(leaves[0][0])}` does not depend on the loss scale, so it must not be divided by "
-            "it; write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
-            "`dynamic_loss_scale(inner, LossScale.none())`, or pass the factor of the loss as "
-            "`tx.update(..., loss_scale=number)`"
-        )
-
-
-def _is_unscaled(grad: Any) -> bool:
-    """Whether a gradient is the result of `unscale`, or of transformations of it.
-
-    A gradient is not if it was differentiated after that, as where a loss reads updated parameters. It may not be if an
-    argument is behind both the unscaled gradients and what was done to them: that may have scaled them again.
-    """
-    tracers = jx.tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn)))
-    unscaled = [x for x in tracers if (eqn := jx.versions.parent_of(x)) is not None and _is_unscale(eqn)]
-    return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(jx.tracers_behind(*unscaled)))
-
-
-def _may_depend_on(grads: Sequence[Any], scale: Any) -> bool:
-    """Whether gradients may be those of a loss times the scale, or of no loss at all."""
-    first, behind_scale = grads[0], jx.tracers_behind(scale)
-    if not _arguments(behind_scale):
-        return True  # a constant, as `set_loss_scale` writes; the gradient may depend on an equal one
-    if _arguments(jx.tracers_behind(first, enters=lambda eqn: not _differentiates(eqn))):
-        return True  # an argument that changed the gradient after the backward pass
-    ids, behind = {id(x) for x in behind_scale}, jx.tracers_behind(first)
-    if any(id(x) in ids for x in behind):
-        return True
-    eqns = {id(eqn): eqn for x in behind if (eqn := jx.versions.parent_of(x)) is not None}
-    are_constant = set(_has_constant_factors(eqns.values(), {}))
-    candidates = [x for x in behind if _can_be_scale(x)]
-    if False in are_constant:  # the loss may compute its factor from any argument
-        arguments = [x for x in behind if jx.versions.parent_of(x) is None]
-        if any(jx.shape_of(x) == () and not jx.is_inexact(x) for x in arguments):
-            return True
-        candidates += filter(jx.is_floating, arguments)
-    return not are_constant or any(_multiplies_all(x, grads) for x in candidates)
-
-
-def _multiplies_all(candidate: Any, grads: Sequence[Any]) -> bool:
-    """Whether a traced value may be a factor of all gradients, as one of a single term of the loss is not."""
-    analysis = _Factor(1)
-    units = {id(_variable(candidate)): analysis.scales[0]._replace(is_data_free=False)}
-
-    def unit_of(atom: Any) -> Unit:
-        if isinstance(atom, Var):
-            return units.get(id(atom), analysis.unscaled)
-        return analysis.constant(atom.val if isinstance(atom, Literal) else atom)
-
-    entered = set()
-    for tracer in jx.tracers_behind(*grads):
-        eqn = jx.versions.parent_of(tracer)
-        if eqn is not None and id(eqn) not in entered and tracer is not candidate:
-            entered.add(id(eqn))
-            found = analysis.infer_equation(eqn, [unit_of(atom) for atom in jx.versions.operands_of(eqn)])
-            units = {id(var): unit for var, unit in zip(eqn.outvars, found, strict=True)} | units
-    ends = [unit_of(_variable(x)) for x in grads]
-    return all(not unit.origins and unit.powers in (None, analysis.scales[0].powers) for unit in ends)
-
-
-class _Factor(UnitAnalysis):
-    """The power of one value; an origin says that a result is a sum of different powers."""
-
-    def error(self, predicate: str, scaled: Unit) -> str:
-        return predicate
-
-
-def _variable(tracer: Any) -> Any:
-    tracer = jx.versions.source_of(tracer)
-    return getattr(tracer, "val", tracer)
-
-
-def _arguments(tracers: Iterable[Any]) -> set[int]:
-    """Returns the ids of the tracers that no equation computed."""
-    return {id(x) for x in tracers if jx.versions.parent_of(x) is None}
-
-
-def _can_be_scale(x: Any) -> bool:
-    """Whether a tracer is a floating-point scalar that is an argument, or was computed from one outside derivatives."""
-    if jx.shape_of(x) != () or not jx.is_floating(x):
-        return False
-    eqn = jx.versions.parent_of(x)
-    return eqn is None or (not _differentiates(eqn) and bool(_arguments(jx.tracers_behind(x))))
-
-
-def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_inside: bool = False) -> Iterator[bool]:
-    """Yields, for each backward pass that begins here, whether its first equation reads constants alone.
-
-    This equation reads the cotangent of the loss, which is 1. If a scale multiplies the loss, it also reads that scale.
-
-    Args:
-        eqns: equations in the order of the program.
-        constants: the values of the variables that are constant, by their ids.
-        is_inside: whether the equations are part of a backward pass.
-    """
-    for eqn in eqns:
-        stack = eqn.source_info.name_stack
-        is_inner = (is_inside or jx.is_backward(stack)) and not jx.is_recomputed(stack)
-        operands = jx.versions.operands_of(eqn)
-        values = [x.val if isinstance(x, Literal) else constants.get(id(x)) for x in operands]
-        is_constant = not any(value is None for value in values)
-        reads_one = any(jx.is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))
-        if is_inner and reads_one and (is_constant or all(jx.shape_of(x) == () for x in operands)):
-            yield is_constant
-        if is_constant:
-            constants |= {id(x): "computed" for x in eqn.outvars}
-        structure = jx.structure_of(eqn)
-        if isinstance(structure, jx.Loop):  # in every iteration
-            inside: list[Any] = [(structure.body, range(structure.consts.start, structure.consts.stop))]
-        else:
-            inside = [(jaxpr, structure.operands) for jaxpr in structure.jaxprs] if structure else []
-        for jaxpr, indices in inside:
-            opened, _ = jx.open_jaxpr(jaxpr)
-            known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
-            yield from _has_constant_factors(opened.eqns, known, is_inner)
-
-
-def _is_unscale(eqn: Any) -> bool:
-    return UNSCALE_SCOPE in str(eqn.source_info.name_stack).split("/")
-
-
-def _differentiates(eqn: Any) -> bool:
-    """Whether an equation is part of a derivative, or calls a function that computes one."""
-    stack = eqn.source_info.name_stack
-    inside = (inner for jaxpr in jx.inner_jaxprs(eqn) for inner in jx.open_jaxpr(jaxpr)[0].eqns)
-    return jx.is_of_derivative(stack) or jx.is_backward(stack) or any(map(_differentiates, inside))

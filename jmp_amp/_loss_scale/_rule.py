@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, quote, shorten, warn, with_options
-from jmp_amp._loss_scale._gradients import with_overwritten, without_overwritten
+from jmp_amp._loss_scale._gradients import UNSCALE_SCOPE, with_overwritten, without_overwritten
+from jmp_amp._loss_scale._scaled_grads import SCALE, check_scaled
 from jmp_amp._trees import multiply_wide
 
 # Between these bounds, a scale and its reciprocal are normal float32 numbers; devices flush subnormals to zero.
@@ -137,7 +139,7 @@ class LossScale:
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
         return LossScaleState(
-            loss_scale=jnp.asarray(self.init_scale, jnp.float32),
+            loss_scale=checkpoint_name(jnp.asarray(self.init_scale, jnp.float32), SCALE),  # does nothing
             growth_tracker=jnp.asarray(-self.overflow_delay, jnp.int32),
             hysteresis_tracker=jnp.asarray(NEVER if self.is_static else self.hysteresis, jnp.int32),
             last_finite=jnp.asarray(True),
@@ -176,8 +178,11 @@ class LossScale:
         from pallas_kernels import unscale_check
 
         warn_if_constant(state, tree)
+        scale = 1.0 if self.is_static and self.init_scale == 1 else state.loss_scale
+        check_scaled(tree, scale, None, "move it behind `LossScale.unscale`", may_be_number=True)
         grads = without_overwritten(tree)
-        unscaled_grads, is_finite, _ = unscale_check(grads, 1 / state.loss_scale, implementation=implementation)
+        with jax.named_scope(UNSCALE_SCOPE):
+            unscaled_grads, is_finite, _ = unscale_check(grads, 1 / state.loss_scale, implementation=implementation)
         return with_overwritten(tree, unscaled_grads), is_finite
 
     def update(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:

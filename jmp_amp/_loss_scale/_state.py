@@ -11,6 +11,7 @@ from jax.tree_util import keystr
 
 from jmp_amp._calls import check_concrete, warn
 from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
+from jmp_amp._loss_scale._scaled_grads import note_state
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
@@ -325,7 +326,7 @@ def find_state(opt_state: Any) -> LossScaleState:
     """Returns the only `LossScaleState` in a tree, without the boxes that Flax NNX's optimizer puts around arrays.
 
     Raises:
-        ValueError: there is no loss scale or more than one.
+        ValueError: there is no loss scale or more than one, or a transformation around it that must be inside.
     """
     found = _nodes(opt_state, LossScaleState)
     if not found:
@@ -336,7 +337,22 @@ def find_state(opt_state: Any) -> LossScaleState:
     if len(found) > 1:
         paths = ", ".join(f"opt_state{path}" for path, _ in found)
         raise ValueError(f"there are {len(found)} loss scales in this state; pass only one of: {paths}")
-    return LossScaleState(*jax.tree.leaves(found[0][1]))
+    for _, around in _nodes(opt_state, *_WRONG_AROUND):
+        if _nodes(around, LossScaleState):
+            name, fault = _WRONG_AROUND[type(around)]
+            raise ValueError(
+                f"`{name}` around `dynamic_loss_scale` {fault}; move it inside, `dynamic_loss_scale({name}(...))`"
+            )
+    state = LossScaleState(*jax.tree.leaves(found[0][1]))
+    note_state(state.loss_scale, opt_state)
+    return state
+
+
+# The program of one `update` does not show these, as it takes the sum, or the gradients that are let through.
+_WRONG_AROUND: dict[type, tuple[str, str]] = {
+    optax.MultiStepsState: ("MultiSteps", "keeps sums of scaled gradients, in which an overflow remains"),
+    optax.ApplyIfFiniteState: ("apply_if_finite", "hides overflows from it, so that the loss scale does not back off"),
+}
 
 
 def _nodes(tree: Any, *kinds: type) -> list[tuple[str, Any]]:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.tree_util import keystr
@@ -14,17 +13,16 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote, takes_options
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._composition import Composition, as_unscaled, is_analysed
 from jmp_amp._loss_scale._rule import (
     LossScale,
     LossScaleState,
     check_rule,
-    is_concrete,
     to_flag,
     to_number,
     to_scale,
     warn_if_constant,
 )
+from jmp_amp._loss_scale._scaled_grads import check_scaled
 from jmp_amp._trees import is_value, select_tree
 
 
@@ -87,17 +85,12 @@ def unscale_and_check(
         [-0.5 -1. ]
     """
     check_axis_name(axis_name)
-    composition = Composition(
-        "unscale_and_check", "unscale once, in front of it, or wrap it all in `dynamic_loss_scale`"
-    )
 
     def update(
         updates: optax.Updates, state: UnscaleAndCheckState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, UnscaleAndCheckState]:
         if state.last_finite is None:
             return updates, state
-        if is_analysed():
-            return as_unscaled(updates), state
         loss_scale = extra_args.get("loss_scale")
         if loss_scale is None:
             raise TypeError(
@@ -106,8 +99,7 @@ def unscale_and_check(
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
         warn_if_constant(loss_scale, updates)
-        _gradients.check_scaled(updates)
-        composition.check(updates, is_scaled=not _is_one(loss_scale))
+        check_scaled(updates, loss_scale, params, "move it behind `unscale_and_check()`", may_be_number=True)
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
@@ -223,7 +215,6 @@ def dynamic_loss_scale(
     max_norm = None if clip_global_norm is None else to_number("clip_global_norm", clip_global_norm)
     check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
-    composition = Composition("dynamic_loss_scale", "move it inside, `dynamic_loss_scale({outer}(...))`")
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         leaves = _gradients.differentiated(params) if nonfinite_leaves else None
@@ -237,17 +228,14 @@ def dynamic_loss_scale(
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
         cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
         check_type("state", state, DynamicLossScaleState, cure)
-        if is_analysed():
-            return as_unscaled(updates), state
         if params is not None:
             _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
         warn_if_constant(state.loss_scale if given_scale is None else given_scale, updates)
         scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
-        # With a static rule, the loss may have been multiplied by a Python number instead of the traced scale.
-        _gradients.check_scaled(updates, given_scale if given_scale is not None or loss_scale.is_static else scale)
-        is_one = loss_scale.is_static and loss_scale.init_scale == 1 if given_scale is None else _is_one(given_scale)
-        composition.check(updates, is_scaled=not is_one)
+        is_static = loss_scale.is_static and given_scale is None
+        divisor = 1.0 if is_static and loss_scale.init_scale == 1 else scale if given_scale is None else given_scale
+        check_scaled(updates, divisor, params, _MOVE_INSIDE, may_be_number=is_static)
         factor = 1 / scale
         is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
@@ -276,8 +264,10 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_one(scale: Any) -> bool:
-    return is_concrete(scale) and bool(np.all(np.asarray(scale) == 1))
+_MOVE_INSIDE = (
+    "move it inside, `dynamic_loss_scale(optax.chain(..., inner))`, where gradients are unscaled; to clip by the "
+    "global norm, `clip_global_norm=` will do"
+)
 
 
 def _disable_check(path: Any, x: Any) -> Any:

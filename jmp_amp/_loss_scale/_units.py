@@ -42,6 +42,8 @@ class Unit(NamedTuple):
         return not self.is_data_free and any(self.powers or ())
 
 
+_EPSILON = 1e-4  # smaller constants avoid a division by 0, and clip nothing
+
 # What an error message says of a primitive, if not "applies `primitive` to {}"; `{}` stands for its operands.
 _PREDICATES = {
     **dict.fromkeys(("add", "add_any"), "adds {}"),
@@ -66,13 +68,12 @@ class UnitAnalysis:
         path: the equation that is read, after those that contain it.
     """
 
-    def __init__(self, n_scales: int, epsilon: float = 0.0) -> None:
-        """Takes the number of loss scales, and the largest constant that may be added to values of any unit."""
+    def __init__(self, n_scales: int) -> None:
+        """Takes the number of loss scales."""
         self.unscaled = Unit((Fraction(0),) * n_scales, is_data_free=False)
         self.scales = [Unit(tuple(Fraction(i == k) for i in range(n_scales))) for k in range(n_scales)]
         self.errors = dict[str, None]()
         self.path: list[Any] = []
-        self._epsilon = epsilon
 
     def error(self, predicate: str, scaled: Unit) -> str:
         """Returns the message for an equation that does what `predicate` says, and has a scaled operand."""
@@ -105,7 +106,7 @@ class UnitAnalysis:
         is_finite = np.isfinite(values)
         if np.all((values == 0) | ~is_finite):
             return Unit(origins=frozenset() if is_finite.any() else frozenset({NONFINITE}))
-        is_small = bool(np.all(np.abs(values) <= self._epsilon))
+        is_small = bool(np.all(np.abs(values) <= _EPSILON))
         return self.unscaled._replace(is_data_free=True, is_small=is_small)
 
     def _infer_equation(self, eqn: Any, operands: list[Unit]) -> list[Unit]:
@@ -142,10 +143,9 @@ class UnitAnalysis:
         """Returns the units of what one of several jaxprs returns."""
         branches = [self.infer(jaxpr, inputs) for jaxpr in jaxprs]
         units = [self._unify(units, "returns {} from different branches") for units in zip(*branches, strict=True)]
-        if index.finds_nonfinite and any(unit.is_scaled for unit in units):
-            hidden = self.hides(index)
-            units = [unit._replace(origins=unit.origins | hidden) for unit in units]
-        return units
+        hides = index.finds_nonfinite and any(unit.is_scaled for unit in units)
+        origins = index.origins | (self.hides(index) if hides else frozenset())
+        return [unit._replace(origins=unit.origins | origins) for unit in units]
 
     def _infer_op(self, eqn: Any, rule: Rule, units: list[Unit]) -> Unit:
         is_data_free = bool(units) and all(unit.is_data_free for unit in units)

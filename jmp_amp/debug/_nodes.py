@@ -11,7 +11,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp.debug._report import site_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Place(NamedTuple):
     @property
     def site(self) -> jx.Site:
         """Where the equation is in the user's code."""
-        return site_of(self.eqns)
+        return jx.site_of(self.eqns)
 
     def of(self, index: int, eqn: JaxprEqn) -> "Place":
         """Returns the place of an equation of the jaxpr at this place."""

@@ -22,7 +22,7 @@ from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, applies_loss_scale
 from jmp_amp.debug._nodes import NO_VALUES, Id, Node, Place, Values, argument_id, is_low, nearest, values_of
-from jmp_amp.debug._report import as_jit_takes, check_callable, lines_of
+from jmp_amp.debug._report import as_jit_takes, check_callable
 from jmp_amp.debug._trials import Trials, lines_in_float32
 
 _MANY = 100  # different ops; a program of more is run as a whole first
@@ -385,7 +385,7 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
         found = _tried(trials, node, cause, has_cures=not rule_of(node.eqn).is_product and not hider)
     return NonFinite(
         **vars(node.place.site),
-        library=lines_of(node.place.eqns)[1],
+        library=jx.lines_of(node.place.eqns)[1],
         iteration=node.place.iteration,
         operands=tuple(x.values for x in node.operands if x.is_floating),
         result=node.values,

@@ -1,10 +1,7 @@
 """What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
-import dataclasses
 import html
 import math
-import os
-import pathlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,13 +10,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 
 T = TypeVar("T")
-
-_KERNELS = str(pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels") + os.sep
 
 
 def check_callable(fun: Any, name: str) -> None:
@@ -70,25 +64,6 @@ def as_jit_takes(
         except Exception:
             break
     return args, kwargs
-
-
-def site_of(eqns: Sequence[JaxprEqn]) -> jx.Site:
-    """Returns the site of the last of `eqns`, in the user's code; the others contain it, outermost first."""
-    return dataclasses.replace(jx.Site.at(eqns), source=lines_of(eqns)[0])
-
-
-def lines_of(eqns: Sequence[JaxprEqn]) -> tuple[str, str]:
-    """Returns the lines that the last of `eqns` comes from; the others contain it, outermost first.
-
-    Returns:
-        `file.py:12 (function)`, the innermost line outside of libraries; the innermost line of all if every line
-        belongs to a library, and empty if there is no line. And the innermost line of all, if it is another one.
-    """
-    # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
-    frames = next(filter(None, (jx.frames_of(eqn, limit=10_000) for eqn in reversed(eqns))), [])
-    innermost = next(map(str, frames), "")
-    source = next((str(x) for x in frames if not (x.is_of_library or x.file.startswith(_KERNELS))), innermost)
-    return source, innermost if innermost != source else ""
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

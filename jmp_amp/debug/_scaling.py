@@ -1,15 +1,24 @@
 """`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import transformation, warn
-from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Origins, Unit, UnitAnalysis, describe_unit
-from jmp_amp.debug._report import as_jit_takes, check_callable, site_of
+from jmp_amp._loss_scale import (
+    CHECK,
+    MICRO_BATCHES,
+    LossScaleState,
+    Origins,
+    Unit,
+    UnitAnalysis,
+    describe_unit,
+    is_new_scale,
+)
+from jmp_amp.debug._report import as_jit_takes, check_callable
 
 _MAX_ERRORS = 5
 _STILL_SCALED = (
@@ -24,6 +33,10 @@ _NEVER_SCALED = (
 _HIDES = (
     "replaces non-finite values of gradients that are still scaled, so that the loss scale does not see overflows: "
     "leave them in; `dynamic_loss_scale` skips the step"
+)
+_NEVER_CHECKED = (
+    "the program checks gradients for overflows only where another check, as of `apply_if_finite`, found none, so that "
+    "the loss scale does not back off: `dynamic_loss_scale` skips the step, so leave the other one out"
 )
 _SAME_KEY = (
     "draws the same random numbers in every micro-batch: pass a typed key, `jax.random.key(...)`, as an argument of "
@@ -44,21 +57,23 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     - The loss is not scaled, or scaled by another scale than the one that divides the gradients. If the step uses
       `dynamic_loss_scale`, tracing the step already raises for this.
     - The gradients are unscaled twice, in part, or not at all, before they reach the optimizer state or the parameters.
-    - The gradients are clipped, or weight decay or noise is added, while they are scaled.
+    - The gradients are clipped, or weight decay or noise is added, while they are scaled. Between `value_and_grad` and
+      `update`, tracing the step already raises for this.
+    - Another check keeps overflows from the loss scale, as `apply_if_finite` around `dynamic_loss_scale` does.
 
     It warns of what may be intended: `jnp.nan_to_num` of scaled gradients, scalar results that are scaled, such as a
     logged norm of gradients, and random numbers that are the same in all micro-batches of `accumulate_steps`.
 
     Args:
-        step: the train step, jitted or not. Its arguments contain the loss scale, as the state of `dynamic_loss_scale`
-            or as a `LossScaleState`.
+        step: the train step, jitted or not, or a function that makes the state and runs steps. Its arguments contain
+            the loss scale, as the state of `dynamic_loss_scale` or as a `LossScaleState`, unless it makes it itself.
 
     Returns:
         A function with the signature of `step` that returns None. Its array arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:
         TypeError: `step` is not callable.
-        ValueError: the returned function found an error, and names its lines; or its arguments contain no loss scale.
+        ValueError: the returned function found an error, and names its lines; or there is no loss scale.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax
@@ -91,11 +106,12 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
         found = [jax.tree.leaves(x.loss_scale)[0] for x in states if isinstance(x, LossScaleState)]
         is_scale = [any(x is scale for scale in found) for x in arrays]
-        if not any(is_scale):
+        if not any(is_scale) and not any(is_new_scale(eqn) for *_, eqn in jx.equations_in(program)):
             raise ValueError(
-                "the arguments contain no loss scale; pass the state of `dynamic_loss_scale`, or a `LossScaleState`"
+                "there is no loss scale in the arguments, and `step` makes none; pass the state of "
+                "`dynamic_loss_scale`, or a `LossScaleState`"
             )
-        analysis = _StepAnalysis(sum(is_scale))
+        analysis = _StepAnalysis(sum(is_scale) + 1)
         results = analysis.infer(program, jx.combine(is_scale, analysis.scales, [analysis.unscaled] * len(arrays)))
         if analysis.errors:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
@@ -120,27 +136,43 @@ class _StepAnalysis(UnitAnalysis):
     """
 
     def __init__(self, n_scales: int) -> None:
-        """Takes the number of loss scales."""
+        """Takes the number of loss scales; the last one is the one that `step` makes."""
         super().__init__(n_scales)
         self.warnings = dict[str, None]()
+        self._is_guarded = False  # whether a branch is entered that a check for overflows selects
 
     def error(self, predicate: str, scaled: Unit) -> str:
         """Names the line and the cure."""
         cure = _STILL_SCALED if sum(scaled.powers or ()) > 0 else _NEVER_SCALED
-        return f"{site_of(self.path).where}, the program {predicate}: {cure}"
+        return f"{jx.site_of(self.path).where}, the program {predicate}: {cure}"
 
     def hides(self, flag: Unit) -> Origins:
         """Warns if single gradients are replaced. A step that is skipped by hand replaces all."""
         if flag.finds_nonfinite == "each":
-            self.warnings[f"{site_of(self.path).where}, `step` {_HIDES}"] = None
+            self.warnings[f"{jx.site_of(self.path).where}, `step` {_HIDES}"] = None
         return frozenset()
 
     def infer_equation(self, eqn: Any, operands: list[Unit]) -> list[Unit]:
-        """Warns of random numbers that do not depend on the number of the micro-batch."""
+        """Warns of random numbers that do not depend on the number of the micro-batch.
+
+        A check for overflows in a branch that another one selects, as under `apply_if_finite`, never finds one.
+        """
+        if is_new_scale(eqn):
+            return [self.scales[-1]] * len(eqn.outvars)
+        if self._is_guarded and CHECK in jx.marks_in(eqn.source_info.name_stack):
+            self.errors[f"{jx.site_of([*self.path, eqn]).where}, {_NEVER_CHECKED}"] = None
         is_random = eqn.primitive.name in ("random_bits", "random_gamma")
         if is_random and MICRO_BATCHES not in operands[0].origins and any(map(_accumulates, self.path)):
-            self.warnings[f"{site_of([*self.path, eqn]).where}, `step` {_SAME_KEY}"] = None
+            self.warnings[f"{jx.site_of([*self.path, eqn]).where}, `step` {_SAME_KEY}"] = None
         return super().infer_equation(eqn, operands)
+
+    def infer_branches(self, jaxprs: Sequence[Any], inputs: list[Unit], index: Unit) -> list[Unit]:
+        """Notes whether a check for overflows selects the branch."""
+        before = self._is_guarded
+        self._is_guarded |= bool(index.finds_nonfinite)
+        units = super().infer_branches(jaxprs, inputs, index)
+        self._is_guarded = before
+        return units
 
     def enter_loop(self, loop: jx.Loop, operands: list[Unit]) -> list[Unit]:
         """Marks what differs between micro-batches."""

@@ -16,7 +16,6 @@ from jmp_amp.debug._cures import Part, matches, parts
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, Replacement, precise
 from jmp_amp.debug._expressions import in_users_names, span_of
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
-from jmp_amp.debug._report import site_of
 
 _DEPTH, _MOST_ROOTS, _MOST_TRIALS = 7, 24, 4
 # How much the arguments are moved, and how large they are then at most. -1 moves each the other way than 1 does, so
@@ -173,7 +172,7 @@ def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: S
         As for `Trials.cure`.
     """
     numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
-    region = functools.cache(lambda eqns: site_of(eqns).source.partition(" (")[0] in numbers)
+    region = functools.cache(lambda eqns: jx.site_of(eqns).source.partition(" (")[0] in numbers)
     run = evaluator.run(wide=FLOAT32, region=region)
     if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
         text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
