@@ -281,6 +281,36 @@ def test_what_stands_in_front_of_the_wrapper_raises_unless_it_commutes_with_the_
             jax.eval_shape(step, params, tx.init(params))
 
 
+# Where a state of its own is an argument, it may hold a sum of scaled gradients, as that of micro-batches is one.
+KEEPING = (
+    *("MultiSteps", "apply_every", "conditionally_mask", "conditionally_transform", "contrib.dadapt_adamw"),
+    *("contrib.prodigy", "contrib.reduce_on_plateau", "contrib.split_real_and_imaginary", "ema", "flatten"),
+    *("inject_hyperparams", "inject_stateful_hyperparams", "masked", "measure_with_ema", "optimistic_gradient_descent"),
+    *("rprop", "scale_by_optimistic_gradient", "scale_by_rprop", "scale_by_zoom_linesearch", "selective_transform"),
+    *("trace", "with_extra_args_support"),
+)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", IN_FRONT)
+@pytest.mark.filterwarnings("ignore:Specifying a key")
+def test_what_is_done_by_hand_with_a_state_of_its_own_raises_unless_it_may_commute_with_the_scale(name):
+    front, params = optax.with_extra_args_support(case_of(name).make()), parameters(name)
+    tx = amp.dynamic_loss_scale(optax.sgd(1.0))
+
+    def step(params, state, own):
+        value, grads = gradients(name, params, amp.get_loss_scale(state))
+        grads, _ = front.update(grads, own, params, **case_of(name).extra(value, grads))
+        return tx.update(grads, state, params)[0]
+
+    args = params, tx.init(params), front.init(params)
+    if name in SILENT + DIVIDING + KEEPING:
+        jax.eval_shape(step, *args)
+    else:
+        with pytest.raises(ValueError, match=r"gradients are multiplied by the loss scale: move it inside, "):
+            jax.eval_shape(step, *args)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_FRONT)
 @pytest.mark.filterwarnings("ignore:Specifying a key")

@@ -1,5 +1,7 @@
 """What a step does to gradients before `update` raises if it is wrong for scaled ones, and only then."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -258,3 +260,163 @@ def depends_on_scale(change, monkeypatch):
         _, state = updates(jnp.float32(8), jnp.nan)
     close = [jax.tree.map(lambda x, y: np.allclose(x, y, rtol=1e-3, atol=1e-7), ends[0], end) for end in ends[1:]]
     return bool(state.loss_scale.last_finite) or not all(jax.tree.leaves(close))
+
+
+# Other forms of a step.
+
+
+def clip(grads):
+    return jax.tree.map(clip_by_norm, grads)
+
+
+def penalized(params, x):
+    return loss_fn(params, x) + norm_of(jax.grad(loss_fn)(params, x))
+
+
+# From parameters, a state, a batch, and what is done to gradients, the gradients.
+FORMS = {
+    "a loss that has a gradient": lambda p, s, x, change: change(amp.grad(penalized, opt_state=s)(p, x)),
+    "micro-batches": lambda p, s, x, change: change(amp.grad(loss_fn, opt_state=s, accumulate_steps=2)(p, x)),
+    "a sum in a loop": lambda p, s, x, change: change(
+        lax.scan(
+            lambda total, x: (jax.tree.map(jnp.add, total, amp.grad(loss_fn, opt_state=s)(p, x)), None),
+            jax.tree.map(jnp.zeros_like, p),
+            x[:, None],
+        )[0]
+    ),
+    "a jit of gradients": lambda p, s, x, change: change(
+        jax.jit(lambda p, s, x: amp.grad(loss_fn, opt_state=s)(p, x))(p, s, x)
+    ),
+    "a jit of what is done": lambda p, s, x, change: jax.jit(change)(amp.grad(loss_fn, opt_state=s)(p, x)),
+    "a jit of both": lambda p, s, x, change: jax.jit(lambda p, s, x: change(amp.grad(loss_fn, opt_state=s)(p, x)))(
+        p, s, x
+    ),
+    "examples": lambda p, s, x, change: jax.tree.map(
+        lambda g: g.mean(0), jax.vmap(lambda x: change(amp.grad(loss_fn, opt_state=s)(p, x[None])))(x)
+    ),
+    "a checkpoint": lambda p, s, x, change: jax.checkpoint(lambda p: change(amp.grad(loss_fn, opt_state=s)(p, x)))(p),
+    "a float16 loss": lambda p, s, x, change: change(
+        amp.grad(lambda p, x: loss_fn(p, x).astype(jnp.float16), opt_state=s)(p, x)
+    ),
+    "shards": lambda p, s, x, change: change(
+        jax.shard_map(
+            lambda p, s, x: lax.pmean(amp.grad(loss_fn, opt_state=s)(p, x), "data"),
+            mesh=MESH,
+            in_specs=(SPEC(), SPEC(), SPEC("data")),
+            out_specs=SPEC(),
+            check_vma=False,
+        )(p, s, x)
+    ),
+    "value and gradient": lambda p, s, x, change: change(
+        amp.value_and_grad(lambda p: (loss_fn(p, x), x), has_aux=True, opt_state=s)(p)[1]
+    ),
+}
+AROUND = {
+    "jit": lambda step, p, s, x: jax.jit(step)(p, s, x),
+    "vmap": lambda step, p, s, x: jax.jit(jax.vmap(step, (None, None, 0)))(p, s, x[None]),
+    "vmap of all": lambda step, *args: jax.jit(jax.vmap(step))(*jax.tree.map(lambda x: x[None], args)),
+    "scan": lambda step, p, s, x: lax.scan(lambda s, x: (step(p, s, x)[1], None), s, x[None])[0],
+    "shard_map": lambda step, *args: jax.jit(
+        jax.shard_map(step, mesh=MESH, in_specs=SPEC(), out_specs=SPEC(), check_vma=False)
+    )(*args),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "around"), [(f, a) for f in FORMS for a in AROUND if (f, a) != ("shards", "shard_map")]
+)
+def test_every_form_of_a_step_is_followed(form, around):
+    def step(change, params, state, x):
+        return TX.update(FORMS[form](params, state, x, change), state, params)
+
+    def trace(change):
+        args = PARAMS, TX.init(PARAMS), X
+        return jax.eval_shape(lambda *args: AROUND[around](lambda *args: step(change, *args), *args), *args)
+
+    trace(lambda grads: jax.tree.map(lambda g: g / 2, grads))
+    with pytest.raises(ValueError, match=BETWEEN):
+        trace(clip)
+
+
+def test_gradients_of_two_scales_are_not_refused():
+    rules = LossScale(), LossScale(init_scale=8.0)
+
+    def step(params, scalings, states, x):
+        first, second = (
+            amp.grad(loss_fn, opt_state=scaling)(params, sign * x)
+            for scaling, sign in zip(scalings, (1, -1), strict=True)
+        )
+        ratio = amp.get_loss_scale(scalings[0]) / amp.get_loss_scale(scalings[1])
+        both = jax.tree.map(lambda g, h: g + h * ratio, first, second)
+        unscaled, _ = rules[0].unscale(scalings[0], both)
+        # One optimizer for each loss, and one for both, whose state holds the first scale.
+        pairs = zip((first, second), scalings, strict=True)
+        updates = [LINK.update(grads, states, params, loss_scale=s.loss_scale) for grads, s in pairs]
+        return unscaled, updates
+
+    jax.eval_shape(step, PARAMS, [rule.init() for rule in rules], LINK.init(PARAMS), X)
+
+
+def test_gradients_that_are_not_of_value_and_grad_are_not_followed():
+    def step(params, state, x, change):
+        scale = amp.get_loss_scale(state)
+        grads = jax.grad(lambda p: loss_fn(p, x) * scale)(params)
+        return TX.update(change(grads), state, params)
+
+    jax.eval_shape(lambda *args: step(*args, clip), PARAMS, TX.init(PARAMS), X)
+    with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+        amp.debug.check_loss_scaling(lambda *args: step(*args, clip))(PARAMS, TX.init(PARAMS), X)
+
+
+def test_nothing_is_said_outside_jit_nor_without_a_scale():
+    def step(tx, params, state, x):
+        return tx.update(clip(amp.grad(loss_fn, opt_state=state)(params, x)), state, params)
+
+    step(TX, PARAMS, TX.init(PARAMS), X)
+    none = amp.dynamic_loss_scale(optax.sgd(0.1), LossScale.none())
+    jax.eval_shape(lambda *args: step(none, *args), PARAMS, none.init(PARAMS), X)
+    static = amp.dynamic_loss_scale(optax.sgd(0.1), LossScale.static(8.0))
+    with pytest.raises(ValueError, match=BETWEEN):
+        jax.eval_shape(lambda *args: step(static, *args), PARAMS, static.init(PARAMS), X)
+
+
+def test_the_marks_are_not_in_the_compiled_program(monkeypatch):
+    def program():
+        def step(params, state, x):
+            return TX.update(amp.grad(loss_fn, opt_state=state)(params, x), state, params)
+
+        return jax.jit(step).lower(PARAMS, TX.init(PARAMS), X).as_text()
+
+    marked = program()
+    monkeypatch.setattr("jmp_amp._loss_scale._grad.mark_scaled", lambda *tree: tree)
+    assert program() == marked
+
+
+class TrainState(NamedTuple):
+    params: dict
+    opt_state: tuple
+    total: dict
+
+
+STATES = {
+    "a tuple of the user": lambda params, state, total: TrainState(params, state, total),
+    "a dict": lambda params, state, total: {"params": params, "state": state, "total": total},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_sum_of_scaled_gradients_in_the_state_of_a_run_is_not_refused(name):
+    tx = optax.chain(optax.trace(0.9), TX)
+
+    def step(run, x, change, tx):
+        params, state, total = run if name == "a tuple of the user" else (run["params"], run["state"], run["total"])
+        grads = amp.grad(loss_fn, opt_state=run)(params, x)
+        return tx.update(change(grads, total), state, params)
+
+    def trace(change, tx):
+        run = STATES[name](PARAMS, tx.init(PARAMS), jax.tree.map(jnp.zeros_like, PARAMS))
+        jax.eval_shape(lambda run, x: step(run, x, change, tx), run, X)
+
+    trace(lambda grads, total: jax.tree.map(jnp.add, grads, total), TX)
+    with pytest.raises(ValueError, match=r"the step adds a value multiplied by the loss scale and an unscaled value"):
+        trace(lambda grads, total: grads, tx)

@@ -30,10 +30,10 @@ def mark_scaled(loss: Any, grads: Any) -> tuple[Any, Any]:
     return mark((), loss, _LOSS), jax.tree.map_with_path(mark, grads)
 
 
-def note_state(scale: Any, opt_state: Any) -> None:
-    """Keeps, for `check_scaled`, that what a state holds beside a traced scale is not multiplied by it."""
+def note_state(scale: Any, states: Any) -> None:
+    """Keeps, for `check_scaled`, that what states of optimizers hold beside a traced scale is not multiplied by it."""
     if _is_traced(source := jx.versions.source_of(scale)):
-        tracers = map(jx.versions.source_of, _tracers(opt_state))
+        tracers = map(jx.versions.source_of, _tracers(states))
         _read_from(source, None, list).extend(weakref.ref(x) for x in tracers if _is_traced(x) and x is not source)
 
 

@@ -344,8 +344,15 @@ def find_state(opt_state: Any) -> LossScaleState:
                 f"`{name}` around `dynamic_loss_scale` {fault}; move it inside, `dynamic_loss_scale({name}(...))`"
             )
     state = LossScaleState(*jax.tree.leaves(found[0][1]))
-    note_state(state.loss_scale, opt_state)
+    note_state(state.loss_scale, [x for x in jax.tree.leaves(opt_state, is_leaf=_is_of_optax) if _is_of_optax(x)])
     return state
+
+
+def _is_of_optax(x: Any) -> bool:
+    """Whether a node is the state of an optimizer: a tuple, but none of the user, or that of `optax.named_chain`."""
+    if type(x) is dict:
+        return bool(x) and all(isinstance(value, tuple) for value in x.values())
+    return isinstance(x, tuple) and type(x).__module__.partition(".")[0] in ("builtins", "optax", "jmp_amp")
 
 
 # The program of one `update` does not show these, as it takes the sum, or the gradients that are let through.

@@ -70,9 +70,9 @@ def unscale_and_check(
     Returns:
         An optax transformation. Its `update` takes gradients of any floating dtype and returns float32. Float64 and
         complex leaves keep their dtype; leaves that are neither floating nor complex pass through. `update` raises
-        TypeError without `loss_scale=`, and ValueError if transformations of optax in front of it or around it are
-        wrong for scaled gradients, as in `optax.masked`, or if the traced program shows that the gradients were already
-        unscaled.
+        TypeError without `loss_scale=`, and ValueError if the traced program shows that the gradients were already
+        unscaled, or that what was done to them since `value_and_grad`, by hand or in front of it in a chain, is wrong
+        for scaled gradients.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -185,10 +185,10 @@ def dynamic_loss_scale(
 
     Returns:
         An optax transformation whose state is a `DynamicLossScaleState`. Its `update` raises ValueError, with the tree
-        path, if gradients and parameters do not match, and, with the place in the chain, if transformations of optax in
-        front of it or around it are wrong for scaled gradients: if they clip or replace them, or keep or return them;
-        also if the traced program shows that the gradients were not scaled or already unscaled. It raises TypeError if
-        `inner` changes the dtype or shape of its state. It never raises because of non-finite gradients.
+        path, if gradients and parameters do not match, or if the traced program shows that the gradients were not
+        scaled or already unscaled; and, with the line, if what was done to them since `value_and_grad`, by hand or in
+        front of it in a chain, is wrong for scaled gradients, such as a clip, or hides overflows. It raises TypeError
+        if `inner` changes the dtype or shape of its state. It never raises because of non-finite gradients.
 
     Raises:
         TypeError: `inner` is not an optax transformation, `loss_scale` is not a `LossScale`, or `clip_global_norm` is
@@ -228,15 +228,9 @@ def dynamic_loss_scale(
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
         cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
         check_type("state", state, DynamicLossScaleState, cure)
-        if params is not None:
-            _gradients.check_leaves(updates, params)
         given_scale = extra_args.pop("loss_scale", None)
-        warn_if_constant(state.loss_scale if given_scale is None else given_scale, updates)
-        scale = state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale)
-        is_static = loss_scale.is_static and given_scale is None
-        divisor = 1.0 if is_static and loss_scale.init_scale == 1 else scale if given_scale is None else given_scale
-        check_scaled(updates, divisor, params, _MOVE_INSIDE, may_be_number=is_static)
-        factor = 1 / scale
+        _check_step(updates, params, state.loss_scale if given_scale is None else given_scale, loss_scale)
+        factor = 1 / (state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale))
         is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
         if nonfinite_leaves:
@@ -262,6 +256,24 @@ def dynamic_loss_scale(
         return new_updates, DynamicLossScaleState(new_scale, inner_state, squares, flags)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_step(grads: Any, params: Any, source: Any, rule: LossScale) -> None:
+    """Raises ValueError, or warns, if gradients do not match the parameters or the scale.
+
+    Args:
+        grads: what `update` got.
+        params: likewise.
+        source: the `LossScaleState` of `rule`, or the scale that `update` got.
+        rule: that of the wrapper.
+    """
+    if params is not None:
+        _gradients.check_leaves(grads, params)
+    warn_if_constant(source, grads)
+    is_own = isinstance(source, LossScaleState)
+    is_static = is_own and rule.is_static
+    scale = 1.0 if is_static and rule.init_scale == 1 else source.loss_scale if is_own else source
+    check_scaled(grads, scale, params, _MOVE_INSIDE, may_be_number=is_static)
 
 
 _MOVE_INSIDE = (
