@@ -58,11 +58,11 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
         may_be_number: whether the loss may have been multiplied by a number, in place of a traced scale.
     """
     leaves = [(path, x) for path, x in jax.tree.leaves_with_path(without_overwritten(grads)) if _is_traced(x)]
+    if not leaves or not (_is_traced(scale) or np.any(np.asarray(scale) != 1)):
+        return
     for path, x in leaves[:4]:
         if _is_unscaled(x):
             raise ValueError(_unscaled_before(path))
-    if not leaves or not (_is_traced(scale) or np.any(np.asarray(scale) != 1)):
-        return
     if error := _Step(scale, params, cure).find_error(leaves):
         raise ValueError(error)
     is_traced = _is_traced(scale) and not may_be_number
