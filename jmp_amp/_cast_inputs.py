@@ -59,21 +59,26 @@ def cast_inputs(dtype: Any) -> Callable[[F], F]:
     def decorate(fun: F) -> F:
         @functools.wraps(fun)
         def call(*args: Any, **kwargs: Any) -> Any:
-            arrays, rebuild = jx.split_arrays((args, kwargs))
-            rebuild_results: Callable[..., Any]
-
-            def flat(*arrays: Any) -> list[Any]:
-                nonlocal rebuild_results
-                args, kwargs = rebuild(arrays)
-                results, rebuild_results = jx.split_arrays(fun(*args, **kwargs))
-                return results
-
-            results = _cast_inputs_p.bind(*arrays, fun=flat, dtype=low)
-            return rebuild_results(results)
+            return _bind(fun, low, args, kwargs)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _bind(fun: Callable, low: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function by the primitive. It is not part of `call`, with which the primitive would be pickled."""
+    arrays, rebuild = jx.split_arrays((args, kwargs))
+    rebuild_results: Callable[..., Any]
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal rebuild_results
+        args, kwargs = rebuild(arrays)
+        results, rebuild_results = jx.split_arrays(fun(*args, **kwargs))
+        return results
+
+    results = _cast_inputs_p.bind(*arrays, fun=flat, dtype=low)
+    return rebuild_results(results)
 
 
 def _call(avals: Sequence[Any], fun: Callable) -> jx.Call:

@@ -120,6 +120,10 @@ class Format:
     float8: Float8 | None = None
     precision: Any = None
 
+    def __reduce__(self) -> Any:
+        """Is pickled by name, since formats are compared by identity."""
+        return _named, (self.name, self is FORMATS[self.name])
+
     @property
     def is_low(self) -> bool:
         """Whether ops are cast at all; float32 runs each as it was traced."""
@@ -171,6 +175,12 @@ FORMATS = {
     "bfloat16_x6": Format("bfloat16_x6", FLOAT32, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X6),
     "tensorfloat32": Format("tensorfloat32", FLOAT32, precision=(lax.Precision.HIGH,) * 2),
 }
+
+
+def _named(name: str, is_own: bool) -> Format:
+    form = FORMATS[name]
+    return form if is_own else form.at_any_size
+
 
 # The format inside an equation that can only run as it was traced. Marks have no effect there.
 AS_TRACED = Format("as traced", FLOAT32)

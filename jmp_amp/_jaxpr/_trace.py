@@ -73,6 +73,10 @@ class Cache:
         self._values: dict[int, tuple[Any, dict[Hashable, Any]]] = {}
         self._limit, self._drop, self._lock = limit, drop, threading.RLock()
 
+    def __reduce__(self) -> Any:
+        """Is pickled without its values: those of another process have other ids."""
+        return Cache, (self._limit, self._drop)
+
     def _forget(self, number: int) -> None:
         _, values = self._values.pop(number, (None, {}))
         for value in values.values():
