@@ -60,21 +60,21 @@ class LowPrecisionState(NamedTuple):
 
     def with_float32(self) -> optax.OptState:
         """Returns the state of the wrapped transformation in float32, for a run without `low_precision_state`."""
-        leaves, tree = _flatten(self.inner_state)
+        leaves, tree = jax.tree.leaves(self.inner_state), jax.tree.structure(self.inner_state)
         for i, formats in self.formats.items():
             leaves[int(i)] = _decode(leaves[int(i)], formats)
-        return tree.unflatten(leaves)
+        return jx.restored(jax.tree.unflatten(tree, leaves))
 
     def with_low_precision(self, inner_state: optax.OptState) -> "LowPrecisionState":
         """Returns this state with the values of a state of the wrapped transformation, each rounded to nearest.
 
         For a run that goes on from a checkpoint in float32: `tx.init(params).with_low_precision(inner_state)`.
         """
-        leaves, tree = _flatten(inner_state)
+        leaves = jax.tree.leaves(inner_state)
         formats, maxima = dict(self.formats), dict(self.maxima)
         for i, old in self.formats.items():
             leaves[int(i)], formats[i], maxima[i] = _store(leaves[int(i)], old)
-        return LowPrecisionState(self.step, formats, maxima, tree.unflatten(leaves))
+        return LowPrecisionState(self.step, formats, maxima, jx.with_leaves(inner_state, leaves))
 
 
 @takes_options
@@ -180,20 +180,17 @@ def low_precision_state(
         new_updates, new = inner.update(updates, state.with_float32(), params, **extra_args)
         falls = (state.step % _FALL == _FALL - 1).astype(jnp.int32)
         seed = None if rounding == "nearest" else state.step.astype(jnp.uint32) * np.uint32(0x9E3779B9)
-        leaves, tree = _flatten(new)
+        leaves = jax.tree.leaves(new)
         formats = {i: _next_formats(old, state.maxima[i], falls) for i, old in state.formats.items()}
         for i in formats:
             leaves[int(i)] = _encode(leaves[int(i)], formats[i], _noise(leaves[int(i)].shape, int(i), seed))
         maxima = dict(state.maxima)
         for group in _by_parameter(new, formats, updates):
             maxima |= zip(group, _maxima([(leaves[int(i)], formats[i].shape) for i in group]), strict=True)
-        return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, maxima, tree.unflatten(leaves))
+        stored = jx.with_leaves(new, leaves)
+        return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, maxima, stored)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.leaves(tree), jax.tree.structure(tree)
 
 
 def _copies(init: Callable[[Any], Any], params: Any) -> set[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ import optax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import quote, takes_options
 from jmp_amp._loss_scale import check_inner, is_frozen
 from jmp_amp._policy import Policy, get_policy
@@ -80,7 +81,8 @@ class LowPrecisionParamsState(NamedTuple):
     Attributes:
         masters: float32 copies of the parameters whose dtype is narrower than float32; `optax.MaskedNode` in place of
             all other parameters, which need no copy. With `remainder=True`, the lower 16 bits of these copies for
-            bfloat16 parameters, as uint16. None with `masters=False`.
+            bfloat16 parameters, as uint16. None with `masters=False`. A class that refuses such leaves is replaced by a
+            node with the same paths.
         step: int32[], the number of steps so far. `seed` and `step` determine the random bits of the next step. None
             unless `rounding="stochastic"`.
         inner_state: the state of the wrapped transformation, initialized with float32 parameters.
@@ -99,17 +101,19 @@ class LowPrecisionParamsState(NamedTuple):
 
     def with_float32(self, params: optax.Params) -> "LowPrecisionParamsState":
         """Returns the state with float32 masters in place of remainders, for a run with `remainder=False`."""
-        masters = jax.tree.map(lambda p, m: m if is_frozen(m) else _master(p, m), params, self.masters)
-        return self._replace(masters=masters)
+        pairs = zip(_flatten(params)[0], _flatten(self.masters)[0], strict=True)
+        masters = [m if is_frozen(m) else _master(p, m) for p, m in pairs]
+        return self._replace(masters=jx.with_leaves(params, masters, is_frozen))
 
     def with_remainders(self, params: optax.Params) -> tuple[optax.Params, "LowPrecisionParamsState"]:
         """Returns parameters and state for a run with `remainder=True`; these are the same masters, bit for bit.
 
         A bfloat16 parameter whose master is halfway between two numbers may become the other one.
         """
-        upper, lower = _split(params, self.masters)
-        params = jax.tree.map(lambda p, x: x if _is_bfloat16(p) else p, params, upper)
-        return params, self._replace(masters=lower)
+        leaves, tree = _flatten(params)
+        upper, lower = _split(leaves, _flatten(self.masters)[0])
+        moved = tree.unflatten([x if _is_bfloat16(p) else p for p, x in zip(leaves, upper, strict=True)])
+        return moved, self._replace(masters=jx.with_leaves(params, lower, is_frozen))
 
 
 @takes_options
@@ -211,32 +215,43 @@ def low_precision_params(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LowPrecisionParamsState:
-        full = _upcast(params)
-        stored = _split(params, full)[1] if remainder else full
+        leaves, _ = _flatten(params)
+        stored = _split(leaves, _upcast(leaves))[1] if remainder else _upcast(leaves)
+        held = jx.with_leaves(params, _masters(leaves, stored), is_frozen) if masters else None
         step = jnp.zeros((), jnp.int32) if rounding == "stochastic" else None
-        return LowPrecisionParamsState(_masters(params, stored) if masters else None, step, inner.init(full))
+        return LowPrecisionParamsState(held, step, inner.init(_upcast(params)))
 
     def update(
         updates: optax.Updates, state: LowPrecisionParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowPrecisionParamsState]:
         if params is None:
             raise ValueError("`low_precision_params` needs the parameters: call `tx.update(grads, opt_state, params)`")
-        params = _where_frozen(updates, updates, params)
-        full = _upcast(params)
+        # Lists, because a class of the user may take no halves or keys as its leaves.
+        grads, tree = _flatten(updates)
+        parts = [_flatten(part)[0] for part in tree.flatten_up_to(params)]  # a frozen part may have several leaves
+        leaves = [g if is_frozen(g) else part[0] for g, part in zip(grads, parts, strict=True)]
+        full = _upcast(leaves)
         if masters:
-            trained = _where_frozen(updates, updates, state.masters)
-            full = jax.tree.map(lambda p, m: _master(p, m) if _is_low_precision(p) else p, params, trained)
-        full_updates, inner_state = inner.update(_upcast(updates), state.inner_state, full, **extra_args)
-        new_full = optax.apply_updates(full, full_updates)
+            masters_before, tree_of_masters = _flatten(state.masters)
+            rest = iter(masters_before)
+            held = [[next(rest) for _ in part] for part in parts]
+            full = [_master(p, m[0]) if _is_low_precision(p) else p for p, m in zip(leaves, held, strict=True)]
+        full_params = tree.unflatten(full)
+        full_updates, inner_state = inner.update(_upcast(updates), state.inner_state, full_params, **extra_args)
+        new_full = tree.flatten_up_to(optax.apply_updates(full_params, full_updates))
+        full_updates = tree.flatten_up_to(full_updates)
         keys, step = [], state.step
         if step is not None:
             keys = [optax.tree.split_key_like(jax.random.fold_in(jax.random.key(seed), step), new_full)]
             step = optax.safe_increment(step)
-        nearest, stored = _split(params, new_full) if remainder else (new_full, new_full)
-        new_updates = jax.tree.map(_rounded_update, params, nearest, full_updates, *keys)
-        stored = jax.tree.map(_reached, params, new_updates, nearest, stored)
-        new_masters = _where_frozen(updates, state.masters, _masters(params, stored)) if masters else None
-        return new_updates, LowPrecisionParamsState(new_masters, step, inner_state)
+        nearest, stored = _split(leaves, new_full) if remainder else (new_full, new_full)
+        new_updates = jax.tree.map(_rounded_update, leaves, nearest, full_updates, *keys)
+        new_masters = None
+        if masters:
+            stored = _masters(leaves, jax.tree.map(_reached, leaves, new_updates, nearest, stored))
+            held = [old if is_frozen(g) else [new] for g, old, new in zip(grads, held, stored, strict=True)]
+            new_masters = tree_of_masters.unflatten([x for part in held for x in part])
+        return tree.unflatten(new_updates), LowPrecisionParamsState(new_masters, step, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -304,12 +319,9 @@ def _masters(params: Any, full: Any) -> Any:
     return jax.tree.map(lambda p, x: x if _is_low_precision(p) else optax.MaskedNode(), params, full)
 
 
-def _where_frozen(grads: Any, frozen: Any, trained: Any) -> Any:
-    """Selects from `frozen` where the gradient is None or `optax.MaskedNode`, and from `trained` elsewhere.
-
-    Each entry of `frozen` may be a subtree.
-    """
-    return jax.tree.map(lambda g, f, t: f if is_frozen(g) else t, grads, frozen, trained, is_leaf=is_frozen)
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves of a tree, with what takes the place of frozen ones, and its structure."""
+    return jax.tree.flatten(tree, is_leaf=is_frozen)
 
 
 def _upcast(tree: Any) -> Any:

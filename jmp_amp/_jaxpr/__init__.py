@@ -1,6 +1,7 @@
 """Reads and runs jaxprs; nothing here knows of precision."""
 
 from jmp_amp._jaxpr import _versions as versions
+from jmp_amp._jaxpr._children import restored, with_leaves
 from jmp_amp._jaxpr._dataflow import Backward, Forward
 from jmp_amp._jaxpr._hoist import hoist, run_loop
 from jmp_amp._jaxpr._source import (

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from jmp_amp._jaxpr._children import with_leaves
 from jmp_amp._jaxpr._versions import apply, context_of, is_constant, open_jaxpr, parent_of, source_of, tracers_read
 
 
@@ -170,7 +171,7 @@ def trace_call(
     with contextlib.suppress(TypeError, ValueError):  # a builtin has none
         call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
     # Only arrays are leaves of these; JAX names them as in the call.
-    args, kwargs = jax.tree.map(traced, (args, kwargs))
+    args, kwargs = with_leaves((args, kwargs), map(traced, jax.tree.leaves((args, kwargs))))
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
 
 

@@ -35,7 +35,7 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
 
 def multiply(tree: Any, factor: jax.Array) -> Any:
     """As `unscale`, for gradients that stay scaled."""
-    return with_overwritten(tree, multiply_wide(tree, factor))
+    return with_overwritten(tree, multiply_wide(jax.tree.leaves(tree), factor))
 
 
 def is_overwritten(path: tuple[Any, ...], x: Any) -> bool:
@@ -48,19 +48,21 @@ def is_overwritten(path: tuple[Any, ...], x: Any) -> bool:
     return is_max or "['_overwrite_with_gradient']" in keystr(path)
 
 
-def without_overwritten(grads: Any) -> Any:
-    """Returns the gradients, with a number in place of each leaf that is none."""
-    return jax.tree.map_with_path(lambda path, x: np.int32(0) if is_overwritten(path, x) else x, grads)
+def without_overwritten(grads: Any) -> list[Any]:
+    """Returns the leaves of a tree of gradients, with a number in place of each that is none."""
+    return [np.int32(0) if is_overwritten(path, x) else x for path, x in jax.tree.leaves_with_path(grads)]
 
 
-def with_overwritten(grads: Any, new: Any) -> Any:
-    """Returns `new`, a tree as the gradients, with the leaves of these that are no gradients."""
-    return jax.tree.map_with_path(lambda path, x, y: x if is_overwritten(path, x) else y, grads, new)
+def with_overwritten(grads: Any, new: Sequence[Any]) -> Any:
+    """Returns a tree of the leaves `new`, with those of the gradients that are no gradients in their places."""
+    leaves, treedef = jax.tree.flatten_with_path(grads)
+    kept = [x if is_overwritten(path, x) else y for (path, x), y in zip(leaves, new, strict=True)]
+    return jax.tree.unflatten(treedef, kept)
 
 
 def check_grads(
     grads: Any, factor: jax.Array, axis_name: AxisName | None, implementation: str | None, by_leaf: bool = False
-) -> tuple[jax.Array, jax.Array, Any]:
+) -> tuple[jax.Array, jax.Array, dict[Any, jax.Array]]:
     """Checks that every gradient is finite after unscaling.
 
     It reads each gradient once and writes no arrays. Over mapped axes, it adds one scalar collective, or one for each
@@ -77,18 +79,17 @@ def check_grads(
 
     Returns:
         bool[], whether every unscaled gradient is finite on every device; float32[], the sum of squares of the unscaled
-        gradients, -inf if they are not finite; and, with `by_leaf`, a tree of bool[] with the structure of the
-        gradients, true for leaves that are not finite.
+        gradients, -inf if they are not finite; and, with `by_leaf`, bool[] by the path of each gradient, true for those
+        that are not finite.
 
     Raises:
         ValueError: `axis_name` is no mapped axis, or gradients vary along an axis of `shard_map` that it lacks.
     """
     from pallas_kernels import check_finite
 
-    grads = without_overwritten(grads)
+    leaves = without_overwritten(grads)
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     is_typed = any(map(_is_typed, names))
-    leaves, treedef = jax.tree.flatten(grads)
     varying = frozenset[Any]().union(*map(jx.versions.varying_axes, leaves))
     if missing := sorted(varying - {*names} - jx.versions.varying_axes(factor), key=str):
         raise ValueError(
@@ -113,7 +114,8 @@ def check_grads(
 
     with jx.marked(CHECK), jax.debug_nans(False):  # a NaN marks an overflow here
         sums = [sum_of_squares(part) for part in ([[x] for x in leaves] if by_leaf else [leaves])]
-        flags = jax.tree.unflatten(treedef, map(jnp.isnan, sums)) if by_leaf else None
+        paths = [path for path, _ in jax.tree.leaves_with_path(grads)] if by_leaf else []
+        flags = dict(zip(paths, map(jnp.isnan, sums), strict=False))
         total = sum(sums, jnp.float32(0))
         # Outside this block, `jax.debug_nans` would raise on a NaN. Here, the replacement fuses into the sum.
         total = jnp.where(jnp.isnan(total), -jnp.inf, total)

@@ -180,9 +180,9 @@ class LossScale:
         warn_if_constant(state, tree)
         scale = 1.0 if self.is_static and self.init_scale == 1 else state.loss_scale
         check_scaled(tree, scale, None, "move it behind `LossScale.unscale`", may_be_number=True)
-        grads = without_overwritten(tree)
+        leaves, factor = without_overwritten(tree), 1 / state.loss_scale
         with jax.named_scope(UNSCALE_SCOPE):
-            unscaled_grads, is_finite, _ = unscale_check(grads, 1 / state.loss_scale, implementation=implementation)
+            unscaled_grads, is_finite, _ = unscale_check(leaves, factor, implementation=implementation)
         return with_overwritten(tree, unscaled_grads), is_finite
 
     def update(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, warn
 from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
 from jmp_amp._loss_scale._scaled_grads import note_state
@@ -242,7 +243,8 @@ def count_nonfinite(tree: Any) -> Any:
             such as integers, PRNG keys or functions, are ignored.
 
     Returns:
-        A tree of int32[] with the same structure, on the device; 0 for ignored leaves.
+        A tree of int32[] with the same paths, on the device; 0 for ignored leaves. It has the same structure, but for
+        classes that take no such leaves.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -255,7 +257,7 @@ def count_nonfinite(tree: Any) -> Any:
     def count(x: Any) -> jax.Array:
         return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) if is_inexact(x) else jnp.int32(0)
 
-    return jax.tree.map(count, tree)
+    return jx.with_leaves(tree, map(count, jax.tree.leaves(tree)))
 
 
 def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
@@ -290,8 +292,9 @@ def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
     check_concrete(counts, "describe_nonfinite", cure)
     sizes = [""] * len(jax.tree.leaves(counts))
     if tree is not None:
-        got, want = map(str, map(jax.tree.structure, (tree, counts)))
+        got, want = ([path for path, _ in jax.tree.leaves_with_path(x)] for x in (tree, counts))
         if got != want:
+            got, want = map(jax.tree.structure, (tree, counts))
             raise ValueError(f"`tree` must have the structure of `counts`, {want}, got {got}")
         sizes = [f" of {getattr(x, 'size', 1)} values" for x in jax.tree.leaves(tree)]
     nonfinite = []

@@ -103,7 +103,7 @@ def unscale_and_check(
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
-        unscaled_grads = _gradients.with_overwritten(updates, unscaled_grads)
+        unscaled_grads = _gradients.with_overwritten(updates, jax.tree.leaves(unscaled_grads))
         return unscaled_grads, UnscaleAndCheckState(last_finite=is_finite)
 
     return optax.GradientTransformationExtraArgs(lambda params: UnscaleAndCheckState(jnp.asarray(True)), update)
@@ -117,8 +117,8 @@ class DynamicLossScaleState(NamedTuple):
         inner_state: the state of the wrapped transformation.
         sum_of_squares: float32[], of the unscaled gradients of the last step, before clipping; -inf if they were not
             finite, 0 before the first step.
-        nonfinite_leaves: tree of bool[] with the structure of the parameters, true for leaves whose gradients were not
-            finite in the last step; None unless `dynamic_loss_scale` was called with `nonfinite_leaves=True`.
+        nonfinite_leaves: tree of bool[] at the paths of the parameters, true for leaves whose gradients were not finite
+            in the last step; None unless `dynamic_loss_scale` was called with `nonfinite_leaves=True`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -218,7 +218,7 @@ def dynamic_loss_scale(
 
     def init(params: optax.Params) -> DynamicLossScaleState:
         leaves = _gradients.differentiated(params) if nonfinite_leaves else None
-        flags = jax.tree.map(lambda _: jnp.zeros((), bool), leaves)
+        flags = jx.with_leaves(leaves, [jnp.zeros((), bool) for _ in jax.tree.leaves(leaves)])
         kinds = DynamicLossScaleState | UnscaleAndCheckState
         inner_state = jax.tree.map_with_path(_disable_check, inner.init(params), is_leaf=lambda x: isinstance(x, kinds))
         return DynamicLossScaleState(loss_scale.init(), inner_state, jnp.zeros((), jnp.float32), flags)
@@ -231,11 +231,12 @@ def dynamic_loss_scale(
         given_scale = extra_args.pop("loss_scale", None)
         _check_step(updates, params, state.loss_scale if given_scale is None else given_scale, loss_scale)
         factor = 1 / (state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale))
-        is_finite, squares, flags = _gradients.check_grads(updates, factor, axis_name, implementation, nonfinite_leaves)
+        is_finite, squares, by_path = _gradients.check_grads(
+            updates, factor, axis_name, implementation, nonfinite_leaves
+        )
         is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
-        if nonfinite_leaves:
-            by_path = dict(jax.tree.leaves_with_path(flags))  # frozen parameters may have no gradient
-            flags = jax.tree.map_with_path(lambda path, x: by_path.get(path, jnp.zeros_like(x)), state.nonfinite_leaves)
+        # Frozen parameters may have no gradient.
+        flags = jax.tree.map_with_path(lambda path, x: by_path.get(path, jnp.zeros_like(x)), state.nonfinite_leaves)
         if max_norm is not None:
             factor *= jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.abs(squares)))
 

@@ -43,14 +43,20 @@ def floating_value_and_grad(fun: Callable, **options: Any) -> Callable:
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        def of_floats(*floats: Any) -> Any:
-            combined = jax.tree.map(lambda f, x: x if f is None else f, floats, args, is_leaf=lambda x: x is None)
-            return fun(*combined, **kwargs)
+        leaves, tree = jax.tree.flatten(args, is_leaf=_is_none)
 
-        floats = jax.tree.map(lambda x: x if isinstance(x, jax.Array) and jx.is_floating(x) else None, args)
-        return jax.value_and_grad(of_floats, **options)(*floats)
+        def of_floats(*floats: Any) -> Any:
+            pairs = zip(jax.tree.leaves(floats, is_leaf=_is_none), leaves, strict=True)
+            return fun(*jax.tree.unflatten(tree, [x if f is None else f for f, x in pairs]), **kwargs)
+
+        floats = [x if isinstance(x, jax.Array) and jx.is_floating(x) else None for x in leaves]
+        return jax.value_and_grad(of_floats, **options)(*jx.with_leaves(args, floats, _is_none))
 
     return evaluate
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 @transformation

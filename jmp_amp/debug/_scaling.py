@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import transformation, warn
@@ -99,9 +100,13 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     check_callable(step, "check_loss_scaling")
 
     @functools.wraps(step, updated=())
+    def results_by_path(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {keystr(path): x for path, x in jax.tree.leaves_with_path(step(*args, **kwargs))}
+
+    @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
         args, kwargs = as_jit_takes(step, args, kwargs, jax.ShapeDtypeStruct)
-        program, arrays, rebuild = jx.trace_call(step, args, kwargs, jax.ShapeDtypeStruct)
+        program, arrays, rebuild = jx.trace_call(results_by_path, args, kwargs, jax.ShapeDtypeStruct)
         # The loss scale of each `LossScaleState`, by its position among the arrays.
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))
         found = [jax.tree.leaves(x.loss_scale)[0] for x in states if isinstance(x, LossScaleState)]
@@ -118,10 +123,9 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
         is_scalar = [jx.shape_of(var) == () for var in jx.open_jaxpr(program)[0].outvars]
         scaled = [x if ok and x.is_scaled else None for x, ok in zip(results, is_scalar, strict=True)]
-        for path, x in jax.tree.leaves_with_path(rebuild(scaled), is_leaf=lambda x: isinstance(x, Unit)):
+        for path, x in rebuild(scaled).items():
             if isinstance(x, Unit):
-                name = jax.tree_util.keystr(path)
-                analysis.warnings[f"`step` returns `result{name}`, {describe_unit(x)}: {_IS_LOGGED}"] = None
+                analysis.warnings[f"`step` returns `result{path}`, {describe_unit(x)}: {_IS_LOGGED}"] = None
         for warning in analysis.warnings:
             warn(warning)
 
