@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,20 @@ def takes_options(call: Callable[P, R], name: str | None = None) -> Callable[P, 
 def with_options(cls: C) -> C:
     """Decorates a public dataclass as `takes_options` does a function."""
     cls.__init__ = takes_options(cls.__init__, cls.__name__)  # type: ignore[misc]
+    return cls
+
+
+def with_inner_state(cls: C) -> C:
+    """Decorates the state of a wrapper, so that an attribute that the state in it has raises with its place."""
+
+    def missing(self: Any, name: str) -> NoReturn:
+        state, place, cure = self, "opt_state", ""
+        while not cure and "inner_state" in getattr(state, "_fields", ()):
+            state, place = state.inner_state, f"{place}.inner_state"
+            cure = f"; the wrapped optimizer has it: write `{place}.{name}`" if hasattr(state, name) else ""
+        raise AttributeError(f"'{cls.__name__}' object has no attribute '{name}'{cure}", name=name, obj=self)
+
+    cls.__getattr__ = missing  # type: ignore[attr-defined] # not in the class, where a type checker would allow all names
     return cls
 
 

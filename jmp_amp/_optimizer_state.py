@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import quote, takes_options
+from jmp_amp._calls import quote, takes_options, with_inner_state
 from jmp_amp._loss_scale import check_inner
 
 _DTYPES = ("float8", "bfloat16")
@@ -30,6 +30,7 @@ _HEADROOM = 4  # octaves from the power of two in the maximum of a block to the 
 _FALL = 32  # steps in which a format falls by one octave at most
 
 
+@with_inner_state
 class LowPrecisionState(NamedTuple):
     """State of `low_precision_state`.
 

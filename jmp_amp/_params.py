@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import quote, takes_options
+from jmp_amp._calls import quote, takes_options, with_inner_state
 from jmp_amp._loss_scale import check_inner, is_frozen
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._trees import cast_floating, is_inexact, wide_dtype
@@ -75,6 +75,7 @@ def cast_params(params: T, policy: Policy | str, *, keep: Callable[[tuple[Any, .
     return jax.tree_util.tree_map_with_path(lambda path, x: x if keep(path, x) else cast_floating(x, dtype), params)
 
 
+@with_inner_state
 class LowPrecisionParamsState(NamedTuple):
     """State of `low_precision_params`.
 

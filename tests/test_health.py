@@ -393,6 +393,23 @@ def test_in_the_other_order_a_frozen_leaf_skips_nothing(name):
     amp.check_health(state)
 
 
+@pytest.mark.parametrize("name", FREEZES)
+@pytest.mark.usefixtures("users_code")
+def test_an_error_says_to_freeze_outside_if_no_gradient_is_known(name):
+    tx = amp.dynamic_loss_scale(FREEZES[name](optax.adam(0.1)))
+    state = stepped(tx, 3, frozen=jnp.nan)
+    with pytest.raises(
+        amp.LossScaleError, match=r"gradient of \['frozen'\] is read, too: .*'frozen': optax.set_to_zero"
+    ):
+        amp.check_health(state, TWO, max_skips=3)
+    for options in ({"params": None}, {"params": TWO, "grads": {"w": jnp.inf * jnp.ones(2), "frozen": jnp.ones(2)}}):
+        with pytest.raises(amp.LossScaleError, match=r"^((?!frozen).)*$"):
+            amp.check_health(state, max_skips=3, **options)
+    trains_all = amp.dynamic_loss_scale(optax.adam(0.1))
+    with pytest.raises(amp.LossScaleError, match=r"^((?!frozen).)*$"):
+        amp.check_health(stepped(trains_all, 3, w=jnp.nan), TWO, max_skips=3)
+
+
 @pytest.mark.parametrize("inner", [optax.adam(0.1), optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)])
 @pytest.mark.usefixtures("users_code")
 def test_an_optimizer_that_was_not_restored_with_its_scale_is_named(inner):

@@ -1,5 +1,7 @@
 """Calls that cannot mean what they say raise, and the message has the value, what is allowed and the call to write."""
 
+import copy
+import pickle
 import re
 
 import jax
@@ -353,3 +355,33 @@ def test_parameters_in_16_bits_name_low_precision_params():
     tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3)))
     updates, _ = tx.update(params, tx.init(params), params)
     assert optax.apply_updates(params, updates)["w"].dtype == jnp.float16
+
+
+PART = optax.partition({"train": optax.adam(0.1)}, "train")
+WRAPPERS = {
+    "dynamic_loss_scale": (amp.dynamic_loss_scale(PART), "opt_state.inner_state.inner_states"),
+    "low_precision_params": (amp.low_precision_params(PART), "opt_state.inner_state.inner_states"),
+    "low_precision_state": (amp.low_precision_state(PART), "opt_state.inner_state.inner_states"),
+    "both": (
+        amp.dynamic_loss_scale(amp.low_precision_params(PART)),
+        "opt_state.inner_state.inner_state.inner_states",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_attribute_of_the_wrapped_state_names_its_place(name):
+    tx, place = WRAPPERS[name]
+    opt_state = tx.init(P)
+    with pytest.raises(
+        AttributeError, match=f"has no attribute 'inner_states'.*: write `{re.escape(place)}`$"
+    ) as raised:
+        _ = opt_state.inner_states
+    assert (raised.value.name, raised.value.obj) == ("inner_states", opt_state)
+    assert eval(place).keys() == {"train"}
+    with pytest.raises(AttributeError, match=r"object has no attribute 'inner_stats'$"):
+        _ = opt_state.inner_stats
+    assert not hasattr(opt_state, "inner_states")
+    assert getattr(opt_state, "inner_states", None) is None
+    for again in (copy.copy(opt_state), pickle.loads(pickle.dumps(opt_state)), jax.tree.map(lambda x: x, opt_state)):
+        assert jax.tree.structure(again) == jax.tree.structure(opt_state)

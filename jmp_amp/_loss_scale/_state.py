@@ -161,8 +161,8 @@ def check_health(
     Raises:
         LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
             steps overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
-            `max_skips` steps overflowed. The message names the leaves that are not finite, and contains the history of
-            the scale and a cure.
+            `max_skips` steps overflowed. The message names the leaves that are not finite, or those of `params` that
+            the optimizer keeps no state for, and contains the history of the scale and a cure.
         TypeError: called inside `jit`.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
@@ -202,8 +202,7 @@ def check_health(
         if frozen := _without_state(wrapper.inner_state, bad):
             warn(
                 f"the gradient of {', '.join(map(keystr, frozen))} is not finite, so steps are skipped, but the "
-                "optimizer keeps no state for it: if it is frozen, do not differentiate it, or freeze it outside, "
-                "`optax.partition({'train': dynamic_loss_scale(...), 'frozen': optax.set_to_zero()}, ...)`"
+                f"optimizer keeps no state for it: {_FREEZE_OUTSIDE}"
             )
     if not is_scale(state.loss_scale).all():
         fact = "the loss scale in the state is not between 2^-126 and 2^126"
@@ -217,9 +216,12 @@ def check_health(
         fact = f"the last {consecutive_skips} steps overflowed"
     else:
         return
-    description = describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(flags)
-    if description:
+    if description := describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(flags):
         fact += f"; non-finite gradients: {description}"
+    elif wrapper is not None and cure is _CURE and grads is None and flags is None:
+        paths = [path for path, x in jax.tree.leaves_with_path(params) if is_inexact(x)]
+        if frozen := _without_state(wrapper.inner_state, paths):
+            cure += f"; the gradient of {', '.join(map(keystr, frozen[:5]))} is read, too: {_FREEZE_OUTSIDE}"
     raise LossScaleError(
         f"{fact}. Loss scale: {state.loss_scale.min()}; skipped steps: {state.total_notfinite.max()}, of which "
         f"{consecutive_skips} in a row until now; finite steps since the last overflow or change of the "
@@ -227,6 +229,10 @@ def check_health(
     )
 
 
+_FREEZE_OUTSIDE = (
+    "if it is frozen, do not differentiate it, or freeze it outside, "
+    "`optax.partition({'train': dynamic_loss_scale(...), 'frozen': optax.set_to_zero()}, ...)`"
+)
 _CURE = (
     "check for non-finite inputs or parameters, a division by zero, the logarithm of zero, or a value outside the "
     "range of the compute dtype; run the affected code under `amp.full_precision()`"

@@ -11,7 +11,7 @@ from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, describe, quote, takes_options
+from jmp_amp._calls import check_type, describe, quote, takes_options, with_inner_state
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import (
     LossScale,
@@ -109,6 +109,7 @@ def unscale_and_check(
     return optax.GradientTransformationExtraArgs(lambda params: UnscaleAndCheckState(jnp.asarray(True)), update)
 
 
+@with_inner_state
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`.
 
@@ -154,8 +155,12 @@ def dynamic_loss_scale(
     scale adapts after that, so gradients are always divided by the scale that multiplied the loss, also at a step where
     the scale grows. `update` never synchronizes with the host.
 
-    The check covers the gradients, not the updates. If `inner` returns non-finite updates for finite gradients, the
-    parameters become non-finite; from then on every step is skipped, and `check_health` raises.
+    The check covers all gradients that `update` takes, also those of parameters that `inner` freezes. If these may be
+    infinite or NaN, put the wrapper around the part that trains:
+    `optax.partition({"train": dynamic_loss_scale(...), "frozen": optax.set_to_zero()}, labels)`.
+
+    The check does not cover the updates. If `inner` returns non-finite updates for finite gradients, the parameters
+    become non-finite; from then on every step is skipped, and `check_health` raises.
 
     `update` accepts these extra arguments:
 
