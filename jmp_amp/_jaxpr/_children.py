@@ -29,23 +29,31 @@ class Children:
 def with_leaves(tree: Any, leaves: Iterable[Any], is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
     """Returns a tree of the same paths with other leaves, of any types.
 
-    A class of the user may check or convert its leaves when it is made. Its place takes a `Children`, if it does.
+    A class of the user may check or convert its leaves when it is made. If it does, a `Children` takes its place.
     """
-    return _build(tree, iter(leaves), is_leaf)
+    leaves = list(leaves)
+    treedef = jax.tree.structure(tree, is_leaf=is_leaf)
+    return _made(treedef, leaves, lambda: _node_by_node(tree, iter(leaves), is_leaf))
 
 
-def _build(node: Any, leaves: Iterator[Any], is_leaf: Callable[[Any], bool]) -> Any:
+def _node_by_node(node: Any, leaves: Iterator[Any], is_leaf: Callable[[Any], bool]) -> Any:
     pairs, treedef = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
     if is_leaf(node) or (pairs and not pairs[0][0]):
         return next(leaves)
-    children = [_build(x, leaves, is_leaf) for _, x in pairs]
+    children = [_node_by_node(x, leaves, is_leaf) for _, x in pairs]
+    keys = tuple(path[0] for path, _ in pairs)
+    return _made(treedef, children, lambda: Children(children, keys, treedef))
+
+
+def _made(treedef: Any, children: list[Any], otherwise: Callable[[], Any]) -> Any:
+    """Returns a tree of these children, or the result of `otherwise()` if a class does not take them as they are."""
     try:
-        new = jax.tree.unflatten(treedef, children)
-        if list(map(id, jax.tree.leaves(new))) == list(map(id, jax.tree.leaves(children))):
-            return new
+        tree = jax.tree.unflatten(treedef, children)
+        if list(map(id, jax.tree.leaves(tree))) == list(map(id, jax.tree.leaves(children))):
+            return tree
     except Exception:  # whatever the class raises
         pass
-    return Children(children, tuple(path[0] for path, _ in pairs), treedef)
+    return otherwise()
 
 
 def restored(tree: Any) -> Any:
