@@ -54,7 +54,7 @@ def with_options(cls: C) -> C:
 
 
 def with_inner_state(cls: C) -> C:
-    """Decorates the state of a wrapper, so that an attribute that the state in it has raises with its place."""
+    """Decorates the state of a wrapper, so that a missing attribute that the wrapped state has raises with its place."""
 
     def __getattr__(self: Any, name: str) -> NoReturn:  # noqa: N807
         state, place, cure = self, "opt_state", ""
@@ -63,7 +63,7 @@ def with_inner_state(cls: C) -> C:
             cure = f"; the wrapped optimizer has it: write `{place}.{name}`" if hasattr(state, name) else ""
         raise AttributeError(f"'{cls.__name__}' object has no attribute '{name}'{cure}", name=name, obj=self)
 
-    cls.__getattr__ = __getattr__  # type: ignore[attr-defined] # not in the class, where a type checker would allow all names
+    cls.__getattr__ = __getattr__  # type: ignore[attr-defined] # a type checker must not know it
     return cls
 
 

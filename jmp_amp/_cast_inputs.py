@@ -67,7 +67,7 @@ def cast_inputs(dtype: Any) -> Callable[[F], F]:
 
 
 def _bind(fun: Callable, low: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function by the primitive. It is not part of `call`, with which the primitive would be pickled."""
+    """Calls a function by the primitive. Pickled with `call`, as a part of it, the primitive would lose its rules."""
     arrays, rebuild = jx.split_arrays((args, kwargs))
     rebuild_results: Callable[..., Any]
 

@@ -216,18 +216,19 @@ def low_precision_params(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LowPrecisionParamsState:
-        leaves, _ = _flatten(params)
-        stored = _split(leaves, _upcast(leaves))[1] if remainder else _upcast(leaves)
+        full = _upcast(params)
+        leaves, stored = _flatten(params)[0], _flatten(full)[0]
+        stored = _split(leaves, stored)[1] if remainder else stored
         held = jx.with_leaves(params, _masters(leaves, stored), is_frozen) if masters else None
         step = jnp.zeros((), jnp.int32) if rounding == "stochastic" else None
-        return LowPrecisionParamsState(held, step, inner.init(_upcast(params)))
+        return LowPrecisionParamsState(held, step, inner.init(full))
 
     def update(
         updates: optax.Updates, state: LowPrecisionParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowPrecisionParamsState]:
         if params is None:
             raise ValueError("`low_precision_params` needs the parameters: call `tx.update(grads, opt_state, params)`")
-        # Lists, because a class of the user may take no halves or keys as its leaves.
+        # Lists, because a class of the user may take no keys or halves of masters as its leaves.
         grads, tree = _flatten(updates)
         parts = [_flatten(part)[0] for part in tree.flatten_up_to(params)]  # a frozen part may have several leaves
         leaves = [g if is_frozen(g) else part[0] for g, part in zip(grads, parts, strict=True)]
