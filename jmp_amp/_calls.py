@@ -54,7 +54,7 @@ def with_options(cls: C) -> C:
 
 
 def with_inner_state(cls: C) -> C:
-    """Decorates the state of a wrapper, so that a missing attribute that the wrapped state has raises with its place."""
+    """Decorates the state of a wrapper: an attribute that is missing there, but not in the wrapped state, names that."""
 
     def __getattr__(self: Any, name: str) -> NoReturn:  # noqa: N807
         state, place, cure = self, "opt_state", ""
