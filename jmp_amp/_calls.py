@@ -54,7 +54,7 @@ def with_options(cls: C) -> C:
 
 
 def with_inner_state(cls: C) -> C:
-    """Decorates the state of a wrapper: an attribute that is missing there, but not in the wrapped state, names that."""
+    """Decorates the state of a wrapper: the error for a missing attribute says where the wrapped state has it."""
 
     def __getattr__(self: Any, name: str) -> NoReturn:  # noqa: N807
         state, place, cure = self, "opt_state", ""
