@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._loss_scale._gradients import CHECK, UNSCALE_SCOPE, is_overwritten, without_overwritten
+from jmp_amp._loss_scale._gradients import CHECK, UNSCALE_SCOPE, is_overwritten
 from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
 
 # The names of a new scale, and of the loss and the gradients that `value_and_grad` returns. They change no program.
@@ -57,7 +57,8 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
         cure: what to do with a transformation of scaled gradients.
         may_be_number: whether the loss may have been multiplied by a number, in place of a traced scale.
     """
-    leaves = [(path, x) for path, x in jax.tree.leaves_with_path(without_overwritten(grads)) if _is_traced(x)]
+    pairs = jax.tree.leaves_with_path(grads)
+    leaves = [(path, x) for path, x in pairs if _is_traced(x) and not is_overwritten(path, x)]
     if not leaves or not (_is_traced(scale) or np.any(np.asarray(scale) != 1)):
         return
     for path, x in leaves[:4]:
