@@ -89,7 +89,7 @@ class Float8(NamedTuple):
         operands: the dtype of the operands.
         cotangents: the dtype of the cotangent, in the products that compute the gradients.
         blocks: whether each 32 terms of a sum have a scale; otherwise each operand has one.
-        multiple: the number that each of the three sizes must be a multiple of.
+        multiple: the number that the three sizes of a ragged product, or of one with blocks, must be multiples of.
         min_rows: the least number of rows.
         min_size: the least number of terms, and of columns.
         min_weight: the least number of elements of the weight.

@@ -74,7 +74,7 @@ REASONS = {
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
     "no weight": "float8 is for products with a weight, which is an argument of the function",
-    "multiple": "a float8 product needs sizes that are multiples of 16, or of 32 with blocks",
+    "multiple": "a product of experts in float8 needs sizes that are multiples of 16, one with blocks of 32",
     "size": "the product is too small to gain by float8",
     "precision": "the program asks for float32 by `precision`",
     "region": "it is in a region: `full_precision` or `precision(dtype)`",

@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._aligned import bind_product
 from jmp_amp._autocast._values import Value, ValueFacts
 from jmp_amp._float8 import is_float8_scale
 from jmp_amp._formats import Format
@@ -49,6 +50,8 @@ class Op:
 
     def apply(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to operands that are cast."""
+        if self.primitive is lax.dot_general_p:
+            return [bind_product(args, dict(self.params))]
         return jx.versions.apply(self.primitive, dict(self.params), args)
 
     def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:

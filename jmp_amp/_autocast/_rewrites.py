@@ -140,7 +140,7 @@ def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> s
         return "no weight"
     avals: list[Any] = [atom.aval for atom in eqn.invars[:2]]
     terms, (rows, columns) = avals[0].shape[contracting[0][0]], map(math.prod, free_sizes(avals, contracting, groups))
-    if any(n % float8.multiple for n in (terms, rows, columns)):
+    if (float8.blocks or is_ragged) and any(n % float8.multiple for n in (terms, rows, columns)):
         return "multiple"
     # The rows and the columns of the product, if the first or the second operand is the weight.
     sizes = zip(is_input, ((columns, rows), (rows, columns)), strict=False)

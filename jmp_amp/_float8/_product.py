@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._aligned import padded, padding_for
 from jmp_amp._calls import warn
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
 from jmp_amp._float8._quantize import (
@@ -93,10 +94,11 @@ def _split_exponents(args: Sequence[Any], scaled: Sequence[bool]) -> tuple[list[
 
 @functools.cache
 def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a policy for `jax.checkpoint` that treats `float8_dot` as `policy` treats `lax.dot_general`."""
+    """Returns a policy for `jax.checkpoint` that treats other products as `policy` treats `lax.dot_general`."""
 
     def saves(primitive: Primitive, *args: Any, **params: Any) -> Any:
-        return policy(lax.dot_general_p if primitive in _PRODUCTS.values() else primitive, *args, **params)
+        is_product = primitive.name == "dot_general" or primitive in _PRODUCTS.values()  # it may be an aligned one
+        return policy(lax.dot_general_p if is_product else primitive, *args, **params)
 
     return saves
 
@@ -141,7 +143,11 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     if not blocks:
         orders = [_order(ctx, *each) for each in inputs]
         casts = [_Cast(dtype, order=order) for dtype, order in zip(params["operands"], orders, strict=True)]
-        return _lower_casts(ctx, inputs, casts, functools.partial(_of_tensors, **params), rest)
+        zeros = None
+        if not rest:
+            pair = [jx.with_dtype(x, dtype) for (x, _), dtype in zip((lhs, rhs), params["operands"], strict=True)]
+            zeros = padding_for(ctx, pair, params)
+        return _lower_casts(ctx, inputs, casts, functools.partial(_of_tensors, zeros=zeros, **params), rest)
     axes, out = params["dimension_numbers"][0], abstract_eval(*ctx.avals_in, **params)
     casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
@@ -255,12 +261,13 @@ class _KernelCast(NamedTuple):
 
 
 def _of_tensors(
-    x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, *rest: Any, **params: Any
+    x: jax.Array, x_exponent: jax.Array, y: jax.Array, y_exponent: jax.Array, *rest: Any, zeros: Any, **params: Any
 ) -> jax.Array:
     result = params["preferred_element_type"]
     # A float8 product may exceed float16. In bfloat16 it fits, and the power of two is exact there as well.
     accumulated = np.dtype(np.float32) if result == np.float16 else result
-    product = bind_plain(x, y, *rest, **params | {"preferred_element_type": accumulated})
+    plain = functools.partial(bind_plain, **params | {"preferred_element_type": accumulated})
+    product = padded(plain, zeros)(x, y, *rest)
     return (product * power_of_two(-(x_exponent + y_exponent)).astype(accumulated)).astype(result)
 
 

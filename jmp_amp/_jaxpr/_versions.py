@@ -5,6 +5,7 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 
 import contextlib
 import inspect
+import math
 import os
 import re
 import traceback
@@ -344,6 +345,15 @@ def pull_with_logs(pullback: Any, cotangents: Any) -> tuple[Sequence[Any], Any]:
 def lowering_platforms(ctx: Any) -> Sequence[str]:
     """Returns the platforms that a program is lowered for, given the context of a lowering rule."""
     return ctx.module_context.platforms
+
+
+def automatic_devices(ctx: Any) -> int:
+    """Returns over how many devices the compiler splits arrays, given the context of a lowering rule."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)  # of `shard_map`, whose manual axes split no array
+    if mesh is None:
+        return getattr(context, "num_devices", None) or 1
+    return math.prod(n for name, n in mesh.shape.items() if name not in context.manual_axes)
 
 
 def lowered_once(ctx: Any, key: Any, lower: Callable[[], Any]) -> Any:

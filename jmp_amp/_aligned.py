@@ -1,0 +1,145 @@
+"""Large products whose rows in memory are not multiples of 16 bytes, which NVIDIA's matrix units do not read.
+
+Such a product, as with a vocabulary of 50257, is bound to a primitive of its own. Where it is lowered for a CUDA
+device, its operands are padded with zeros, and its result is sliced: the function stays the same. Its gradients are
+such products, too. The primitive has the name and the parameters of `lax.dot_general_p`, so that whatever reads a
+program finds the product.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp_amp import _jaxpr as jx
+
+# Multiplications and additions per byte, above which the matrix unit of a V100 limits a product, and not its memory;
+# newer GPUs need more. See "Matrix Multiplication Background" in NVIDIA's Deep Learning Performance Guide.
+_LEAST_INTENSITY = 139
+
+
+def bind_product(args: Sequence[Any], params: dict[str, Any]) -> jax.Array:
+    """Computes `lax.dot_general` of operands of any dtype, aligned if it is large and its rows are not."""
+    is_aligned = padding(list(map(jax.typeof, args)), params) is None
+    return (lax.dot_general_p if is_aligned else PRIMITIVE).bind(*args, **params)
+
+
+def padding(avals: Sequence[Any], params: dict[str, Any], n_devices: int = 1) -> list[dict[int, int]] | None:
+    """Returns the number of zeros to append to axes of each operand of a product; None if it stays as it is.
+
+    The last axes of operands of 16 bits and of the result are padded to multiples of 8. Of float8 operands, cuBLAS asks
+    for numbers of rows, columns and terms that are multiples of 16. A product stays as it is if its operands are wider;
+    if its sizes are symbolic; or if memory limits it, as with 10 classes, or with scores of 196 x 196.
+
+    Args:
+        avals: the types of the operands.
+        params: those of `lax.dot_general`.
+        n_devices: over how many devices the compiler may split an axis. To pad one that can be split would move
+            elements between devices; one of 50257 elements cannot be split evenly over 8.
+    """
+    contracting, batch = params["dimension_numbers"]
+    widths = {x.dtype.itemsize for x in avals}
+    if not widths < {1, 2} or not all(isinstance(n, int) for x in avals for n in x.shape):
+        return None
+    multiple, is_float8 = 16 // widths.pop(), avals[0].dtype.itemsize == 1
+    free = [
+        [i for i in range(x.ndim) if i not in (*summed, *same)]
+        for x, summed, same in zip(avals, contracting, batch, strict=True)
+    ]
+    rows, columns = (math.prod(x.shape[i] for i in axes) for x, axes in zip(avals, free, strict=True))
+    terms = math.prod(avals[0].shape[i] for i in contracting[0])
+    if not rows * columns * terms >= _LEAST_INTENSITY * (rows * columns + (rows + columns) * terms) > 0:
+        return None
+    zeros: list[dict[int, int]] = [{}, {}]
+
+    def pad(size: int, *axes: tuple[int, int]) -> None:
+        """Pads an axis of operands, by their numbers, if it is last in memory and all such axes have a `size`."""
+        is_last = is_float8 or any((i == 1 and axis in free[1]) or axis == avals[i].ndim - 1 for i, axis in axes)
+        n = avals[axes[0][0]].shape[axes[0][1]]
+        if is_last and size % multiple and math.gcd(n, n_devices) == 1:
+            for i, axis in axes:
+                zeros[i][axis] = -n % multiple
+
+    for i, size in enumerate((rows, columns)):
+        if free[i]:
+            pad(size, (i, free[i][-1]))
+    for lhs, rhs in zip(*contracting, strict=True):
+        pad(terms, (0, lhs), (1, rhs))
+    return zeros if any(map(bool, zeros)) else None
+
+
+def padded(product: Callable[..., jax.Array], zeros: Sequence[dict[int, int]] | None) -> Callable[..., jax.Array]:
+    """Returns a product of two arrays that appends these zeros to them, and returns what it is without."""
+    if zeros is None:
+        return product
+
+    def padded_product(*args: Any) -> jax.Array:
+        shape = jax.eval_shape(product, *args).shape
+        pads = [[(0, n.get(axis, 0), 0) for axis in range(x.ndim)] for x, n in zip(args, zeros, strict=True)]
+        out = product(*[lax.pad(x, jnp.zeros((), x.dtype), pad) for x, pad in zip(args, pads, strict=True)])
+        return lax.slice(out, [0] * len(shape), shape)
+
+    return padded_product
+
+
+def padding_for(ctx: Any, avals: Sequence[Any], params: dict[str, Any]) -> list[dict[int, int]] | None:
+    """Returns the zeros for a product that is lowered here; None for another device than a CUDA GPU."""
+    is_cuda = set(jx.versions.lowering_platforms(ctx)) == {"cuda"}
+    return padding(avals, params, jx.versions.automatic_devices(ctx)) if is_cuda else None
+
+
+def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
+    plain = functools.partial(lax.dot_general_p.bind, **params)
+    product = padded(plain, padding_for(ctx, ctx.avals_in, params))
+    return mlir.lower_fun(product, multiple_results=False)(ctx, *args)
+
+
+def _with_products(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """Computes a function of arrays with `bind_product` in place of its products."""
+
+    def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
+        return [bind_product(args, eqn.params)] if eqn.primitive is lax.dot_general_p else jx.bind(eqn, args)
+
+    return jx.evaluate(jx.trace(fun, list(map(jax.typeof, args))), args, apply)
+
+
+def _gradient(i: int) -> Callable[..., Any]:
+    """Returns the rule of the gradient of an operand, in which the product is linear."""
+
+    def gradient(cotangent: Any, *operands: Any, **params: Any) -> Any:
+        def transposed(cotangent: Any, known: Any) -> Any:
+            def product(x: Any) -> Any:
+                return lax.dot_general_p.bind(*((x, known) if i == 0 else (known, x)), **params)
+
+            return jax.linear_transpose(product, operands[i].aval)(cotangent)
+
+        return _with_products(transposed, [cotangent, operands[1 - i]])[0]
+
+    return gradient
+
+
+def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    return _with_products(jax.vmap(functools.partial(lax.dot_general_p.bind, **params), axes), args)[0], 0
+
+
+@functools.cache
+def _jitted(**params: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(PRIMITIVE.bind, **params))
+
+
+def _abstract_eval(*avals: Any, **params: Any) -> Any:
+    return jx.trace(functools.partial(lax.dot_general_p.bind, **params), avals).out_avals[0]
+
+
+PRIMITIVE = Primitive(lax.dot_general_p.name)
+PRIMITIVE.def_impl(lambda *args, **params: _jitted(**params)(*args))
+PRIMITIVE.def_abstract_eval(_abstract_eval)
+ad.defbilinear(PRIMITIVE, _gradient(0), _gradient(1))
+batching.primitive_batchers[PRIMITIVE] = _batch
+mlir.register_lowering(PRIMITIVE, _lower)
