@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxprs import equations
 from programs import PROGRAMS as ALL_PROGRAMS
 
@@ -418,7 +419,8 @@ def test_autocast_calls_the_kernel_in_16_bits_in_both_passes():
 
 def test_regions_and_rules_keep_their_say():
     def of(fun=model, **options):
-        return primitives(amp.autocast(fun, attention=Kernel(), **options), WEIGHTS, X).count("cast_inputs")
+        fused = amp.autocast(fun, "bfloat16", attention=Kernel(), **options)
+        return primitives(fused, WEIGHTS, X).count("cast_inputs")
 
     def with_region(p, x):
         with amp.full_precision():
@@ -427,13 +429,13 @@ def test_regions_and_rules_keep_their_say():
 
     def with_softmax_region(p, x):
         q, k = x @ p["q"], x @ p["k"]
-        with amp.precision("bfloat16"):
+        with amp.precision("float16"):
             weights = jax.nn.softmax(q @ k.mT)
         return jnp.mean(weights @ x)
 
     assert of() == 2
     assert of(rules={"first": "full"}) == 1
-    assert of(rules={"second": "bfloat16"}) == 1
+    assert of(rules={"second": "float16"}) == 1
     assert of(rules={lax.dot_general_p: "full"}) == 0
     assert of(with_region) == 1
     assert of(with_softmax_region) == 0
@@ -452,6 +454,65 @@ def test_a_kernel_that_refuses_leaves_attention_as_it_is_written_and_warns_once(
         assert jax.jit(amp.autocast(model, attention="cudnn"))(WEIGHTS, X) == out
     no_attention = amp.autocast(lambda p, x: jnp.mean(x @ p["q"]), attention=Kernel(refuses))
     jax.jit(no_attention)(WEIGHTS, X)  # has no warning
+
+
+def gpu_kernel(query, key, value, bias=None, mask=None, *, scale, is_causal):
+    """Stands for a kernel of a GPU, which JAX does not lower for a CPU."""
+
+    def kernel(q, k, v, out):
+        scores = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), q[...] @ k[...].T * scale, -1e9)
+        out[...] = (jax.nn.softmax(scores) @ v[...]).astype(out.dtype)
+
+    shape = jax.ShapeDtypeStruct((6, 8), query.dtype)
+    heads = functools.partial(jax.vmap, in_axes=1, out_axes=1)
+    return jax.vmap(heads(pl.pallas_call(kernel, out_shape=shape)))(query, key, value)
+
+
+ON_A_CPU = {
+    "outside jit": lambda f: f,
+    "jit": jax.jit,
+    "gradient outside jit": jax.grad,
+    "gradient": lambda f: jax.jit(jax.grad(f)),
+    "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
+    "vmap": lambda f: jax.jit(jax.vmap(jax.grad(f), (None, 0))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`gpu_kernel` refuses the derivative")
+@pytest.mark.parametrize("wrap", ON_A_CPU.values(), ids=ON_A_CPU)
+@pytest.mark.parametrize("kernel", ["xla", gpu_kernel])
+def test_a_kernel_that_is_not_lowered_for_a_cpu_leaves_attention_there_as_it_is_written(kernel, wrap):
+    fused = amp.autocast(model, "float16", attention=kernel)
+    words = "F16_F16_F32" if kernel == "xla" else "interpret mode"
+    with pytest.warns(UserWarning, match=f"refuses attention on a CPU, which computes it as it is written: .*{words}"):
+        outs = wrap(fused)(WEIGHTS, X)
+    expected = wrap(amp.autocast(model, "float16"))(WEIGHTS, X)
+    for out, x in zip(jax.tree.leaves(outs), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(out, x, atol=2e-3 * float(jnp.max(jnp.abs(x))))
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_cpu_refuses_is_as_written_wherever_it_stands(name):
+    fun, _ = PROGRAMS[name]
+    with pytest.warns(UserWarning, match="refuses attention on a CPU"):
+        grads = jax.jit(jax.grad(scalar(amp.autocast(fun, "float16", attention="xla"))))(WEIGHTS, X)
+    expected = jax.jit(jax.grad(scalar(amp.autocast(fun, "float16"))))(WEIGHTS, X)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-2 * float(jnp.max(jnp.abs(y))) + 1e-6)
+
+
+def test_a_program_that_is_traced_on_a_cpu_has_the_kernel_on_a_gpu():
+    fused = amp.autocast(model, "float16", attention="xla")
+    with pytest.warns(UserWarning, match="refuses attention on a CPU"):
+        traced = jax.jit(jax.grad(fused)).trace(WEIGHTS, X)
+    on_gpu, on_cpu = (traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu"))
+    assert on_gpu.count("algorithm = ") == 3  # of the scores, in both passes
+    assert "algorithm = " not in on_cpu
+    with pytest.warns(UserWarning, match="refuses attention on a CPU"):
+        (first, _) = amp.explain(fused)(WEIGHTS, X).attention
+    assert first.kernel == "xla"
+    assert "; on a CPU as it is written: ValueError" in first.why
 
 
 @jax.custom_vjp
@@ -496,7 +557,7 @@ def test_explain_lists_each_softmax_that_a_product_reads():
         with jax.named_scope("capped"):
             return jnp.mean(jax.nn.softmax(jnp.tanh(x @ p["q"] @ x.mT)) @ x)
 
-    report = amp.explain(program, attention=Kernel())(WEIGHTS, X)
+    report = amp.explain(program, "bfloat16", attention=Kernel())(WEIGHTS, X)
     found = [(row.module, row.kernel, row.why, row.runs) for row in report.attention]
     assert found == [
         ("good", "Kernel", "is_causal=True", 3),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from jmp_amp import _jaxpr as jx
@@ -126,6 +127,20 @@ def test_an_overflow_that_is_hidden_on_a_device_is_found_in_a_large_program(monk
     found = first_nonfinite(shard_map(lambda x: x / jnp.sum(x * x), P("rows"), P("rows")))(1e30 * X)
     assert found.primitive == "mul"
     assert "`div` at" in found.hidden_by
+
+
+of_a_gpu_p = Primitive("of_a_gpu")  # a CPU does not compile it
+of_a_gpu_p.def_abstract_eval(lambda x: x)
+
+
+def test_of_a_program_for_several_platforms_the_branch_of_the_device_is_compiled():
+    def fun(x):
+        return lax.platform_dependent(x, cpu=jnp.sin, default=of_a_gpu_p.bind)
+
+    program, arrays, _ = jx.trace_call(fun, (X,), {})
+    evaluator = Evaluator(program, arrays, around=lambda place, operands, compute: compute(operands))
+    (result,) = jax.jit(lambda arrays: [x.value for x in evaluator.run(arrays=arrays).results])(arrays)
+    np.testing.assert_allclose(result, np.sin(X), rtol=1e-6)
 
 
 def in_branches(depth, x):

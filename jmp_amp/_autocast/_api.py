@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._attention import Found, check_kernel, name_of, with_kernel
+from jmp_amp._autocast._attention import Found, check_kernel, with_kernel
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
@@ -106,7 +106,8 @@ def autocast(
             gets query, key and value of shape (batch, length, heads, features), and `bias`, `mask`, `scale` and
             `is_causal`; `local_window_size` and `key_value_seq_lengths` only where the program has them. Regions and
             `rules` keep their say. Attention that the kernel refuses as it is traced stays as it is written, with a
-            warning; `explain` says why any other does. None leaves attention as it is written.
+            warning, and so does, on a CPU, what JAX does not lower for one; `explain` says why any other does. None
+            leaves attention as it is written.
         enabled: False returns `fun` as it is.
 
     Returns:
@@ -374,8 +375,8 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
 
 def _warn(plan: Plan, options: Options, found: Sequence[Found]) -> None:
     """Warns of what a kernel refuses, of patterns that match no scope, and of products that stay as traced."""
-    for why in dict.fromkeys([each.why for each in found if each.is_refused]):
-        warn(f"`{name_of(options.attention)}` refuses attention of the function, which stays as it is written: {why}")
+    for warning in dict.fromkeys([each.warning for each in found if each.warning]):
+        warn(warning)
     matched = {pattern for scope in plan.scopes for pattern in options.overrides.matching(scope)}
     for pattern in options.overrides.scopes.keys() - matched:
         scopes = sorted(filter(None, plan.scopes))

@@ -1,6 +1,7 @@
 """Puts calls of a kernel in place of the attention in a program."""
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._softmax import EXPONENTIALS, Values
 from jmp_amp._calls import quote, warn
 from jmp_amp._formats import Format
+from pallas_kernels._measured import target_device
 
 
 class Found(NamedTuple):
@@ -25,13 +27,13 @@ class Found(NamedTuple):
         eqns: the equations that hold the product, the outermost first, and the product itself.
         kernel: the kernel that computes the attention; empty if it stays as written.
         why: why it stays as written, or the options of the kernel.
-        is_refused: whether the kernel refused it.
+        warning: what the kernel refused; empty if nothing.
     """
 
     eqns: tuple[Any, ...]
     kernel: str
     why: str
-    is_refused: bool = False
+    warning: str = ""
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,18 +170,27 @@ class _Program:
                 why = self._read_again(op, matches)
                 jaxpr, _, _, words = (None, None, None, "") if why else self._call(op, matches[op])
                 if jaxpr is None:
-                    op.found, is_settled = [Found(op.path, "", why or words, is_refused=not why)], False
+                    refusal = f"`{kernel}` refuses attention of the function, which stays as it is written: {words}"
+                    op.found, is_settled = [Found(op.path, "", why or words, "" if why else refusal)], False
                     del matches[op]
         for op, each in matches.items():
             jaxpr, attention, reads, words = self._call(op, each)
-            why = str(attention)
-            if words:
-                why += f"; its derivative as it is written: {words}"
-                written, free = self._written(op)
-                call = _with_derivative_of(call_of(attention), written, len(reads), kernel, words)
+            on_cpu = _refusal_on_cpu(attention, reads, has_derivative=not words)
+            why, warning = str(attention), ""
+            if words or on_cpu:
+                call, (written, free), n = call_of(attention), self._written(op), len(reads)
+                if words:
+                    why += f"; its derivative as it is written: {words}"
+                    call = _with_derivative_of(call, written, n, kernel, words)
+                else:
+                    call = functools.partial(_of_first, call, n)
+                if on_cpu:
+                    why += f"; on a CPU as it is written: {on_cpu}"
+                    warning = f"`{kernel}` refuses attention on a CPU, which computes it as it is written: {on_cpu}"
+                    call = functools.partial(_on_each_platform, call, written, n)
                 reads = *reads, *free
                 jaxpr = _traced(op, jax.jit(call), reads)
-            op.found = [Found(op.path, kernel, why)]
+            op.found = [Found(op.path, kernel, why, warning)]
             self._replace(op, jaxpr, reads)
         return [*matches]
 
@@ -316,20 +327,63 @@ _DIFFERENTIABLE |= {"jit", "cast_inputs", "iota", "and", "or", "not"}
 def _try(op: _Op, attention: Attention, reads: Sequence[Var]) -> tuple[Any, str]:
     """Returns a call of a kernel as a jaxpr, and its words if it refuses its derivative; or None and why it refuses."""
     jaxpr, call = None, call_of(attention)
-
-    def gradients(*arrays: Any) -> Any:
-        out, pull = jax.vjp(lambda *qkv: call(*qkv, *arrays[3:]), *arrays[:3])
-        return pull(out)
-
     try:
         jaxpr = _traced(op, call, reads)
         if jx.holds(
             jaxpr, lambda primitive, *_, **params: primitive.name not in _DIFFERENTIABLE
         ):  # it takes as long to trace as the kernel
-            _traced(op, gradients, reads)
+            _traced(op, functools.partial(_gradients, call), reads)
         return jaxpr, ""
     except Exception as error:
-        return jaxpr, f"{type(error).__name__}: {error}".partition("\n")[0]
+        return jaxpr, _words_of(error)
+
+
+def _refusal_on_cpu(attention: Attention, reads: Sequence[Var], has_derivative: bool) -> str:
+    """Returns the words of a kernel that is traced on a CPU and refuses to be lowered for one; empty for any other.
+
+    JAX says only then which products and which kernels a CPU lacks.
+    """
+    device, shapes = target_device(), [jx.shape_of(atom) or () for atom in reads]
+    if device.platform != "cpu" or not all(isinstance(n, int) for shape in shapes for n in shape):
+        return ""
+
+    call, dtypes = call_of(attention), map(jx.dtype_of, reads)
+
+    def run(*arrays: Any) -> Any:
+        return call(*arrays), _gradients(call, *arrays) if has_derivative else ()
+
+    # No value varies along an axis of a mesh here, and JAX lowers what is in a `shard_map` together with it.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        try:
+            traced = jax.jit(run).trace(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+        except Exception:  # a kernel that needs the axes of the mesh
+            return ""
+        try:
+            traced.lower(lowering_platforms=("cpu",))
+        except Exception as error:
+            return _words_of(error)
+    return ""
+
+
+def _gradients(call: Callable, *arrays: Any) -> Any:
+    out, pull = jax.vjp(lambda *qkv: call(*qkv, *arrays[3:]), *arrays[:3])
+    return pull(out)
+
+
+def _words_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _of_first(call: Callable, n: int, *arrays: Any) -> Any:
+    return call(*arrays[:n])
+
+
+def _on_each_platform(call: Callable, written: Callable, n: int, *arrays: Any) -> Any:
+    """Calls a kernel, and on a CPU a function of the arrays behind the first `n`.
+
+    A program that is traced on a CPU may be lowered for a GPU: `jax.export` and `lower(lowering_platforms=...)` do.
+    """
+    return jax.lax.platform_dependent(*arrays, cpu=lambda *xs: written(*xs[n:]), default=call)
 
 
 def _with_derivative_of(call: Callable, written: Callable, n: int, name: str, words: str) -> Callable[..., Any]:

@@ -65,8 +65,11 @@ class Tape:
         finally:
             self.recorded, self.replayed = outer
 
-    def switch(self, index: Any, branches: Sequence[Callable], *args: Any) -> Any:
-        """Returns `lax.switch(index, branches, *args)`. Each branch is traced once, also one that is in others."""
+    def switch(self, index: Any, branches: Sequence[Callable], *args: Any, platforms: Any = None) -> Any:
+        """Returns `lax.switch(index, branches, *args)`. Each branch is traced once, also one that is in others.
+
+        With `platforms`, those that each branch is for, None for all others, that of the device is lowered.
+        """
 
         def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
             arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *jax.tree.leaves(args))
@@ -76,7 +79,13 @@ class Tape:
         recording = [functools.partial(self.record, self.replayed, branch) for branch in branches]
         traced = [jax.make_jaxpr(branch, return_shape=True)(*args) for branch in recording]
         shapes = {key: x for _, (_, recorded) in traced for key, x in recorded.items()}
-        outs, recorded = lax.switch(index, [functools.partial(completed, *each) for each in traced], *args)
+        functions = [functools.partial(completed, *each) for each in traced]
+        if platforms is None:
+            outs, recorded = lax.switch(index, functions, *args)
+        else:
+            named = zip(platforms, functions, strict=True)
+            by_name = {name: function for names, function in named for name in names or ("default",)}
+            outs, recorded = lax.platform_dependent(*args, **by_name)
         self.recorded.update(recorded)
         return outs
 
@@ -360,7 +369,8 @@ class Evaluation:
 
         if isinstance(structure, jx.Branches):
             branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
-            outs = tape.switch(values[0], branches, *(values[i] for i in structure.operands))
+            platforms = place.eqn.params.get("branches_platforms")  # of `lax.platform_dependent`
+            outs = tape.switch(values[0], branches, *(values[i] for i in structure.operands), platforms=platforms)
         elif structure.cond is None:
             options = {name: place.eqn.params[name] for name in ("length", "reverse")}
             body = functools.partial(step, 0)
