@@ -1,14 +1,14 @@
 """Errors and warnings that say what to write: for misplaced arguments, tracers and missing packages."""
 
+import difflib
 import functools
 import importlib
 import inspect
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +18,54 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
-_OWNERS: dict[str, list[str]] = {}  # the functions and classes that have an option, by its name
-_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+# The functions and classes that have an option, by its name. One is of the function that a tool returns.
+_OWNERS: dict[str, list[str]] = {"tol": ["debug.suggest_rules(fun)"]}
 
 
 def takes_options(call: Callable[P, R], name: str | None = None) -> Callable[P, R]:
-    """Decorates a public function, so that an option that belongs to another one raises TypeError with its name."""
-    name = name or call.__name__
-    if not call.__module__.startswith("jmp_amp.debug"):  # its tools have the options of `autocast`
-        for option in list(inspect.signature(call).parameters)[1:]:
+    """Decorates a public function, so that an option that it does not have raises TypeError with what to write.
+
+    That is the function that the option belongs to, or the option with the nearest name.
+    """
+    name, options = name or call.__name__, options_of(call)
+    if not call.__module__.startswith(("jmp_amp.debug", "jmp_amp.interop")):  # they have the options of others
+        for option in options:
             _OWNERS.setdefault(option, []).append(name)
+    parameters = [*inspect.signature(call).parameters.values()]
+    first, last = parameters[0], parameters[-1]
+    is_open = last.kind is last.VAR_KEYWORD and not get_args(last.annotation)  # it passes on what it does not know
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = [option for option in kwargs if option != first.name and option not in options]
         try:
-            return call(*args, **kwargs)
+            if is_open or not unknown:
+                return call(*args, **kwargs)
         except TypeError as error:
-            unknown = _UNKNOWN.search(str(error))
-            option = unknown[1] if unknown else ""
-            owners = [owner for owner in _OWNERS.get(option, []) if owner != name]
-            if option not in kwargs or not owners:
+            unknown = [option for option in unknown if f"unexpected keyword argument '{option}'" in str(error)]
+            if not unknown:
                 raise
-            has_it = ", ".join(f"`amp.{owner}`" for owner in owners)
-            raise TypeError(
-                f"`{name}` has no option `{option}`, which is one of {has_it}: write `amp.{owners[0]}({option}=...)`"
-            ) from None
+        raise TypeError(f"`{name}` has no option `{shorten(unknown[0])}`{_cure(unknown[0], name, options)}")
 
     return checked
+
+
+def options_of(call: Callable) -> list[str]:
+    """Returns the names of the options of a function, and of those that it passes on if `**options` have a type."""
+    parameters = [*inspect.signature(call).parameters.values()][1:]
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    passed_on = [each for p in parameters if p.kind is p.VAR_KEYWORD for each in get_args(p.annotation)]
+    return [*names, *(name for each in passed_on for name in each.__annotations__)]
+
+
+def _cure(option: str, name: str, options: list[str]) -> str:
+    """Returns what to write for an option that a function does not have."""
+    owners = [owner for owner in _OWNERS.get(option, []) if owner != name]
+    if owners:
+        has_it = ", ".join(f"`amp.{owner}`" for owner in owners)
+        return f", which is one of {has_it}: write `amp.{owners[0]}({option}=...)`"
+    near = difflib.get_close_matches(option, options, 1)
+    return f"; write `{near[0]}=...`" if near else f"; its options are {', '.join(f'`{each}`' for each in options)}"
 
 
 def with_options(cls: C) -> C:

@@ -99,6 +99,21 @@ def test_two_culprits_of_which_each_alone_hides_the_other_are_both_found():
     assert [row.error for row in report.rows[:2]] == [np.inf, np.inf]
 
 
+def test_the_share_in_low_precision_is_that_of_explain(args):
+    def loss_fn(params, x):
+        with amp.full_precision():  # is no part of the share without rules, either
+            x = x @ params["layer_0"]
+        return network("layer_1")(params, x)
+
+    def share(**options):
+        return amp.explain(loss_fn, **options)(*args).summary()["matmul_flops"].get("float16", 0)
+
+    rules, report = amp.debug.suggest_rules(loss_fn)(*args)
+    assert rules == {"layer_1": "full"}
+    assert [row.low for row in report.rows] == [share(), share(rules=rules)]
+    assert 1 > share() > share(rules=rules) > 0
+
+
 def test_an_op_class_is_suggested_where_it_is_cheaper_than_the_modules():
     def loss_fn(params, x, shift):
         for name, w in params.items():

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp._calls import options_of
 
 P, X = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
 OPT = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
@@ -56,6 +57,7 @@ TRANSFORMATIONS = {
     "grad": amp.grad,
     "first_nonfinite": amp.debug.first_nonfinite,
     "compare": amp.debug.compare,
+    "error_budget": amp.debug.error_budget,
     "check_loss_scaling": amp.debug.check_loss_scaling,
 }
 
@@ -341,9 +343,48 @@ def test_an_option_of_a_neighbour_names_it(owner, call):
         call()
 
 
-def test_an_option_that_nothing_has_is_pythons_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_option'"):
-        amp.dynamic_loss_scale(optax.adam(1e-3), no_such_option=1)
+MODULES = [amp, amp.debug, amp.watch, amp.interop.apex, amp.interop.torch, amp.interop.deepspeed, amp.compat.jmp]
+PUBLIC = [  # functions and classes with what is passed by name; results are named tuples
+    pytest.param(module, name, id=f"{module.__name__}.{name}")
+    for module in MODULES
+    for name in module.__all__
+    if callable(call := getattr(module, name)) and not (isinstance(call, type) and issubclass(call, tuple | Exception))
+    if options_of(call)
+]
+FIRST = {"initialize": (loss_fn, P, optax.sgd(0.1)), "dynamic_loss_scale": (optax.sgd(0.1),)}
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_a_misspelled_option_names_the_function_and_the_option_that_it_has(module, name):
+    call = getattr(module, name)
+    *_, option = options_of(call)
+    first = () if isinstance(call, type) else FIRST.get(name, (loss_fn,) * (name in TRANSFORMATIONS))
+    with pytest.raises(TypeError) as info:
+        call(*first, **{f"{option}{option[-1]}": 1})
+    named = re.search(r"`(\w+)` has no option|(\w+)\(\) got an unexpected keyword", str(info.value))
+    passes_on = {"grad": "value_and_grad"}
+    assert (named[1] or named[2]) in (passes_on.get(name, name), "__init__" if isinstance(call, type) else name)
+    assert f"{option}{option[-1]}" in str(info.value)
+    if named[1]:
+        assert f"write `{option}=...`" in str(info.value)
+
+
+@pytest.mark.parametrize("tool", [amp.explain, amp.debug.error_budget, amp.debug.suggest_rules])
+def test_a_tool_that_passes_options_on_names_itself(tool):
+    with pytest.raises(TypeError, match=rf"^`{tool.__name__}` has no option `polcy`; write `policy=...`$"):
+        tool(loss_fn, polcy="mixed_float16")
+
+
+def test_an_option_that_nothing_is_like_lists_those_that_there_are():
+    message = r"`dynamic_loss_scale` has no option `momentum`; its options are `loss_scale`, .*`clip_global_norm`"
+    with pytest.raises(TypeError, match=message):
+        amp.dynamic_loss_scale(optax.adam(1e-3), momentum=1)
+
+
+@pytest.mark.parametrize("tool", [amp.explain, amp.debug.suggest_rules, amp.debug.compare])
+def test_an_option_of_the_second_call_is_named_in_the_first(tool):
+    with pytest.raises(TypeError, match=r"write `amp.debug.suggest_rules\(fun\)\(tol=\.\.\.\)`"):
+        tool(loss_fn, tol=1e-2)
 
 
 @pytest.mark.usefixtures("users_code")

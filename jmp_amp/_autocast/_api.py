@@ -28,13 +28,18 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Options(TypedDict, total=False):
+class AutocastOptions(TypedDict, total=False):
+    """The options of `autocast` that other functions take, too."""
+
     policy: Policy | str | None
     rules: Mapping[Any, Any] | None
     save: str
     weight_grad_dtype: Any
     residual_stream: str
     attention: str | Callable[..., Any] | None
+
+
+class _Options(AutocastOptions, total=False):
     enabled: bool
 
 

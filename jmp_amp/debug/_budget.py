@@ -8,11 +8,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from jmp_amp._autocast import parse_settings
+from jmp_amp._autocast import AutocastOptions, parse_settings
 from jmp_amp._calls import check_concrete, finished, new_figure, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error, scales_to_try
@@ -35,7 +35,7 @@ def error_budget(
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
     max_seconds: float = 60.0,
-    **options: Any,
+    **options: Unpack[AutocastOptions],
 ) -> "Callable[..., ErrorBudget]":
     """Returns a function that estimates how much each rounding of `autocast` adds to the error of the gradient.
 
@@ -98,8 +98,8 @@ def error_budget(
         ('rest', True)
     """
     check_without_autocast(fun, "error_budget")
-    options = {"dtype": dtype, **options}
-    form = parse_settings(**options).format
+    given: dict[str, Any] = {"dtype": dtype, **options}
+    form = parse_settings(**given).format
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"`probes` must be an integer of at least 1, got {probes!r}")
     check_seconds(max_seconds)
@@ -109,7 +109,7 @@ def error_budget(
     def budget(*args: Any, **kwargs: Any) -> ErrorBudget:
         check_concrete((args, kwargs), "error_budget")
         clock = Clock(max_seconds)
-        emulate = functools.partial(Emulation, fun, args, kwargs, options, grad_options)
+        emulate = functools.partial(Emulation, fun, args, kwargs, given, grad_options)
         emulation = emulate()
         if not emulation.rows:
             seen = f" outside of {', '.join(emulation.opaque)}, which cannot be seen into" if emulation.opaque else ""

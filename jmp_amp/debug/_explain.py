@@ -8,13 +8,23 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import REASONS, RULES, AttentionSite, OpSite, Rule, explain_call, matches_scope, parse_settings
+from jmp_amp._autocast import (
+    REASONS,
+    RULES,
+    AttentionSite,
+    AutocastOptions,
+    OpSite,
+    Rule,
+    explain_call,
+    matches_scope,
+    parse_settings,
+)
 from jmp_amp._calls import transformation
 from jmp_amp.debug._report import as_jit_takes, check_callable, format_table, grouped, html_table, without_numbers
 
@@ -25,7 +35,7 @@ _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and r
 
 @transformation
 def explain(
-    fun: Callable, dtype: Any = None, *, argnums: int | Sequence[int] | None = None, **options: Any
+    fun: Callable, dtype: Any = None, *, argnums: int | Sequence[int] | None = None, **options: Unpack[AutocastOptions]
 ) -> "Callable[..., PrecisionReport]":
     """Returns a function that reports, for each op of `fun`, the dtypes that `autocast` chooses, and why.
 
@@ -198,6 +208,12 @@ class PrecisionReport:
             summary = f"<summary>{html.escape(title)}</summary>"
             parts.append(f"<details>{summary}{html_table(head, rows)}</details>")
         return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in _notes(self.rows, self.rows))])
+
+
+def low_share(report: PrecisionReport) -> float:
+    """Returns the share of the FLOPs of products that run in less than 32 bits."""
+    shares = report.summary()["matmul_flops"]
+    return sum(share for dtype, share in shares.items() if dtype == "float8" or jnp.dtype(dtype).itemsize < 4)
 
 
 def _headline(report: PrecisionReport) -> str:

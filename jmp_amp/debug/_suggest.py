@@ -7,20 +7,20 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import RULES, OpSite, Rule, full_precision, parse_rules, parse_settings
+from jmp_amp._autocast import RULES, AutocastOptions, OpSite, Rule, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
 from jmp_amp._formats import Format
 from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Probe
-from jmp_amp.debug._explain import explain
+from jmp_amp.debug._explain import PrecisionReport, explain, low_share
 from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
@@ -38,7 +38,7 @@ def suggest_rules(
     has_aux: bool = False,
     transform: Callable = floating_value_and_grad,
     max_seconds: float = 60.0,
-    **options: Any,
+    **options: Unpack[AutocastOptions],
 ) -> "Callable[..., Suggestion]":
     """Returns a function that finds a small set of rules with which the gradient of `fun` is accurate.
 
@@ -97,8 +97,8 @@ def suggest_rules(
             "`amp.full_precision` in `fun`"
         )
     check_seconds(max_seconds)
-    options = {"dtype": dtype, **options}
-    form = parse_settings(**options).format
+    given: dict[str, Any] = {"dtype": dtype, **options}
+    form = parse_settings(**given).format
     grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
@@ -110,26 +110,29 @@ def suggest_rules(
         check_concrete((args, kwargs), "suggest_rules")
         clock = Clock(max_seconds)
 
-        def emulate(keys: Sequence[Any], value: str) -> Emulation:
+        def with_rules(keys: Sequence[Any], value: str) -> tuple[Callable, dict[str, Any]]:
             lines = {key for key in keys if isinstance(key, jx.Frame)}
             rules = dict.fromkeys((key for key in keys if key not in lines), value)
-            return Emulation(_in_float32(fun, lines), args, kwargs, {**options, "rules": rules}, grad_options)
+            return _in_float32(fun, lines), {**given, "rules": rules}
 
-        def ops() -> Sequence[OpSite]:
-            return explain(fun, **options)(*args, **kwargs).select(direction="forward").rows
+        def emulate(keys: Sequence[Any], value: str) -> Emulation:
+            program, options = with_rules(keys, value)
+            return Emulation(program, args, kwargs, options, grad_options)
 
-        return _suggested(_Program(emulate, emulate([], "full"), loss_scale, clock), ops, form, tol)
+        @functools.cache
+        def report(keys: tuple[Any, ...], value: str) -> PrecisionReport:
+            program, options = with_rules(keys, value)
+            return explain(program, **options)(*args, **kwargs)
+
+        return _suggested(_Program(emulate, report, emulate([], "full"), loss_scale, clock), form, tol)
 
     return suggest
 
 
-def _suggested(
-    program: "_Program", ops: Callable[[], Sequence[OpSite]], form: Format, tol: float | None
-) -> "Suggestion":
-    """Finds the rules for a program that has none, given its ops in the forward pass."""
+def _suggested(program: "_Program", form: Format, tol: float | None) -> "Suggestion":
+    """Finds the rules for a program that has none."""
     error, floor, keys, n_tried = program.error([]), math.nan, list[Any](), 0
     if tol is None or error > tol:
-        program = dataclasses.replace(program, ops=ops())
         if form.float8 is not None and tol is not None:
             in_base = dataclasses.replace(program, value=form.dtype.name)
             program = in_base if in_base.keys and in_base.floor <= tol else program
@@ -154,7 +157,7 @@ class Step(NamedTuple):
     Attributes:
         key: a pattern of named scopes, a primitive, or a line to put `with amp.full_precision():` around; None for no
             rule.
-        low: the share of the FLOPs of products in the forward pass that stay in low precision.
+        low: the share of the FLOPs of products in low precision, as `explain` counts them with these rules.
         error: the gradient error.
     """
 
@@ -269,21 +272,21 @@ class _Program:
 
     Attributes:
         emulate: compiles the program with other rules, given their keys and their value.
+        report: explains the program with other rules, given as well.
         emulation: this one. Its roundings can be left out.
         loss_scale: that of `suggest_rules`.
         clock: says when to stop.
         rules: the keys of the rules that it has: patterns of modules, primitives and lines.
         value: the value of the rules: `"full"`, or the base dtype of a float8 format.
-        ops: those of the forward pass, without rules.
     """
 
     emulate: Callable[[Sequence[Any], str], Emulation]
+    report: Callable[[tuple[Any, ...], str], PrecisionReport]
     emulation: Emulation
     loss_scale: float | None
     clock: Clock
     rules: Sequence[Any] = ()
     value: str = "full"
-    ops: Sequence[OpSite] = ()
 
     def search(self, limit: float) -> tuple[list[Any], float, int]:
         """Compiles the program with sets of rules until its error is small enough.
@@ -372,6 +375,11 @@ class _Program:
         return (first + max(every - others, 0)) / 2
 
     @functools.cached_property
+    def ops(self) -> Sequence[OpSite]:
+        """Those of the forward pass, without rules."""
+        return self.report((), "full").select(direction="forward").rows
+
+    @functools.cached_property
     def keys(self) -> list[Any]:
         """The modules of the ops that rules change, and their primitives except those that only move values."""
         ops = [op for op in self.ops if op.compute != "float32" and op.why not in _INDEPENDENT_OF_RULES]
@@ -394,7 +402,7 @@ class _Program:
 
     def step(self, keys: Sequence[Any]) -> Step:
         """Returns the last of some rules, with what they bring."""
-        return Step(keys[-1] if keys else None, 1 - self._work(keys)[0], self.error(keys))
+        return Step(keys[-1] if keys else None, low_share(self.report(tuple(keys), self.value)), self.error(keys))
 
     def _error(self, on: np.ndarray) -> float:
         exact = self._exact.grads  # whose error comes first

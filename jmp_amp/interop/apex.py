@@ -1,12 +1,12 @@
 """Mixed precision training in one call, at one of apex's four opt levels."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import optax
 
-from jmp_amp._autocast import autocast
-from jmp_amp._calls import describe, quote
+from jmp_amp._autocast import AutocastOptions, autocast
+from jmp_amp._calls import describe, quote, takes_options
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import LossScale, check_rule, dynamic_loss_scale
 from jmp_amp._params import cast_params, is_norm, low_precision_params
@@ -15,6 +15,7 @@ from jmp_amp._policy import Policy
 __all__ = ["initialize"]
 
 
+@takes_options
 def initialize(
     loss_fn: Callable,
     params: Any,
@@ -24,7 +25,7 @@ def initialize(
     dtype: Any = "float16",
     loss_scale: LossScale | None = None,
     keep: Callable | None = None,
-    **options: Any,
+    **options: Unpack[AutocastOptions],
 ) -> tuple[Callable, Any, optax.GradientTransformationExtraArgs]:
     """Returns the loss function, the parameters and the optimizer for mixed precision training at one of apex's levels.
 
@@ -101,5 +102,6 @@ def initialize(
     if casts_params:
         keep = keep or (is_norm if opt_level == "O2" else lambda path, leaf: False)
         params, tx = cast_params(params, policy, keep=keep), low_precision_params(tx, masters=opt_level == "O2")
-    loss_fn = autocast(loss_fn, policy=policy, enabled=opt_level != "O0", **options)
+    options["policy"] = policy
+    loss_fn = autocast(loss_fn, enabled=opt_level != "O0", **options)
     return loss_fn, params, dynamic_loss_scale(tx, loss_scale)
