@@ -5,6 +5,7 @@ import functools
 import importlib
 import pathlib
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -774,6 +775,33 @@ def test_a_large_program_has_the_same_report(model, monkeypatch):
     expected = find(*args)
     monkeypatch.setattr(_nonfinite, "_MANY", 0)
     assert find(*args) == expected
+
+
+def test_a_compilation_of_the_whole_program_counts_and_is_shown(monkeypatch):
+    seconds, shown = [6.0], []  # that the program takes the first time, as its compilation may
+
+    def wait(x):
+        time.sleep(seconds.pop() if seconds else 0)
+        return np.asarray(x)
+
+    def model(x):
+        return jnp.sin(jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.cos(x)))
+
+    monkeypatch.setattr(_nonfinite, "_MANY", 0)
+    monkeypatch.setattr(Clock, "show", lambda self, what: shown.append(what))
+    start = time.monotonic()
+    first_nonfinite(model, max_seconds=1)(EYE)
+    assert time.monotonic() - start < 4
+    assert {"the program is traced as a whole", "the program is compiled as a whole"} < {*shown}
+
+
+def test_a_trace_of_the_whole_program_counts(monkeypatch):
+    monkeypatch.setattr(_nonfinite, "_MANY", 0)
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(Clock, "seconds", property(lambda self: float(next(seconds))))
+    found = first_nonfinite(lambda x: jax.nn.logsumexp(jnp.sin(x) @ x), max_seconds=12)(EYE)
+    assert found.cause.startswith("nothing became non-finite in the ")
+    assert next(seconds) < 30  # each op asks for it
 
 
 def test_the_time_must_be_positive():

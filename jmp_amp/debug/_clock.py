@@ -1,13 +1,17 @@
 """How long a tool has run: its progress, and when it is to stop."""
 
+import contextlib
 import math
 import numbers
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from jmp_amp._calls import quote
 
+R = TypeVar("R")
 _PATIENCE = 5.0  # seconds before progress is shown
 
 
@@ -41,10 +45,29 @@ class Clock:
     def tick(self, what: str) -> None:
         """Counts something that is done, and shows the count about once in a second."""
         self._n += 1
+        self.show(f"{self._n:,} {what}")
+
+    def show(self, what: str) -> None:
+        """Shows what is done about once in a second."""
         if (seconds := self.seconds) > self._shown:
             self._shown = seconds + 1
-            sys.stderr.write(f"\rfirst_nonfinite: {self._n:,} {what}, {seconds:.0f} s")
+            sys.stderr.write(f"\r{f'first_nonfinite: {what}, {seconds:.0f} s':<60}")
             sys.stderr.flush()
+
+    def wait_for(self, fun: Callable[[], R], what: str, until: float) -> R:
+        """Returns what a function returns that nothing can interrupt, such as a compilation.
+
+        Raises:
+            TimeoutError: so many seconds are over. The function runs to its end in a thread, and its result is dropped.
+        """
+        threads = ThreadPoolExecutor(1)
+        future = threads.submit(fun)
+        threads.shutdown(wait=False)
+        while (left := until - self.seconds) > 0:
+            with contextlib.suppress(TimeoutError):
+                return future.result(min(0.2, left))
+            self.show(what)
+        raise TimeoutError
 
     def finish(self) -> None:
         """Ends the line of the progress, if there is one."""

@@ -49,7 +49,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
     A program of more than 100 different ops is compiled as a whole first. If nothing overflows there, that is the
-    answer, and nothing is evaluated op by op.
+    answer, and nothing is evaluated op by op. After half of `max_seconds` this is given up, and ops are evaluated.
 
     If all results are finite, but an op overflowed and a later op hides that, as a division by the infinity does, the
     program is evaluated in float64, too. If the results differ, or the time is over before that is known, the op is
@@ -65,8 +65,9 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
             numbers in them, such as a count of steps, are arrays, as in `jax.jit`. An argument that is a number stays
             one, unless `fun` raises for it.
         max_seconds: after so many seconds, no more ops are evaluated and no more cures tried; the report names what was
-            left out. If no op made a value non-finite until then, it says how many of the ops were seen. Progress is
-            shown on stderr after 5 seconds.
+            left out. If no op made a value non-finite until then, it says how many of the ops were seen. The seconds
+            begin with the call. Once over, an op, a loop or a cure that has begun is finished, which no other thing is.
+            Progress is shown on stderr after 5 seconds.
 
     Returns:
         A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
@@ -236,14 +237,18 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
     """Whether no op makes an infinity from finite numbers that others read: the program is compiled as a whole.
 
     NaN takes the place of such an infinity, since no arithmetic hides it. What reads it and is no number, as a
-    comparison, tells it.
+    comparison, tells it. This takes at most half of the time that is left; False if it is over.
     """
-    found = list[bool]()
+    found, clock = list[bool](), evaluator.clock
+    limit = (clock.seconds + clock.max_seconds) / 2
 
     def tell(is_nan: Any) -> None:
         found.append(bool(is_nan))
 
     def marked(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> list[Any]:
+        clock.show("the program is traced as a whole")
+        if clock.seconds > limit:
+            raise TimeoutError
         outs, floats = list(compute(operands)), [x for x in operands if jx.is_inexact(x)]
         if floats and not all(map(jx.is_inexact, outs)):
             jax.debug.callback(tell, functools.reduce(operator.or_, [jnp.any(jnp.isnan(x)) for x in floats]))
@@ -260,8 +265,10 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
         return [jnp.all(jnp.isfinite(x.value)) for x in results if jx.is_inexact(x.value)]
 
     try:
-        is_finite = all(map(bool, run(evaluator.arrays)))
-    except Exception:  # a custom primitive may not run inside of `jit`; op by op, its error tells its line
+        lowered = run.lower(evaluator.arrays)
+        ends = lambda: list(map(bool, lowered.compile()(evaluator.arrays)))  # noqa: E731
+        is_finite = all(clock.wait_for(ends, "the program is compiled as a whole", limit))
+    except Exception:  # the time is over, or a custom primitive does not run inside of `jit`: its error tells its line
         return False
     jax.effects_barrier()
     return is_finite and not any(found)
