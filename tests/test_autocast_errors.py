@@ -187,3 +187,42 @@ def test_an_error_of_tracing_names_the_call_of_an_object():
         amp.autocast(Undecided())({"x": X})
     assert f"the function __call__ at {__file__}:{Undecided.__call__.__code__.co_firstlineno}" in str(caught.value)
     assert "inputs['x']" in str(caught.value)
+
+
+class Keys:
+    """A generator of keys, as EasyLM and Haiku have one."""
+
+    def __init__(self, key):
+        self.key = key
+
+    def __call__(self):
+        self.key, key = jax.random.split(self.key)
+        return key
+
+
+def noisy(w, keys):
+    return jnp.mean((jax.random.normal(keys(), X.shape) @ w) ** 2)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "outside jit"])
+@pytest.mark.parametrize("name", ["autocast", "explain"])
+def test_an_error_about_a_key_that_is_drawn_inside_names_autocast_wherever_it_is_raised(name, jit):
+    def step(w, key):
+        keys = Keys(key)
+        fun = lambda w: noisy(w, keys)  # noqa: E731
+        amp.explain(fun)(w) if name == "explain" else jax.grad(amp.autocast(fun))(w)
+        return keys()
+
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"<lambda> at .* traced for autocast \(see docs/sharp"):
+        jit(step)(W, jax.random.key(0))
+
+
+def test_a_key_that_is_drawn_before_is_the_cure():
+    @jax.jit
+    def step(w, key):
+        keys = Keys(key)
+        fun = amp.autocast(lambda w, key: noisy(w, lambda: key))
+        return jax.grad(fun)(w, keys()), jax.grad(fun)(w, keys())
+
+    first, second = step(W, jax.random.key(0))
+    assert not jnp.array_equal(first, second)

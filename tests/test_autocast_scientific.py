@@ -123,3 +123,22 @@ def test_variational_inference_is_close_to_float32(regression):
         return losses, svi.get_params(state)
 
     assert_close(jax.jit(lambda: after_updates(amp.autocast(network)))(), jax.jit(lambda: after_updates(network))())
+
+
+def test_a_model_under_autocast_is_named_and_the_loss_under_it_is_the_cure(regression):
+    numpyro, model, y = regression
+    key, args = jax.random.key(0), (network, X, y)
+
+    def svi(model):
+        guide = numpyro.infer.autoguide.AutoNormal(regression[1])
+        return numpyro.infer.SVI(model, guide, numpyro.optim.Adam(1e-2), numpyro.infer.Trace_ELBO())
+
+    def loss_fn(params):
+        return inference.loss.loss(key, inference.constrain_fn(params), model, inference.guide, *args) / len(y)
+
+    low = svi(amp.autocast(model))
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"leaked was model at .* traced for autocast"):
+        low.evaluate(low.init(key, *args), *args)
+    inference = svi(model)
+    params = inference.get_params(inference.init(key, *args))
+    assert_close(*(jax.jit(jax.value_and_grad(f))(params) for f in (amp.autocast(loss_fn), loss_fn)))

@@ -28,6 +28,9 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_NAME = "autocast (see docs/sharp-bits.md)"  # in JAX's errors about a trace, which may be raised when it is over
+
+
 class AutocastOptions(TypedDict, total=False):
     """The options of `autocast` that other functions take, too."""
 
@@ -355,7 +358,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         # The function is traced at each call, as by `jax.grad`: a kept trace would go stale with its closures.
         try:
-            closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, jax.Ref, cast=as_float32)
+            closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, jax.Ref, cast=as_float32, name=_NAME)
         except Exception as error:
             if form.is_low:
                 note_refusal(error, form.dtype, lambda cast: jx.trace_call(fun, args, kwargs, jax.Ref, cast=cast))

@@ -17,7 +17,16 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._jaxpr._children import with_leaves
-from jmp_amp._jaxpr._versions import apply, context_of, is_constant, open_jaxpr, parent_of, source_of, tracers_read
+from jmp_amp._jaxpr._versions import (
+    apply,
+    context_of,
+    is_constant,
+    name_trace,
+    open_jaxpr,
+    parent_of,
+    source_of,
+    tracers_read,
+)
 
 
 def dtype_of(x: Any) -> Any:
@@ -136,7 +145,12 @@ def _is_array(x: Any, also: tuple[type, ...]) -> bool:
 
 
 def trace_call(
-    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], *also: type, cast: Callable[[Any], Any] = lambda x: x
+    fun: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *also: type,
+    cast: Callable[[Any], Any] = lambda x: x,
+    name: str = "jit",
 ) -> tuple[Any, list[Any], Callable[..., Any]]:
     """Traces a call. JAX's errors name the function and its arguments, as those of `jax.jit` do.
 
@@ -147,6 +161,7 @@ def trace_call(
         kwargs: likewise.
         also: more types of leaves that count as arrays.
         cast: is applied to the arrays before they are traced.
+        name: what JAX's errors say that the function is traced for.
 
     Returns:
         The closed jaxpr, from the arrays among the arguments to those among the results; the arrays among the
@@ -161,6 +176,7 @@ def trace_call(
     @functools.wraps(named if hasattr(named, "__code__") else type(named).__call__, updated=())
     def call(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal rebuild
+        name_trace(name)
         args, kwargs = with_arrays(jax.tree.leaves((args, kwargs)))
         results, rebuild = split_arrays(fun(*args, **kwargs), jax.core.Tracer)
         return results

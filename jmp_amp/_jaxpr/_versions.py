@@ -97,6 +97,15 @@ def is_differentiated() -> bool:
     return isinstance(trace_ctx.trace, ad.JVPTrace | LinearizeTrace)
 
 
+def name_trace(name: str) -> None:
+    """Lets JAX's errors about what is traced here say that it is traced for `name`, in place of `jit`."""
+    from jax._src.core import trace_ctx
+
+    frame: Any = getattr(trace_ctx.trace, "frame", None)
+    if hasattr(getattr(frame, "debug_info", None), "traced_for"):
+        frame.debug_info = frame.debug_info._replace(traced_for=name)
+
+
 def is_compiled() -> bool:
     """Whether `jax.jit` traces here what will be compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
