@@ -4,8 +4,15 @@ from pathlib import Path
 
 import adopters
 import jax
+import jax.numpy as jnp
+import kfac
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+from jaxprs import equations
+
+import jmp_amp as amp
 
 PAGE = Path(__file__).parents[1] / "docs/adopters.md"
 QUICK = {"two_towers"}
@@ -47,3 +54,54 @@ def test_the_rule_keeps_what_a_rotation_does_not_change():
     for dtype in ("float16", "bfloat16"):
         assert change["float32", False] < 1e-5
         assert change[dtype, True] < change[dtype, False] / 3
+
+
+# As that of kfac_jax: it reads the result, the inputs and the parameters of a layer, and returns the result.
+layer_tag_p = Primitive("layer_tag")
+layer_tag_p.def_impl(lambda out, *inputs, **meta: out)
+layer_tag_p.def_abstract_eval(lambda out, *inputs, **meta: out)
+ad.primitive_jvps[layer_tag_p] = lambda primals, tangents, **meta: (layer_tag_p.bind(*primals, **meta), tangents[0])
+
+
+def tagged(p, x):
+    out = layer_tag_p.bind(x @ p["w"] + p["b"], x, p["w"], p["b"], meta="dense")
+    layer_tag_p.bind(out, x, meta="loss")  # nothing reads it
+    return jnp.mean(jnp.tanh(out) ** 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8"])
+def test_a_tag_of_a_layer_has_the_parameters_and_the_input_as_without_autocast(dtype):
+    args = {"w": jnp.ones((16, 16)), "b": jnp.zeros(16)}, jnp.ones((4, 16))
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(amp.autocast(tagged, dtype)))(*args)
+    layer, loss = (eqn for eqn in jaxpr.eqns if eqn.primitive is layer_tag_p)
+    b, w, x = jaxpr.jaxpr.invars
+    assert layer.invars[1:] == [x, w, b]
+    assert layer.params == {"meta": "dense"}
+    assert loss.invars == [layer.outvars[0], x]
+    assert {var.aval.dtype for eqn in (layer, loss) for var in (*eqn.invars, *eqn.outvars)} == {np.dtype("float32")}
+    products = [eqn for eqn in equations(amp.autocast(tagged, dtype), *args) if "dot_general" in eqn.primitive.name]
+    assert [var.aval.dtype.itemsize for eqn in products for var in eqn.invars] == [2, 2]
+
+
+def test_explain_names_the_tags():
+    report = amp.explain(tagged, "bfloat16")({"w": jnp.ones((16, 16)), "b": jnp.zeros(16)}, jnp.ones((4, 16)))
+    assert report.summary()["unknown"] == ["layer_tag"]
+    assert "Primitives without a rule: layer_tag." in str(report)
+    assert len(report.select(primitive="layer_tag", direction="forward").rows) == 2
+
+
+def test_the_page_has_the_section_about_kfac():
+    assert PAGE.read_text().endswith(adopters.KFAC), "run `python benchmarks/adopters.py --out docs/adopters.md`"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of kfac_jax
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="kfac_jax 0.0.8 does not import with JAX 0.11")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kfac_finds_layers_that_are_registered(dtype):
+    pytest.importorskip("kfac_jax", reason="needs kfac_jax, whose dependencies are a nightly build and no part of CI")
+    loss, blocks = kfac.run("float32", registers=False, steps=3)
+    low, of_low = kfac.run(dtype, registers=True, steps=3)
+    assert of_low == blocks
+    assert "NaiveDiagonal" in kfac.run(dtype, registers=False, steps=1)[1]
+    np.testing.assert_allclose(low, loss, rtol=2e-2)
