@@ -339,15 +339,18 @@ def _try(op: _Op, attention: Attention, reads: Sequence[Var]) -> tuple[Any, str]
 
 
 def _refusal_on_cpu(attention: Attention, reads: Sequence[Var], has_derivative: bool) -> str:
-    """Returns the words of a kernel that is traced on a CPU and refuses to be lowered for one; empty for any other.
-
-    JAX says only then which products and which kernels a CPU lacks.
-    """
-    device, shapes = target_device(), [jx.shape_of(atom) or () for atom in reads]
-    if device.platform != "cpu" or not all(isinstance(n, int) for shape in shapes for n in shape):
+    """Returns the words of a kernel that is traced on a CPU and refuses to be lowered for one; empty for any other."""
+    shapes = tuple([tuple(jx.shape_of(atom) or ()) for atom in reads])
+    is_known = all(isinstance(n, int) for shape in shapes for n in shape)
+    if target_device().platform != "cpu" or not is_known:
         return ""
+    return _refusal_to_lower(attention, shapes, tuple(map(jx.dtype_of, reads)), has_derivative)
 
-    call, dtypes = call_of(attention), map(jx.dtype_of, reads)
+
+@functools.lru_cache(maxsize=1024)
+def _refusal_to_lower(attention: Attention, shapes: Any, dtypes: Any, has_derivative: bool) -> str:
+    """Lowers a kernel for a CPU: JAX says only then which products and which kernels a CPU lacks."""
+    call = call_of(attention)
 
     def run(*arrays: Any) -> Any:
         return call(*arrays), _gradients(call, *arrays) if has_derivative else ()

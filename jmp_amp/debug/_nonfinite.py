@@ -65,9 +65,8 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
             numbers in them, such as a count of steps, are arrays, as in `jax.jit`. An argument that is a number stays
             one, unless `fun` raises for it.
         max_seconds: after so many seconds, no more ops are evaluated and no more cures tried; the report names what was
-            left out. If no op made a value non-finite until then, it says how many of the ops were seen. The seconds
-            begin with the call. Once over, an op, a loop or a cure that has begun is finished, which no other thing is.
-            Progress is shown on stderr after 5 seconds.
+            left out. If no op made a value non-finite until then, it says how many of the ops were seen. An op, a
+            compiled loop or a cure that has begun is finished. Progress is shown on stderr after 5 seconds.
 
     Returns:
         A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
