@@ -220,9 +220,9 @@ state. For you: all that were tried do, and no skipped step does."""
 NOTES = """
 Each takes four steps in float32 without a loss scale, and six steps on scaled gradients under `dynamic_loss_scale`, two
 of which overflow. "ok": the final parameters agree to 1e-4, and an overflow changed no bit of the parameters and of the
-transformation's state. "Inside only": around `dynamic_loss_scale` it raises, or `check_loss_scaling` finds it. In front
-of it in a chain, all that read the size of gradients, replace what is not finite, or keep gradients in their state raise
-in a jitted step; `acprop`, which divides by what it kept, is found by `check_loss_scaling`.
+transformation's state. "Inside only": around `dynamic_loss_scale` it raises, or `check_loss_scaling` finds it. In
+front of it in a chain, all that read the size of gradients, replace what is not finite, or keep gradients in their
+state raise in a jitted step; `acprop`, which divides by what it kept, is found by `check_loss_scaling`.
 """
 
 

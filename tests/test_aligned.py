@@ -186,3 +186,16 @@ def test_a_policy_for_products_saves_them():
     # Two forward, three backward; without the policy, the first two are computed again.
     assert names(jax.checkpoint_policies.dots_saveable) == 5
     assert names(None) == 7
+
+
+def test_explain_says_from_what_to_what():
+    shapes = jax.ShapeDtypeStruct((512, 5021), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+
+    def vocabulary(w, x):
+        return jnp.sum(jax.nn.logsumexp(jnp.sin(x) @ w, -1))
+
+    report = amp.explain(vocabulary, "bfloat16")(*shapes)
+    assert {row.padding for row in report.rows if row.primitive == "dot_general"} == {"5021 to 5024"}
+    assert "rule, padded from 5021 to 5024" in str(report)
+    assert "padded: with zeros, on CUDA devices" in str(report)
+    assert "padded" not in str(amp.explain(vocabulary, "float32")(*shapes))

@@ -173,3 +173,27 @@ def test_cudnn_attention_of_a_float32_model_is_low_precision_from_product_to_pro
     sizes = {math.prod(map(int, dims.split(","))) for types in made for dims in re.findall(r"f32\[([\d,]+)\]", types)}
     assert heads * length * length in sizes  # the gradient of the bias
     assert batch * length * dim not in sizes
+
+
+VOCABULARIES = {"GPT-2": (768, 50257), "BERT": (768, 30522), "Whisper": (1280, 51865)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float8")])
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_no_product_with_a_vocabulary_has_rows_that_are_not_aligned(name, dtype):
+    width, size = VOCABULARIES[name]
+    width *= 4 if dtype == "float8" else 1
+
+    def loss_fn(params, x, labels):
+        logits = jnp.tanh(x @ params["w"]) @ params["vocabulary"].T
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0])
+
+    params = {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}
+    params["vocabulary"] = jax.ShapeDtypeStruct((size, width), jnp.float32)
+    args = params, jax.ShapeDtypeStruct((2048, width), jnp.float32), jax.ShapeDtypeStruct((2048,), jnp.int32)
+    program = compiled(amp.autocast(loss_fn, dtype), args).as_text()
+    shapes = re.findall(r"= \w+\[([\d,]+)\]\S* dot\(", program)
+    assert len(shapes) == 5
+    assert all(int(shape.rpartition(",")[2]) % 8 == 0 for shape in shapes)
+    assert not re.search(rf"\b{size}\b.* dot\(", program)
+    assert "conditional(" not in program

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._aligned import padding
 from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._attention import Found
@@ -37,6 +38,7 @@ class OpSite(jx.Site):
         inputs: the dtypes of its floating operands before they are cast.
         compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
         output: the dtype of its result.
+        padding: what padding on CUDA devices makes of sizes of a product, `"50257 to 50264"`; empty for most.
         flops: floating-point operations of all runs, of products and convolutions only.
         bytes: the size of the results of all runs.
     """
@@ -46,6 +48,7 @@ class OpSite(jx.Site):
     inputs: tuple[str, ...]
     compute: str
     output: str
+    padding: str
     flops: int
     bytes: int
 
@@ -245,7 +248,18 @@ def _op_site(site: jx.Site, eqn: Any, rule: Rule, why: str, inputs: Any, compute
     chosen: dict[str, Any] = {"inputs": tuple(map(str, inputs)), "compute": compute, "output": str(output)}
     sizes = [math.prod(jx.shape_of(var) or ()) * getattr(dtype, "itemsize", 0) for var, dtype in outs]
     costs: dict[str, Any] = {"flops": site.runs * flops_of(eqn), "bytes": site.runs * sum(sizes)}
+    chosen["padding"] = _padding(eqn, compute)
     return OpSite(**vars(site), op_class=rule.op_class.value, why=why, **chosen, **costs)
+
+
+def _padding(eqn: Any, compute: str) -> str:
+    """Returns the sizes of a product that are padded; `compute` is the dtype of its operands, or two."""
+    if eqn.primitive.name not in ("dot_general", PRIMITIVE):
+        return ""
+    avals = [jx.with_dtype(atom.aval, jnp.dtype(compute.split()[0])) for atom in eqn.invars[:2]]
+    zeros = padding(avals, eqn.params) or []
+    sizes = [(aval.shape[axis], n) for aval, each in zip(avals, zeros, strict=False) for axis, n in each.items()]
+    return ", ".join(f"{size} to {size + n}" for size, n in dict.fromkeys(sizes))
 
 
 def flops_of(eqn: Any) -> int:

@@ -259,7 +259,8 @@ def _attention_row(sites: Sequence[AttentionSite]) -> tuple[str, ...]:
 def _op_row(sites: Sequence[OpSite]) -> tuple[str, ...]:
     site, runs, size = sites[0], sum(x.runs for x in sites), sum(x.bytes for x in sites)
     dtypes = " ".join(map(_short_dtype, site.inputs)), _short_dtype(site.compute), _short_dtype(site.output)
-    return site.primitive, site.op_class, site.why, *dtypes, str(runs), _format_bytes(size), site.source
+    why = f"{site.why}, padded from {site.padding}" if site.padding else site.why
+    return site.primitive, site.op_class, why, *dtypes, str(runs), _format_bytes(size), site.source
 
 
 def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
@@ -267,6 +268,8 @@ def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
     reasons = {site.why for site in printed}
     hidden = Counter(site.direction for site in sites) - Counter(site.direction for site in printed)
     more = [f'{count} more op sites: `report.select(direction="{name}")`' for name, count in hidden.items()]
+    if any(site.padding for site in printed):
+        more.insert(0, "padded: with zeros, on CUDA devices, whose matrix units read rows of 16 bytes")
     return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in reasons] + more
 
 
