@@ -199,3 +199,28 @@ def test_explain_says_from_what_to_what():
     assert "rule, padded from 5021 to 5024" in str(report)
     assert "padded: with zeros, on CUDA devices" in str(report)
     assert "padded" not in str(amp.explain(vocabulary, "float32")(*shapes))
+
+
+@pytest.mark.parametrize(("columns", "is_padded"), [(5021, True), (5020, False)])
+def test_a_program_for_a_mesh_pads_what_it_cannot_split(columns, is_padded):
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+
+    def vocabulary(w, x):
+        return jnp.sum(jax.nn.logsumexp(x @ w, -1))
+
+    split = NamedSharding(mesh, SPEC(None, None if is_padded else "model"))
+    w = jax.ShapeDtypeStruct((512, columns), jnp.float32, sharding=split)
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.float32, sharding=NamedSharding(mesh, SPEC()))
+    traced = jax.jit(jax.grad(amp.autocast(vocabulary, "bfloat16"))).trace(w, x)
+    assert ("5024" in traced.lower(lowering_platforms=("cuda",)).as_text()) == is_padded
+
+
+def test_a_shard_is_padded():
+    def vocabulary(w, x):
+        return jnp.sum(jax.nn.logsumexp(x @ w, -1))[None]
+
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    specs = SPEC(None, "model"), SPEC()
+    sharded = jax.shard_map(amp.autocast(vocabulary, "bfloat16"), mesh=mesh, in_specs=specs, out_specs=SPEC("model"))
+    args = jax.ShapeDtypeStruct((512, 4 * 5020), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    assert "1024x5024xbf16" in jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
