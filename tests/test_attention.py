@@ -613,3 +613,68 @@ def test_a_program_that_is_rewritten_without_attention_is_the_same(name, monkeyp
             np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=1e-4, atol=1e-5)
         else:
             np.testing.assert_array_equal(x, y)
+
+
+def repeated(x, n):
+    return jnp.repeat(x, n, axis=2)
+
+
+REPEATS = {
+    "repeat": repeated,
+    "broadcast": lambda x, n: jnp.broadcast_to(x[:, :, :, None], (*x.shape[:3], n, x.shape[3])).reshape(
+        *x.shape[:2], -1, x.shape[3]
+    ),
+}
+
+
+def grouped(q, k, v, repeat_keys=repeated, repeat_values=None):
+    n = q.shape[2] // k.shape[2]
+    k, v = repeat_keys(k, n), (repeat_values or repeat_keys)(v, n)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+GROUPED = (2, 8, 6, 16), (2, 8, 2, 16), (2, 8, 2, 16)
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_heads_that_are_repeated_are_handed_over_once(name):
+    kernel, args = Kernel(), arrays(*GROUPED)
+    fun = functools.partial(grouped, repeat_keys=REPEATS[name])
+    np.testing.assert_allclose(in_float32(fun, kernel)(*args), fun(*args), rtol=1e-5, atol=1e-5)
+    assert kernel.options == {"query": (2, 8, 6, 16), "key": (2, 8, 2, 16), "is_causal": True}
+    got, want = (
+        jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1, 2))(*args) for f in (in_float32(fun, kernel), fun)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+def tiled(x, n):
+    return jnp.tile(x, (1, 1, n, 1))
+
+
+OTHERWISE = {
+    "tiled": functools.partial(grouped, repeat_keys=tiled),
+    "keys alone": lambda q, k, v: grouped(q, k, repeated(v, 3) * 2, repeat_values=lambda v, n: v),
+    "both ways": functools.partial(grouped, repeat_values=tiled),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_heads_that_are_repeated_otherwise_are_handed_over_as_they_are(name):
+    kernel, args = Kernel(), arrays(*GROUPED)
+    np.testing.assert_allclose(in_float32(OTHERWISE[name], kernel)(*args), OTHERWISE[name](*args), rtol=1e-5, atol=1e-5)
+    assert kernel.options["key"] == (2, 8, 6, 16)
+
+
+def test_a_kernel_without_grouped_heads_gets_them_repeated():
+    kernel, args = Kernel(), arrays(*GROUPED)
+
+    def as_many_heads(query, key, value, **options):
+        if key.shape[2] != query.shape[2]:
+            raise ValueError("as many heads of keys as of queries")
+        return kernel(query, key, value, **options)
+
+    np.testing.assert_allclose(in_float32(grouped, as_many_heads)(*args), grouped(*args), rtol=1e-5, atol=1e-5)
+    assert kernel.options["key"] == (2, 8, 6, 16)

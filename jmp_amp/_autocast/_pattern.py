@@ -203,21 +203,74 @@ def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
     variants = []
     for options, said, lengths in (_said(masks, groups, sizes), ({"is_causal": False}, [], [])):
         left = [_Array("mask", x.atom, own, (x.keep, x.other)) for x, own in masks if (x, own) not in said]
-        arrays = [*operands, *others, *left, *lengths]
-        attention = Attention(
-            kernel=kernel,
-            dtype=dtype,
-            options=tuple((options | {"scale": scores.terms[term, axes]}).items()),
-            arrays=tuple([(x.role, x.axes, x.number) for x in arrays]),
-            groups=tuple(groups.items()),
-            sizes=tuple(sizes.items()),
-            result=tuple([axis for axis in result if axis is not None]),
-            out=eqn.outvars[0].aval,
-            traced=jx.dtype_of(query.atom),
-        )
-        variants.append((attention, tuple([x.atom for x in arrays])))
+        as_written = _Arrays([*operands, *others, *left, *lengths], groups, sizes, result)
+        for variant in filter(None, (_without_repeats(values, as_written), as_written)):
+            attention = Attention(
+                kernel=kernel,
+                dtype=dtype,
+                options=tuple((options | {"scale": scores.terms[term, axes]}).items()),
+                arrays=tuple([(x.role, x.axes, x.number) for x in variant.arrays]),
+                groups=tuple(variant.groups.items()),
+                sizes=tuple(variant.sizes.items()),
+                result=tuple([axis for axis in variant.result if axis is not None]),
+                out=eqn.outvars[0].aval,
+                traced=jx.dtype_of(query.atom),
+            )
+            variants.append((attention, tuple([x.atom for x in variant.arrays])))
     given = frozenset([x.atom for x in others] + [condition.atom for condition, _ in masks])
     return Match(product, eqn.invars[side], given, variants)
+
+
+class _Arrays(NamedTuple):
+    """The arrays of an attention, queries, keys and values first, and the names of its axes; see `Attention`."""
+
+    arrays: Sequence[_Array]
+    groups: Mapping[str, Axes]
+    sizes: Mapping[Any, Any]
+    result: Axes
+
+
+def _without_repeats(values: Values, form: _Arrays) -> _Arrays | None:
+    """Returns an attention whose heads of keys and values are not repeated for those of queries; None if none are."""
+    query, *others = form.arrays
+    found = [_repeated(values, x.atom) for x in others[:2]]
+    (heads, groups), repeats = (form.groups[name] for name in ("heads", "groups")), set[Any]()
+    for x, each in zip(others[:2], found, strict=True):
+        if each is None or heads != (x.axes[each[1]],) or groups:
+            return None
+        repeats.add(each[2])
+    if len(repeats) != 1:
+        return None
+    head, repeat, n = heads[0], "repeat", repeats.pop()
+
+    def split(axes: Axes) -> Axes:
+        return tuple([name for axis in axes for name in ((head, repeat) if axis == head else (axis,))])
+
+    arrays = [x._replace(atom=each[0]) for x, each in zip(others[:2], found, strict=True) if each]
+    arrays = [query._replace(axes=split(query.axes)), *arrays, *[x._replace(axes=split(x.axes)) for x in others[2:]]]
+    sizes = {**form.sizes, head: form.sizes[head] // n, repeat: n}
+    return _Arrays(arrays, {**form.groups, "groups": (repeat,)}, sizes, split(form.result))
+
+
+def _repeated(values: Values, atom: Any) -> tuple[Var, int, Any] | None:
+    """Returns the array that `jnp.repeat` repeats the elements of, along which axis, and how often."""
+    if values.name(atom) != "reshape":
+        return None
+    shape, x = atom.aval.shape, values.eqns[atom].invars[0]
+    split = x.aval.shape  # with an axis more, behind that of the elements
+    merged = [(*split[:i], split[i] * split[i + 1], *split[i + 2 :]) for i in range(len(split) - 1)]
+    if shape not in merged:
+        return None
+    axis = max(i for i, each in enumerate(merged) if each == shape)  # equal ones differ in axes of one element
+    kept = tuple([i for i in range(len(split)) if i != axis + 1])
+    one = (*split[: axis + 1], 1, *split[axis + 2 :])
+    while values.name(x) == "broadcast_in_dim":
+        places, x = values.eqns[x].params["broadcast_dimensions"], values.eqns[x].invars[0]
+        if places == kept and x.aval.shape == tuple([split[i] for i in kept]):
+            return x, axis, split[axis + 1]
+        if x.aval.shape != one:
+            return None
+    return None
 
 
 def _product_in(values: Values, scores: Form, weights: Any) -> tuple[Any, Axes]:
