@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax_transformations
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_amp as amp
@@ -433,7 +433,7 @@ def test_a_sharded_step_is_that_of_one_device_and_sends_nothing(spec, dtype):
     params = {"w": jnp.asarray(RNG.normal(size=(16, 1024)), jnp.float32)}
     tx = amp.low_precision_state(ADAM, dtype)
     alone = run(tx, 3, params, grads_of=lambda step: gradients(step, params))
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def place(x):
         return jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P()))
@@ -451,6 +451,105 @@ def test_a_sharded_step_is_that_of_one_device_and_sends_nothing(spec, dtype):
     for i in range(3):
         params, state = step(jax.tree.map(place, gradients(i, params)), state, params)
     assert same_bits(state, alone[1])
+
+
+SHARDED = [(32, 128), (64, 96), (64, 64), (32, 384), (8, 33, 48), (40, 104), (64, 65)]  # over 4 x 2 devices
+SPECS = [P(), P("data"), P(None, "model"), P("data", "model"), P("model", "data"), P(None, ("data", "model"))]
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("make", [optax.adam, optax.lion], ids=lambda make: make.__name__)  # two moments, and one
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("shape", SHARDED, ids=str)
+def test_a_step_under_any_sharding_is_that_of_one_device(shape, spec, make, kind):
+    """Devices cut blocks, and some axes are not divided by devices. On explicit axes nothing is sent at all."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(*[None] * (len(shape) - 2), *spec))
+
+    def sharding(x):
+        try:
+            return split if split.shard_shape(x.shape) else whole
+        except (ValueError, IndexError):  # devices do not divide it, or it has fewer axes
+            return whole
+
+    plain = {"w": jnp.asarray(RNG.normal(size=shape), jnp.float32)}
+    place = functools.partial(jax.tree.map, lambda x: jax.device_put(x, sharding(x)))
+    tx = amp.low_precision_state(make(1e-2))
+    with jax.set_mesh(mesh):
+        params = place(plain)
+        kept = jax.tree.map(sharding, jax.eval_shape(tx.init, params)) if kind is AxisType.Auto else None
+        _, state = run(
+            tx, 2, params, jax.jit(tx.init, out_shardings=kept)(params), 0, lambda i: place(gradients(i, plain))
+        )
+        text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+    if kind is AxisType.Explicit:
+        assert not any(name in text for name in ("all-", "collective", "reduce-scatter"))
+    blocks = [shape[-1] // formats.shape[-1] for formats in state.formats.values()]
+    alone = amp.low_precision_state(make(1e-2), block=max(blocks, default=128))
+    if blocks:  # else devices hold less than 16 values of an axis, which stays float32
+        assert same_bits(state, run(alone, 2, plain, grads_of=lambda i: gradients(i, plain))[1])
+
+
+WIDTH, HEADS = 128, 4
+SHAPES = {
+    "query": (WIDTH, WIDTH),
+    "key": (WIDTH, WIDTH),
+    "value": (WIDTH, WIDTH),
+    "up": (WIDTH, 512),
+    "down": (512, WIDTH),
+}
+
+
+def transformer(product, params, x):
+    """One layer; `product` is `jnp.einsum`, on many devices with the sharding of its result."""
+    query, key, value = (
+        product("btd,de->bte", x, params[name]).reshape(*x.shape[:2], HEADS, -1) for name in ("query", "key", "value")
+    )
+    scores = product("bthd,bshd->bhts", query, key) / 32**0.5
+    mixed = product("bhts,bshd->bthd", jax.nn.softmax(scores), value).reshape(x.shape)
+    hidden = jax.nn.gelu(product("btd,de->bte", jax.nn.standardize(x + mixed), params["up"]))
+    return jnp.mean((product("bte,ed->btd", hidden, params["down"]) - 1) ** 2)
+
+
+def steps_of_transformer(model, place):
+    loss_fn = amp.autocast(model, "bfloat16", attention="xla")
+    tx = amp.low_precision_params(amp.low_precision_state(optax.adamw(1e-2)), remainder=True)
+    tx = amp.dynamic_loss_scale(tx)
+    rng = np.random.default_rng(0)
+    params = {name: place(jnp.asarray(0.1 * rng.normal(size=shape), jnp.bfloat16)) for name, shape in SHAPES.items()}
+
+    @jax.jit
+    def step(params, state, x):
+        loss, grads = amp.value_and_grad(loss_fn, opt_state=state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    x, state, losses = place(jnp.asarray(rng.normal(size=(16, 8, WIDTH)), jnp.float32)), jax.jit(tx.init)(params), []
+    (site,) = amp.explain(loss_fn)(params, x).attention
+    assert site.kernel
+    for _ in range(4):
+        params, state, loss = step(params, state, x)
+        losses.append(float(loss))
+    return losses, state
+
+
+def test_a_sharded_model_on_explicit_axes_trains_with_kernels_of_attention_and_remainders():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def product(spec, x, w):
+        w = jax.sharding.reshard(w, P()) if w.ndim == 2 else w
+        return jnp.einsum(spec, x, w, out_sharding=P("data"))
+
+    want, _ = steps_of_transformer(functools.partial(transformer, jnp.einsum), lambda x: x)
+    with jax.set_mesh(mesh):
+        losses, state = steps_of_transformer(
+            functools.partial(transformer, product), lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))
+        )
+    np.testing.assert_allclose(losses, want, rtol=0.02)
+    codes = state.inner_state.inner_state.inner_state[0].nu["up"]
+    assert codes.dtype == jnp.uint8
+    assert codes.sharding.spec == P("data", None)
 
 
 # Wrong calls
