@@ -58,7 +58,7 @@ def low_leaves(state):
 
 
 SPANS = {2: 22, 3: 9, 4: 3}  # octaves below the maximum, by the mantissa bits that such a block with signs gets
-SPANS_WITHOUT_SIGN = {2: 50, 3: 26, 4: 12, 5: 4, 6: 0.5}
+SPANS_WITHOUT_SIGN = {2: 46, 3: 24, 4: 11, 5: 4, 6: 0.5}
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def test_rounding_is_exact_on_average_and_even_over_time(bits, has_sign):
 
     for n in (64, 1024):
         error = np.abs(np.asarray(rounded(jnp.arange(n))).mean(0) - x)
-        between = 2.0**-bits * np.abs(x) + 2.0 ** (-bits - (112 if has_sign else 240) / 2**bits + 3)
+        between = 2.0**-bits * np.abs(x) + 2.0 ** (-bits - (112 if has_sign else 224) / 2**bits + 3)
         assert (error <= 4 / n * between + 1e-6).all()  # random bits would be off by 1 / sqrt(n)
     if not has_sign:
         assert (rounded(jnp.arange(64)) > 0).all()
@@ -264,7 +264,7 @@ def test_a_slow_average_moves_on_even_where_first_moments_are_rounded_to_nearest
     last = jax.jit(lambda state: jax.lax.scan(step, state, length=1000)[0])(state)
     first, last = (state.with_float32().nu[:, 1::2] for state in (state, last))
     want = 0.999**1000 + (1 - 0.999**1000) * 0.01
-    assert abs(last.sum() / first.sum() / want - 1) < 0.08  # a code, of 11 that it falls
+    assert abs(last.sum() / first.sum() / want - 1) < 0.12  # one code
 
 
 def test_nearest_rounds_first_moments_alike_in_all_steps():
@@ -571,29 +571,154 @@ def test_wrong_calls_say_what_is_allowed(call, message):
         call()
 
 
+# Leaves whose difference is read
+
+
+@pytest.mark.parametrize(
+    ("make", "low"),
+    [
+        (lambda: optax.rmsprop(1e-2, centered=True), set()),
+        (lambda: optax.scale_by_stddev(), set()),
+        (lambda: optax.rmsprop(1e-2, momentum=0.9), {"0/nu/w", "2/trace/w"}),
+        (lambda: optax.adabelief(1e-2), {"0/nu/w"}),  # the square of a gradient less its mean
+        (lambda: optax.contrib.acprop(1e-2), {"0/nu/w"}),
+        (lambda: optax.adan(1e-2), {"0/m/w", "0/n/w", "0/v/w"}),
+        (lambda: optax.amsgrad(1e-2), {"0/mu/w", "0/nu/w", "0/nu_max/w"}),
+        (lambda: optax.inject_hyperparams(optax.adam)(1e-2), {"inner_state/0/mu/w", "inner_state/0/nu/w"}),
+        (lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True), {"0/trace/w"}),
+    ],
+)
+def test_what_is_subtracted_in_front_of_a_root_or_a_division_stays_float32(make, low):
+    for dtype in ("float8", "bfloat16"):
+        assert low_leaves(amp.low_precision_state(make(), dtype).init(PARAMS)) == low
+
+
+def test_a_variance_of_gradients_that_hardly_change_is_that_of_float32():
+    def near_1(step):
+        return jax.tree.map(lambda g: 1 + 100 * g, gradients(step))
+
+    for make in (lambda: optax.rmsprop(1e-2, centered=True), lambda: optax.scale_by_stddev(0.9)):
+        (params, _), (want, _) = (run(tx, 30, grads_of=near_1) for tx in (amp.low_precision_state(make()), make()))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, want)
+
+
+def test_a_difference_that_init_cannot_see_is_refused_in_words():
+    def update(updates, state, params=None, *, value, **extra):
+        rate = value / jnp.sqrt(state.nu["w"] - state.mu["w"] ** 2)
+        return jax.tree.map(lambda g: -rate.mean() * g, updates), state
+
+    zeros = optax.ScaleByRStdDevState
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: zeros(
+            *[jnp.zeros((), jnp.int32)] * (len(zeros._fields) == 3), *[jax.tree.map(jnp.zeros_like, params)] * 2
+        ),
+        update,
+    )
+    tx = amp.low_precision_state(inner)
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"difference of .*\.mu\['w'\] and .*\.nu\['w'\] .*`keep=lambda path, leaf:"):
+        tx.update(gradients(0), state, PARAMS, value=1.0)
+    tx = amp.low_precision_state(inner, keep=lambda path, leaf: True)
+    tx.update(gradients(0), tx.init(PARAMS), PARAMS, value=1.0)
+
+
+def test_the_program_of_an_update_is_read_once():
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(None)
+        return ADAM.update(updates, state, params)
+
+    tx = amp.low_precision_state(optax.GradientTransformation(ADAM.init, update))
+    state = tx.init(PARAMS)
+    for step in range(3):
+        _, state = tx.update(gradients(step), state, PARAMS)
+    assert len(calls) == 1 + 3
+
+
 # All of optax's transformations
 
-# These subtract parameters and gradients of two steps, or bet on the sum of all gradients: the page says to keep these.
-NOT_MEANT = {"lbfgs", "scale_by_lbfgs", "contrib.cocob"}
+# The page says to keep these: a line search reads their program in `update` only, they bet on the sum of all gradients,
+# or divide by differences of totals.
+NOT_MEANT = {"lbfgs", "contrib.cocob"}
+DIFFERENCES_OF_TOTALS = {"contrib.momo", "contrib.momo_adam"}
+WEIGHTS = jnp.linspace(-1.0, 1.0, 128)
+
+
+@pytest.fixture
+def transformation(name, monkeypatch):
+    """A case of the benchmark, whose parameters have more elements here."""
+    params = {
+        "w": jnp.asarray(np.random.default_rng(0).normal(size=(32, 128)), jnp.float32),
+        "b": jnp.linspace(-1, 1, 3),
+    }
+
+    def loss_fn(params):
+        return jnp.mean((jnp.tanh(params["w"]) @ WEIGHTS - 1) ** 2) + jnp.mean((params["b"] - 2) ** 4)
+
+    monkeypatch.setattr(optax_transformations, "loss_fn", loss_fn)
+    monkeypatch.setattr(optax_transformations, "PARAMS", params)
+    return optax_transformations.case_of(name)
+
+
+def noise(step):
+    return np.random.default_rng(step).normal(size=(32, 128)).astype(np.float32)
+
+
+# The gradients of a step, and by how much of their size updates may differ from those in float32.
+GRADIENTS = {
+    "mean 1, deviation 0.1": (lambda step: 1 + 0.1 * noise(step), 0.4),
+    "zeros": (lambda step: 0 * noise(step), 0.0),
+    "2**-40": (lambda step: 2.0**-40 * noise(step), 0.6),
+    "2**40": (lambda step: 2.0**40 * noise(step), 0.6),
+    "one spike": (lambda step: (1e6 if step == 10 else 1.0) * 1e-3 * noise(step), 1.5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:Specifying a key", "ignore:overflow", "ignore:invalid"
+)
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT - DIFFERENCES_OF_TOTALS))
+def test_every_transformation_follows_float32_for_30_steps_of_extreme_gradients(name, kind, transformation):
+    grads_of, tolerance = GRADIENTS[kind]
+
+    def updates_of(wrap):
+        params, found = optax_transformations.parameters(name), []
+        tx = optax.with_extra_args_support(wrap(transformation.make()))
+        state = tx.init(params)
+
+        @jax.jit
+        def step(grads, params, state):
+            if name == "contrib.differentially_private_aggregate":
+                grads = jax.tree.map(lambda g: jnp.stack([g, 0.5 * g]), grads)
+            updates, state = tx.update(grads, state, params, **transformation.extra(jnp.float32(1), grads))
+            return updates, optax.apply_updates(params, updates), state
+
+        for i in range(30):
+            w = jnp.asarray(grads_of(i))
+            updates, params, state = step({"w": w, "b": w[0, :3]}, params, state)
+            found.append(np.asarray(jax.tree.leaves(updates)[-1], np.float64))
+        return found
+
+    low, full = updates_of(amp.low_precision_state), updates_of(lambda tx: tx)
+    for i, (ours, expected) in enumerate(zip(low, full, strict=True)):
+        if not np.isfinite(expected).all():
+            return
+        error, size = np.sqrt(np.mean((ours - expected) ** 2)), np.sqrt(np.mean(expected**2))
+        assert error <= tolerance * AMPLIFIES.get(name, 1) * size + 1e-12, f"in step {i}"
+
+
+AMPLIFIES = {"contrib.muon": 3, "contrib.scale_by_muon": 3}  # the page says so
 
 
 @pytest.mark.sweep(12)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 @pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))
-def test_every_transformation_steps_as_in_float32(name, monkeypatch):
+def test_every_transformation_steps_as_in_float32(name, transformation):
     """After one step and after four, with moments in 8 bits."""
-    weights = jnp.linspace(-1.0, 1.0, 128)
-    params = {
-        "w": jnp.asarray(np.random.default_rng(0).normal(size=(32, 128)), jnp.float32),
-        "b": jnp.linspace(-1.0, 1.0, 3),
-    }
-
-    def loss_fn(params):
-        return jnp.mean((jnp.tanh(params["w"]) @ weights - 1) ** 2) + jnp.mean((params["b"] - 2) ** 4)
-
-    monkeypatch.setattr(optax_transformations, "loss_fn", loss_fn)
-    monkeypatch.setattr(optax_transformations, "PARAMS", params)
-    case = optax_transformations.case_of(name)
+    case = transformation
 
     def ends(wrap):
         tx, found = wrap(case.make()), [optax_transformations.parameters(name)]

@@ -12,14 +12,14 @@ The bits of a float32 are such a count, so that a value becomes a code by `bits(
 right by the 19 mantissa bits that are dropped. Random bits, added before, round it up or down, exactly on average: in
 an octave, what lies between two codes is linear in the bits.
 
-**A tail takes what grows.** The last 16 codes go two octaves each, so that values 2**32 times as large as the largest
-in the last step are no more than coarse.
+**A tail takes what grows.** The last eighth of the codes go two octaves each, so that values 2**32 times as large as
+the largest in the last step, and 2**64 times without a sign, are no more than coarse.
 
 **A format fits a block.** It says where `least` is, how many mantissa bits there are, and whether a code has a sign, in
 its highest bit. With fewer mantissa bits, codes reach further:
 
     mantissa bits                      2     3     4     5     6
-    octaves of codes without a sign    60    30    15    7     3
+    octaves of codes without a sign    56    28    14    7     3
     octaves of codes with a sign       28    14    7     3     1
 
 Where no value is negative, as in second moments, code 1 stands for values that are negative after all, and only 0
@@ -28,7 +28,7 @@ some of them are near 0 by chance, and the mean decides.
 
 **The codes of this step give the format of the next one,** from the largest, the smallest and the sum in a block. So a
 step reads and writes each value once. A block that was 0 until now has a format for all of float32: one octave a code
-where no value is negative, two octaves where values may have signs.
+where no value will be negative; two octaves above 4, and evenly spaced below 2**-62, where values may have signs.
 """
 
 import functools
@@ -45,7 +45,7 @@ LEAST_BLOCK, LARGEST_BLOCK = 16, 256  # the sum of the codes of a block has 16 b
 # A format is the exponent of `least` in 8 bits, as in a float32, how many bits of one are dropped in 7, and the sign.
 _WIDE = 23  # an octave a code: for blocks that were 0
 _FIRST_SIGNED, _FIRST_UNSIGNED, _ANY = 65 << 8 | _WIDE << 1 | 1, 1 << 8 | _WIDE << 1, 1 << 8 | 24 << 1 | 1
-_TAIL, _TAIL_SHIFT = 16, 24
+_FINE, _TAIL_SHIFT = 224, 24  # an eighth of the codes is the tail
 _NEGATIVE = 1  # the code of negative values where codes have no sign
 _NEAREST = np.uint32(1 << 31)
 
@@ -79,27 +79,26 @@ class _Format(NamedTuple):
 
     Attributes:
         least: the bits of `least`.
-        shift: by how many bits codes are shifted to their place in a float32.
         fine: how many codes come before the tail.
+        shift: by how many bits codes are shifted to their place in a float32.
         sign: whether there is a sign, 0 or 1.
     """
 
     least: jax.Array
-    shift: jax.Array
     fine: jax.Array
+    shift: jax.Array
     sign: jax.Array
 
 
 def _parse(formats: jax.Array) -> _Format:
     formats = formats.astype(jnp.uint32)
     shift, sign = formats >> 1 & 0x7F, formats & 1
-    tail = jnp.where((shift == _WIDE) & (sign == 1), np.uint32(64), _TAIL)
-    return _Format(formats >> 8 << 23, shift, (256 >> sign) - tail, sign)
+    fine = jnp.where((shift == _WIDE) & (sign == 1), np.uint32(64), _FINE >> sign)
+    return _Format(formats >> 8 << 23, fine, shift, sign)
 
 
 def _value(count: jax.Array, form: _Format) -> jax.Array:
     """Returns the number that a code stands for, given its bits but for the sign, as the upper 8 bits of 32."""
-    # These are few ops, or XLA does not fuse them with the step.
     fine = jnp.minimum(count, form.fine << 24)
     return _float(form.least + (fine >> 24 - form.shift) + (count - fine)) - _float(form.least)
 
@@ -109,7 +108,10 @@ def decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
     """Returns float32, of the shape of the codes; from bfloat16 without formats."""
     if formats.size == 0:
         return codes.astype(jnp.float32)
-    form, code = _parse(_spread(formats, codes.shape)), codes.astype(jnp.uint32) << 24
+    # XLA fuses this with the step if it is cheap, so some fields are computed for each block, not for each value.
+    fields = lax.optimization_barrier(_parse(formats)[:2])
+    least, fine = (_spread(x, codes.shape) for x in fields)
+    form, code = _parse(_spread(formats, codes.shape))._replace(least=least, fine=fine), codes.astype(jnp.uint32) << 24
     count = code & np.uint32(0xFFFFFFFF) >> form.sign
     return _float(_bits(_value(count, form)) | code - count)
 
@@ -196,7 +198,7 @@ def _follow(formats: jax.Array, found: jax.Array, block: int) -> jax.Array:
 
 
 def _octaves(mantissa: Any, sign: jax.Array) -> jax.Array:
-    return (256 >> sign) - _TAIL >> mantissa
+    return _FINE >> sign >> mantissa
 
 
 def _exponent(count: jax.Array, form: _Format) -> jax.Array:

@@ -57,7 +57,8 @@ class _Facts(jx.Forward[_Equation, Fact]):
         differences = frozenset[int]().union(*(fact.differences for fact in operands))
         for fact in _sensitive(eqn, rule, operands):
             self.subtracted |= fact.differences
-        if rule.kind is ResultKind.DIFFERENCE and all(fact.read for fact in operands):
+        is_of_elements = eqn.outvars[0].aval.shape != ()  # rounding errors of a total are few
+        if rule.kind is ResultKind.DIFFERENCE and is_of_elements and all(fact.read for fact in operands):
             differences |= read
         constant = operands[0].constant if rule.moves and len(operands) == 1 else None
         return [Fact(read, differences, _is_positive(eqn, rule, operands), constant)] * len(eqn.outvars)
