@@ -241,7 +241,7 @@ TITLES = {
     "paired": "Paired runs of AdamW",
 }
 WHY = """What the state of an optimizer in 8 bits saves, costs and loses.
-For you: 6 bytes a parameter in place of 12 or 14, 0.55 to 0.58 times the bytes moved in a step, and a loss that differs
+For you: 6 bytes a parameter in place of 12 or 14, 0.57 to 0.60 times the bytes moved in a step, and a loss that differs
 by less than that of two seeds, but for Muon, which needs `rounding="nearest"`."""
 NOTES = {
     "memory": """
