@@ -174,6 +174,19 @@ def test_the_first_update_is_that_of_float32():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), update, want)
 
 
+@pytest.mark.parametrize("exponent", [-100, -80, -60, 0, 60, 120])
+def test_values_with_signs_of_any_size_are_held_from_the_second_step_on(exponent):
+    tx = amp.low_precision_state(optax.trace(0.0))  # its state is the last gradient
+    grads, state = jax.tree.map(lambda g: g * 2.0**exponent * 1e3, gradients(0)), tx.init(PARAMS)
+    for step in range(4):
+        _, state = jitted(tx)(grads, state)
+        held = state.with_float32().trace["w"]
+        assert step == 0 or jnp.abs(held / grads["w"]).mean() < 2
+    assert jnp.linalg.norm(held / 2.0**exponent - grads["w"] / 2.0**exponent) < 0.1 * jnp.linalg.norm(
+        grads["w"] / 2.0**exponent
+    )
+
+
 def test_an_outlier_changes_its_own_block_alone():
     tx = amp.low_precision_state(ADAM)
     _, state = run(tx, 4)
@@ -640,7 +653,7 @@ def test_the_program_of_an_update_is_read_once():
 
 # The page says to keep these: a line search reads their program in `update` only, they bet on the sum of all gradients,
 # or divide by differences of totals.
-NOT_MEANT = {"lbfgs", "contrib.cocob"}
+NOT_MEANT = {"lbfgs", "contrib.cocob", "contrib.scale_by_cocob"}
 DIFFERENCES_OF_TOTALS = {"contrib.momo", "contrib.momo_adam"}
 WEIGHTS = jnp.linspace(-1.0, 1.0, 128)
 

@@ -28,7 +28,8 @@ some of them are near 0 by chance, and the mean decides.
 
 **The codes of this step give the format of the next one,** from the largest, the smallest and the sum in a block. So a
 step reads and writes each value once. A block that was 0 until now has a format for all of float32: one octave a code
-where no value will be negative; two octaves above 4, and evenly spaced below 2**-62, where values may have signs.
+where no value will be negative; where values may have signs, two octaves above 4, and what is much smaller than 2**-62
+is 0 for one step.
 """
 
 import functools
@@ -44,7 +45,8 @@ from jax import lax
 LEAST_BLOCK, LARGEST_BLOCK = 16, 256  # the sum of the codes of a block has 16 bits
 # A format is the exponent of `least` in 8 bits, as in a float32, how many bits of one are dropped in 7, and the sign.
 _WIDE = 23  # an octave a code: for blocks that were 0
-_FIRST_SIGNED, _FIRST_UNSIGNED, _ANY = 65 << 8 | _WIDE << 1 | 1, 1 << 8 | _WIDE << 1, 1 << 8 | 24 << 1 | 1
+_FIRST_SIGNED, _FIRST_UNSIGNED, _TINY = 65 << 8 | _WIDE << 1 | 1, 1 << 8 | _WIDE << 1, 1 << 8 | _WIDE << 1 | 1
+_ANY = 1 << 8 | 24 << 1 | 1  # two octaves a code
 _FINE, _TAIL_SHIFT = 224, 24  # an eighth of the codes is the tail
 _NEGATIVE = 1  # the code of negative values where codes have no sign
 _NEAREST = np.uint32(1 << 31)
@@ -145,7 +147,7 @@ def _ends(formats: jax.Array) -> tuple[jax.Array, jax.Array]:
     above = np.uint32(0x7F7FFFFF) - form.least
     fine = jnp.minimum(above, form.fine << form.shift)
     largest = jnp.minimum((fine >> form.shift) + (above - fine >> _TAIL_SHIFT), 255 >> form.sign)
-    return jnp.where((form.sign == 0) | (form.shift == _WIDE), np.uint32(2), 0), largest
+    return 2 - 2 * form.sign, largest
 
 
 def next_formats(leaves: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
@@ -194,7 +196,9 @@ def _follow(formats: jax.Array, found: jax.Array, block: int) -> jax.Array:
         mantissa += (far <= room.astype(jnp.float32)).astype(jnp.int32)
     least = jnp.maximum(end + 1 - _octaves(mantissa, has_sign), 8)  # so that code 1 is a normal float32
     new = (least << 8 | 23 - mantissa << 1 | has_sign).astype(jnp.uint16)
-    return jnp.where(top > 0, new, jnp.where(shift == _WIDE, formats, np.uint16(_FIRST_SIGNED)))
+    first = jnp.where(shift == _WIDE, formats, np.uint16(_FIRST_SIGNED))
+    first = jnp.where(low == 255, np.uint16(_TINY), first)  # 0 with a sign is what was too small
+    return jnp.where(top > 0, new, first)
 
 
 def _octaves(mantissa: Any, sign: jax.Array) -> jax.Array:
