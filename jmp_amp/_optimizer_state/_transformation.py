@@ -83,7 +83,7 @@ def low_precision_state(
       values of a block are alike, they have 4 mantissa bits, and 6 without a sign; where they span decades, down to 2.
       In a block without negative values, as those of second moments, only 0 becomes 0, because one divides by these.
       If a block turns negative after all, its first negative values become the smallest number for one step. In the
-      first step of a block that was 0, numbers are an octave or two apart.
+      first step of a block that was 0, numbers are an octave or two apart, and those with signs below 2**-62 are 0.
     - `"bfloat16"`: two bytes in place of four, without formats.
 
     These leaves are float32, have the shape of a parameter and 4,096 elements at least, and the size of their last axis
