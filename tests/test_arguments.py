@@ -45,6 +45,7 @@ TOOLS = {
     "error_budget": lambda: amp.debug.error_budget(of_params)(STATE.params, STATE, X).rows[0],
     "suggest_rules": lambda: amp.debug.suggest_rules(of_params)(STATE.params, STATE, X),
     "compare": lambda: amp.debug.compare(of_params)(STATE.params, STATE, X).rows[0],
+    "fastest": lambda: amp.debug.fastest(of_params, [])(STATE.params, STATE, X).rows[0],
 }
 
 

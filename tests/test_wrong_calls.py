@@ -58,6 +58,7 @@ TRANSFORMATIONS = {
     "first_nonfinite": amp.debug.first_nonfinite,
     "compare": amp.debug.compare,
     "error_budget": amp.debug.error_budget,
+    "fastest": amp.debug.fastest,
     "check_loss_scaling": amp.debug.check_loss_scaling,
 }
 

@@ -6,6 +6,7 @@ from jmp_amp.debug._compare import Comparison, ErrorRow, compare
 from jmp_amp.debug._emulation import Rounding
 from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
 from jmp_amp.debug._explain import explain as explain  # public as `jmp_amp.explain`
+from jmp_amp.debug._fastest import Timing, Timings, fastest
 from jmp_amp.debug._nodes import Values
 from jmp_amp.debug._nonfinite import NonFinite, first_nonfinite
 from jmp_amp.debug._scaling import check_loss_scaling
@@ -22,6 +23,8 @@ __all__ = [
     "PrecisionDiff",
     "PrecisionReport",
     "Rounding",
+    "Timing",
+    "Timings",
     "Underflow",
     "Values",
     "check_loss_scaling",
@@ -29,6 +32,7 @@ __all__ = [
     "count_nonfinite",
     "describe_nonfinite",
     "error_budget",
+    "fastest",
     "first_nonfinite",
     "suggest_rules",
     "underflow",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import html
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from jmp_amp._calls import check_concrete, finished, new_figure, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error, scales_to_try
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
-from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, grouped, html_table
+from jmp_amp.debug._report import Table, check_without_autocast, format_percent, grouped
 
 FIELDS = ("primitive", "direction", "module", "source")
 _COLUMNS = ("share", "error", "op", "pass", "module", "source")
@@ -217,7 +216,7 @@ class Lowering(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ErrorBudget:
+class ErrorBudget(Table):
     """What each rounding adds to the error of a gradient; `error_budget` returns it. `print` shows a table.
 
     Attributes:
@@ -289,7 +288,6 @@ class ErrorBudget:
         return json.dumps({**fields, "rows": rows}, **options)
 
     def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
-        """Returns the title, the table and the notes of a print."""
         found = _sums(self.rows, *FIELDS)
         if rest := found[_SHOWN:]:
             found[_SHOWN:] = [dataclasses.replace(_sum(rest), primitive=f"{len(rest)} more")]
@@ -312,16 +310,7 @@ class ErrorBudget:
         cure = "`amp.debug.first_nonfinite` finds the cause."
         notes += [f"Overflow, in no share: {x}. {cure}" for x in dict.fromkeys(over)]
         notes += [f"Not seen: roundings in {x}." for x in self.opaque]
-        return f"Gradient error in {self.dtype}: {self.total:.1e}", rows, notes
-
-    def __str__(self) -> str:
-        title, rows, notes = self._parts()
-        return "\n".join([title, format_table([_COLUMNS, *rows], align_right=False), *notes])
-
-    def _repr_html_(self) -> str:
-        title, rows, notes = self._parts()
-        first, *rest = [f"<p>{html.escape(line)}</p>" for line in (title, *notes)]
-        return "".join([first, html_table(_COLUMNS, rows), *rest])
+        return f"Gradient error in {self.dtype}: {self.total:.1e}", [_COLUMNS, *rows], notes
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
         """Plots the errors of the lines and of the modules as bars, forward and backward roundings apart.

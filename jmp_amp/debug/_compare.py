@@ -137,7 +137,7 @@ def compare(
         args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
         wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
         exact, _ = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
-        if not _all_grads(exact).size:
+        if not all_grads(exact).size:
             raise TypeError(NO_GRADIENTS)
         check_finite(exact.values(), reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
@@ -149,7 +149,7 @@ def compare(
             if all(other.size == x.size for other in others.values()):
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
-        gradient = {name: relative_error(_all_grads(x), _all_grads(exact)) for name, (x, _) in measured.items()}
+        gradient = {name: relative_error(all_grads(x), all_grads(exact)) for name, (x, _) in measured.items()}
         scales = {name: scale for name, (_, scale) in measured.items()}
         return Comparison(tuple(rows), gradient, scales, reference, wide is not None)
 
@@ -314,7 +314,7 @@ def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: floa
     axes.invert_yaxis()
 
 
-def _all_grads(results: Arrays) -> np.ndarray:
+def all_grads(results: Arrays) -> np.ndarray:
     """Returns the gradients of all modules, float64[size]."""
     return np.concatenate([np.empty(0), *(x for (kind, _), x in results.items() if kind == "gradient")])
 
@@ -334,10 +334,19 @@ def measure(
         fun: the loss function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale until the loss and the gradients are
-            finite, or the scale is 1.
+        loss_scale: as in `unscaled`.
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         **options: the options of `amp.value_and_grad`.
+    """
+    return unscaled(*gradient_program(fun, args, kwargs, wide, **options), loss_scale)
+
+
+def gradient_program(
+    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide: Any = None, **options: Any
+) -> tuple[Any, list[Any]]:
+    """Returns a jitted function of arrays and a loss scale that returns the loss and scaled gradients; and the arrays.
+
+    The arguments are those of `measure`.
     """
     arrays, rebuild = jx.split_arrays((args, kwargs))
     has_aux = options.get("has_aux", False)
@@ -347,7 +356,18 @@ def measure(
         value, grads = value_and_grad(fun, loss_scale=scale, **options)(*args, **kwargs)
         return (value[0] if has_aux else value), grads
 
-    run = jax.jit(_in_wide(evaluate, wide))
+    return jax.jit(_in_wide(evaluate, wide)), arrays
+
+
+def unscaled(run: Callable, arrays: list[Any], loss_scale: float | None) -> tuple[Arrays, float]:
+    """Runs a `gradient_program`. Returns the loss, the unscaled gradients by module, and the loss scale.
+
+    Args:
+        run: the program.
+        arrays: its arrays.
+        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale until the loss and the gradients are
+            finite, or the scale is 1.
+    """
     for scale in scales_to_try(loss_scale):
         loss, grads = run(arrays, jnp.float32(scale))
         results = {("loss", ""): flat_on_host(loss)}

@@ -103,6 +103,23 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
+class Table:
+    """A report that `print` and notebooks show as a title, a table and notes. A subclass has these `_parts`."""
+
+    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+        """Returns the title, the rows of the table, the first of which is its head, and the notes."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        title, rows, notes = self._parts()
+        return "\n".join([title, format_table(rows, align_right=False), *notes])
+
+    def _repr_html_(self) -> str:
+        title, (head, *rows), notes = self._parts()
+        first, *rest = [f"<p>{html.escape(line)}</p>" for line in (title, *notes)]
+        return "".join([first, html_table(head, rows), *rest])
+
+
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns rows of equal length as a table in HTML."""
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
