@@ -127,8 +127,8 @@ sketch of what autocast does now on GPUs: these rows are to be measured again wi
 
 Rows of 50257 values of 16 bits do not start at multiples of 16 bytes, so cuBLAS does not read them. Three products with
 the vocabulary take 6.05 ms as fusions in Triton, and 2.30 ms aligned. torch's compiler pads by itself. ViT-B/16, with
-scores of 196 x 196, takes 26.80 ms, and 26.66 padded: small batched products do not gain. The wider GPT, whose
-vocabulary is 50304, takes 49.40 ms in bfloat16 with a low stream, and compiled torch 50.26.
+scores of 196 x 196, takes 26.80 ms, and 26.66 padded: small batched products gain little, and autocast leaves them. The
+wider GPT, whose vocabulary is 50304, takes 49.40 ms in bfloat16 with a low stream, and compiled torch 50.26.
 
 ## Where the time goes
 

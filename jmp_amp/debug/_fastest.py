@@ -42,9 +42,9 @@ def fastest(
 
     Use it outside of training, on a batch of the size that you train with, to see what to switch on. Each setting is
     compiled, side by side with the others, and then timed alone: the median of up to 20 runs, each waited for. Memory
-    is what the compiler plans. The error is that of the gradient of this batch. A setting with the program of an earlier
-    one is left out, and options that change no program are named below the table: float8 on a device without such units
-    or in a model without large products, a kernel that is not there.
+    is what the compiler plans. The error is that of the gradient of this batch. A setting with the program of an
+    earlier one is left out, and options that change no program are named below the table: float8 on a device without
+    such units or in a model without large products, a kernel that is not there.
 
     Without an accelerator, times would mean nothing: 16 bits are emulated on a CPU. There the table has memory, of the
     program of the CPU, and errors, and is sorted by memory.
