@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -109,8 +109,7 @@ def error_budget(
     def budget(*args: Any, **kwargs: Any) -> ErrorBudget:
         check_concrete((args, kwargs), "error_budget")
         clock = Clock(max_seconds)
-        emulate = functools.partial(Emulation, fun, args, kwargs, given, grad_options)
-        emulation = emulate()
+        emulation = Emulation(fun, args, kwargs, given, grad_options)
         if not emulation.rows:
             seen = f" outside of {', '.join(emulation.opaque)}, which cannot be seen into" if emulation.opaque else ""
             raise ValueError(
@@ -130,9 +129,8 @@ def error_budget(
             for row, s, e, over, n in zip(emulation.rows, *columns, strict=True)
             if n or not row.decides
         )
-        explored = functools.partial(_could_be_lower, functools.partial(emulate, rounds_float32=True), scale)
         total = relative_error(low.grads, exact[0].grads)
-        return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque), explored)
+        return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque))
 
     return budget
 
@@ -189,33 +187,6 @@ def estimate(runs: Sequence[Probe]) -> np.ndarray:
     return np.where(known, (n * signed + best * squares) / (n + best), squares)
 
 
-class Lowering(NamedTuple):
-    """Values in float32 that could be stored in the low dtype.
-
-    Attributes:
-        source: the line of code.
-        module: the named scopes around it.
-        primitives: the ops that compute them.
-        bytes: how much smaller they are in the low dtype, if they are stored at all.
-        total: the error of the gradient, measured with them and all rows above rounded, relative to the gradient.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmp_amp as amp
-        >>> loss_fn = lambda w, x: jnp.mean(jax.nn.softmax(x @ w) ** 2)
-        >>> budget = amp.debug.error_budget(loss_fn)(jnp.eye(8), jnp.linspace(0, 1, 32).reshape(4, 8))
-        >>> row = budget.could_be_lower(tol=0.1)[0]
-        >>> "exp" in row.primitives, row.total < 0.1
-        (True, True)
-    """
-
-    source: str
-    module: str
-    primitives: tuple[str, ...]
-    bytes: int
-    total: float
-
-
 @dataclasses.dataclass(frozen=True)
 class ErrorBudget:
     """What each rounding adds to the error of a gradient; `error_budget` returns it. `print` shows a table.
@@ -244,7 +215,6 @@ class ErrorBudget:
     total: float
     loss_scale: float
     opaque: tuple[str, ...]
-    _explored: Callable[[float], list[Lowering]] = dataclasses.field(repr=False, compare=False)
 
     @property
     def explained(self) -> float:
@@ -265,21 +235,6 @@ class ErrorBudget:
     def by_primitive(self) -> list[Rounding]:
         """Returns the sums of the roundings of each primitive, the largest first."""
         return _sums(self.rows, "primitive")
-
-    def could_be_lower(self, tol: float) -> list[Lowering]:
-        """Returns values that autocast keeps in float32, and that could be rounded with an error of at most `tol`.
-
-        Those of the forward pass are tried line by line, the largest first. The program is compiled once more.
-
-        Args:
-            tol: the largest error of the gradient, as in `total`.
-
-        Raises:
-            ValueError: `total` is above `tol`.
-        """
-        if not self.total <= tol:
-            raise ValueError(f"the error of the gradient is {self.total:.1e} already, more than `tol`, {tol:g}")
-        return self._explored(tol)
 
     def to_json(self, **options: Any) -> str:
         """Returns all figures as JSON; `options` are those of `json.dumps`. NaN and infinity are null."""
@@ -368,22 +323,3 @@ def _sums(rows: Sequence[Rounding], *fields: str) -> list[Rounding]:
 
 def _finite(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def _could_be_lower(emulate: Callable[[], Emulation], scale: float, tol: float) -> list[Lowering]:
-    emulation, found = emulate(), list[Lowering]()
-    rows, on, exact = emulation.rows, emulation.default, emulation.exact(scale)
-    squares, limit = estimate([exact]), (2 * tol * float(np.linalg.norm(exact.grads))) ** 2
-    groups = grouped(np.flatnonzero(on == 0), lambda i: (rows[i].source, rows[i].module))
-    saved_bytes = {key: 2 * sum(rows[i].size for i in group) for key, group in groups.items()}
-    for (source, module), nbytes in sorted(saved_bytes.items(), key=lambda x: -x[1]):
-        group = groups[source, module]
-        if squares[group].sum() > limit:  # estimated to be off by more than twice `tol`
-            continue
-        more = on.copy()
-        more[group] = 1
-        error = relative_error(emulation(more, scale).grads, exact.grads)
-        if error <= tol:
-            on, primitives = more, dict.fromkeys(rows[i].primitive for i in group)
-            found.append(Lowering(source, module, tuple(primitives), nbytes, error))
-    return found

@@ -158,7 +158,6 @@ class Emulation:
         kwargs: Mapping[str, Any],
         options: Mapping[str, Any],
         grad_options: Mapping[str, Any],
-        rounds_float32: bool = False,
     ) -> None:
         """Traces the program; it is compiled when it is first run.
 
@@ -168,7 +167,6 @@ class Emulation:
             kwargs: its keyword arguments.
             options: those of `autocast`.
             grad_options: those of `amp.value_and_grad`.
-            rounds_float32: whether results that autocast keeps in float32 have switches, too, which are off.
         """
         self._found: dict[Any, _Switch] = {}
         self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
@@ -177,7 +175,6 @@ class Emulation:
         self._arrays, rebuild = jx.split_arrays(as_jit_takes(fun, args, kwargs, if_needed=True))
         settings = parse_settings(**{**options, "save": "all"})
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
-        self._lowered = settings.format.dtype if rounds_float32 else None
 
         def gradient(fun: Callable, arrays: Sequence[Any], scale: jax.Array) -> list[Any]:
             args, kwargs = rebuild(arrays)
@@ -278,7 +275,7 @@ class Emulation:
     def default(self) -> np.ndarray:
         """float32[n], the switches of autocast: 1 for each value that it rounds."""
         _ = self._run
-        return np.array([x.is_on for x in self._found.values()], np.float32)
+        return np.array([not x.row.decides for x in self._found.values()], np.float32)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0, decisions: Any = None) -> "Probe":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow.
@@ -331,15 +328,14 @@ class Emulation:
             args: its other arguments.
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
-        is_on = index < 0 or low is not None or is_low(place.eqn.outvars[index])
         row = _row(place, name, jnp.dtype(to).name, size=place.times * math.prod(jnp.shape(x)))
-        number = self._switch((*place.key, index), row, is_on, place).number
+        number = self._switch((*place.key, index), row, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
-    def _switch(self, key: Any, row: Rounding, is_on: bool, place: Place) -> "_Switch":
+    def _switch(self, key: Any, row: Rounding, place: Place) -> "_Switch":
         """Returns the switch of a row, a new one if its key is new."""
-        new = _Switch(len(self._found), row, is_on, place.times * flops_of(place.eqn), _lines(place))
+        new = _Switch(len(self._found), row, place.times * flops_of(place.eqn), _lines(place))
         return self._found.setdefault(key, new)
 
     def _decided(
@@ -348,7 +344,7 @@ class Emulation:
         """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
         key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
         line, own = (row.module, row.source), result(x)
-        switch, other = self._switch(line, row, False, place), self._tape.replayed.get(key)
+        switch, other = self._switch(line, row, place), self._tape.replayed.get(key)
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
             names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
@@ -388,11 +384,8 @@ class Emulation:
         if name in _EXACT or moves or not operands:
             return outs
         for i, var in enumerate(eqn.outvars):
-            lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
             if is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not rule.is_cast and jx.direction_of(place.eqns) == "forward":
-                outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
     def _exact(self, place: Place, i: int, x: Any) -> Any:
@@ -422,14 +415,12 @@ class _Switch(NamedTuple):
     Attributes:
         number: its number.
         row: the row.
-        is_on: whether autocast rounds.
         flops: the floating-point operations of the product that computes the value; 0 for other ops.
         lines: see `Emulation.lines`.
     """
 
     number: int
     row: Rounding
-    is_on: bool
     flops: int
     lines: frozenset[jx.Frame]
 
