@@ -104,6 +104,23 @@ def test_of_a_program_for_several_platforms_the_branch_of_the_device_is_compiled
     np.testing.assert_allclose(result, np.sin(X), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("limit", "steps"), [(9, [0, 3, 5]), (4, [0, 3, 4])])
+def test_a_traced_while_ends_for_each_element_as_it_does_or_at_its_limit(limit, steps):
+    def count(x, n):
+        return lax.while_loop(lambda c: c[1] < n, lambda c: (c[0] + 1.0, c[1] + 1), (x, 0))[0]
+
+    program = jax.make_jaxpr(jax.vmap(count))(jnp.zeros(3), jnp.array([0, 3, 5]))
+    (i,) = (i for i, eqn in enumerate(program.eqns) if eqn.primitive.name == "while")
+    options = {
+        "wide": FLOAT32,
+        "around": lambda place, operands, compute: compute(operands),
+        "trip_counts": {(i,): limit},
+    }
+    evaluator = Evaluator(program, (), **options)
+    run = jax.jit(lambda *arrays: evaluator.run(arrays=arrays).results[0].value)
+    np.testing.assert_array_equal(run(jnp.zeros(3), jnp.array([0, 3, 5])), steps)
+
+
 def in_branches(depth, x):
     y = jnp.sin(x)
     return y if depth == 0 else lax.cond(y > 0, lambda y: in_branches(depth - 1, y), jnp.cos, y)

@@ -46,21 +46,21 @@ def error_budget(
     gradient and a random vector, and `d` the errors of the elements of the rounded value, which are known, the square
     of the error is the mean of `sum(a * d) ** 2`, and that of `sum((a * d) ** 2)`, which has less noise, if the errors
     of the elements are independent. A weighted mean of both is taken. The roundings in a loop, a branch or a custom
-    derivative are included; those of one op in all iterations count as one. `jax.checkpoint` is left out, so that a
-    value that would be computed again is rounded once.
+    derivative are included; those of one op in all iterations of a `scan` count as one. `jax.checkpoint` is left out,
+    so that a value that would be computed again is rounded once.
 
-    Roundings also flip decisions: comparisons, which branch of a `cond` is taken, how often a `while` runs, and what
-    `relu`, `max` or `top_k` choose. The run with all roundings records them. The decisions of a line are a row. Its
-    error is measured: that of a run in float32 with these decisions.
+    Roundings also flip decisions: comparisons, which branch of a `cond` is taken, and what `relu`, `max` or `top_k`
+    choose. The run with all roundings records them. The decisions of a line are a row. Its error is measured: that of a
+    run in float32 with these decisions.
 
     The estimate is random. By one vector, that of a single number, such as the scale of a loss, is off by a factor of 2
     in 4 of 10 cases, and that of a large array by a few percent. A program of small arrays, up to 4096 elements, has up
     to 64 orthogonal vectors in a probe. The estimate is the mean of `probes`. It cannot see roundings inside of
-    kernels, callbacks and `shard_map`, which are low precision in all runs, and which `ErrorBudget.opaque` lists; how
-    roundings amplify or cancel each other; and what would be rounded otherwise if one were not: to choose rules, use
-    `suggest_rules`, which runs the program with them. It is too large for elements whose errors cancel, as in a long
-    chain of layers whose gradient vanishes. It takes the memory of about 3 to 6 steps, since nothing is kept in 16
-    bits.
+    kernels, callbacks, `shard_map` and `while` loops, which are low precision in all runs, and which
+    `ErrorBudget.opaque` lists; how roundings amplify or cancel each other; and what would be rounded otherwise if one
+    were not: to choose rules, use `suggest_rules`, which runs the program with them. It is too large for elements whose
+    errors cancel, as in a long chain of layers whose gradient vanishes. It takes the memory of about 3 to 6 steps,
+    since nothing is kept in 16 bits.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.

@@ -4,6 +4,7 @@ One compiled program computes the gradient of float32 (all switches off), that o
 rounding adds to it, from one reverse pass through the emulation.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -169,7 +170,6 @@ class Emulation:
             grad_options: those of `amp.value_and_grad`.
         """
         self._found: dict[Any, _Switch] = {}
-        self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
         self._decided_by: dict[Id, int] = {}  # the switch of each decision
         self.opaque = dict[str, None]()
         self._arrays, rebuild = jx.split_arrays(as_jit_takes(fun, args, kwargs, if_needed=True))
@@ -199,16 +199,14 @@ class Emulation:
         self._count = min(self._size, max(_SMALL // largest, 1))
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
 
-    def _gradient(
-        self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = (), **counts: Any
-    ) -> Any:
+    def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * self._most) for each in on]
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
-        evaluator = Evaluator(self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape)
-        loss, *grads = [x.value for x in evaluator.run(**counts).results]
+        options: Any = {"wide": FLOAT32, "around": self._around, "tape": self._tape, "as_one": {"while"}}
+        loss, *grads = [x.value for x in Evaluator(self._program, [*arrays, scale], **options).run().results]
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 
@@ -218,7 +216,7 @@ class Emulation:
 
         def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, vectors: jax.Array, decisions: Any) -> Any:
             def gradient(*on: jax.Array) -> Any:
-                return self._gradient(on, arrays, scale, decisions, trip_counts=self._trips)
+                return self._gradient(on, arrays, scale, decisions)
 
             grads, pull, (loss, recorded) = jax.vjp(gradient, on, on, has_aux=True)
             # So that no square overflows or underflows:
@@ -227,29 +225,19 @@ class Emulation:
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest), recorded
 
         inputs = self._arrays, jnp.float32(1)
-        if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
-
-            @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS)
-            def count(on: jax.Array, *args: Any) -> Any:
-                return self._gradient((on, on), *args, counted=self._trips)
-
-            jax.block_until_ready([count(jnp.full(self._most, on), *inputs) for on in (0.0, 1.0)])
-            jax.effects_barrier()
-        recorded = self._trace(trip_counts=self._trips)
+        recorded = self._trace()
         self._most = len(self._found)
         on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in ((self._most,), (self._count, self._size)))
         self._undecided = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), recorded)
         return jax.jit(run).lower(on, *inputs, vectors, recorded).compile(_COMPILER_OPTIONS)
 
-    def _trace(self, **counts: Any) -> Any:
+    def _trace(self) -> Any:
         """Finds the roundings, and returns the types of the decisions."""
         on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
-        return jax.eval_shape(
-            lambda on, *args: self._gradient((on, on), *args, **counts)[1][1], on, self._arrays, jnp.float32(1)
-        )
+        return jax.eval_shape(lambda on, *args: self._gradient((on, on), *args)[1][1], on, self._arrays, jnp.float32(1))
 
     def trace(self) -> list[Rounding]:
-        """Returns the roundings without compiling; a `while` counts as one iteration."""
+        """Returns the roundings without compiling."""
         self._trace()
         return [x.row for x in self._found.values()]
 
@@ -403,10 +391,10 @@ class Emulation:
         is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(is_low, avals))) for inner in inside)
         if is_rounded or any(map(is_low, (*place.eqn.invars, *place.eqn.outvars))):
             self.opaque[f"{place.eqn.primitive.name} {place.site.where}"] = None
-        try:
-            return jax.vjp(lambda *args: compute(args), *args)[0]
-        except Exception:  # what has no derivative raises any error
-            return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
+        if place.eqn.primitive.name != "while":  # has no derivative in reverse, which JAX says too late
+            with contextlib.suppress(Exception):  # what has no derivative raises any error
+                return jax.vjp(lambda *args: compute(args), *args)[0]
+        return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
 
 
 class _Switch(NamedTuple):

@@ -112,15 +112,14 @@ class Evaluator:
         allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
             values that any other op or argument introduces. None allows all.
         trip_counts: the number of iterations of each `while` loop, by the id of its place, that must not be exceeded:
-            with values replaced, the loop might never end. With it, a traced loop can be differentiated in reverse.
-        counted: gets the most iterations of each other `while` loop of a traced evaluation, when that runs.
+            with values replaced, the loop might never end.
         tape: where `around` records arrays of a traced evaluation.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
-        enters_branches: whether a `cond` and a `while` of a traced evaluation are more than one op.
+        as_one: names of primitives that a traced evaluation evaluates as one op, although they hold ops.
         replacements: compute values in another way.
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
@@ -132,13 +131,12 @@ class Evaluator:
     arrays: Sequence[Any]
     allowed: Collection[Id] | None = None
     trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
-    counted: dict[Id, int] | None = None
     tape: Tape = dataclasses.field(default_factory=Tape)
     loss_factor: float = 1.0
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
-    enters_branches: bool = True
+    as_one: Collection[str] = ()
     replacements: Sequence[Replacement] = ()
     keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
@@ -292,14 +290,13 @@ class Evaluation:
         depth = len(place.key)
         changes_all = self.wide is not None or self.evaluator.around is not None
         is_split = changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
-        is_scan = isinstance(structure, jx.Loop) and structure.cond is None
         match structure:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
             case jx.Branches() | jx.Loop() if self._is_traced and is_split:
-                is_entered = is_scan or self.evaluator.enters_branches
-                return self._traced(structure, operands, place) if is_entered else self._op(operands, place)
+                is_one = place.eqn.primitive.name in self.evaluator.as_one
+                return self._op(operands, place) if is_one else self._traced(structure, operands, place)
             case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
@@ -316,8 +313,8 @@ class Evaluation:
 
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
-        tape, values, limit = self.evaluator.tape, [x.value for x in operands], self.trip_counts.get(place.id)
-        times = (structure.length or limit or 1) if isinstance(structure, jx.Loop) else 1
+        tape, values = self.evaluator.tape, [x.value for x in operands]
+        times = (structure.length or 1) if isinstance(structure, jx.Loop) else 1
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
             inner = place.body(k)._replace(times=place.times * times)
@@ -341,32 +338,20 @@ class Evaluation:
             consts, carry = values[structure.cond_consts], values[structure.carry]
             is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
 
-            def predicate(carry: Sequence[Any]) -> Any:
-                return run(0, structure.cond, *consts, *carry)[0]
+            limit = self.trip_counts.get(place.id, np.iinfo(np.int32).max)
 
-            def following(flags: Any, carry: Sequence[Any]) -> list[Any]:
+            def predicate(state: tuple[Any, Sequence[Any]]) -> Any:
+                n, carry = state
+                return (n < limit) & jnp.any(run(0, structure.cond, *consts, *carry)[0])
+
+            def following(state: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
+                n, carry = state
+                flags = run(0, structure.cond, *consts, *carry)[0] if is_batched else None
                 new, _ = step(1, carry, [])
-                return [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
+                return n + 1, [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
 
-            def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, tuple[()]]:
-                flags = predicate(carry)
-                return tape.switch(jnp.int32(jnp.any(flags)), [list, functools.partial(following, flags)], carry), ()
-
-            if limit is not None:
-                outs, _ = tape.scan(step_if, carry, (), place.key, length=limit)
-            else:
-                again = lambda carry: following(predicate(carry) if is_batched else None, carry)  # noqa: E731
-                outs, _ = tape.record({}, self._counted, place, predicate, again, carry)
+            (_, outs), _ = tape.record({}, lax.while_loop, predicate, following, (jnp.int32(0), carry))
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
-
-    def _counted(self, place: Place, predicate: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
-        """Traces a `while` loop that tells how often it ran."""
-        start = jnp.int32(0), carry
-        n, carry = lax.while_loop(lambda x: jnp.any(predicate(x[1])), lambda x: (x[0] + 1, following(x[1])), start)
-        if (counted := self.evaluator.counted) is not None:
-            counted.setdefault(place.id, 0)  # of a branch that does not run
-            jax.debug.callback(lambda n: counted.update({place.id: max(int(n), counted[place.id])}), n)
-        return carry
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
         outs = self._apply(operands, place)
