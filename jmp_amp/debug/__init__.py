@@ -1,6 +1,5 @@
 """Tools that debug precision: they run on the host, outside of `jit`."""
 
-from jmp_amp._loss_scale import count_nonfinite, describe_nonfinite
 from jmp_amp.debug._budget import ErrorBudget, error_budget
 from jmp_amp.debug._compare import Comparison, ErrorRow, compare
 from jmp_amp.debug._emulation import Rounding
@@ -25,8 +24,6 @@ __all__ = [
     "Values",
     "check_loss_scaling",
     "compare",
-    "count_nonfinite",
-    "describe_nonfinite",
     "error_budget",
     "first_nonfinite",
     "suggest_rules",
