@@ -165,25 +165,11 @@ def branches_in_a_scan(w, x, y):
     return jnp.mean((jax.lax.scan(step, jnp.zeros(64), x)[1] @ w["down"][0] - y) ** 2)
 
 
-@jax.custom_vjp
-def thresholds(w, x):
-    """Where the steps lead, and how many there are, depends on comparisons; the gradient is passed through."""
-    step = lambda h: jnp.where(h @ w > 0, h, h / 2) + 0.1  # noqa: E731
-    return jax.lax.while_loop(lambda h: jnp.mean(h) < 0.5, step, x)
-
-
-thresholds.defvjp(lambda w, x: (thresholds(w, x), w), lambda w, ct: (jnp.zeros_like(w), ct))
-
-
-def thresholds_in_a_while(w, x, y):
-    return jnp.mean((jnp.tanh(thresholds(w["up"][0], x @ w["up"][1])) @ w["down"][0] - y) ** 2)
-
-
 KINKS = {
     fun.__name__.replace("_", " "): fun
     for fun in (
         relu_network, scan_of_leaky_relu, max_pooling, clipped, absolute_error, hinge_loss, two_of_eight_experts,
-        codebook, rounded_activations, sliced_wasserstein, branches_in_a_scan, thresholds_in_a_while,
+        codebook, rounded_activations, sliced_wasserstein, branches_in_a_scan,
     )
 }  # fmt: skip
 

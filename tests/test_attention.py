@@ -441,6 +441,54 @@ def test_regions_and_rules_keep_their_say():
     assert of(with_softmax_region) == 0
 
 
+def spanning(p, x, first=lambda f: f, second=lambda f: f):
+    """The weights of an attention in one call, and all else in another."""
+
+    def weights(p, x):
+        with jax.named_scope("heads"):
+            q, k = (jnp.reshape(x @ p[name], (*x.shape[:-1], 4, 8)) for name in "qk")
+        return jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8))
+
+    def rest(p, x, w):
+        y = jnp.einsum("bhts,bshd->bthd", w, jnp.reshape(x, (*x.shape[:-1], 4, 8)))
+        with jax.named_scope("mlp"):
+            return x + jnp.reshape(y, x.shape) @ p["o"]
+
+    with jax.named_scope("decoder"):
+        w = first(weights)(p, x)
+        with jax.named_scope("last"):
+            return second(rest)(p, x, w)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: jax.jit(lambda *args: jax.jit(f)(*args))])
+def test_ops_keep_their_scopes_where_attention_spans_calls(wrap):
+    def products(attention):
+        program = functools.partial(spanning, first=wrap, second=wrap)
+        options = {"rules": {"decoder/heads": "float16", "decoder/last/mlp": "full"}, "attention": attention}
+        amp.autocast(program, "bfloat16", **options)(WEIGHTS, X)  # it warns of rules that match no scope
+        report = amp.explain(program, "bfloat16", **options)(WEIGHTS, X)
+        assert [row.kernel for row in report.attention] == (["Kernel"] if attention else [])
+        return {(row.module, row.compute) for row in report.rows if row.module.endswith(("heads", "mlp"))}
+
+    assert products(Kernel()) == products(None)
+    assert {("decoder/heads", "float16"), ("decoder/last/mlp", "float32")} <= products(None)
+
+
+def test_a_jit_with_shardings_stays_a_call():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    on_devices = functools.partial(jax.jit, out_shardings=spread)
+
+    def shardings_of(attention, **calls):
+        fused = amp.autocast(functools.partial(spanning, **calls), "bfloat16", attention=attention)
+        eqns = [eqn for eqn in equations(fused, WEIGHTS, X) if eqn.primitive.name == "jit"]
+        return [eqn.params["out_shardings"] for eqn in eqns].count((spread,))
+
+    for calls in ({"first": on_devices}, {"second": on_devices}, {"first": jax.jit, "second": on_devices}):
+        assert shardings_of(Kernel(), **calls) == shardings_of(None, **calls) == 1
+    assert check(on_devices(layer), WEIGHTS, X)["is_causal"]
+
+
 def test_a_kernel_that_refuses_leaves_attention_as_it_is_written_and_warns_once():
     def refuses(**options):
         raise NotImplementedError("The head dim must be a multiple of 16, but got 8.\nmore")

@@ -226,10 +226,6 @@ def test_the_error_of_a_function_that_takes_no_float32_shows_what_to_write(takes
     jax.eval_shape(amp.autocast(lambda x: jnp.sum(takes_low(2 * x).astype(jnp.float32)), dtype), Q)
 
 
-def test_the_note_is_there_if_float32_constants_keep_the_query_wide(cudnn):
-    assert notes(lambda x: cudnn_attention(x + Q), Q, dtype="bfloat16")
-
-
 def raises(error):
     def fun(x):
         raise error

@@ -149,6 +149,21 @@ def test_what_a_function_closes_over_is_freed_with_it():
         assert array() is None
 
 
+@pytest.mark.parametrize("policy", ["O2", "params=bfloat16,compute=float16,output=float32", "p=f16,c=bf16,o=f32"])
+def test_parameters_in_16_bits_are_traced_as_float32_without_copies(policy):
+    policy, traced = amp.get_policy(policy), []
+
+    def layer(w, x):
+        copies = [array for array in jax.live_arrays() if array.shape == w.shape]
+        traced.append((w.dtype, len(copies)))
+        return jax.nn.gelu(x @ w) @ w
+
+    w, x = jnp.full((71, 71), 0.1, policy.param_dtype), jnp.full((3, 71), 0.3)
+    out = amp.autocast(layer, policy=policy)(w, x)
+    assert traced == [(jnp.float32, 1)]
+    np.testing.assert_array_equal(out, amp.autocast(layer, policy=policy)(w.astype(jnp.float32), x))
+
+
 class Scaled:
     def __init__(self, by):
         self.by = by

@@ -21,7 +21,6 @@ from jmp_amp._cast_inputs import note_refusal
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._modules import with_modules
 from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
-from jmp_amp._trees import cast_floating
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -350,9 +349,9 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
     stored = FLOAT32 if policy is None else policy.param_dtype
 
     def as_float32(x: Any) -> Any:
-        """Parameters of a low `param_dtype` are traced as float32; these casts are dead code."""
+        """Returns the type of float32 for a parameter of a low `param_dtype`, as which it is traced."""
         is_low = stored.itemsize == 2 and getattr(x, "dtype", None) == stored
-        return cast_floating(x, FLOAT32) if is_low else x
+        return jx.with_dtype(x, FLOAT32) if is_low else x
 
     @functools.wraps(fun, updated=())
     def autocasted(*args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ class _Program:
         elif any(found.kernel for found in op.found):
             jaxpr = _traced(op, jax.jit(lambda *args: run(eqn, bodies, args)), eqn.invars)
             names |= self._replace(op, jaxpr, eqn.invars)
-        elif is_call and structure.is_inline and not jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
+        elif is_call and structure.is_plain and not jx.versions.is_checkpoint(eqn.primitive, **eqn.params):
             inner, results = _names_inside(structure.jaxpr, [eqn.invars[i] for i in structure.operands], eqn.outvars)
             op.inside, op.found = self._read(structure.jaxpr, region, (*op.calls, op), inner), []
             names |= results
@@ -283,7 +283,7 @@ class _Program:
                     keep(op.inside)
                 elif op.eqn.effects or not needed.isdisjoint(op.eqn.outvars):
                     needed.update(op.reads)
-                    kept.append(op.eqn)
+                    kept.append(jx.in_scopes_of([call.eqn for call in op.calls], op.eqn))
 
         keep(self._ops)
         consts = {var: x for var, x in self._values.constants.items() if var in needed}

@@ -51,4 +51,12 @@ from jmp_amp._jaxpr._trace import (
     tracers_behind,
     with_dtype,
 )
-from jmp_amp._jaxpr._versions import api_boundary, is_backward, is_of_derivative, is_recomputed, open_jaxpr, spans_of
+from jmp_amp._jaxpr._versions import (
+    api_boundary,
+    in_scopes_of,
+    is_backward,
+    is_of_derivative,
+    is_recomputed,
+    open_jaxpr,
+    spans_of,
+)

@@ -56,7 +56,7 @@ def _evaluate_once(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
     def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         structure = structure_of(eqn)
-        if isinstance(structure, Call) and structure.is_inline and structure.rule is None:
+        if isinstance(structure, Call) and structure.is_plain:
             return evaluate(structure.jaxpr, [operands[i] for i in structure.operands], apply)
         if isinstance(structure, Loop) and structure.cond is None and not structure.n_carry and operands[structure.xs]:
             axes = [None] * structure.n_consts + [0] * len(operands[structure.xs])

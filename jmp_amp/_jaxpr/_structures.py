@@ -30,12 +30,19 @@ class Call(NamedTuple):
         is_inline: whether the jaxpr can be evaluated in place of the equation. That of `shard_map` cannot: it runs on
             shards.
         rule: whose derivative it has instead of that of the jaxpr: `"custom_jvp_call"`, `"custom_vjp_call"` or None.
+        has_shardings: whether the equation says how operands or results are spread over devices.
     """
 
     jaxpr: Any
     operands: Sequence[int]
     is_inline: bool = True
     rule: str | None = None
+    has_shardings: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the jaxpr says all that the equation does, so that its equations can be in place of this one."""
+        return self.is_inline and self.rule is None and not self.has_shardings
 
     @property
     def jaxprs(self) -> tuple[Any]:
@@ -183,6 +190,13 @@ def _call(param: str, is_inline: bool = True, rule: str | None = None) -> Callab
     return lambda eqn: Call(eqn.params[param], range(len(eqn.invars)), is_inline, rule)
 
 
+def _jit(eqn: JaxprEqn) -> Call:
+    """Returns the structure of a `jit`."""
+    shardings = *eqn.params["in_shardings"], *eqn.params["out_shardings"]
+    is_set = any(isinstance(each, jax.sharding.Sharding) for each in shardings)
+    return Call(eqn.params["jaxpr"], range(len(eqn.invars)), has_shardings=is_set)
+
+
 def _hi_call(eqn: JaxprEqn) -> Call | None:
     """Returns the structure of a `HiPrim`; None if nothing can take the place of its function."""
     kind = hi_kind(hi_primitive(eqn))
@@ -282,7 +296,7 @@ def _run_shard_map(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -
 
 
 HIGHER_ORDER: dict[str, HigherOrder] = {
-    "jit": HigherOrder(_call("jaxpr"), _run_with("jaxpr")),
+    "jit": HigherOrder(_jit, _run_with("jaxpr")),
     # From JAX 0.12 on, both are `eval_jaxpr`.
     **dict.fromkeys(("call", "closed_call", "eval_jaxpr"), HigherOrder(_call("call_jaxpr"), run_inline)),
     "remat2": HigherOrder(_call("jaxpr"), _run_remat, keeps_inputs=True),

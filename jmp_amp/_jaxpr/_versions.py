@@ -4,8 +4,10 @@ A private name is looked up when it is needed, so that a JAX that moved it break
 """
 
 import contextlib
+import functools
 import inspect
 import math
+import operator
 import os
 import re
 import traceback
@@ -70,6 +72,12 @@ def origin_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """A context in which new equations have the source line and the scopes of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
+
+
+def in_scopes_of(outer: Sequence[JaxprEqn], eqn: JaxprEqn) -> JaxprEqn:
+    """Returns an equation with the scopes of those that held it, the outermost first, around its own."""
+    stacks = [each.source_info.name_stack for each in (*outer, eqn)]
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=functools.reduce(operator.add, stacks)))
 
 
 @contextlib.contextmanager

@@ -15,8 +15,6 @@ from jmp_amp._loss_scale._scaled_grads import is_new_scale
 from jmp_amp._loss_scale._state import (
     LossScaleError,
     check_health,
-    count_nonfinite,
-    describe_nonfinite,
     find_state,
     get_loss_scale,
     metrics,

@@ -240,25 +240,7 @@ _CURE = (
 
 
 def count_nonfinite(tree: Any) -> Any:
-    """Returns the number of non-finite values in each leaf.
-
-    Call it inside or outside `jit`, and pass the result to `describe_nonfinite` outside `jit`.
-
-    Args:
-        tree: gradients, parameters or activations of any shape. Floating and complex leaves are counted; other leaves,
-            such as integers, PRNG keys or functions, are ignored.
-
-    Returns:
-        A tree of int32[] with the same paths, on the device; 0 for ignored leaves. It has the same structure, but for
-        classes that take no such leaves.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmp_amp as amp
-        >>> grads = {"w": jnp.array([1.0, jnp.inf, jnp.nan]), "b": jnp.ones(2), "step": 3}
-        >>> print(jax.device_get(jax.jit(amp.debug.count_nonfinite)(grads)))
-        {'b': array(0, dtype=int32), 'step': array(0, dtype=int32), 'w': array(2, dtype=int32)}
-    """
+    """Returns int32[] for each leaf, the number of its non-finite values; 0 for a leaf that is no floating array."""
 
     def count(x: Any) -> jax.Array:
         return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) if is_inexact(x) else jnp.int32(0)
@@ -266,50 +248,24 @@ def count_nonfinite(tree: Any) -> Any:
     return jx.with_leaves(tree, map(count, jax.tree.leaves(tree)))
 
 
-def describe_nonfinite(counts: Any, tree: Any = None, *, shown: int = 5) -> str:
-    """Returns the tree paths of the leaves that are not finite, with their counts.
-
-    It blocks until the device has computed `counts`, so call it outside `jit`.
+def describe_nonfinite(counts: Any, tree: Any = None) -> str:
+    """Returns the tree paths of the first leaves that are not finite, with their counts; empty if all are.
 
     Args:
         counts: the result of `count_nonfinite`, or a tree of bool[], true for a leaf that is not finite. Counts with
-            a leading axis, as `vmap` returns them, are summed.
-        tree: the tree that was counted; if given, the description includes the number of values in each leaf.
-        shown: the largest number of leaves to name; the description ends with the number of further leaves.
-
-    Returns:
-        The description, or the empty string if every leaf is finite.
-
-    Raises:
-        TypeError: called inside `jit`.
-        ValueError: `tree` and `counts` differ in structure.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import jmp_amp as amp
-        >>> grads = {"w": jnp.array([1.0, jnp.inf, jnp.nan]), "b": jnp.ones(2)}
-        >>> counts = amp.debug.count_nonfinite(grads)
-        >>> amp.debug.describe_nonfinite(counts)
-        "['w'] (2)"
-        >>> amp.debug.describe_nonfinite(counts, grads)
-        "['w'] (2 of 3 values)"
+            a leading axis, as of the states of several seeds, are summed.
+        tree: the tree that was counted; if given, the description says of how many values.
     """
-    cure = "return `count_nonfinite(tree)` from the jitted step, and pass the result to `describe_nonfinite`"
-    check_concrete(counts, "describe_nonfinite", cure)
     sizes = [""] * len(jax.tree.leaves(counts))
     if tree is not None:
-        got, want = ([path for path, _ in jax.tree.leaves_with_path(x)] for x in (tree, counts))
-        if got != want:
-            got, want = map(jax.tree.structure, (tree, counts))
-            raise ValueError(f"`tree` must have the structure of `counts`, {want}, got {got}")
         sizes = [f" of {getattr(x, 'size', 1)} values" for x in jax.tree.leaves(tree)]
     nonfinite = []
     for (path, count), size in zip(jax.tree.leaves_with_path(jax.device_get(counts)), sizes, strict=True):
         if np.any(count):
             is_flag = np.result_type(count) == np.bool_
             nonfinite.append(keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})"))
-    more = f" and {len(nonfinite) - shown} more leaves" if len(nonfinite) > shown else ""
-    return ", ".join(nonfinite[:shown]) + more
+    more = f" and {len(nonfinite) - 5} more leaves" if len(nonfinite) > 5 else ""
+    return ", ".join(nonfinite[:5]) + more
 
 
 def _is_fresh(inner_state: Any) -> bool:

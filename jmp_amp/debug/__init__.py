@@ -1,7 +1,6 @@
 """Tools that debug precision: they run on the host, outside of `jit`."""
 
-from jmp_amp._loss_scale import count_nonfinite, describe_nonfinite
-from jmp_amp.debug._budget import ErrorBudget, Lowering, error_budget
+from jmp_amp.debug._budget import ErrorBudget, error_budget
 from jmp_amp.debug._compare import Comparison, ErrorRow, compare
 from jmp_amp.debug._emulation import Rounding
 from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
@@ -18,7 +17,6 @@ __all__ = [
     "ErrorBudget",
     "ErrorRow",
     "LeafUnderflow",
-    "Lowering",
     "NonFinite",
     "PrecisionDiff",
     "PrecisionReport",
@@ -29,8 +27,6 @@ __all__ = [
     "Values",
     "check_loss_scaling",
     "compare",
-    "count_nonfinite",
-    "describe_nonfinite",
     "error_budget",
     "fastest",
     "first_nonfinite",

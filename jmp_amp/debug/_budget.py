@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -45,21 +45,21 @@ def error_budget(
     gradient and a random vector, and `d` the errors of the elements of the rounded value, which are known, the square
     of the error is the mean of `sum(a * d) ** 2`, and that of `sum((a * d) ** 2)`, which has less noise, if the errors
     of the elements are independent. A weighted mean of both is taken. The roundings in a loop, a branch or a custom
-    derivative are included; those of one op in all iterations count as one. `jax.checkpoint` is left out, so that a
-    value that would be computed again is rounded once.
+    derivative are included; those of one op in all iterations of a `scan` count as one. `jax.checkpoint` is left out,
+    so that a value that would be computed again is rounded once.
 
-    Roundings also flip decisions: comparisons, which branch of a `cond` is taken, how often a `while` runs, and what
-    `relu`, `max` or `top_k` choose. The run with all roundings records them. The decisions of a line are a row. Its
-    error is measured: that of a run in float32 with these decisions.
+    Roundings also flip decisions: comparisons, which branch of a `cond` is taken, and what `relu`, `max` or `top_k`
+    choose. The run with all roundings records them. The decisions of a line are a row. Its error is measured: that of a
+    run in float32 with these decisions.
 
     The estimate is random. By one vector, that of a single number, such as the scale of a loss, is off by a factor of 2
     in 4 of 10 cases, and that of a large array by a few percent. A program of small arrays, up to 4096 elements, has up
     to 64 orthogonal vectors in a probe. The estimate is the mean of `probes`. It cannot see roundings inside of
-    kernels, callbacks and `shard_map`, which are low precision in all runs, and which `ErrorBudget.opaque` lists; how
-    roundings amplify or cancel each other; and what would be rounded otherwise if one were not: to choose rules, use
-    `suggest_rules`, which runs the program with them. It is too large for elements whose errors cancel, as in a long
-    chain of layers whose gradient vanishes. It takes the memory of about 3 to 6 steps, since nothing is kept in 16
-    bits.
+    kernels, callbacks, `shard_map` and `while` loops, which are low precision in all runs, and which
+    `ErrorBudget.opaque` lists; how roundings amplify or cancel each other; and what would be rounded otherwise if one
+    were not: to choose rules, use `suggest_rules`, which runs the program with them. It is too large for elements whose
+    errors cancel, as in a long chain of layers whose gradient vanishes. It takes the memory of about 3 to 6 steps,
+    since nothing is kept in 16 bits.
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
@@ -108,8 +108,7 @@ def error_budget(
     def budget(*args: Any, **kwargs: Any) -> ErrorBudget:
         check_concrete((args, kwargs), "error_budget")
         clock = Clock(max_seconds)
-        emulate = functools.partial(Emulation, fun, args, kwargs, given, grad_options)
-        emulation = emulate()
+        emulation = Emulation(fun, args, kwargs, given, grad_options)
         if not emulation.rows:
             seen = f" outside of {', '.join(emulation.opaque)}, which cannot be seen into" if emulation.opaque else ""
             raise ValueError(
@@ -129,9 +128,8 @@ def error_budget(
             for row, s, e, over, n in zip(emulation.rows, *columns, strict=True)
             if n or not row.decides
         )
-        explored = functools.partial(_could_be_lower, functools.partial(emulate, rounds_float32=True), scale)
         total = relative_error(low.grads, exact[0].grads)
-        return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque), explored)
+        return ErrorBudget(rows, form.name, total, scale, tuple(emulation.opaque))
 
     return budget
 
@@ -188,33 +186,6 @@ def estimate(runs: Sequence[Probe]) -> np.ndarray:
     return np.where(known, (n * signed + best * squares) / (n + best), squares)
 
 
-class Lowering(NamedTuple):
-    """Values in float32 that could be stored in the low dtype.
-
-    Attributes:
-        source: the line of code.
-        module: the named scopes around it.
-        primitives: the ops that compute them.
-        bytes: how much smaller they are in the low dtype, if they are stored at all.
-        total: the error of the gradient, measured with them and all rows above rounded, relative to the gradient.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmp_amp as amp
-        >>> loss_fn = lambda w, x: jnp.mean(jax.nn.softmax(x @ w) ** 2)
-        >>> budget = amp.debug.error_budget(loss_fn)(jnp.eye(8), jnp.linspace(0, 1, 32).reshape(4, 8))
-        >>> row = budget.could_be_lower(tol=0.1)[0]
-        >>> "exp" in row.primitives, row.total < 0.1
-        (True, True)
-    """
-
-    source: str
-    module: str
-    primitives: tuple[str, ...]
-    bytes: int
-    total: float
-
-
 @dataclasses.dataclass(frozen=True)
 class ErrorBudget(Table):
     """What each rounding adds to the error of a gradient; `error_budget` returns it. `print` shows a table.
@@ -243,7 +214,6 @@ class ErrorBudget(Table):
     total: float
     loss_scale: float
     opaque: tuple[str, ...]
-    _explored: Callable[[float], list[Lowering]] = dataclasses.field(repr=False, compare=False)
 
     @property
     def explained(self) -> float:
@@ -264,21 +234,6 @@ class ErrorBudget(Table):
     def by_primitive(self) -> list[Rounding]:
         """Returns the sums of the roundings of each primitive, the largest first."""
         return _sums(self.rows, "primitive")
-
-    def could_be_lower(self, tol: float) -> list[Lowering]:
-        """Returns values that autocast keeps in float32, and that could be rounded with an error of at most `tol`.
-
-        Those of the forward pass are tried line by line, the largest first. The program is compiled once more.
-
-        Args:
-            tol: the largest error of the gradient, as in `total`.
-
-        Raises:
-            ValueError: `total` is above `tol`.
-        """
-        if not self.total <= tol:
-            raise ValueError(f"the error of the gradient is {self.total:.1e} already, more than `tol`, {tol:g}")
-        return self._explored(tol)
 
     def to_json(self, **options: Any) -> str:
         """Returns all figures as JSON; `options` are those of `json.dumps`. NaN and infinity are null."""
@@ -357,22 +312,3 @@ def _sums(rows: Sequence[Rounding], *fields: str) -> list[Rounding]:
 
 def _finite(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def _could_be_lower(emulate: Callable[[], Emulation], scale: float, tol: float) -> list[Lowering]:
-    emulation, found = emulate(), list[Lowering]()
-    rows, on, exact = emulation.rows, emulation.default, emulation.exact(scale)
-    squares, limit = estimate([exact]), (2 * tol * float(np.linalg.norm(exact.grads))) ** 2
-    groups = grouped(np.flatnonzero(on == 0), lambda i: (rows[i].source, rows[i].module))
-    saved_bytes = {key: 2 * sum(rows[i].size for i in group) for key, group in groups.items()}
-    for (source, module), nbytes in sorted(saved_bytes.items(), key=lambda x: -x[1]):
-        group = groups[source, module]
-        if squares[group].sum() > limit:  # estimated to be off by more than twice `tol`
-            continue
-        more = on.copy()
-        more[group] = 1
-        error = relative_error(emulation(more, scale).grads, exact.grads)
-        if error <= tol:
-            on, primitives = more, dict.fromkeys(rows[i].primitive for i in group)
-            found.append(Lowering(source, module, tuple(primitives), nbytes, error))
-    return found

@@ -161,17 +161,12 @@ def _written(reader: Node, constant: Element) -> str:
 
 def _reads(e: Element) -> list[Element]:
     """Returns the elements that an element was computed from, as far as that is known."""
-    node, index, n = e.node, e.at, len(e.node.place.mesh) if e.node.place else 0
-    if node.moved and node.source and node.source.held is not None:
-        shape = np.shape(node.source.held)
-        elements = np.asarray(node.moved(jnp.arange(math.prod(shape), dtype=np.int32).reshape(shape)))
-        return [Element(node.source, tuple(map(int, np.unravel_index(elements[index], shape))))]
+    node, index = e.node, e.at
     if node.source:
         slices = node.place.iteration[-1:] if np.ndim(node.source.held) > len(index) else ()
-        return [Element(node.source, (*index[:n], *slices, *index[n:]))]
-    if node.eqn is None and node.operands:  # the results of iterations are stacked, behind the axes of the mesh
-        n = len(node.operands[0].place.mesh) if node.operands[0].place else 0
-        return [Element(node.operands[index[n]], (*index[:n], *index[n + 1 :]))]
+        return [Element(node.source, (*slices, *index))]
+    if node.eqn is None and node.operands:  # the results of iterations are stacked
+        return [Element(node.operands[index[0]], index[1:])]
     if node.eqn is None:
         return []
     if not _is_known(node):

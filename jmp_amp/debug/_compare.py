@@ -462,7 +462,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
 
     @jax.jit
     def run(*arrays: Any) -> dict[str, Any]:
-        Evaluator(program, arrays, around=record, tape=tape, enters_branches=False).run()
+        Evaluator(program, arrays, around=record, tape=tape, as_one={"cond", "while"}).run()
         return tape.recorded
 
     tape = Tape()

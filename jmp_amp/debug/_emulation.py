@@ -4,6 +4,7 @@ One compiled program computes the gradient of float32 (all switches off), that o
 rounding adds to it, from one reverse pass through the emulation.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -158,7 +159,6 @@ class Emulation:
         kwargs: Mapping[str, Any],
         options: Mapping[str, Any],
         grad_options: Mapping[str, Any],
-        rounds_float32: bool = False,
     ) -> None:
         """Traces the program; it is compiled when it is first run.
 
@@ -168,16 +168,13 @@ class Emulation:
             kwargs: its keyword arguments.
             options: those of `autocast`.
             grad_options: those of `amp.value_and_grad`.
-            rounds_float32: whether results that autocast keeps in float32 have switches, too, which are off.
         """
         self._found: dict[Any, _Switch] = {}
-        self._trips: dict[Any, int] = {}  # of each `while`, the most iterations
         self._decided_by: dict[Id, int] = {}  # the switch of each decision
         self.opaque = dict[str, None]()
         self._arrays, rebuild = jx.split_arrays(as_jit_takes(fun, args, kwargs, if_needed=True))
         settings = parse_settings(**{**options, "save": "all"})
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
-        self._lowered = settings.format.dtype if rounds_float32 else None
 
         def gradient(fun: Callable, arrays: Sequence[Any], scale: jax.Array) -> list[Any]:
             args, kwargs = rebuild(arrays)
@@ -202,16 +199,14 @@ class Emulation:
         self._count = min(self._size, max(_SMALL // largest, 1))
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
 
-    def _gradient(
-        self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = (), **counts: Any
-    ) -> Any:
+    def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * self._most) for each in on]
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
-        evaluator = Evaluator(self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape)
-        loss, *grads = [x.value for x in evaluator.run(**counts).results]
+        options: Any = {"wide": FLOAT32, "around": self._around, "tape": self._tape, "as_one": {"while"}}
+        loss, *grads = [x.value for x in Evaluator(self._program, [*arrays, scale], **options).run().results]
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 
@@ -221,7 +216,7 @@ class Emulation:
 
         def run(on: jax.Array, arrays: Sequence[Any], scale: jax.Array, vectors: jax.Array, decisions: Any) -> Any:
             def gradient(*on: jax.Array) -> Any:
-                return self._gradient(on, arrays, scale, decisions, trip_counts=self._trips)
+                return self._gradient(on, arrays, scale, decisions)
 
             grads, pull, (loss, recorded) = jax.vjp(gradient, on, on, has_aux=True)
             # So that no square overflows or underflows:
@@ -230,29 +225,19 @@ class Emulation:
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest), recorded
 
         inputs = self._arrays, jnp.float32(1)
-        if jx.holds(self._program, lambda primitive, *_, **params: primitive.name == "while"):
-
-            @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS)
-            def count(on: jax.Array, *args: Any) -> Any:
-                return self._gradient((on, on), *args, counted=self._trips)
-
-            jax.block_until_ready([count(jnp.full(self._most, on), *inputs) for on in (0.0, 1.0)])
-            jax.effects_barrier()
-        recorded = self._trace(trip_counts=self._trips)
+        recorded = self._trace()
         self._most = len(self._found)
         on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in ((self._most,), (self._count, self._size)))
         self._undecided = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), recorded)
         return jax.jit(run).lower(on, *inputs, vectors, recorded).compile(_COMPILER_OPTIONS)
 
-    def _trace(self, **counts: Any) -> Any:
+    def _trace(self) -> Any:
         """Finds the roundings, and returns the types of the decisions."""
         on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
-        return jax.eval_shape(
-            lambda on, *args: self._gradient((on, on), *args, **counts)[1][1], on, self._arrays, jnp.float32(1)
-        )
+        return jax.eval_shape(lambda on, *args: self._gradient((on, on), *args)[1][1], on, self._arrays, jnp.float32(1))
 
     def trace(self) -> list[Rounding]:
-        """Returns the roundings without compiling; a `while` counts as one iteration."""
+        """Returns the roundings without compiling."""
         self._trace()
         return [x.row for x in self._found.values()]
 
@@ -278,7 +263,7 @@ class Emulation:
     def default(self) -> np.ndarray:
         """float32[n], the switches of autocast: 1 for each value that it rounds."""
         _ = self._run
-        return np.array([x.is_on for x in self._found.values()], np.float32)
+        return np.array([not x.row.decides for x in self._found.values()], np.float32)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0, decisions: Any = None) -> "Probe":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow.
@@ -331,15 +316,14 @@ class Emulation:
             args: its other arguments.
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
-        is_on = index < 0 or low is not None or is_low(place.eqn.outvars[index])
         row = _row(place, name, jnp.dtype(to).name, size=place.times * math.prod(jnp.shape(x)))
-        number = self._switch((*place.key, index), row, is_on, place).number
+        number = self._switch((*place.key, index), row, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
-    def _switch(self, key: Any, row: Rounding, is_on: bool, place: Place) -> "_Switch":
+    def _switch(self, key: Any, row: Rounding, place: Place) -> "_Switch":
         """Returns the switch of a row, a new one if its key is new."""
-        new = _Switch(len(self._found), row, is_on, place.times * flops_of(place.eqn), _lines(place))
+        new = _Switch(len(self._found), row, place.times * flops_of(place.eqn), _lines(place))
         return self._found.setdefault(key, new)
 
     def _decided(
@@ -348,7 +332,7 @@ class Emulation:
         """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
         key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
         line, own = (row.module, row.source), result(x)
-        switch, other = self._switch(line, row, False, place), self._tape.replayed.get(key)
+        switch, other = self._switch(line, row, place), self._tape.replayed.get(key)
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
             names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
@@ -388,11 +372,8 @@ class Emulation:
         if name in _EXACT or moves or not operands:
             return outs
         for i, var in enumerate(eqn.outvars):
-            lowered = self._lowered is not None and jx.dtype_of(var) == FLOAT32 and outs[i].size > 1
             if is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
-            elif lowered and not rule.is_cast and jx.direction_of(place.eqns) == "forward":
-                outs[i] = self._round(outs[i], self._lowered, place, i)
         return outs
 
     def _exact(self, place: Place, i: int, x: Any) -> Any:
@@ -410,10 +391,10 @@ class Emulation:
         is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(is_low, avals))) for inner in inside)
         if is_rounded or any(map(is_low, (*place.eqn.invars, *place.eqn.outvars))):
             self.opaque[f"{place.eqn.primitive.name} {place.site.where}"] = None
-        try:
-            return jax.vjp(lambda *args: compute(args), *args)[0]
-        except Exception:  # what has no derivative raises any error
-            return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
+        if place.eqn.primitive.name != "while":  # has no derivative in reverse, which JAX says too late
+            with contextlib.suppress(Exception):  # what has no derivative raises any error
+                return jax.vjp(lambda *args: compute(args), *args)[0]
+        return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
 
 
 class _Switch(NamedTuple):
@@ -422,14 +403,12 @@ class _Switch(NamedTuple):
     Attributes:
         number: its number.
         row: the row.
-        is_on: whether autocast rounds.
         flops: the floating-point operations of the product that computes the value; 0 for other ops.
         lines: see `Emulation.lines`.
     """
 
     number: int
     row: Rounding
-    is_on: bool
     flops: int
     lines: frozenset[jx.Frame]
 

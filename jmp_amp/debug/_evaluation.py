@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.sharding import PartitionSpec as P
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import rule_of
@@ -113,16 +112,14 @@ class Evaluator:
         allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
             values that any other op or argument introduces. None allows all.
         trip_counts: the number of iterations of each `while` loop, by the id of its place, that must not be exceeded:
-            with values replaced, the loop might never end. With it, a traced loop can be differentiated in reverse.
-        counted: gets the most iterations of each other `while` loop of a traced evaluation, when that runs.
+            with values replaced, the loop might never end.
         tape: where `around` records arrays of a traced evaluation.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
-            `shard_map` is one op, since not all that is in it can be traced outside of it.
-        enters_branches: whether a `cond` and a `while` of a traced evaluation are more than one op.
+        as_one: names of primitives that a traced evaluation evaluates as one op, although they hold ops.
         replacements: compute values in another way.
         keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
@@ -134,13 +131,12 @@ class Evaluator:
     arrays: Sequence[Any]
     allowed: Collection[Id] | None = None
     trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
-    counted: dict[Id, int] | None = None
     tape: Tape = dataclasses.field(default_factory=Tape)
     loss_factor: float = 1.0
     wide: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
-    enters_branches: bool = True
+    as_one: Collection[str] = ()
     replacements: Sequence[Replacement] = ()
     keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
@@ -227,10 +223,7 @@ class Evaluation:
             return outs
 
         def constant(x: Any, is_literal: bool = False) -> Cell:
-            x = self._in_dtype(x)
-            if place.mesh:
-                x = jnp.broadcast_to(x, (*(n for _, n in place.mesh), *np.shape(x)))
-            cell = self._cell(x)
+            cell = self._cell(self._in_dtype(x))
             cell.node.held, cell.node.is_constant = cell.value, is_literal
             return cell
 
@@ -240,11 +233,11 @@ class Evaluation:
         return jx.evaluate(jaxpr, args, apply, constant, literal)
 
     def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Evaluates the jaxpr of a loop, a branch or `shard_map`; a part that is replaced is inside or outside."""
+        """Evaluates the jaxpr of a loop or a branch; a part that is replaced is inside or outside."""
         return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
 
     def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
-        """Returns a value under another name: an argument of a body, or a result of a loop or of `shard_map`."""
+        """Returns a value under another name: an argument of a body, or a result of a loop."""
         cell = self._cell(x.value, (), place, index)._replace(causes=x.causes)
         cell.node.source, cell.node.is_backward = x.node, x.node.is_backward
         x.node.readers.append(cell.node)
@@ -297,16 +290,13 @@ class Evaluation:
         depth = len(place.key)
         changes_all = self.wide is not None or self.evaluator.around is not None
         is_split = changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
-        is_scan = isinstance(structure, jx.Loop) and structure.cond is None
         match structure:
             # A derivative rule is kept unless a part of the function is replaced.
             case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case jx.Call(jaxpr, _, False) if not place.mesh and self.evaluator.around is None:
-                return self._shard_map(jaxpr, operands, place)
-            case jx.Branches() | jx.Loop() if self._is_traced and is_split and not place.mesh:
-                is_entered = is_scan or self.evaluator.enters_branches
-                return self._traced(structure, operands, place) if is_entered else self._op(operands, place)
+            case jx.Branches() | jx.Loop() if self._is_traced and is_split:
+                is_one = place.eqn.primitive.name in self.evaluator.as_one
+                return self._op(operands, place) if is_one else self._traced(structure, operands, place)
             case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
@@ -321,42 +311,10 @@ class Evaluation:
                 return run(loop, operands, place, self._compiled_body if is_long and not is_split else self._run_body)
         return self._op(operands, place)
 
-    def _shard_map(self, jaxpr: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
-        """Evaluates the jaxpr of `shard_map` for all devices at once, which `vmap` with the names of the axes does."""
-        params, n_nodes, nonfinite = place.eqn.params, len(self.nodes), dict(self.nonfinite)
-        mesh = tuple((name, n) for name, n in params["mesh"].shape.items() if name in params["newly_manual_axes"])
-        blocks, first = P(*(name for name, _ in mesh)), (0,) * len(mesh)
-
-        options = {"mesh": params["mesh"], "axis_names": {name for name, _ in mesh}, "check_vma": False}
-
-        def moves(source: Any, target: Any, index: Any) -> Callable[[Any], Any]:
-            return jax.jit(jax.shard_map(lambda x: x[index], in_specs=source, out_specs=target, **options))
-
-        def moved(x: Cell, at: Place, index: Id, move: Callable[[Any], Any]) -> Cell:
-            cell = self._renamed(x if x.value is None else x._replace(value=move(x.value)), at, index)
-            cell.node.moved = move
-            return cell
-
-        inside, to_blocks = place.body(0)._replace(mesh=mesh), (None,) * len(mesh)
-        try:
-            args = [
-                moved(x, inside, argument_id(j), moves(spec, blocks, to_blocks))
-                for j, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True))
-            ]
-            outs = self._run(jaxpr, args, inside)
-        except _DoneError:
-            raise
-        except Exception:  # a collective that `vmap` does not know, such as `all_gather` over two axes
-            del self.nodes[n_nodes:]
-            self.nonfinite = nonfinite
-            return self._op(list(operands), place)
-        specs = enumerate(zip(outs, params["out_specs"], strict=True))
-        return [moved(x, place, (k,), moves(blocks, spec, first)) for k, (x, spec) in specs]
-
     def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
         """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
-        tape, values, limit = self.evaluator.tape, [x.value for x in operands], self.trip_counts.get(place.id)
-        times = (structure.length or limit or 1) if isinstance(structure, jx.Loop) else 1
+        tape, values = self.evaluator.tape, [x.value for x in operands]
+        times = (structure.length or 1) if isinstance(structure, jx.Loop) else 1
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
             inner = place.body(k)._replace(times=place.times * times)
@@ -380,32 +338,20 @@ class Evaluation:
             consts, carry = values[structure.cond_consts], values[structure.carry]
             is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
 
-            def predicate(carry: Sequence[Any]) -> Any:
-                return run(0, structure.cond, *consts, *carry)[0]
+            limit = self.trip_counts.get(place.id, np.iinfo(np.int32).max)
 
-            def following(flags: Any, carry: Sequence[Any]) -> list[Any]:
+            def predicate(state: tuple[Any, Sequence[Any]]) -> Any:
+                n, carry = state
+                return (n < limit) & jnp.any(run(0, structure.cond, *consts, *carry)[0])
+
+            def following(state: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
+                n, carry = state
+                flags = run(0, structure.cond, *consts, *carry)[0] if is_batched else None
                 new, _ = step(1, carry, [])
-                return [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
+                return n + 1, [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
 
-            def step_if(carry: Sequence[Any], _: Any) -> tuple[Any, tuple[()]]:
-                flags = predicate(carry)
-                return tape.switch(jnp.int32(jnp.any(flags)), [list, functools.partial(following, flags)], carry), ()
-
-            if limit is not None:
-                outs, _ = tape.scan(step_if, carry, (), place.key, length=limit)
-            else:
-                again = lambda carry: following(predicate(carry) if is_batched else None, carry)  # noqa: E731
-                outs, _ = tape.record({}, self._counted, place, predicate, again, carry)
+            (_, outs), _ = tape.record({}, lax.while_loop, predicate, following, (jnp.int32(0), carry))
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
-
-    def _counted(self, place: Place, predicate: Callable, following: Callable, carry: Sequence[Any]) -> Sequence[Any]:
-        """Traces a `while` loop that tells how often it ran."""
-        start = jnp.int32(0), carry
-        n, carry = lax.while_loop(lambda x: jnp.any(predicate(x[1])), lambda x: (x[0] + 1, following(x[1])), start)
-        if (counted := self.evaluator.counted) is not None:
-            counted.setdefault(place.id, 0)  # of a branch that does not run
-            jax.debug.callback(lambda n: counted.update({place.id: max(int(n), counted[place.id])}), n)
-        return carry
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
         outs = self._apply(operands, place)
@@ -431,17 +377,15 @@ class Evaluation:
     def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
-        if eqn.primitive.name == "pvary":  # changes a type that only `shard_map` has
-            return operands
         if self.wide is None:
-            return place.apply_as_traced(*operands)
+            return jx.apply_as_traced(eqn, operands)
         region = self.evaluator.region
         is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
         outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        return [self._in_dtype(x) for x in place.apply_as_traced(*as_traced(eqn, operands))] if outs is None else outs
+        return [self._in_dtype(x) for x in jx.apply_as_traced(eqn, as_traced(eqn, operands))] if outs is None else outs
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
@@ -465,17 +409,17 @@ class Evaluation:
         return self._run_body(jaxpr, args, place)
 
     def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
-        carry, xs, axis = operands[loop.carry], operands[loop.xs], len(place.mesh)
+        carry, xs = operands[loop.carry], operands[loop.xs]
         ys: dict[int, list[Cell]] = {}
         steps = range(loop.length)
         for i in reversed(steps) if place.eqn.params["reverse"] else steps:
-            slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), axis, False)) for x in xs]
+            slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), 0, False)) for x in xs]
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         if not ys:
             return self._op(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._cell(jnp.stack([y.value for y in column], axis), column) for column in columns]
+        stacked = [self._cell(jnp.stack([y.value for y in column]), column) for column in columns]
         return [self._renamed(x, place, (k,)) for k, x in enumerate([*carry, *stacked])]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
@@ -551,7 +495,7 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
     if keeps_dtypes(eqn):
         return None
     if narrow is None and not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars))):
-        return place.apply_as_traced(*operands)
+        return jx.apply_as_traced(eqn, operands)
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
     dtypes = [*map(jx.dtype_of, (*eqn.invars, *eqn.outvars)), narrow]
@@ -565,6 +509,6 @@ def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = 
         if rule.is_product and "precision" in params:
             params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
         with jx.versions.origin_of(eqn):
-            return place.on_devices(lambda *xs: jx.bind(eqn, xs, **params))(*(widened(x, wide) for x in operands))
+            return jx.bind(eqn, [widened(x, wide) for x in operands], **params)
     except Exception:  # a custom primitive may reject other dtypes, and a reference a cast, with any error
         return None

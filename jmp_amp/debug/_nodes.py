@@ -92,15 +92,12 @@ class Place(NamedTuple):
         key: the position in the program: the index of each equation in `eqns` within its jaxpr, and of the jaxprs.
         eqns: the equations that contain this one, outermost first, and the equation itself.
         iteration: the index of the iteration of each loop that contains the equation, outermost first.
-        mesh: the names and sizes of the mesh axes of the `shard_map` that contains the equation. Arrays inside have
-            these axes in front.
         times: how often it runs in a traced evaluation, which evaluates a loop once.
     """
 
     key: Id = ()
     eqns: tuple[JaxprEqn, ...] = ()
     iteration: tuple[int, ...] = ()
-    mesh: tuple[tuple[str, int], ...] = ()
     times: int = 1
 
     @property
@@ -126,16 +123,6 @@ class Place(NamedTuple):
         """Returns the place of a branch, or of iteration `i` of one of the jaxprs of the loop at this place."""
         return self._replace(key=(*self.key, jaxpr), iteration=self.iteration if i is None else (*self.iteration, i))
 
-    def on_devices(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of the arrays of all devices."""
-        for name, size in reversed(self.mesh):
-            fun = jax.vmap(fun, axis_name=name, axis_size=size)
-        return fun
-
-    def apply_as_traced(self, *arrays: Any) -> list[Any]:
-        """Returns the results of the op, in the dtypes that it was traced in."""
-        return self.on_devices(lambda *xs: jx.apply_as_traced(self.eqn, xs))(*arrays)
-
 
 def argument_id(i: int) -> Id:
     """Returns the id of argument `i` of the program, which differs from the id of every equation."""
@@ -152,7 +139,6 @@ class Node:
         index: which result of the op it is; `argument_id(i)` for an argument of a body.
         operands: the values that the op read.
         source: the same value outside of the body that it is an argument of, or inside of the loop that returned it.
-        moved: how the elements of an array like `source` are moved between devices to those of this value, if they are.
         held: the value of constants, integers and flags.
         number: values are numbered as they are computed.
         is_constant: whether it was computed from literals alone.
@@ -165,7 +151,6 @@ class Node:
     index: Id = ()
     operands: Sequence["Node"] = ()
     source: "Node | None" = None
-    moved: Any = None
     held: Any = None
     number: int = 0
     is_constant: bool = False

@@ -39,8 +39,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     function that you train: `amp.autocast(loss_fn)` or, to include the backward pass,
     `amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale)` with the current scale. The evaluation enters calls,
     branches and `jax.checkpoint`, and loops iteration by iteration; a loop of more than 20,000 ops is entered if its
-    results are non-finite. It evaluates `shard_map` for all devices at once, so that arrays in there have the axes of
-    the mesh in front. Kernels count as one op.
+    results are non-finite. Kernels and `shard_map` count as one op.
 
     The reported op is the first, in program order, that computes non-finite values from finite operands, if these
     values reach a result. Infinities from constants, -inf in arguments (a mask), and infinities that `jnp.where` or an
@@ -223,13 +222,9 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
 
 
 def _is_large(evaluator: Evaluator) -> bool:
-    """Whether to compile a program as a whole first: op by op, each op of another kind or shape is compiled.
-
-    What is in `shard_map` is not seen then.
-    """
+    """Whether to compile a program as a whole first: op by op, each op of another kind or shape is compiled."""
     kinds = {(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in evaluator.ops}
-    is_seen = not jx.holds(evaluator.program, lambda primitive, *_, **params: primitive.name == "shard_map")
-    return len(kinds) > _MANY and is_seen and bool(evaluator.arrays)
+    return len(kinds) > _MANY and bool(evaluator.arrays)
 
 
 def _has_no_overflow(evaluator: Evaluator) -> bool:
