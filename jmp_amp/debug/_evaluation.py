@@ -377,15 +377,18 @@ class Evaluation:
     def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
+        apply: Callable[..., Any] = functools.partial(jx.apply_as_traced, eqn)
+        if eqn.primitive.name == "shard_map" and not self._is_traced:  # JAX would evaluate it op by op
+            apply = jax.jit(apply, compiler_options=QUICK)
         if self.wide is None:
-            return jx.apply_as_traced(eqn, operands)
+            return apply(operands)
         region = self.evaluator.region
         is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
         outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        return [self._in_dtype(x) for x in jx.apply_as_traced(eqn, as_traced(eqn, operands))] if outs is None else outs
+        return [self._in_dtype(x) for x in apply(as_traced(eqn, operands))] if outs is None else outs
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
