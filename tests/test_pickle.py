@@ -91,6 +91,7 @@ MADE = {
     "check_loss_scaling": (lambda: debug.check_loss_scaling(step_of(SCALED)), lambda f: f(PARAMS, SCALE_STATE, X)),
     "compare": (lambda: debug.compare(loss_fn), lambda fun: fun(PARAMS, X).worst()),
     "error_budget": (lambda: debug.error_budget(loss_fn), lambda fun: fun(PARAMS, X).total),
+    "fastest": (lambda: debug.fastest(loss_fn, ["bfloat16"]), lambda fun: [x.error for x in fun(PARAMS, X).rows]),
     "first_nonfinite": (lambda: debug.first_nonfinite(loss_fn), lambda fun: fun(PARAMS, jnp.inf * X).primitive),
     "suggest_rules": (lambda: debug.suggest_rules(loss_fn), lambda fun: fun(PARAMS, X)[0]),
 }

@@ -119,6 +119,7 @@ USES = {
     "check_loss_scaling": lambda: debug.check_loss_scaling(step)(P, TX.init(P), X),
     "compare": lambda: debug.compare(loss_fn)(P, X),
     "error_budget": lambda: debug.error_budget(loss_fn)(P, X),
+    "fastest": lambda: debug.fastest(loss_fn, ["bfloat16"])(P, X),
     "first_nonfinite": lambda: debug.first_nonfinite(loss_fn)(P, jnp.inf * X),
     "suggest_rules": lambda: debug.suggest_rules(loss_fn)(P, X),
     "underflow": lambda: debug.underflow(P),
@@ -212,6 +213,7 @@ FUNCTIONS = {
     "explain": lambda: amp.explain(loss_fn)(NAMED, X),
     "compare": lambda: debug.compare(loss_fn)(NAMED, X),
     "error_budget": lambda: debug.error_budget(loss_fn)(NAMED, X),
+    "fastest": lambda: debug.fastest(loss_fn, ["bfloat16"])(NAMED, X),
     "first_nonfinite": lambda: debug.first_nonfinite(loss_fn)(NAMED, jnp.inf * X),
     "suggest_rules": lambda: debug.suggest_rules(loss_fn)(NAMED, X),
 }
