@@ -80,15 +80,13 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         >>> import jax, jax.numpy as jnp, optax
         >>> import jmp_amp as amp
         >>> tx = amp.dynamic_loss_scale(optax.sgd(0.1))
-        >>> def step(params, state, decay=0.0):
-        ...     scale = amp.get_loss_scale(state)
-        ...     loss, grads = amp.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=scale)(params)
-        ...     grads = grads + decay * params if decay else grads
+        >>> def step(params, state, unscaled=True):
+        ...     loss, grads = amp.value_and_grad(lambda w: jnp.sum(w**2), opt_state=state)(params)
         ...     updates, state = tx.update(grads, state, params)
-        ...     return optax.apply_updates(params, updates), state, loss
+        ...     return params + (updates if unscaled else -0.1 * grads), state, loss
         >>> params = jnp.ones(3)
         >>> amp.debug.check_loss_scaling(step)(params, tx.init(params))
-        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params), decay=0.1)
+        >>> amp.debug.check_loss_scaling(step)(params, tx.init(params), unscaled=False)
         Traceback (most recent call last):
           ...
         ValueError: `step` does not scale and unscale its gradients consistently:
