@@ -194,6 +194,7 @@ def by_rule(change):
 BY = {"wrapper": with_wrapper, "link": with_link, "rule": by_rule}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_with_its_line(name, by):
@@ -202,6 +203,7 @@ def test_a_mistake_is_named_with_its_line(name, by):
         jax.eval_shape(step, *args)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_not_refused(name, by):
@@ -322,6 +324,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("form", "around"), [(f, a) for f in FORMS for a in AROUND if (f, a) != ("shards", "shard_map")]
 )
