@@ -64,4 +64,4 @@ def test_a_sharded_step_sends_nothing_and_costs_each_device_its_part(spec):
     assert list(gpu_aot.collectives(program)) == []
     cost = gpu_aot.cost(program)
     assert cost["bytes_moved"] / SIZE * 8 <= 15.3
-    assert cost["temp_bytes"] / SIZE * 8 <= 0.3
+    assert cost["temp_bytes"] / SIZE * 8 <= 0.4
