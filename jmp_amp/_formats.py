@@ -149,9 +149,9 @@ class Format:
     def takes(self, dtypes: Collection[Any]) -> bool:
         """Whether a product of operands and results that were traced in these dtypes runs in this format.
 
-        One with another floating dtype does not, since the user chose that dtype.
+        One with another floating or complex dtype does not, since the user chose that dtype.
         """
-        return all(dtype in (FLOAT32, self.dtype) for dtype in dtypes if jnp.issubdtype(dtype, np.floating))
+        return all(dtype in (FLOAT32, self.dtype) for dtype in dtypes if jnp.issubdtype(dtype, np.inexact))
 
 
 _FLOAT8 = Format("float8", jnp.dtype("bfloat16"), Float8())

@@ -47,7 +47,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             return a
         is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
         larger = ValueFacts._make([a.scalar if a.scalar == b.scalar else None, *map(max, a[1:], b[1:])])
-        least = min(a.least, b.least) if is_constant else math.inf
+        least = min(a.least, b.least) if is_constant else larger.least
         return larger._replace(least=least, carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
@@ -72,13 +72,13 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         floating = [pair for pair in zip(operands, eqn.invars, strict=True) if jx.dtype_of(pair[1]) in _FLOATING]
         read = [known for known, _ in floating]
         passes_on = rule.passes_on or rule.is_linear
-        is_log = any(each.is_log for each in read) and rule.passes_on and rule.kind is not ResultKind.QUOTIENT
+        # The product of a logarithm and an array is another quantity, as `jnp.log(sigma) * embedding`.
+        is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         is_solution = any(each.is_solution for each in read) and passes_on and not is_norm
         carry = joined([each.carry for each in read])
-        is_moved = rule.moves and all(each.is_constant for each in read)
         known = ValueFacts(
-            least=min([each.least for each in read], default=math.inf) if is_moved else math.inf,
+            least=_least(info, read),
             size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, floating),
             is_log=is_log or rule.kind is ResultKind.LOGARITHM,
             squares=_squares(info, operands),
@@ -113,7 +113,8 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tupl
     elif rule.scales or rule.is_product or rule.kind is ResultKind.OUTER_PRODUCT:
         first, second = (known.size for known in operands[:2])
         factor = _power(second, -1) if rule.kind is ResultKind.QUOTIENT else second
-        is_number = [isinstance(atom, Literal) for atom in info.eqn.invars]
+        is_constant = all(known.is_constant for known in operands)
+        is_number = [isinstance(atom, Literal) and not is_constant for atom in info.eqn.invars]
         # A number does not make a value smaller: data may be as large anyway.
         size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
     elif rule.passes_on or rule.kind is ResultKind.TOTAL:
@@ -124,6 +125,27 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tupl
     # multiply over layers.
     largest = 256 if rule.kind in _SUMS else 4
     return 1.0 if 1 / 4 < size < largest and not all(known.is_constant for known in operands) else size
+
+
+def _least(info: EqnInfo, read: Sequence[ValueFacts]) -> float:
+    """Returns the smallest magnitude of a constant that was moved; of other values, an estimate if it is small.
+
+    `x * 1e-9` is 1e-9, as inputs of the program count as 1, and so is the product that reads it.
+    """
+    rule = info.rule
+    if all(known.is_constant for known in read):
+        return min([known.least for known in read], default=math.inf) if rule.moves else math.inf
+    sizes = [known.size if known.is_constant or known.least == math.inf else known.least for known in read]
+    if rule.kind is ResultKind.QUOTIENT and len(sizes) == 2:
+        size = sizes[0] * _power(sizes[1], -1)
+    elif rule.is_product or (rule.arithmetic and rule.kind not in _SUMS):
+        size = math.prod(sizes)
+    else:
+        size = max(sizes) if rule.passes_on or rule.kind is ResultKind.TOTAL else 1.0
+    return size if 0 < size < _SMALL else math.inf
+
+
+_SMALL = 2.0**-10  # larger ones are not followed
 
 
 def _is_bound(rule: Rule, atom: Any, known: ValueFacts) -> bool:
@@ -155,7 +177,7 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
         is_second = any(known.moment is Moment.PAIR or known.squares is Squares.SQUARE for known in operands)
         return Moment.SECOND if is_second else Moment.PRODUCT
     if info.is_square or rule.kind is ResultKind.PRODUCT:
-        arrays = [moment for moment, atom in zip(moments, eqn.invars, strict=True) if varying(jx.shape_of(atom))]
+        arrays = [moments[i] for i in info.arrays]
         if len(arrays) < 2 and not info.is_square:
             return max(arrays, default=Moment.NO)
         if all(moment in (Moment.PRODUCT, Moment.SECOND) for moment in arrays):
@@ -243,7 +265,9 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         rule, demand = info.rule, joined(outs)
         of_all = _passed_on(info, demand)
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
-            of_all |= _cancels(operands)
+            of_all |= _cancels(rule, operands)
+        if demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
+            of_all |= Demand.LOSS
         if demand & Demand.EXACT and _is_elementwise(rule):
             # A comparison with a threshold is no index.
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
@@ -251,9 +275,11 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
         n_keys = 0 if asks_for_nan else len(operands) if rule.keys is None else rule.keys
         each = [of_all | rule.demand] * n_keys + [of_all] * (len(operands) - n_keys)
-        each = [of if of & ~(Demand.CODE | Demand.RANK) else of | Demand.ANY for of in each]
+        each = [of if of & ~(Demand.CODE | Demand.RANK | Demand.LOSS) else of | Demand.ANY for of in each]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
+        if rule.is_product and all(known.carry & Demand.RECURRENCE for known in operands[:2]):
+            each = [of | Demand.MATRIX for of in each]  # an iteration for a matrix, such as its square root
         if gate := _gate(info, operands, demand):
             each = [of if known.carry & Demand.TERM else of | gate for of, known in zip(each, operands, strict=True)]
         each = [of | (known.carry & demand & Demand.RECURRENCE) for of, known in zip(each, operands, strict=True)]
@@ -288,6 +314,9 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         return "vector"
     # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
     is_whole = [known.is_whole for known in operands]
+    # `labels @ jax.nn.log_softmax(logits).T` is a loss, and a sum by a matrix of zeros and ones selects logarithms.
+    if any(known.is_log for known in operands) and (any(is_whole) or demand & (Demand.RETURNED | Demand.LOSS)):
+        return "loss"
     if all(is_whole) and not all(is_constant):
         return "count"
     if any(is_whole) and demand & Demand.CODE:
@@ -311,12 +340,13 @@ _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_G
 # Why a product runs as it was traced, in words, and the demand that is enough for it. The first one counts.
 _REASONS = {
     "index": (Demand.INDEX, "its result is converted to an integer"),
-    "decomposition": (Demand.MATRIX, "a matrix decomposition or a solver reads its result"),
+    "decomposition": (Demand.MATRIX, "a matrix decomposition, a solver, or an iteration for one reads its result"),
     "distance": (Demand.DISTANCE, "a term of a squared distance or of a variance, which cancels with the others"),
     "angle": (Demand.ANGLE, "only sines and cosines read its result"),
     "edge": (Demand.EDGE, "its result is read at the edge of a domain, where the slope is infinite, as by `acos`"),
     "logarithm": (Demand.RANGE, "a logarithm reads its result, which may be smaller or larger than float16 holds"),
     "solution": (Demand.NONE, "it reads what a decomposition or a solver returned"),
+    "loss": (Demand.NONE, "it selects logarithms, or sums them for what the program returns, as a loss does"),
     "recurrence": (Demand.NONE, "a loop replaces a carry with products and sums of it"),
     "code": (Demand.NONE, "a sum by whole numbers that is compared with another, as a code"),
     "rank": (Demand.NONE, "its few columns are chosen from by their order, as by `top_k` or `argsort`"),
@@ -337,8 +367,8 @@ def _passed_on(info: EqnInfo, demand: int) -> int:
     """Returns what an op demands of its operands for the sake of those who read its results."""
     rule = info.rule
     # `jnp.sin(h @ w)` makes this product float32, and not those that compute `h`: rounding an operand is an error of
-    # 0.4% of it, and the sum of many averages these.
-    if rule.op_class is OpClass.LOWER:
+    # 0.4% of it, and the sum of many averages these. A sigmoid is no more exact than that, whatever reads it.
+    if rule.op_class is OpClass.LOWER or rule.kind is ResultKind.BOUNDED:
         return Demand.NONE
     if rule.passes_on or rule.can_run_as_traced:
         is_sum = rule.arithmetic or rule.is_product
@@ -363,13 +393,16 @@ def _is_elementwise(rule: Rule) -> bool:
     return not (rule.kind is ResultKind.TOTAL or (rule.is_product and rule.op_class is OpClass.FULL))
 
 
-def _cancels(operands: Sequence[ValueFacts]) -> int:
+def _cancels(rule: Rule, operands: Sequence[ValueFacts]) -> int:
     """Says that a sum or a difference reads its operands as terms that may cancel, if it does.
 
-    PyTorch has `cdist` on its fp32 list.
+    PyTorch has `cdist` on its fp32 list. A sum of squares and of what is not negative does not cancel.
     """
     # `x2[:, None] + y2 - 2 * x @ y.T`, and `blur(x * y) - blur(x) * blur(y)`.
-    is_distance = any(known.squares is Squares.SUM for known in operands)
+    is_positive = [known.squares in (Squares.SQUARE, Squares.SUM) or (known.scalar or -1) > 0 for known in operands]
+    is_distance = any(known.squares is Squares.SUM for known in operands) and not (
+        rule.kind is ResultKind.SUM and all(is_positive)
+    )
     is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
     return Demand.DISTANCE if is_distance or is_variance else Demand.NONE
 

@@ -93,9 +93,13 @@ def decide(op: Context) -> tuple[Any, str]:
             return FLOAT32, "constant"
         if not op.region.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
+        if _is_short(op, values):
+            return FLOAT32, "short"
         return (FLOAT32, "rank") if _is_router(op) else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
         return None, "traced" if is_traced else "rule"
+    if _has_large_constant(op):
+        return FLOAT32, "offset"
     # In `jnp.exp(x @ w - 1)` the subtraction fuses with the exponential, which is float32.
     if op.overflows or (op.needs_float32 and not _is_exact(op)) or (op.is_stored and _adds_arrays(op)):
         return FLOAT32, _why_float32(op, values)
@@ -118,6 +122,36 @@ def _why_float32(op: Context, values: Sequence[Value]) -> str:
     if op.overflows or any(value.overflows(low) or (is_low and not value.fits(low)) for value in values):
         return "constant"
     return "readers" if is_low else "rule"
+
+
+def _has_large_constant(op: Context) -> bool:
+    """Whether an op adds a large constant, or multiplies by one, so that the result is float32 whatever reads it.
+
+    `80 + 5 * (x @ w)` is read as a difference from another such value sooner or later, and bfloat16 has no number
+    between 80 and 80.5. `287 * (x @ w)` may be too large for float16. `1 + scale` and `jax.nn.hard_swish`, which adds
+    3, lose less than a product does.
+    """
+    kind, known = op.rule.kind, [value.known for value in op.values]
+    if kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
+        return any(each.is_constant and each.size >= _LARGE for each in known)
+    if not op.rule.scales or not op.region.format.needs_loss_scale:
+        return False
+    if kind is ResultKind.QUOTIENT:
+        return known[1].is_constant and known[1].least * _LARGE <= 1
+    return any(each.is_constant and each.size >= _LARGE for each in known)
+
+
+_LARGE = 16
+
+
+def _is_short(op: Context, values: Sequence[Value]) -> bool:
+    """Whether an op is a product of float32 data that sums few terms, as of normals in space, `n @ lights.T`.
+
+    The matrix units of NVIDIA GPUs sum at least 8 terms at a time (PTX ISA, `mma.m16n8k8`), and others more: of a
+    shorter sum, they multiply zeros. Memory limits such a product, and its operands are float32 in memory already.
+    """
+    terms = op.rule.terms
+    return isinstance(terms, int) and 0 < terms < 8 and all(value.dtype == FLOAT32 for value in values)
 
 
 def _is_router(op: Context) -> bool:

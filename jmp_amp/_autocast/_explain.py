@@ -74,6 +74,8 @@ REASONS = {
     "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
     "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
     "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
+    "offset": "it adds or multiplies by a constant of 16 or more, whose digits or range 16 bits do not have",
+    "short": "it sums fewer than 8 terms of float32 data, which no matrix unit computes faster",
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
     "no weight": "float8 is for products with a weight, which is an argument of the function",
@@ -147,7 +149,7 @@ def explain_call(
     forward = [
         _forward_site(planner, settings.format, plan, step, eqns)
         for plan, step, eqns in steps
-        if not step.inner and any(map(jx.is_floating, (*step.eqn.invars, *step.eqn.outvars)))
+        if not step.inner and any(map(jx.is_inexact, (*step.eqn.invars, *step.eqn.outvars)))
     ]
     backward = [_backward_site(planner, eqns) for eqns in equations if jx.direction_of(eqns) != "forward"]
     casts = sum(jx.runs_of(eqns) for eqns in equations if _is_cast(eqns[-1]))
@@ -189,9 +191,9 @@ def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, eqns: S
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
     each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
-    is_float = list(map(jx.is_floating, eqn.invars))
+    is_float = list(map(jx.is_inexact, eqn.invars))
     results = [(var, value.dtype) for var, value in zip(eqn.outvars, step.outs, strict=True)]
-    compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if jx.is_floating(var)])
+    compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if jx.is_inexact(var)])
     if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
         forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
     if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
@@ -230,10 +232,10 @@ def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) ->
 
 def _backward_site(planner: Planner, eqns: Sequence[Any]) -> OpSite | None:
     eqn = eqns[-1]
-    results = [(var, jx.dtype_of(var)) for var in eqn.outvars if jx.is_floating(var)]
+    results = [(var, jx.dtype_of(var)) for var in eqn.outvars if jx.is_inexact(var)]
     if not results or jx.inner_jaxprs(eqn):
         return None
-    inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_floating(atom)]
+    inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_inexact(atom)]
     if eqn.primitive.name in (PRIMITIVE, RAGGED_PRIMITIVE):
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
@@ -243,7 +245,7 @@ def _backward_site(planner: Planner, eqns: Sequence[Any]) -> OpSite | None:
 
 def _op_site(site: jx.Site, eqn: Any, rule: Rule, why: str, inputs: Any, compute: str, outs: Any) -> OpSite:
     """Returns the site of an op; `inputs` holds the dtypes of its floating operands, `outs` its results and theirs."""
-    floating = [dtype for var, dtype in outs if jx.is_floating(var)]
+    floating = [dtype for var, dtype in outs if jx.is_inexact(var)]
     output = _widest(floating) if floating else jx.dtype_of(eqn.outvars[0]) if eqn.outvars else ""
     chosen: dict[str, Any] = {"inputs": tuple(map(str, inputs)), "compute": compute, "output": str(output)}
     sizes = [math.prod(jx.shape_of(var) or ()) * getattr(dtype, "itemsize", 0) for var, dtype in outs]
@@ -276,8 +278,8 @@ def flops_of(eqn: Any) -> int:
 
 
 def _widest(dtypes: Sequence[Any]) -> np.dtype:
-    """Returns the floating dtype with the most bits."""
-    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+    """Returns the dtype with the most bits."""
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def _kept(program: Any) -> dict[str, int]:
@@ -286,7 +288,7 @@ def _kept(program: Any) -> dict[str, int]:
     read = {atom for eqn in compress(eqns, is_late) for atom in eqn.invars if isinstance(atom, Var)}
     saved = [var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars if var in read]
     kept: Counter[str] = Counter()
-    for var in filter(jx.is_floating, saved):
+    for var in filter(jx.is_inexact, saved):
         kept[str(jx.dtype_of(var))] += jx.nbytes_of(var)
     return dict(kept)
 

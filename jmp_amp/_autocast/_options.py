@@ -109,7 +109,7 @@ def _override(name: str, value: Any) -> RuleOf:
 
 
 def _with_class(rule: Rule, op_class: OpClass, avals: Sequence[Any]) -> Rule:
-    rule = rule._replace(demand=Demand.NONE)  # the class is all that the user asks for
+    rule = rule._replace(demand=Demand.NONE, terms=0)  # the class is all that the user asks for
     if op_class is OpClass.LOWER:  # rounds the result, even if its readers read float32
         return rule._replace(op_class=op_class, kind=ResultKind.OTHER if rule.moves else rule.kind, fuses=False)
     several = sum(getattr(aval, "dtype", None) == FLOAT32 for aval in avals) > 1

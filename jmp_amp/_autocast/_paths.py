@@ -97,12 +97,13 @@ _FOLLOWED = {np.dtype(np.float32), np.dtype(bool)}
 def _recurs(paths: Sequence[int]) -> bool:
     """Whether a carry that reaches itself on these paths is a recurrence: the state of a simulation.
 
-    Its errors add up: nothing forgets them, and some are made by products. In `h + h @ layer`, whose products read
-    another array in each iteration, they do not add up more than in a network of as many layers.
+    Its errors add up: nothing forgets them, and some are made by products. Each path is judged by itself: `L @ u` in
+    `u + L @ u + jnp.tanh(u @ w)` is a recurrence. In `h + h @ layer`, whose products read another array in each
+    iteration, errors do not add up more than in a network of as many layers.
     """
-    products = [path & Path.PRODUCT for path in paths]
-    is_network = not all(products) and any(path & Path.LAYER for path in paths)
-    return any(products) and not is_network and not any(path & (Path.CHOICE | Path.OTHER) for path in paths)
+    is_network = not all(path & Path.PRODUCT for path in paths)
+    ends = Path.CHOICE | Path.OTHER | (Path.LAYER if is_network else 0)
+    return any(path & Path.PRODUCT and not path & ends for path in paths)
 
 
 def _after(sources: Sources, path: int) -> Sources:

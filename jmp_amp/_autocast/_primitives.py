@@ -48,6 +48,7 @@ class ResultKind(enum.StrEnum):
     LOGARITHM = "logarithm"
     POWER = "power"  # of the first operand
     ROUNDED = "rounded"  # to a whole number
+    BOUNDED = "bounded"  # between -2 and 2, and smooth
     OTHER = "other"
 
 
@@ -71,6 +72,7 @@ class Demand:
     INDEX = 1 << 13  # as an index or a code, an integer of more than 8 bits: `(x @ w).astype(int)`
     CODE = 1 << 14  # to see whether it is equal to another: `code[:, None] == code`
     RANK = 1 << 15  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
+    LOSS = 1 << 16  # as a term of what the program returns, or of its sum
 
     OTHERS = ANY | RETURNED
     EXACT = INDEX | CODE | RANK  # which ops on few elements pass on
@@ -210,6 +212,8 @@ _SQUARE = Rule(OpClass.FOLLOW, ResultKind.POWER, fuses=True, power=2, fold=np.sq
 _MOVE = Rule(OpClass.FOLLOW, ResultKind.MOVED)
 _FUSED_MOVE = Rule(OpClass.FOLLOW, ResultKind.MOVED, fuses=True)
 _CAST = _FUSED_MOVE._replace(dtype_params=("new_dtype",), fold=lambda x: x)
+_COMPLEX = Rule(OpClass.ORIGINAL, ResultKind.CHOSEN)  # the parts of complex numbers
+_EXP = _FULL._replace(makes_gates=True, fold=np.exp)
 _SCATTER = _PROMOTE._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",))
 _COSTLY = Rule(OpClass.ORIGINAL, costly=True)
 _KERNEL = _COSTLY._replace(is_kernel=True)
@@ -308,6 +312,11 @@ def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     return rule._replace(power=params["y"], fold=lambda x: x ** params["y"])
 
 
+def _exp(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """`jnp.exp(1j * x)` is a sine and a cosine."""
+    return _COMPLEX._replace(demand=Demand.ANGLE) if jnp.issubdtype(avals[0].dtype, np.complexfloating) else _EXP
+
+
 def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     """A cast from float32 to float32 changes only the weak type. Any other cast is the user's choice.
 
@@ -316,6 +325,8 @@ def _convert(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     dtype = params["new_dtype"]
     if dtype == np.float32:
         return _CAST
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return _COMPLEX._replace(dtype_params=_CAST.dtype_params)
     is_wide = jnp.issubdtype(dtype, np.integer) and jnp.iinfo(dtype).bits > 8
     return ORIGINAL._replace(demand=Demand.INDEX if is_wide else Demand.NONE, dtype_params=_CAST.dtype_params)
 
@@ -414,7 +425,7 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged_dot,
     # Large range or cancellation: PyTorch's fp32 list, and the special functions that it has no peer of.
-    "exp": _FULL._replace(makes_gates=True, fold=np.exp),
+    "exp": _exp,
     "exp2 expm1 polynomial": _FULL,
     "pow": _POWER._replace(fold=np.power),
     "rsqrt": _POWER._replace(power=-0.5, fold=lambda x: 1 / np.sqrt(x)),
@@ -459,7 +470,7 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "sqrt": _ELEMENTWISE._replace(kind=ResultKind.POWER, demand=Demand.ROOT, power=0.5, fold=np.sqrt),
     "cbrt": _ELEMENTWISE._replace(power=1 / 3),
     "floor ceil round": _ELEMENTWISE._replace(kind=ResultKind.ROUNDED),
-    "tanh logistic erf erfc one_minus_square": _ELEMENTWISE,
+    "tanh logistic erf erfc one_minus_square": _ELEMENTWISE._replace(kind=ResultKind.BOUNDED),
     "argmax argmin": _FOLLOW._replace(drops_unit=True),
     "cummax cummin": _FOLLOW._replace(keeps_unit=True),
     "sort": _sort,
@@ -487,7 +498,8 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
     # Bits, complex numbers, and reductions by any function.
     "bitcast_convert_type": ORIGINAL,
-    "reduce_precision complex conj imag real": ORIGINAL._replace(keeps_unit=True),
+    "reduce_precision": ORIGINAL._replace(keeps_unit=True),
+    "complex conj imag real": _COMPLEX,
     "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
 }
 RULES: Rules = {name: rule for row, rule in ROWS.items() for name in row.split()}
@@ -547,6 +559,11 @@ class EqnInfo(NamedTuple):
         """Whether it moves the elements of an array into a larger one, as a broadcast does."""
         shapes = [jx.shape_of(atom) or () for atom in (*self.eqn.invars[:1], *self.eqn.outvars[:1])]
         return self.rule.moves and is_smaller(*shapes)
+
+    @property
+    def arrays(self) -> list[int]:
+        """Its operands of more than one element."""
+        return [i for i, atom in enumerate(self.eqn.invars) if varying(jx.shape_of(atom))]
 
     @property
     def repeats_operand(self) -> bool:

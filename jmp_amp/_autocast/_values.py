@@ -90,7 +90,8 @@ class ValueFacts(NamedTuple):
 
     Attributes:
         scalar: the value of a constant scalar in float32, however the program writes it.
-        least: the smallest nonzero magnitude of the elements of a float32 constant, moved or not.
+        least: the smallest nonzero magnitude of the elements of a float32 constant, moved or not; of another value, an
+            estimate of its largest magnitude where constants make that small: 1e-9 for `x * 1e-9`.
         size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
             `q * 1e3 * 1e4` it is 1e7, and so is that of the product that reads it.
         is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
@@ -172,20 +173,23 @@ class Value(NamedTuple):
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
         known = self.known
-        if known.least <= known.size and (self.overflows(dtype) or known.least < float(jnp.finfo(dtype).tiny)):
+        if (
+            known.is_constant
+            and known.least <= known.size
+            and (self.overflows(dtype) or known.least < float(jnp.finfo(dtype).tiny))
+        ):
             return False
         return known.scalar is None or abs(known.scalar) == 1 or abs(np.float32(known.scalar).astype(dtype)) != 1
 
     def overflows(self, dtype: np.dtype) -> bool:
-        """Whether it may have elements that are too large for `dtype` (-1e9 in a mask), or is a logarithm.
-
-        A product of it is a loss, not a layer, and stays float32.
-        """
-        return self.known.is_log or self.known.size > float(jnp.finfo(dtype).max)
+        """Whether it may have elements that are too large for `dtype`, as -1e9 in a mask."""
+        return self.known.size > float(jnp.finfo(dtype).max)
 
     def is_lost(self, dtype: np.dtype) -> bool:
-        """Whether no element of this constant is a normal number in `dtype`."""
-        return self.known.least <= self.known.size < float(jnp.finfo(dtype).tiny)
+        """Whether no element of this constant is a normal number in `dtype`, or a scaled value would be 0 in it."""
+        known, info = self.known, jnp.finfo(dtype)
+        size, limit = (known.size, info.tiny) if known.is_constant else (known.least, info.smallest_subnormal)
+        return known.least <= size < float(limit)
 
 
 def unknown(aval: Any) -> Value:
