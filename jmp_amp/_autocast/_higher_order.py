@@ -1,17 +1,15 @@
 """Plans equations that hold jaxprs: calls, branches and loops."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import Var
-
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._carries import Carry, first_value, plan_carries
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._derivatives import with_rule
 from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import Demand
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
@@ -90,43 +88,40 @@ def _branches(planner: Planner, op: Context) -> Step:
 
 def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Gives each carry of a loop the dtype that the body returns for it."""
-    values, uses, n_carry = op.values, op.uses, loop.n_carry
+    values, atoms = op.values, op.info.eqn.invars[loop.carry]
     *of_cond, (body, known, demands) = op.inside
     consts = tuple(value._replace(save_cast=True) for value in values[loop.consts])
-    inputs = _known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known)
-    first, last = loop.n_consts, loop.n_consts + n_carry
-    streams = [False] * n_carry
+    inputs = list(_known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known))
+    streams = [use.stream & Stream.RETURNED and use.stream for use in op.uses]
     if planner.options.has_low_stream and op.region.format.is_low:
-        streams = planner.streams.carries(loop, op.is_input[loop.xs], [use.stream for use in uses])
-    as_norm = [Stream.NORM if is_stream else Stream.NONE for is_stream in streams] + [Stream.NONE] * len(uses)
-    read_as = [use.stream if use.stream & Stream.RETURNED else each for use, each in zip(uses, as_norm, strict=False)]
-    reads = [Reads.LOW] * n_carry + _stored([use.reads for use in uses[n_carry:]])
-    of_body = tuple(map(Use, demands, read_as, reads))
+        streams = planner.streams.of_body(loop, op.is_input[loop.xs], streams)
+    reads = [Reads.LOW] * loop.n_carry + _stored([use.reads for use in op.uses[loop.n_carry :]])
+    uses = tuple(map(Use, demands, streams, reads))
 
-    def plan_body(carry: Values) -> Plan:
-        return planner.plan(body, (*inputs[:first], *carry, *inputs[last:]), of_body, op.region)
+    def plan_of(carries: Sequence[Carry]) -> Plan:
+        inputs[loop.body_carry] = [carry.value for carry in carries]
+        return planner.plan(body, tuple(inputs), uses, op.region)
 
-    carry, plan = _plan_carries(plan_body, op, loop, known[first:last], streams)
+    starts, are_streams = map(first_value, values[loop.carry], atoms), [each == Stream.NORM for each in streams]
+    starting = list(map(Carry, starts, known[loop.body_carry], map(jx.dtype_of, atoms), are_streams))
+    carries, plan = plan_carries(plan_of, starting, op.region.format.dtype)
+    carry = tuple(each.value for each in carries)
     conds = [
         planner.plan(cond, _known_as((*values[loop.cond_consts], *carry), known), tuple(map(Use, demands)), op.region)
         for cond, known, demands in of_cond
     ]
     # A stacked result that is also carried has the dtype of the carry.
-    results = plan.frame.outvars
-    stored = {var: value for var, value in zip(results, carry, strict=False) if isinstance(var, Var)}
-    slices = zip(results[n_carry:], plan.outs[n_carry:], strict=True)
-    stacked = [stored.get(var, out) if isinstance(var, Var) else out for var, out in slices]
-    outs = carry + tuple(Value(out.dtype) for out in stacked)
+    results = list(map(id, plan.frame.outvars))
+    stored = dict(zip(results, carry, strict=False))
+    stacked = [stored.get(var, out).dtype for var, out in zip(results, plan.outs, strict=True)][loop.n_carry :]
+    outs = (*carry, *map(Value, stacked))
     cast = (*values[loop.cond_consts], *consts, *carry, *values[loop.xs])
-    reads = [
-        *[each for cond in conds for each in cond.reads[loop.cond_consts]],
-        *plan.reads[:first],
-        *[Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry],  # in the dtypes of the carries
-        *plan.reads[last:],
-    ]
+    of_body = list(plan.reads)
+    of_body[loop.body_carry] = [Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry]
+    reads = _stored([each for cond in conds for each in cond.reads[loop.cond_consts]] + of_body)
     keeper = _keeper(planner, plan, body, op.region) if loop.cond is None else None
     bodies = [*[cond.body() for cond in conds], plan.body(outs, planner.is_saved if keeper == "autocast" else None)]
-    return _step(op, cast, _stored(reads), outs, [*conds, plan], bodies)._replace(keeper=keeper)
+    return _step(op, cast, reads, outs, [*conds, plan], bodies)._replace(keeper=keeper)
 
 
 def _sliced(value: Value) -> Value:
@@ -134,77 +129,6 @@ def _sliced(value: Value) -> Value:
     axes = tuple(frozenset(axis - 1 for axis in each if axis) for each in value.axes)
     is_scalar = value.origin is Origin.INPUT and axes == (frozenset(),)
     return value._replace(axes=axes, origin=Origin.SCALAR if is_scalar else value.origin)
-
-
-def _plan_carries(
-    plan_of: Callable[[Values], Plan], op: Context, loop: jx.Loop, known: Sequence[ValueFacts], streams: Sequence[bool]
-) -> tuple[Values, Plan]:
-    """Plans the body of a loop again and again until its carries have the dtypes that it returns.
-
-    This ends because `join` only widens. An array that the caller passes in is state, not a bias, and keeps its dtype.
-    A constant takes the dtype of the values that replace it, as `jnp.zeros(n)` in front of `h = jnp.tanh(x + h @ w)`.
-    Accumulators (`c + x`) and recurrences (`a @ c`) keep the dtypes that they were traced in.
-
-    Args:
-        plan_of: plans the body for the carries that enter it.
-        op: the equation.
-        loop: its structure.
-        known: what is known of each carry in every iteration.
-        streams: whether it is a residual stream, which has the compute dtype if it is made of such data.
-
-    Returns:
-        The carries, and the plan of the body.
-    """
-    init, atoms, low = op.values[loop.carry], op.info.eqn.invars[loop.carry], op.region.format.dtype
-    traced, none = [jx.dtype_of(atom) for atom in atoms], [False] * len(init)
-    adds_up = [bool(each.carry) for each in known]
-
-    def settled(carry: Iterable[Value], fixed: Sequence[bool], rounded: Sequence[bool]) -> tuple[Values, Plan]:
-        def kept(carry: Iterable[Value]) -> Values:
-            return tuple(map(keep, carry, known, traced, fixed))
-
-        def keep(value: Value, known: ValueFacts, dtype: Any, is_fixed: bool) -> Value:
-            value = value._replace(known=known if is_fixed else known._replace(carry=Demand.NONE))
-            return value._replace(dtype=dtype, data_dtype=None) if is_fixed else value
-
-        before, after = None, kept(carry)
-        while before != after:
-            before, plan = after, plan_of(after)
-            after = kept(
-                old if is_rounded and not new.overflows(old.dtype) else join(old, new)
-                for old, new, is_rounded in zip(before, plan.outs, rounded, strict=False)
-            )
-        return after, plan
-
-    start = tuple(map(_first_carry, init, atoms))
-    while any(streams):
-        fixed = [a and not s for a, s in zip(adds_up, streams, strict=True)]
-        lowered = [value._replace(dtype=low) if s else value for value, s in zip(start, streams, strict=True)]
-        carry, plan = settled(lowered, fixed, streams)
-        before, streams = streams, [s and v.as_data().dtype == low for s, v in zip(streams, plan.outs, strict=False)]
-        if streams == before:
-            return carry, plan
-    # Whether each carry has the dtype that it was traced in, whatever replaces it.
-    is_wide = [value.dtype == FLOAT32 and value.origin is not Origin.SCALAR for value in start]
-    if all(a or wide or dtype != FLOAT32 for a, wide, dtype in zip(adds_up, is_wide, traced, strict=True)):
-        return settled(start, adds_up, none)
-    carry, plan = settled(start, none, none)
-    if not any(adds_up):
-        return carry, plan
-    # In an LSTM, `c = f * c + i * g; h = o * jnp.tanh(c)`: the cell `c` is an accumulator, and `h` is low precision. A
-    # carry computed from an accumulator is stored in the dtype that it would have if the accumulator were rounded.
-    return settled(carry, adds_up, [value.dtype != dtype for value, dtype in zip(carry, traced, strict=True)])
-
-
-def _first_carry(value: Value, atom: Any) -> Value:
-    """Describes a carry before the first iteration; low-precision values may replace a constant."""
-    if jx.dtype_of(atom) != FLOAT32 or not jx.shape_of(atom):
-        return value
-    # One constant number, or a carry of the loop around this one that starts as such a constant.
-    is_number = value.origin is Origin.SCALAR and (value.known.is_constant or not value.filled)
-    if is_number or (value.origin is Origin.INPUT and value.known.size == 0):
-        return value._replace(origin=Origin.SCALAR, axes=(), filled=False)
-    return Value(value.dtype)
 
 
 def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:

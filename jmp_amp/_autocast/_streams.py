@@ -164,11 +164,11 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         found = self.find(jaxpr, inputs, uses)
         return {var: read for var, read in found.items() if read & Stream.RETURNED or _depth([known.get(var)])}
 
-    def carries(self, loop: jx.Loop, is_weight: Sequence[bool], uses: Sequence[int]) -> list[bool]:
-        """Returns whether each carry of a `scan` over layers is a residual stream, or the result of a norm.
+    def of_body(self, loop: jx.Loop, is_weight: Sequence[bool], uses: list[int]) -> list[int]:
+        """Returns how the results of the body of a loop are read: carries that are residual streams, by a norm.
 
-        A scan over layers slices the weights that its products read. One over time has the same weights in each
-        iteration, and its carries are states.
+        Such are, in a scan over layers, sums that norms read and the results of norms. It slices the weights that its
+        products read. One over time has the same weights in each iteration, and its carries are states.
 
         Args:
             loop: the loop.
@@ -178,18 +178,18 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         constant, carry, weight_slice = Paths.bottom, frozenset({(_CARRY, 0)}), frozenset({(_SLICE, 0)})
         slices = [weight_slice if weight else constant for weight in is_weight]
         if not self._has_layer(loop.body, [*[constant] * loop.n_consts, *[carry] * loop.n_carry, *slices]):
-            return [False] * loop.n_carry
+            return uses
         body, _ = jx.open_jaxpr(loop.body)
         inputs = (_Part(),) * len(body.invars)
         parts = self.known.outs(loop.body, inputs)
         found = self.find(loop.body, inputs, [use & Stream.RETURNED for use in uses])
-        entering = body.invars[loop.n_consts : loop.n_consts + loop.n_carry]
-        return [
-            part is not None
-            and not (isinstance(out, Var) and found[out] & Stream.RETURNED)
-            and (part.is_normal or part.adds_norm or stream_of(found.get(var, Stream.NONE)) != Stream.NONE)
-            for part, out, var in zip(parts, body.outvars, entering, strict=False)
-        ]
+        of_carries = list(uses)
+        for i, (part, out, var) in enumerate(zip(parts, body.outvars, body.invars[loop.body_carry], strict=False)):
+            is_returned = isinstance(out, Var) and found[out] & Stream.RETURNED
+            is_stream = part and (part.is_normal or part.adds_norm or stream_of(found.get(var, Stream.NONE)))
+            if is_stream and not is_returned:
+                of_carries[i] = Stream.NORM
+        return of_carries
 
     def _has_layer(self, jaxpr: Any, inputs: Sequence[Sources]) -> bool:
         """Whether a jaxpr multiplies what is made of a carry, as a matrix, by a slice of a weight."""

@@ -132,8 +132,7 @@ class Forward(_Analysis[E, T]):
             outs_of_each = [self.outs(*each) for each in inside]
             return [functools.reduce(self.join, facts) for facts in zip(*outs_of_each, strict=True)]
         body, inputs = inside[-1]
-        carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-        return self.leave_loop(loop, self.outs(body, inputs) if loop.cond is None else carry)
+        return self.leave_loop(loop, self.outs(body, inputs) if loop.cond is None else inputs[loop.body_carry])
 
 
 class Backward(_Analysis[E, T], Generic[E, S, T]):
