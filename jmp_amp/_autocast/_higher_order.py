@@ -40,7 +40,7 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
         return _as_traced(planner, call, op, "reference")
     ((jaxpr, known, demands),) = op.inside
     values = _known_as(op.values, known)
-    uses = tuple(use._replace(demand=each) for use, each in zip(op.uses, demands, strict=True))
+    uses = tuple(use._replace(demand=each) for use, each in zip(op.neighbours.uses, demands, strict=True))
     is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
     region = op.region._replace(is_checkpointed=op.region.is_checkpointed or is_checkpoint)
     first = planner.plan(jaxpr, values, uses, region)
@@ -76,7 +76,8 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, why: str) -> Step:
 
 def _branches(planner: Planner, op: Context) -> Step:
     """Gives each result of `cond` or `switch` the widest of its dtypes in the branches."""
-    reads, streams = _stored([use.reads for use in op.uses]), [use.stream for use in op.uses]
+    uses = op.neighbours.uses
+    reads, streams = _stored([use.reads for use in uses]), [use.stream for use in uses]
     plans = [
         planner.plan(branch, _known_as(op.values[1:], known), tuple(map(Use, demands, streams, reads)), op.region)
         for branch, known, demands in op.inside
@@ -92,10 +93,10 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     *of_cond, (body, known, demands) = op.inside
     consts = tuple(value._replace(save_cast=True) for value in values[loop.consts])
     inputs = list(_known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known))
-    streams = [use.stream & Stream.RETURNED and use.stream for use in op.uses]
+    streams = [use.stream & Stream.RETURNED and use.stream for use in op.neighbours.uses]
     if planner.options.has_low_stream and op.region.format.is_low:
         streams = planner.streams.of_body(loop, op.is_input[loop.xs], streams)
-    reads = [Reads.LOW] * loop.n_carry + _stored([use.reads for use in op.uses[loop.n_carry :]])
+    reads = [Reads.LOW] * loop.n_carry + _stored([use.reads for use in op.neighbours.uses[loop.n_carry :]])
     uses = tuple(map(Use, demands, streams, reads))
 
     def plan_of(carries: Sequence[Carry]) -> Plan:

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
-from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
+from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._primitives import ORIGINAL, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
@@ -23,7 +23,7 @@ class Planner:
     """Plans jaxprs. It keeps what it finds out about a jaxpr as long as that lives; see `planner_of`."""
 
     def __init__(self, plan_higher_order: Callable[..., Step], options: Options) -> None:
-        """Takes a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
+        """Takes `plan_higher_order`, which itself calls a planner and so is not imported here, and the options."""
         self._rules = options.overrides.table
         self._plan_higher_order = plan_higher_order
         self.options = options
@@ -61,31 +61,32 @@ class Planner:
         return self._infos(jaxpr, (), lambda: self._read_infos(jaxpr))
 
     def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
-        moved, products = dict[Any, Var](), dict[Any, tuple[int, Sequence[Any]]]()
-        read, between = list[tuple[JaxprEqn, Rule, tuple[Var | None, ...]]](), dict[int, int]()
-        rounded = set[frozenset[int]]()  # a value, and what it was rounded to
-        for i, eqn in enumerate(jaxpr.eqns):
-            rule = self.rule_of(eqn)
-            sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars])
-            read.append((eqn, rule, sources))
-            if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
-                moved[eqn.outvars[0]] = sources[0]
-            if self._rounds(eqn, rule):
-                rounded.add(frozenset(map(id, (*eqn.invars, *eqn.outvars))))
+        pairs = [(eqn, self.rule_of(eqn)) for eqn in jaxpr.eqns]
+        # What each operand was before it was only moved.
+        moved, sources = dict[Any, Var](), list[tuple[Var | None, ...]]()
+        for eqn, rule in pairs:
+            sources.append(tuple([moved.get(a, a) if isinstance(a, Var) else None for a in eqn.invars]))
+            if rule.moves and len(eqn.outvars) == 1 and (source := sources[-1][0]) is not None:
+                moved[eqn.outvars[0]] = source
+        # The products in `(A @ P) @ A.T`, and `A @ (P @ A.T)`.
+        products, between = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int]()
+        for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
             if rule.is_product:
-                products[eqn.outvars[0]] = i, sources
-                for k in (0, 1):  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
-                    first, factors = products.get(sources[k], (i, ()))
-                    if sources[1 - k] is not None and sources[1 - k] in factors:
-                        between |= {i: k, first: 1 - factors.index(sources[1 - k])}
-            elif rule.passes_on and len(made := [products[each] for each in sources if each in products]) == 1:
+                products[eqn.outvars[0]] = i, of
+                for k in (0, 1):
+                    first, factors = products.get(of[k], (i, ()))
+                    if of[1 - k] is not None and of[1 - k] in factors:
+                        between |= {i: k, first: 1 - factors.index(of[1 - k])}
+            elif rule.passes_on and len(made := [products[each] for each in of if each in products]) == 1:
                 products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
+        # Values, each with what it was rounded to.
+        rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn, rule in pairs if self._rounds(eqn, rule)]
         infos = []
-        for i, (eqn, rule, sources) in enumerate(read):
+        for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
             operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-            is_fraction = rule.kind is ResultKind.DIFFERENCE and frozenset(map(id, eqn.invars)) in rounded
-            op = self._op_of(eqn, sources, between.get(i), is_fraction)
-            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), is_fraction, op))
+            is_fraction = rule.kind is ResultKind.DIFFERENCE and {*map(id, eqn.invars)} in rounded
+            op = self._op_of(eqn, of, between.get(i), is_fraction)
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, between.get(i), is_fraction, op))
         return infos
 
     def _rounds(self, eqn: JaxprEqn, rule: Rule) -> bool:
@@ -177,7 +178,7 @@ class Planner:
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
-        otherwise = Reads.STORED if op.is_stored else Reads.LOW
+        otherwise = Reads.STORED if op.neighbours.is_stored else Reads.LOW
         reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
         return Step(eqn, op.region, shared, outs, run, changed, reads, why)
 
@@ -212,9 +213,14 @@ class _Variable:
 class _PlanBuilder:
     """A plan in the making.
 
-    Equations are decided in order, so the readers of a result are decided after it. Once all readers of a cheap op turn
-    out to read float32, the op is decided again: in float32 it fuses with them, which costs no memory and rounds less.
-    An op that moves values is decided again once there is a float32 copy of them.
+    1. The analyses find the facts of all values, what their readers demand, and which are residual streams.
+    2. For each equation, that says in which region it is, and whether it runs as it was traced (`_context`).
+    3. Equations are decided in order, by their operands and by the readers that are known so far (`_decide`).
+    4. Where a decision changes what another one has read, that equation is decided again.
+
+    The readers of a result are decided after it. Once all readers of a cheap op turn out to read float32, the op is
+    decided again: in float32 it fuses with them, which costs no memory and rounds less. An op that moves values is
+    decided again once there is a float32 copy of them.
     """
 
     def __init__(
@@ -266,16 +272,11 @@ class _PlanBuilder:
             if reason is not None and region.format.is_low and not is_in_code:
                 region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._known, eqn.outvars)
-        return Context(
-            info,
-            rule if region.format.is_low else ORIGINAL,
-            region,
-            self._planner.options,
-            overflows=any(known.size > region.format.largest for known in results),
-            is_ranked=bool(demand & Demand.RANK) and not is_in_code,
-            stream=stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE,
-            inside=inside,
-        )
+        overflows = any(known.size > region.format.largest for known in results)
+        is_ranked = bool(demand & Demand.RANK) and not is_in_code
+        stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
+        rule = rule if region.format.is_low else ORIGINAL
+        return Context(info, rule, region, self._planner.options, overflows, is_ranked, stream, inside)
 
     def plan(self) -> Plan:
         """Decides all equations."""
@@ -309,15 +310,16 @@ class _PlanBuilder:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
         has_copy = any(value.has_float32_copy for value in values)
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
-        op = old._replace(
-            values=values,
+        neighbours = Neighbours(
+            values,
             needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads == Reads.FUSED,
             is_stored=(rule.moves or rule.arithmetic) and reads == Reads.STORED,
             reads_stored_norm=self._reads_stored_norm(info, values),
             uses=tuple(uses),
         )
-        if old_step is not None and op == old:
+        if old_step is not None and neighbours == old.neighbours:
             return []
+        op = old._replace(neighbours=neighbours)
         step = self._planner.decide(op)
         self._contexts[i], self._steps[i] = op, step
         for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
