@@ -104,7 +104,7 @@ def decide(op: Context) -> tuple[Any, str]:
     if rule.op_class is OpClass.LOWER:
         allowed = operand_dtypes(op.info.eqn.params.get("precision"))
         # `jnp.where(mask, x, -1e9) @ w`, and a loss such as `labels @ jax.nn.log_softmax(logits).T`.
-        if op.overflows or any(value.overflows(low) or value.is_lost(low) for value in values):
+        if op.overflows or any(value.is_too_wide(low) or value.is_lost(low) for value in values):
             return FLOAT32, "constant"
         if not op.region.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
@@ -131,7 +131,7 @@ def _why_float32(op: Context, values: Sequence[Value]) -> str:
     arrays = [value for value in values if value.origin is not Origin.SCALAR]
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
     low = op.region.format.dtype
-    if op.overflows or any(value.overflows(low) or (is_low and not value.fits(low)) for value in values):
+    if op.overflows or any(value.is_too_wide(low) or (is_low and not value.fits(low)) for value in values):
         return "constant"
     return "readers" if is_low else "rule"
 
@@ -178,7 +178,7 @@ def _joins_stream(op: Context) -> bool:
     terms = [value for value in for_promotion(op) if value.origin is not Origin.SCALAR]
     dtypes = [op.stream_dtype(value) if op.stream == Stream.NORM else value.as_data().dtype for value in terms]
     is_low = all(dtype == op.region.format.dtype for dtype in dtypes)
-    fits = not any(value.overflows(op.region.format.dtype) for value in op.values)
+    fits = not any(value.is_too_wide(op.region.format.dtype) for value in op.values)
     return is_low and fits and len(terms) == 2
 
 

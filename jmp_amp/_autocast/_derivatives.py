@@ -117,7 +117,7 @@ def _forward(planner: Planner, eqn: JaxprEqn, plan: Plan, *args: Any) -> tuple[l
             perturbed[perturbed.index(True)] = False
     outs = (*plan.outs, *rule.outs[n_outs:])
     results = with_results(rule, outs)(*args)
-    types = _types(results[n_outs:], rule.frame.outvars[n_outs:])
+    types = _types(results[n_outs:], rule.signature.outvars[n_outs:])
 
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         pairs = zip(eqn.outvars, cotangents, strict=True)
@@ -139,7 +139,9 @@ def _forward(planner: Planner, eqn: JaxprEqn, plan: Plan, *args: Any) -> tuple[l
         # A rule may return float32 for a bfloat16 operand; JAX keeps it.
         of_grads = [
             Value(value.dtype if jx.dtype_of(var) == jx.dtype_of(primal) else jx.dtype_of(var))
-            for var, primal, value in zip(rule.frame.outvars, primals, compress(plan.inputs, perturbed), strict=False)
+            for var, primal, value in zip(
+                rule.signature.outvars, primals, compress(plan.inputs, perturbed), strict=False
+            )
         ]
         results = with_results(rule, (*of_grads, *rule.outs[n_grads:]))(*residuals, *cotangents)
         grads = jx.combine(perturbed, results[:n_grads], [None] * len(perturbed))

@@ -1,20 +1,18 @@
 """Plans equations that hold jaxprs: calls, branches and loops."""
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._carries import Carry, first_value, plan_carries
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._derivatives import with_rule
 from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant
 from jmp_amp._autocast._planner import Planner
+from jmp_amp._autocast._primitives import Demand
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
-
-Values = tuple[Value, ...]
 
 
 def plan_higher_order(planner: Planner, op: Context) -> Step:
@@ -44,7 +42,7 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
     region = op.region._replace(is_checkpointed=op.region.is_checkpointed or is_checkpoint)
     first = planner.plan(jaxpr, values, uses, region)
-    reads = _stored(first.reads) if entry.keeps_inputs else first.reads
+    reads = _stored(first.reads) if entry.keeps_inputs else list(first.reads)
     cast = tuple(
         value.as_float32() if each == Reads.FUSED and jx.dtype_of(atom) == FLOAT32 else value
         for value, each, atom in zip(values, reads, eqn.invars, strict=True)
@@ -69,9 +67,8 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, why: str) -> Step:
     )
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(opened.outvars)
     plan = planner.plan(call.jaxpr, inputs, uses, op.region._replace(format=AS_TRACED, why=why))
-    outs = tuple(Value(jx.dtype_of(atom)) for atom in opened.outvars)
-    step = _step(op, cast, (Reads.FUSED,) * len(cast), outs, [plan], [])
-    return step._replace(run=functools.partial(jx.bind, op.info.eqn))
+    outs = [Value(jx.dtype_of(atom)) for atom in opened.outvars]
+    return _step(op, cast, [Reads.FUSED] * len(cast), outs, [plan], [])
 
 
 def _branches(planner: Planner, op: Context) -> Step:
@@ -103,16 +100,16 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
         inputs[loop.body_carry] = [carry.value for carry in carries]
         return planner.plan(body, tuple(inputs), uses, op.region)
 
-    starts, are_streams = map(first_value, values[loop.carry], atoms), [each == Stream.NORM for each in streams]
+    starts, are_streams = map(_first_value, values[loop.carry], atoms), [each == Stream.NORM for each in streams]
     starting = list(map(Carry, starts, known[loop.body_carry], map(jx.dtype_of, atoms), are_streams))
-    carries, plan = plan_carries(plan_of, starting, op.region.format.dtype)
+    carries, plan = _plan_carries(plan_of, starting, op.region.format.dtype)
     carry = tuple(each.value for each in carries)
     conds = [
         planner.plan(cond, _known_as((*values[loop.cond_consts], *carry), known), tuple(map(Use, demands)), op.region)
         for cond, known, demands in of_cond
     ]
     # A stacked result that is also carried has the dtype of the carry.
-    results = list(map(id, plan.frame.outvars))
+    results = list(map(id, plan.signature.outvars))
     stored = dict(zip(results, carry, strict=False))
     stacked = [stored.get(var, out).dtype for var, out in zip(results, plan.outs, strict=True)][loop.n_carry :]
     outs = (*carry, *map(Value, stacked))
@@ -132,6 +129,93 @@ def _sliced(value: Value) -> Value:
     return value._replace(axes=axes, origin=Origin.SCALAR if is_scalar else value.origin)
 
 
+class Carry(NamedTuple):
+    """A carry of a loop, as it enters the body.
+
+    Attributes:
+        value: what is known of it.
+        facts: the facts that hold in every iteration.
+        traced: the dtype that it was traced in.
+        is_stream: whether it may be a residual stream.
+        keeps: the dtype that it keeps, to which the values that replace it are cast if they fit; None if these may
+            widen it.
+    """
+
+    value: Value
+    facts: ValueFacts
+    traced: Any
+    is_stream: bool
+    keeps: Any = None
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether its errors add up over the iterations: it is an accumulator or a recurrence."""
+        return self.facts.carry != Demand.NONE
+
+    def keeping(self, dtype: Any) -> "Carry":
+        """Returns the carry with a dtype that it keeps, or with None."""
+        known = self.facts if dtype is self.traced else self.facts._replace(carry=Demand.NONE)
+        value = self.value if dtype is None else self.value._replace(dtype=dtype, data_dtype=None)
+        return self._replace(value=value._replace(known=known), keeps=dtype)
+
+    def replaced(self, out: Value) -> "Carry":
+        """Returns the carry that the body may replace by `out`."""
+        is_cast = self.keeps is not None and self.keeps != out.dtype
+        if is_cast and (self.keeps == FLOAT32 or not out.is_too_wide(self.keeps)):
+            out = out._replace(dtype=self.keeps)
+        return self._replace(value=join(self.value, out)._replace(known=self.value.known))
+
+
+Carries = Sequence[Carry]
+
+
+def _plan_carries(plan_of: Callable[[Carries], Plan], carries: Carries, low: Any) -> tuple[Carries, Plan]:
+    """Returns the carries of a loop in the dtypes that its body returns for them, and the plan of the body.
+
+    An array that the caller passes in is state, not a bias, and keeps its dtype. A constant takes the dtype of the
+    values that replace it, as `jnp.zeros(n)` in front of `h = jnp.tanh(x + h @ w)`. Accumulators (`c + x`) and
+    recurrences (`a @ c`) keep the dtypes that they were traced in.
+
+    Args:
+        plan_of: plans the body for the carries that enter it.
+        carries: as they enter the first iteration.
+        low: the compute dtype, which residual streams have if the body makes them of such data.
+    """
+    while any(carry.is_stream for carry in carries):
+        started = [c.keeping(low if c.is_stream else c.traced if c.adds_up else None) for c in carries]
+        settled, plan = _settled(plan_of, started)
+        is_low = [out.as_data().dtype == low for out in plan.outs]
+        before, carries = carries, [c._replace(is_stream=c.is_stream and is_low[i]) for i, c in enumerate(carries)]
+        if carries == before:
+            return settled, plan
+    is_wide = [c.adds_up or (c.value.dtype == FLOAT32 and c.value.origin is not Origin.SCALAR) for c in carries]
+    if not all(wide or c.traced != FLOAT32 for wide, c in zip(is_wide, carries, strict=True)):
+        # In an LSTM, `c = f * c + i * g; h = o * jnp.tanh(c)`: the cell `c` is an accumulator, and `h` is low
+        # precision. A carry computed from an accumulator has the dtype that it would have if that were rounded.
+        carries, _ = _settled(plan_of, [carry.keeping(None) for carry in carries])
+    return _settled(plan_of, [c.keeping(c.traced if c.adds_up else c.value.dtype) for c in carries])
+
+
+def _settled(plan_of: Callable[[Carries], Plan], carries: Carries) -> tuple[Carries, Plan]:
+    """Plans the body until it returns the carries that it gets. This ends because `join` only widens."""
+    before = None
+    while before != carries:
+        before, plan = carries, plan_of(carries)
+        carries = list(map(Carry.replaced, carries, plan.outs))
+    return carries, plan
+
+
+def _first_value(value: Value, atom: Any) -> Value:
+    """Describes a carry before the first iteration; low-precision values may replace a constant."""
+    if jx.dtype_of(atom) != FLOAT32 or not jx.shape_of(atom):
+        return value
+    # One constant number, or a carry of the loop around this one that starts as such a constant.
+    is_number = value.origin is Origin.SCALAR and (value.known.is_constant or not value.filled)
+    if is_number or (value.origin is Origin.INPUT and value.known.size == 0):
+        return value._replace(origin=Origin.SCALAR, axes=(), filled=False)
+    return Value(value.dtype)
+
+
 def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
     """Returns who decides what the backward pass of a `scan` keeps.
 
@@ -140,11 +224,11 @@ def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
     if region.is_checkpointed or jx.holds(body, jx.versions.is_checkpoint):
         return "jax.checkpoint"
     # `checkify` cannot rewrite a `jax.checkpoint` whose checks need constants.
-    is_fixed = jx.versions.has_effects(plan.frame) or jx.versions.is_traced_by("checkify")
+    is_fixed = jx.versions.has_effects(plan.signature) or jx.versions.is_traced_by("checkify")
     return "autocast" if planner.options.saves_products and not is_fixed else "JAX"
 
 
-def _known_as(values: Values, known: Sequence[ValueFacts]) -> Values:
+def _known_as(values: Sequence[Value], known: Sequence[ValueFacts]) -> tuple[Value, ...]:
     return tuple(value._replace(known=each) for value, each in zip(values, known, strict=True))
 
 
@@ -154,15 +238,15 @@ def _stored(reads: Iterable[int]) -> list[int]:
 
 
 def _step(
-    op: Context, cast: Values, reads: Sequence[int], outs: Values, plans: Sequence[Plan], bodies: list[jx.Body]
+    op: Context, new: Sequence[Value], reads: list[int], outs: Sequence[Value], plans: list[Plan], bodies: list[jx.Body]
 ) -> Step:
-    """Returns the decision for an equation: the casts of its operands, and other bodies if a plan changes one."""
+    """Returns the decision for an equation: casts to its `new` operands, and other bodies if a plan changes one."""
     eqn, entry = op.info.eqn, jx.HIGHER_ORDER[op.info.eqn.primitive.name]
-    casts = tuple(c.dtype if c.dtype != v.dtype else None for v, c in zip(op.values, cast, strict=True))
+    casts = tuple(n.dtype if n.dtype != v.dtype else None for v, n in zip(op.values, new, strict=True))
     changed = any(plan.changed for plan in plans)
     run: Run = functools.partial(jx.bind, eqn)
-    if changed and entry.run is not None:
+    if changed and bodies and entry.run is not None:
         run = functools.partial(entry.run, eqn, bodies)
         if isinstance(op.info.structure, jx.Loop):  # arrays that it does not change are cast once, before it
             run = functools.partial(jx.run_loop, is_loop_invariant, eqn, bodies)
-    return Step(eqn, op.region, casts, outs, run, changed, tuple(reads), inner=tuple(plans))
+    return Step(eqn, op.region, casts, tuple(outs), run, changed, tuple(reads), inner=tuple(plans))

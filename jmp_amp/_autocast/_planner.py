@@ -123,8 +123,7 @@ class Planner:
 
         A kernel has no rule and reads floating values.
         """
-        jaxprs = jx.versions.jaxprs_in(params) if primitive.name in jx.HIGHER_ORDER else None
-        if jaxprs is not None:
+        if primitive.name in jx.HIGHER_ORDER and (jaxprs := jx.versions.jaxprs_in(params)) is not None:
             inside = [eqn for inner in jaxprs for eqn in jx.open_jaxpr(inner)[0].eqns]
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
         if primitive.name not in self._rules:
@@ -230,7 +229,7 @@ class _PlanBuilder:
         self._planner, self._region = planner, region
         self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
         infos, known = planner.infos_of(opened), [value.known for value in values]
-        self._known = planner.knowledge.find(jaxpr, known)
+        self._facts = planner.knowledge.find(jaxpr, known)
         demands = planner.demands.find(jaxpr, known, [use.demand for use in uses])
         streams: Mapping[Var, int] = {}
         if planner.options.has_low_stream:
@@ -264,14 +263,14 @@ class _PlanBuilder:
         demand, is_in_code = joined(outs), region.why == "region"
         inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
-            operands = self._planner.knowledge.of(self._known, eqn.invars)
+            operands = self._planner.knowledge.of(self._facts, eqn.invars)
             if info.enters is not None:
                 given = [Demand.ANY] * len(outs) if is_in_code else outs
                 inside = self._planner.demands.inside(info, operands, given)
             reason = why_as_traced(info, demand, operands, region.format)
             if reason is not None and region.format.is_low and not is_in_code:
                 region = region._replace(format=FORMATS["float32"], why=reason)
-        results = self._planner.knowledge.of(self._known, eqn.outvars)
+        results = self._planner.knowledge.of(self._facts, eqn.outvars)
         overflows = any(known.size > region.format.largest for known in results)
         is_ranked = bool(demand & Demand.RANK) and not is_in_code
         stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
@@ -291,8 +290,8 @@ class _PlanBuilder:
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
-        frame, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
-        return Plan(frame, self._consts, known, steps, outs, reads, self._region, scopes, opaque)
+        signature, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
+        return Plan(signature, self._consts, known, steps, outs, reads, self._region, scopes, opaque)
 
     def _read(self, atom: Any) -> Value:
         if isinstance(atom, Literal):
@@ -323,7 +322,7 @@ class _PlanBuilder:
         step = self._planner.decide(op)
         self._contexts[i], self._steps[i] = op, step
         for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
-            known = self._known.get(var)
+            known = self._facts.get(var)
             variable.value = out if known is None else out._replace(known=known)
         affected = list(self._affected(i, step))
         if old_step is not None and old_step.outs != step.outs:

@@ -76,7 +76,7 @@ def _depth(parts: Sequence[_Part | None]) -> int:
     return max((part.depth for part in parts if part), default=0)
 
 
-def _is_whole(info: EqnInfo, i: int) -> bool:
+def _has_result_shape(info: EqnInfo, i: int) -> bool:
     """Whether an operand has the shape of the result."""
     return jx.shape_of(info.eqn.invars[i]) == jx.shape_of(info.eqn.outvars[0])
 
@@ -91,11 +91,11 @@ def _flow(info: EqnInfo, operands: Sequence[_Part | None], reads: int = Stream.N
     rule, nothing = info.rule, (Stream.NONE, Stream.NONE)
     if len(info.eqn.outvars) != 1:
         return _Part(), *nothing
-    known = [(part, _is_whole(info, i)) for i, part in enumerate(operands) if part]
-    elements = [part for part, is_whole in known if not part.holds and (rule.moves or is_whole)]
+    known = [(part, _has_result_shape(info, i)) for i, part in enumerate(operands) if part]
+    elements = [part for part, is_full in known if not part.holds and (rule.moves or is_full)]
     statistics = [
-        part._replace(holds=_Holds.FACTOR) if part.holds is _Holds.DEVIATION and not is_whole else part
-        for part, is_whole in known
+        part._replace(holds=_Holds.FACTOR) if part.holds is _Holds.DEVIATION and not is_full else part
+        for part, is_full in known
         if part.holds
     ]
     of_statistics = Stream.NONE, reads & (Stream.STATISTIC | Stream.RESNET)
@@ -142,13 +142,10 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         if info.rule.op_class is OpClass.LOWER:  # a ResNet: `x = x + batch_norm(conv(x)); conv(x)`
             return [Stream.RESNET if part and part.adds_norm else Stream.NONE for part in operands]
         _, of_elements, of_statistics = _flow(info, operands, joined(outs))
-        each = []
-        for i, part in enumerate(operands):
-            is_read = part and (
-                part.holds or info.rule.moves or info.rule.kind is ResultKind.TOTAL or _is_whole(info, i)
-            )
-            each.append((of_statistics if part.holds else of_elements) if part and is_read else Stream.NONE)
-        return each
+        reads_all = info.rule.moves or info.rule.kind is ResultKind.TOTAL
+        is_read = [part is not None and (reads_all or _has_result_shape(info, i)) for i, part in enumerate(operands)]
+        pairs = zip(operands, is_read, strict=True)
+        return [of_statistics if part and part.holds else of_elements if read else Stream.NONE for part, read in pairs]
 
     def of(self, jaxpr: Any, is_computed: Sequence[bool], uses: Sequence[int]) -> dict[Var, int]:
         """Returns how the sums that depend on a product are read, and the values that are returned.

@@ -172,11 +172,11 @@ class Value(NamedTuple):
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
         known = self.known
-        if known.least <= known.size and (self.overflows(dtype) or known.least < float(jnp.finfo(dtype).tiny)):
+        if known.least <= known.size and (self.is_too_wide(dtype) or known.least < float(jnp.finfo(dtype).tiny)):
             return False
         return known.scalar is None or abs(known.scalar) == 1 or abs(np.float32(known.scalar).astype(dtype)) != 1
 
-    def overflows(self, dtype: np.dtype) -> bool:
+    def is_too_wide(self, dtype: np.dtype) -> bool:
         """Whether it may have elements that are too large for `dtype` (-1e9 in a mask), or is a logarithm.
 
         A product of it is a loss, not a layer, and stays float32.

@@ -201,10 +201,10 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         self, equation: E, operands: Sequence[S], outs: Sequence[T]
     ) -> list[tuple[Any, tuple[S, ...], tuple[T, ...]]]:
         """Returns the jaxprs of an equation, what is known of the inputs of each, and the demands on its results."""
-        entered, loop = self.known.inside(equation, operands), equation.enters
+        found, loop = self.known.inside(equation, operands), equation.enters
         if not isinstance(loop, Loop):
-            return [(*each, tuple(outs)) for each in entered]
-        *before, (body, inputs) = entered
+            return [(*each, tuple(outs)) for each in found]
+        *before, (body, inputs) = found
         conditions = [(*each, (self.condition,)) for each in before]
         ys = outs[loop.n_carry :]
         carry = tuple(map(self.join, outs, self._of_operands(equation, conditions)[loop.carry]))
