@@ -138,10 +138,8 @@ def _forward(planner: Planner, eqn: JaxprEqn, plan: Plan, *args: Any) -> tuple[l
         rule = _planned(planner, plan, as_traced, [*types, *of_cotangents], inputs)
         # A rule may return float32 for a bfloat16 operand; JAX keeps it.
         of_grads = [
-            Value(value.dtype if jx.dtype_of(var) == jx.dtype_of(primal) else jx.dtype_of(var))
-            for var, primal, value in zip(
-                rule.signature.outvars, primals, compress(plan.inputs, perturbed), strict=False
-            )
+            Value(value.dtype if jx.dtype_of(var) == jx.dtype_of(x) else jx.dtype_of(var))
+            for var, x, value in zip(rule.signature.outvars, primals, compress(plan.inputs, perturbed), strict=False)
         ]
         results = with_results(rule, (*of_grads, *rule.outs[n_grads:]))(*residuals, *cotangents)
         grads = jx.combine(perturbed, results[:n_grads], [None] * len(perturbed))

@@ -96,7 +96,7 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     reads = [Reads.LOW] * loop.n_carry + _stored([use.reads for use in op.neighbours.uses[loop.n_carry :]])
     uses = tuple(map(Use, demands, streams, reads))
 
-    def plan_of(carries: Sequence[Carry]) -> Plan:
+    def plan_of(carries: list[Carry]) -> Plan:
         inputs[loop.body_carry] = [carry.value for carry in carries]
         return planner.plan(body, tuple(inputs), uses, op.region)
 
@@ -134,7 +134,7 @@ class Carry(NamedTuple):
 
     Attributes:
         value: what is known of it.
-        facts: the facts that hold in every iteration.
+        facts: the facts that hold in every iteration; those of an accumulator or a recurrence have a `carry`.
         traced: the dtype that it was traced in.
         is_stream: whether it may be a residual stream.
         keeps: the dtype that it keeps, to which the values that replace it are cast if they fit; None if these may
@@ -146,11 +146,6 @@ class Carry(NamedTuple):
     traced: Any
     is_stream: bool
     keeps: Any = None
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether its errors add up over the iterations: it is an accumulator or a recurrence."""
-        return self.facts.carry != Demand.NONE
 
     def keeping(self, dtype: Any) -> "Carry":
         """Returns the carry with a dtype that it keeps, or with None."""
@@ -166,10 +161,7 @@ class Carry(NamedTuple):
         return self._replace(value=join(self.value, out)._replace(known=self.value.known))
 
 
-Carries = Sequence[Carry]
-
-
-def _plan_carries(plan_of: Callable[[Carries], Plan], carries: Carries, low: Any) -> tuple[Carries, Plan]:
+def _plan_carries(plan_of: Callable[[list[Carry]], Plan], carries: list[Carry], low: Any) -> tuple[list[Carry], Plan]:
     """Returns the carries of a loop in the dtypes that its body returns for them, and the plan of the body.
 
     An array that the caller passes in is state, not a bias, and keeps its dtype. A constant takes the dtype of the
@@ -182,21 +174,21 @@ def _plan_carries(plan_of: Callable[[Carries], Plan], carries: Carries, low: Any
         low: the compute dtype, which residual streams have if the body makes them of such data.
     """
     while any(carry.is_stream for carry in carries):
-        started = [c.keeping(low if c.is_stream else c.traced if c.adds_up else None) for c in carries]
+        started = [c.keeping(low if c.is_stream else c.traced if c.facts.carry else None) for c in carries]
         settled, plan = _settled(plan_of, started)
         is_low = [out.as_data().dtype == low for out in plan.outs]
         before, carries = carries, [c._replace(is_stream=c.is_stream and is_low[i]) for i, c in enumerate(carries)]
         if carries == before:
             return settled, plan
-    is_wide = [c.adds_up or (c.value.dtype == FLOAT32 and c.value.origin is not Origin.SCALAR) for c in carries]
-    if not all(wide or c.traced != FLOAT32 for wide, c in zip(is_wide, carries, strict=True)):
+    others = [c for c in carries if c.traced == FLOAT32 and not c.facts.carry]
+    if any(c.value.dtype != FLOAT32 or c.value.origin is Origin.SCALAR for c in others):
         # In an LSTM, `c = f * c + i * g; h = o * jnp.tanh(c)`: the cell `c` is an accumulator, and `h` is low
         # precision. A carry computed from an accumulator has the dtype that it would have if that were rounded.
         carries, _ = _settled(plan_of, [carry.keeping(None) for carry in carries])
-    return _settled(plan_of, [c.keeping(c.traced if c.adds_up else c.value.dtype) for c in carries])
+    return _settled(plan_of, [c.keeping(c.traced if c.facts.carry else c.value.dtype) for c in carries])
 
 
-def _settled(plan_of: Callable[[Carries], Plan], carries: Carries) -> tuple[Carries, Plan]:
+def _settled(plan_of: Callable[[list[Carry]], Plan], carries: list[Carry]) -> tuple[list[Carry], Plan]:
     """Plans the body until it returns the carries that it gets. This ends because `join` only widens."""
     before = None
     while before != carries:

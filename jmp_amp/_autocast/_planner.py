@@ -205,8 +205,7 @@ class _Variable:
     @property
     def reads(self) -> int:
         """In which dtype it is read; as a gate, in float32."""
-        is_gate = self.demand & Demand.GATE
-        return Reads.FUSED if is_gate else min([self.returned, *self.readers.values()])
+        return Reads.FUSED if self.demand & Demand.GATE else min([self.returned, *self.readers.values()])
 
 
 class _PlanBuilder:
