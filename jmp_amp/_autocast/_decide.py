@@ -78,7 +78,7 @@ class Context(NamedTuple):
     @property
     def is_input(self) -> tuple[bool, ...]:
         """Whether each operand is an input of the program, moved or not, so that it may be a weight."""
-        return tuple([value.origin <= Origin.INPUT for value in self.values])
+        return tuple([value.origin <= Origin.INPUT for value in self.neighbours.values])
 
     def stream_dtype(self, value: Value) -> Any:
         """Returns the data dtype of an operand where inputs of the program count as low-precision data."""

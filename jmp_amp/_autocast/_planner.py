@@ -156,11 +156,11 @@ class Planner:
         return step._replace(eqn=op.info.eqn, region=op.region)
 
     def _first_order(self, op: Context) -> Step:
-        eqn, is_float32 = op.info.eqn, op.is_float32
+        eqn, values = op.info.eqn, op.values
         dtype, why = decide(op)
-        pairs = zip(op.values, is_float32, strict=True)
+        pairs = zip(values, op.is_float32, strict=True)
         casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
-        dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
+        dtypes = tuple(cast or value.dtype for cast, value in zip(casts, values, strict=True))
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
         # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
@@ -168,9 +168,9 @@ class Planner:
         triples = zip(casts, eqn.invars, op.is_input, strict=True)
         own = tuple(cast if has_rule and isinstance(a, Var) and is_input else None for cast, a, is_input in triples)
         shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
-        saved = tuple(i for i, value in enumerate(op.values) if own[i] is not None and value.save_cast)
+        saved = tuple(i for i, value in enumerate(values) if own[i] is not None and value.save_cast)
         rewrite = rewrite_of(op, dtypes, own)
-        has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
+        has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         changed = has_other_dtypes or rewrite is not None or bool(params)
         run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
@@ -306,15 +306,12 @@ class _PlanBuilder:
         values = tuple([self._read(atom) for atom in eqn.invars])
         if info.uses_copies:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
-        has_copy = any(value.has_float32_copy for value in values)
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
-        neighbours = Neighbours(
-            values,
-            needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads == Reads.FUSED,
-            is_stored=(rule.moves or rule.arithmetic) and reads == Reads.STORED,
-            reads_stored_norm=self._reads_stored_norm(info, values),
-            uses=tuple(uses),
+        needs_float32 = reads == Reads.FUSED and (
+            rule.fuses or (rule.moves and any(v.has_float32_copy for v in values))
         )
+        is_stored = reads == Reads.STORED and (rule.moves or rule.arithmetic)
+        neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(info, values), tuple(uses))
         if old_step is not None and neighbours == old.neighbours:
             return []
         op = old._replace(neighbours=neighbours)
