@@ -36,8 +36,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.
     if call.rule is not None and any(map(jx.is_reference, eqn.invars)):
         return _as_traced(planner, call, op, "reference")
-    ((jaxpr, known, demands),) = op.inside
-    values = _known_as(op.values, known)
+    ((jaxpr, facts, demands),) = op.inside
+    values = _with_facts(op.values, facts)
     uses = tuple(use._replace(demand=each) for use, each in zip(op.neighbours.uses, demands, strict=True))
     is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
     region = op.region._replace(is_checkpointed=op.region.is_checkpointed or is_checkpoint)
@@ -76,8 +76,8 @@ def _branches(planner: Planner, op: Context) -> Step:
     uses = op.neighbours.uses
     reads, streams = _stored([use.reads for use in uses]), [use.stream for use in uses]
     plans = [
-        planner.plan(branch, _known_as(op.values[1:], known), tuple(map(Use, demands, streams, reads)), op.region)
-        for branch, known, demands in op.inside
+        planner.plan(branch, _with_facts(op.values[1:], facts), tuple(map(Use, demands, streams, reads)), op.region)
+        for branch, facts, demands in op.inside
     ]
     outs = tuple(functools.reduce(join, each) for each in zip(*[plan.outs for plan in plans], strict=True))
     reads = _stored([Reads.LOW, *map(min, zip(*[plan.reads for plan in plans], strict=True))])
@@ -87,9 +87,9 @@ def _branches(planner: Planner, op: Context) -> Step:
 def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     """Gives each carry of a loop the dtype that the body returns for it."""
     values, atoms = op.values, op.info.eqn.invars[loop.carry]
-    *of_cond, (body, known, demands) = op.inside
+    *of_cond, (body, facts, demands) = op.inside
     consts = tuple(value._replace(save_cast=True) for value in values[loop.consts])
-    inputs = list(_known_as((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), known))
+    inputs = list(_with_facts((*consts, *values[loop.carry], *map(_sliced, values[loop.xs])), facts))
     streams = [use.stream & Stream.RETURNED and use.stream for use in op.neighbours.uses]
     if planner.options.has_low_stream and op.region.format.is_low:
         streams = planner.streams.of_body(loop, op.is_input[loop.xs], streams)
@@ -101,12 +101,12 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
         return planner.plan(body, tuple(inputs), uses, op.region)
 
     starts, are_streams = map(_first_value, values[loop.carry], atoms), [each == Stream.NORM for each in streams]
-    starting = list(map(Carry, starts, known[loop.body_carry], map(jx.dtype_of, atoms), are_streams))
+    starting = list(map(Carry, starts, facts[loop.body_carry], map(jx.dtype_of, atoms), are_streams))
     carries, plan = _plan_carries(plan_of, starting, op.region.format.dtype)
     carry = tuple(each.value for each in carries)
     conds = [
-        planner.plan(cond, _known_as((*values[loop.cond_consts], *carry), known), tuple(map(Use, demands)), op.region)
-        for cond, known, demands in of_cond
+        planner.plan(cond, _with_facts((*values[loop.cond_consts], *carry), facts), tuple(map(Use, demands)), op.region)
+        for cond, facts, demands in of_cond
     ]
     # A stacked result that is also carried has the dtype of the carry.
     results = list(map(id, plan.signature.outvars))
@@ -220,8 +220,8 @@ def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
     return "autocast" if planner.options.saves_products and not is_fixed else "JAX"
 
 
-def _known_as(values: Sequence[Value], known: Sequence[ValueFacts]) -> tuple[Value, ...]:
-    return tuple(value._replace(known=each) for value, each in zip(values, known, strict=True))
+def _with_facts(values: Sequence[Value], facts: Sequence[ValueFacts]) -> tuple[Value, ...]:
+    return tuple(value._replace(known=each) for value, each in zip(values, facts, strict=True))
 
 
 def _stored(reads: Iterable[int]) -> list[int]:

@@ -95,6 +95,9 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equati
 Rewrite = Callable[[Op, Sequence[Any]], list[Any]]
 
 
+IN_CODE = "region"  # why a region has its format if the code says so, which precedes `rules` and facts
+
+
 class Region(NamedTuple):
     """The surroundings of an equation.
 

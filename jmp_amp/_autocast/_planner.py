@@ -11,7 +11,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
 from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
-from jmp_amp._autocast._plan import Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
+from jmp_amp._autocast._plan import IN_CODE, Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._primitives import ORIGINAL, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
@@ -140,10 +140,10 @@ class Planner:
             return region
         if overrides.scopes:
             region = region._replace(path=jx.scope_path(region.path, name_stack))
-            for pattern in overrides.matching(region.path) if region.why != "region" else ():
+            for pattern in overrides.matching(region.path) if region.why != IN_CODE else ():
                 region = region._replace(format=overrides.scopes[pattern], why="pattern")
         form = format_in(name_stack)
-        return region if form is None else region._replace(format=form, why="region")
+        return region if form is None else region._replace(format=form, why=IN_CODE)
 
     def decide(self, op: Context) -> Step:
         """Decides an equation."""
@@ -227,9 +227,9 @@ class _PlanBuilder:
         """Takes a planner and the arguments of `Planner.plan`."""
         self._planner, self._region = planner, region
         self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
-        infos, known = planner.infos_of(opened), [value.known for value in values]
-        self._facts = planner.knowledge.find(jaxpr, known)
-        demands = planner.demands.find(jaxpr, known, [use.demand for use in uses])
+        infos, facts = planner.infos_of(opened), [value.known for value in values]
+        self._facts = planner.knowledge.find(jaxpr, facts)
+        demands = planner.demands.find(jaxpr, facts, [use.demand for use in uses])
         streams: Mapping[Var, int] = {}
         if planner.options.has_low_stream:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
@@ -259,7 +259,7 @@ class _PlanBuilder:
         eqn, rule = info.eqn, info.rule
         region = self._planner.enter(self._region, eqn)
         outs = [self._variables[var].demand for var in eqn.outvars]
-        demand, is_in_code = joined(outs), region.why == "region"
+        demand, is_in_code = joined(outs), region.why == IN_CODE
         inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._facts, eqn.invars)
@@ -282,7 +282,7 @@ class _PlanBuilder:
             pending = [i]
             while pending:
                 pending += self._decide(pending.pop())
-        known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
+        values = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
         steps = list(filter(None, self._steps))
         inner = [plan for step in steps for plan in step.inner]
@@ -290,7 +290,7 @@ class _PlanBuilder:
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
         signature, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
-        return Plan(signature, self._consts, known, steps, outs, reads, self._region, scopes, opaque)
+        return Plan(signature, self._consts, values, steps, outs, reads, self._region, scopes, opaque)
 
     def _read(self, atom: Any) -> Value:
         if isinstance(atom, Literal):
@@ -318,8 +318,8 @@ class _PlanBuilder:
         step = self._planner.decide(op)
         self._contexts[i], self._steps[i] = op, step
         for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
-            known = self._facts.get(var)
-            variable.value = out if known is None else out._replace(known=known)
+            facts = self._facts.get(var)
+            variable.value = out if facts is None else out._replace(known=facts)
         affected = list(self._affected(i, step))
         if old_step is not None and old_step.outs != step.outs:
             affected += [reader for out in outs for reader in out.readers]
