@@ -114,9 +114,9 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     stacked = [stored.get(var, out).dtype for var, out in zip(results, plan.outs, strict=True)][loop.n_carry :]
     outs = (*carry, *map(Value, stacked))
     cast = (*values[loop.cond_consts], *consts, *carry, *values[loop.xs])
-    of_body = list(plan.reads)
-    of_body[loop.body_carry] = [Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry]
-    reads = _stored([each for cond in conds for each in cond.reads[loop.cond_consts]] + of_body)
+    of_inputs = list(plan.reads)
+    of_inputs[loop.body_carry] = [Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry]
+    reads = _stored([each for cond in conds for each in cond.reads[loop.cond_consts]] + of_inputs)
     keeper = _keeper(planner, plan, body, op.region) if loop.cond is None else None
     bodies = [*[cond.body() for cond in conds], plan.body(outs, planner.is_saved if keeper == "autocast" else None)]
     return _step(op, cast, reads, outs, [*conds, plan], bodies)._replace(keeper=keeper)

@@ -164,8 +164,8 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
     def of_body(self, loop: jx.Loop, is_weight: Sequence[bool], uses: list[int]) -> list[int]:
         """Returns how the results of the body of a loop are read: carries that are residual streams, by a norm.
 
-        Such are, in a scan over layers, sums that norms read and the results of norms. It slices the weights that its
-        products read. One over time has the same weights in each iteration, and its carries are states.
+        A scan over layers slices the weights that its products read. Those of its carries are residual streams that
+        norms read or made. One over time has the same weights in each iteration, and its carries are states.
 
         Args:
             loop: the loop.
