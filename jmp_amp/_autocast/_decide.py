@@ -17,43 +17,58 @@ from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, 
 from jmp_amp._formats import FLOAT32
 
 
+class Neighbours(NamedTuple):
+    """What is known of the operands of an equation and of those who read its results, as these are decided.
+
+    Attributes:
+        values: what is known of its operands.
+        needs_float32: whether all readers of its results read float32, so that it is evaluated in float32.
+        is_stored: whether they do, but some from memory, so that only a sum, which may cancel, is.
+        reads_stored_norm: whether it reads a norm of low-precision data that a product reads too.
+        uses: how each of its results is used, if it holds jaxprs.
+    """
+
+    values: tuple[Value, ...] = ()
+    needs_float32: bool = False
+    is_stored: bool = False
+    reads_stored_norm: bool = False
+    uses: tuple[Use, ...] = ()
+
+
 class Context(NamedTuple):
-    """An equation, and everything that its decision depends on.
+    """An equation, and everything that its decision depends on. Only its neighbours change while it is planned.
 
     Attributes:
         info: the facts of the equation.
         rule: that of its op; in a float32 region, where each op runs as it was traced, `ORIGINAL`.
         region: its format, and the scopes around it.
         options: the arguments of `autocast`.
-        values: what is known of its operands.
-        needs_float32: whether all readers of its results read float32, so that it is evaluated in float32.
-        is_stored: whether they do, but some from memory, so that only a sum, which may cancel, is.
         overflows: whether its results may be too large for the low dtype, because of a constant.
-        reads_stored_norm: whether it reads a norm of low-precision data that a product reads too.
         is_ranked: whether its results are chosen from by their order.
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
-        uses: how each of its results is used, if it holds jaxprs.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
+        neighbours: its operands and readers.
     """
 
     info: EqnInfo
     rule: Rule
     region: Region
     options: Options
-    values: tuple[Value, ...] = ()
-    needs_float32: bool = False
-    is_stored: bool = False
-    overflows: bool = False
-    reads_stored_norm: bool = False
-    is_ranked: bool = False
-    stream: int = Stream.NONE
-    uses: tuple[Use, ...] = ()
-    inside: Sequence[Inside] = ()
+    overflows: bool
+    is_ranked: bool
+    stream: int
+    inside: Sequence[Inside]
+    neighbours: Neighbours = Neighbours()
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """What is known of its operands."""
+        return self.neighbours.values
 
     @property
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, *self[4:11]
+        return self.region.format, self.overflows, self.is_ranked, self.stream, self.neighbours
 
     @property
     def is_float32(self) -> list[bool]:
@@ -63,7 +78,7 @@ class Context(NamedTuple):
     @property
     def is_input(self) -> tuple[bool, ...]:
         """Whether each operand is an input of the program, moved or not, so that it may be a weight."""
-        return tuple([value.origin <= Origin.INPUT for value in self.values])
+        return tuple([value.origin <= Origin.INPUT for value in self.neighbours.values])
 
     def stream_dtype(self, value: Value) -> Any:
         """Returns the data dtype of an operand where inputs of the program count as low-precision data."""
@@ -101,9 +116,10 @@ def decide(op: Context) -> tuple[Any, str]:
     if _has_large_constant(op):
         return FLOAT32, "offset"
     # In `jnp.exp(x @ w - 1)` the subtraction fuses with the exponential, which is float32.
-    if op.overflows or (op.needs_float32 and not _is_exact(op)) or (op.is_stored and _adds_arrays(op)):
+    near = op.neighbours
+    if op.overflows or (near.needs_float32 and not _is_exact(op)) or (near.is_stored and _adds_arrays(op)):
         return FLOAT32, _why_float32(op, values)
-    stored = [value.as_data() for value in values] if op.reads_stored_norm or rule.stores else values
+    stored = [value.as_data() for value in values] if near.reads_stored_norm or rule.stores else values
     dtype = common_dtype(stored) if rule.op_class is OpClass.PROMOTE else widest(value.dtype for value in stored)
     if dtype == FLOAT32:
         why = _why_float32(op, values)

@@ -57,12 +57,12 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         kinds = [0] * first + [Path.CARRY] * loop.n_carry + [Path.SLICE] * (n - last)
         inputs = [frozenset({pair}) for pair in enumerate(kinds)]
         outs = self.outs(loop.body, inputs)
-        entering, before = inputs, None
-        while entering != before:
-            before = entering
+        reached, before = inputs, None
+        while reached != before:
+            before = reached
             after = [_composed(before, paths) for paths in outs]
-            entering = [*inputs[:first], *map(self.join, inputs[first:last], after), *inputs[last:]]
-        return after[: loop.n_carry], [*entering[first:last], *after[loop.n_carry :]]
+            reached = [*inputs[:first], *map(self.join, inputs[first:last], after), *inputs[last:]]
+        return after[: loop.n_carry], [*reached[first:last], *after[loop.n_carry :]]
 
     def _through(self, equation: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
         if not isinstance(loop := equation.enters, jx.Loop):

@@ -95,6 +95,9 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equati
 Rewrite = Callable[[Op, Sequence[Any]], list[Any]]
 
 
+IN_CODE = "region"  # why a region has its format if the code says so, which precedes `rules` and facts
+
+
 class Region(NamedTuple):
     """The surroundings of an equation.
 
@@ -148,7 +151,7 @@ class Plan:
     """The steps of one jaxpr, for one set of input dtypes.
 
     Attributes:
-        frame: the jaxpr, open and without equations. A plan lives as long as its jaxpr, so it must not hold it.
+        signature: the jaxpr, open and without equations. A plan lives as long as its jaxpr, so it must not hold it.
         consts: the values of its constants.
         values: what is known of each variable.
         steps: the decision for each equation.
@@ -160,7 +163,7 @@ class Plan:
         bodies: its functions in place of the jaxpr; plans of one jaxpr with the same decisions share them.
     """
 
-    frame: Jaxpr
+    signature: Jaxpr
     consts: Sequence[Any]
     values: Mapping[Var, Value]
     steps: Sequence[Step]
@@ -191,22 +194,22 @@ class Plan:
             with jx.versions.context_of(eqn):
                 return step.run(list(map(cast_once, eqn.invars, operands, step.casts)))
 
-        jaxpr = self.frame.replace(eqns=[step.eqn for step in steps])
+        jaxpr = self.signature.replace(eqns=[step.eqn for step in steps])
         return jx.evaluate(ClosedJaxpr(jaxpr, self.consts), args, apply)
 
     @functools.cached_property
     def _groups(self) -> Sequence[Step]:
-        return _grouped(self.steps, self.frame.outvars)
+        return _grouped(self.steps, self.signature.outvars)
 
     @functools.cached_property
     def inputs(self) -> tuple[Value, ...]:
         """What is known of the inputs."""
-        return tuple(self.values[var] for var in self.frame.invars)
+        return tuple(self.values[var] for var in self.signature.invars)
 
     @functools.cached_property
     def changed(self) -> bool:
         """Whether a dtype in it differs from the traced one."""
-        return differs(zip(self.frame.invars, self.inputs, strict=True)) or any(step.changed for step in self.steps)
+        return differs(zip(self.signature.invars, self.inputs, strict=True)) or any(step.changed for step in self.steps)
 
     def body(self, outs: Sequence[Value] = (), policy: Callable[..., bool] | None = None) -> jx.Body:
         """Returns the plan as a function in place of its jaxpr, the same one for the same arguments.
@@ -220,7 +223,7 @@ class Plan:
             fun: Callable[..., list[Any]] = with_results(self, outs) if outs else self
             if policy is not None:
                 fun = jax.checkpoint(fun, policy=policy, prevent_cse=False)
-            pairs = zip(self.frame.invars, self.inputs, strict=True)
+            pairs = zip(self.signature.invars, self.inputs, strict=True)
             self.bodies[key] = jx.Body(fun, [jx.with_dtype(var.aval, value.dtype) for var, value in pairs])
         return self.bodies[key]
 
@@ -262,15 +265,15 @@ def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
 
 def _grouped(steps: Sequence[Step], results: Sequence[Any]) -> list[Step]:
     """Joins the steps of ops that come from one call in the user's code; the caller reads `results`."""
-    groups = [list(group) for _, group in itertools.groupby(steps, lambda step: _call(step) or id(step))]
+    groups = [list(group) for _, group in itertools.groupby(steps, lambda step: _call_key(step) or id(step))]
     read_later, joined = {atom for atom in results if isinstance(atom, Var)}, []
     for group in reversed(groups):
-        joined.append(group[0] if _call(group[0]) is None else _join(group, read_later))
+        joined.append(group[0] if _call_key(group[0]) is None else _join(group, read_later))
         read_later.update([atom for step in group for atom in step.eqn.invars if isinstance(atom, Var)])
     return joined[::-1]
 
 
-def _call(step: Step) -> tuple[Any, ...] | None:
+def _call_key(step: Step) -> tuple[Any, ...] | None:
     """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
     if not isinstance(step.run, Op) or step.eqn.effects or not _is_hashable(step.run):
         return None

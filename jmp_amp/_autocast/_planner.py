@@ -9,9 +9,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
-from jmp_amp._autocast._decide import Context, decide, describe_results, params_for
+from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
-from jmp_amp._autocast._plan import Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
+from jmp_amp._autocast._plan import IN_CODE, Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._primitives import ORIGINAL, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
@@ -23,7 +23,7 @@ class Planner:
     """Plans jaxprs. It keeps what it finds out about a jaxpr as long as that lives; see `planner_of`."""
 
     def __init__(self, plan_higher_order: Callable[..., Step], options: Options) -> None:
-        """Takes a function that plans equations that hold jaxprs, and the arguments of `autocast`."""
+        """Takes `plan_higher_order`, which itself calls a planner and so is not imported here, and the options."""
         self._rules = options.overrides.table
         self._plan_higher_order = plan_higher_order
         self.options = options
@@ -61,31 +61,32 @@ class Planner:
         return self._infos(jaxpr, (), lambda: self._read_infos(jaxpr))
 
     def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
-        moved, products = dict[Any, Var](), dict[Any, tuple[int, Sequence[Any]]]()
-        read, between = list[tuple[JaxprEqn, Rule, tuple[Var | None, ...]]](), dict[int, int]()
-        rounded = set[frozenset[int]]()  # a value, and what it was rounded to
-        for i, eqn in enumerate(jaxpr.eqns):
-            rule = self.rule_of(eqn)
-            sources = tuple([moved.get(atom, atom) if isinstance(atom, Var) else None for atom in eqn.invars])
-            read.append((eqn, rule, sources))
-            if rule.moves and len(eqn.outvars) == 1 and sources[0] is not None:
-                moved[eqn.outvars[0]] = sources[0]
-            if self._rounds(eqn, rule):
-                rounded.add(frozenset(map(id, (*eqn.invars, *eqn.outvars))))
+        pairs = [(eqn, self.rule_of(eqn)) for eqn in jaxpr.eqns]
+        # What each operand was before it was only moved.
+        moved, sources = dict[Any, Var](), list[tuple[Var | None, ...]]()
+        for eqn, rule in pairs:
+            sources.append(tuple([moved.get(a, a) if isinstance(a, Var) else None for a in eqn.invars]))
+            if rule.moves and len(eqn.outvars) == 1 and (source := sources[-1][0]) is not None:
+                moved[eqn.outvars[0]] = source
+        # The products in `(A @ P) @ A.T`, and `A @ (P @ A.T)`.
+        products, between = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int]()
+        for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
             if rule.is_product:
-                products[eqn.outvars[0]] = i, sources
-                for k in (0, 1):  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
-                    first, factors = products.get(sources[k], (i, ()))
-                    if sources[1 - k] is not None and sources[1 - k] in factors:
-                        between |= {i: k, first: 1 - factors.index(sources[1 - k])}
-            elif rule.passes_on and len(made := [products[each] for each in sources if each in products]) == 1:
+                products[eqn.outvars[0]] = i, of
+                for k in (0, 1):
+                    first, factors = products.get(of[k], (i, ()))
+                    if of[1 - k] is not None and of[1 - k] in factors:
+                        between |= {i: k, first: 1 - factors.index(of[1 - k])}
+            elif rule.passes_on and len(made := [products[each] for each in of if each in products]) == 1:
                 products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
+        # Values, each with what it was rounded to.
+        rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn, rule in pairs if self._rounds(eqn, rule)]
         infos = []
-        for i, (eqn, rule, sources) in enumerate(read):
+        for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
             operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-            is_fraction = rule.kind is ResultKind.DIFFERENCE and frozenset(map(id, eqn.invars)) in rounded
-            op = self._op_of(eqn, sources, between.get(i), is_fraction)
-            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, sources, between.get(i), is_fraction, op))
+            is_fraction = rule.kind is ResultKind.DIFFERENCE and {*map(id, eqn.invars)} in rounded
+            op = self._op_of(eqn, of, between.get(i), is_fraction)
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, between.get(i), is_fraction, op))
         return infos
 
     def _rounds(self, eqn: JaxprEqn, rule: Rule) -> bool:
@@ -122,8 +123,7 @@ class Planner:
 
         A kernel has no rule and reads floating values.
         """
-        jaxprs = jx.versions.jaxprs_in(params) if primitive.name in jx.HIGHER_ORDER else None
-        if jaxprs is not None:
+        if primitive.name in jx.HIGHER_ORDER and (jaxprs := jx.versions.jaxprs_in(params)) is not None:
             inside = [eqn for inner in jaxprs for eqn in jx.open_jaxpr(inner)[0].eqns]
             return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
         if primitive.name not in self._rules:
@@ -140,10 +140,10 @@ class Planner:
             return region
         if overrides.scopes:
             region = region._replace(path=jx.scope_path(region.path, name_stack))
-            for pattern in overrides.matching(region.path) if region.why != "region" else ():
+            for pattern in overrides.matching(region.path) if region.why != IN_CODE else ():
                 region = region._replace(format=overrides.scopes[pattern], why="pattern")
         form = format_in(name_stack)
-        return region if form is None else region._replace(format=form, why="region")
+        return region if form is None else region._replace(format=form, why=IN_CODE)
 
     def decide(self, op: Context) -> Step:
         """Decides an equation."""
@@ -156,11 +156,11 @@ class Planner:
         return step._replace(eqn=op.info.eqn, region=op.region)
 
     def _first_order(self, op: Context) -> Step:
-        eqn, is_float32 = op.info.eqn, op.is_float32
+        eqn, values = op.info.eqn, op.values
         dtype, why = decide(op)
-        pairs = zip(op.values, is_float32, strict=True)
+        pairs = zip(values, op.is_float32, strict=True)
         casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
-        dtypes = tuple(cast or value.dtype for cast, value in zip(casts, op.values, strict=True))
+        dtypes = tuple(cast or value.dtype for cast, value in zip(casts, values, strict=True))
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
         # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
@@ -168,16 +168,16 @@ class Planner:
         triples = zip(casts, eqn.invars, op.is_input, strict=True)
         own = tuple(cast if has_rule and isinstance(a, Var) and is_input else None for cast, a, is_input in triples)
         shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
-        saved = tuple(i for i, value in enumerate(op.values) if own[i] is not None and value.save_cast)
+        saved = tuple(i for i, value in enumerate(values) if own[i] is not None and value.save_cast)
         rewrite = rewrite_of(op, dtypes, own)
-        has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*op.values, *outs), strict=True))
+        has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         changed = has_other_dtypes or rewrite is not None or bool(params)
         run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
         shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
-        otherwise = Reads.STORED if op.is_stored else Reads.LOW
+        otherwise = Reads.STORED if op.neighbours.is_stored else Reads.LOW
         reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
         return Step(eqn, op.region, shared, outs, run, changed, reads, why)
 
@@ -205,16 +205,20 @@ class _Variable:
     @property
     def reads(self) -> int:
         """In which dtype it is read; as a gate, in float32."""
-        is_gate = self.demand & Demand.GATE
-        return Reads.FUSED if is_gate else min([self.returned, *self.readers.values()])
+        return Reads.FUSED if self.demand & Demand.GATE else min([self.returned, *self.readers.values()])
 
 
 class _PlanBuilder:
     """A plan in the making.
 
-    Equations are decided in order, so the readers of a result are decided after it. Once all readers of a cheap op turn
-    out to read float32, the op is decided again: in float32 it fuses with them, which costs no memory and rounds less.
-    An op that moves values is decided again once there is a float32 copy of them.
+    1. The analyses find the facts of all values, what their readers demand, and which are residual streams.
+    2. For each equation, that says in which region it is, and whether it runs as it was traced (`_context`).
+    3. Equations are decided in order, by their operands and by the readers that are known so far (`_decide`).
+    4. Where a decision changes what another one has read, that equation is decided again.
+
+    The readers of a result are decided after it. Once all readers of a cheap op turn out to read float32, the op is
+    decided again: in float32 it fuses with them, which costs no memory and rounds less. An op that moves values is
+    decided again once there is a float32 copy of them.
     """
 
     def __init__(
@@ -223,9 +227,9 @@ class _PlanBuilder:
         """Takes a planner and the arguments of `Planner.plan`."""
         self._planner, self._region = planner, region
         self._jaxpr, self._consts = opened, consts = jx.open_jaxpr(jaxpr)
-        infos, known = planner.infos_of(opened), [value.known for value in values]
-        self._known = planner.knowledge.find(jaxpr, known)
-        demands = planner.demands.find(jaxpr, known, [use.demand for use in uses])
+        infos, facts = planner.infos_of(opened), [value.known for value in values]
+        self._facts = planner.knowledge.find(jaxpr, facts)
+        demands = planner.demands.find(jaxpr, facts, [use.demand for use in uses])
         streams: Mapping[Var, int] = {}
         if planner.options.has_low_stream:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
@@ -255,27 +259,22 @@ class _PlanBuilder:
         eqn, rule = info.eqn, info.rule
         region = self._planner.enter(self._region, eqn)
         outs = [self._variables[var].demand for var in eqn.outvars]
-        demand, is_in_code = joined(outs), region.why == "region"
+        demand, is_in_code = joined(outs), region.why == IN_CODE
         inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
-            operands = self._planner.knowledge.of(self._known, eqn.invars)
+            operands = self._planner.knowledge.of(self._facts, eqn.invars)
             if info.enters is not None:
                 given = [Demand.ANY] * len(outs) if is_in_code else outs
                 inside = self._planner.demands.inside(info, operands, given)
             reason = why_as_traced(info, demand, operands, region.format)
             if reason is not None and region.format.is_low and not is_in_code:
                 region = region._replace(format=FORMATS["float32"], why=reason)
-        results = self._planner.knowledge.of(self._known, eqn.outvars)
-        return Context(
-            info,
-            rule if region.format.is_low else ORIGINAL,
-            region,
-            self._planner.options,
-            overflows=any(known.size > region.format.largest for known in results),
-            is_ranked=bool(demand & Demand.RANK) and not is_in_code,
-            stream=stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE,
-            inside=inside,
-        )
+        results = self._planner.knowledge.of(self._facts, eqn.outvars)
+        overflows = any(known.size > region.format.largest for known in results)
+        is_ranked = bool(demand & Demand.RANK) and not is_in_code
+        stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
+        rule = rule if region.format.is_low else ORIGINAL
+        return Context(info, rule, region, self._planner.options, overflows, is_ranked, stream, inside)
 
     def plan(self) -> Plan:
         """Decides all equations."""
@@ -283,15 +282,15 @@ class _PlanBuilder:
             pending = [i]
             while pending:
                 pending += self._decide(pending.pop())
-        known = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
+        values = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
         steps = list(filter(None, self._steps))
         inner = [plan for step in steps for plan in step.inner]
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
-        frame, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
-        return Plan(frame, self._consts, known, steps, outs, reads, self._region, scopes, opaque)
+        signature, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
+        return Plan(signature, self._consts, values, steps, outs, reads, self._region, scopes, opaque)
 
     def _read(self, atom: Any) -> Value:
         if isinstance(atom, Literal):
@@ -307,22 +306,20 @@ class _PlanBuilder:
         values = tuple([self._read(atom) for atom in eqn.invars])
         if info.uses_copies:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
-        has_copy = any(value.has_float32_copy for value in values)
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
-        op = old._replace(
-            values=values,
-            needs_float32=(rule.fuses or (rule.moves and has_copy)) and reads == Reads.FUSED,
-            is_stored=(rule.moves or rule.arithmetic) and reads == Reads.STORED,
-            reads_stored_norm=self._reads_stored_norm(info, values),
-            uses=tuple(uses),
+        needs_float32 = reads == Reads.FUSED and (
+            rule.fuses or (rule.moves and any(v.has_float32_copy for v in values))
         )
-        if old_step is not None and op == old:
+        is_stored = reads == Reads.STORED and (rule.moves or rule.arithmetic)
+        neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(info, values), tuple(uses))
+        if old_step is not None and neighbours == old.neighbours:
             return []
+        op = old._replace(neighbours=neighbours)
         step = self._planner.decide(op)
         self._contexts[i], self._steps[i] = op, step
         for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
-            known = self._known.get(var)
-            variable.value = out if known is None else out._replace(known=known)
+            facts = self._facts.get(var)
+            variable.value = out if facts is None else out._replace(known=facts)
         affected = list(self._affected(i, step))
         if old_step is not None and old_step.outs != step.outs:
             affected += [reader for out in outs for reader in out.readers]

@@ -76,7 +76,7 @@ def _depth(parts: Sequence[_Part | None]) -> int:
     return max((part.depth for part in parts if part), default=0)
 
 
-def _is_whole(info: EqnInfo, i: int) -> bool:
+def _has_result_shape(info: EqnInfo, i: int) -> bool:
     """Whether an operand has the shape of the result."""
     return jx.shape_of(info.eqn.invars[i]) == jx.shape_of(info.eqn.outvars[0])
 
@@ -91,11 +91,11 @@ def _flow(info: EqnInfo, operands: Sequence[_Part | None], reads: int = Stream.N
     rule, nothing = info.rule, (Stream.NONE, Stream.NONE)
     if len(info.eqn.outvars) != 1:
         return _Part(), *nothing
-    known = [(part, _is_whole(info, i)) for i, part in enumerate(operands) if part]
-    elements = [part for part, is_whole in known if not part.holds and (rule.moves or is_whole)]
+    known = [(part, _has_result_shape(info, i)) for i, part in enumerate(operands) if part]
+    elements = [part for part, is_full in known if not part.holds and (rule.moves or is_full)]
     statistics = [
-        part._replace(holds=_Holds.FACTOR) if part.holds is _Holds.DEVIATION and not is_whole else part
-        for part, is_whole in known
+        part._replace(holds=_Holds.FACTOR) if part.holds is _Holds.DEVIATION and not is_full else part
+        for part, is_full in known
         if part.holds
     ]
     of_statistics = Stream.NONE, reads & (Stream.STATISTIC | Stream.RESNET)
@@ -142,13 +142,10 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         if info.rule.op_class is OpClass.LOWER:  # a ResNet: `x = x + batch_norm(conv(x)); conv(x)`
             return [Stream.RESNET if part and part.adds_norm else Stream.NONE for part in operands]
         _, of_elements, of_statistics = _flow(info, operands, joined(outs))
-        each = []
-        for i, part in enumerate(operands):
-            is_read = part and (
-                part.holds or info.rule.moves or info.rule.kind is ResultKind.TOTAL or _is_whole(info, i)
-            )
-            each.append((of_statistics if part.holds else of_elements) if part and is_read else Stream.NONE)
-        return each
+        reads_all = info.rule.moves or info.rule.kind is ResultKind.TOTAL
+        is_read = [part is not None and (reads_all or _has_result_shape(info, i)) for i, part in enumerate(operands)]
+        pairs = zip(operands, is_read, strict=True)
+        return [of_statistics if part and part.holds else of_elements if read else Stream.NONE for part, read in pairs]
 
     def of(self, jaxpr: Any, is_computed: Sequence[bool], uses: Sequence[int]) -> dict[Var, int]:
         """Returns how the sums that depend on a product are read, and the values that are returned.
@@ -164,11 +161,11 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         found = self.find(jaxpr, inputs, uses)
         return {var: read for var, read in found.items() if read & Stream.RETURNED or _depth([known.get(var)])}
 
-    def carries(self, loop: jx.Loop, is_weight: Sequence[bool], uses: Sequence[int]) -> list[bool]:
-        """Returns whether each carry of a `scan` over layers is a residual stream, or the result of a norm.
+    def of_body(self, loop: jx.Loop, is_weight: Sequence[bool], uses: list[int]) -> list[int]:
+        """Returns how the results of the body of a loop are read: carries that are residual streams, by a norm.
 
-        A scan over layers slices the weights that its products read. One over time has the same weights in each
-        iteration, and its carries are states.
+        A scan over layers slices the weights that its products read. Those of its carries are residual streams that
+        norms read or made. One over time has the same weights in each iteration, and its carries are states.
 
         Args:
             loop: the loop.
@@ -178,18 +175,18 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         constant, carry, weight_slice = Paths.bottom, frozenset({(_CARRY, 0)}), frozenset({(_SLICE, 0)})
         slices = [weight_slice if weight else constant for weight in is_weight]
         if not self._has_layer(loop.body, [*[constant] * loop.n_consts, *[carry] * loop.n_carry, *slices]):
-            return [False] * loop.n_carry
+            return uses
         body, _ = jx.open_jaxpr(loop.body)
         inputs = (_Part(),) * len(body.invars)
         parts = self.known.outs(loop.body, inputs)
         found = self.find(loop.body, inputs, [use & Stream.RETURNED for use in uses])
-        entering = body.invars[loop.n_consts : loop.n_consts + loop.n_carry]
-        return [
-            part is not None
-            and not (isinstance(out, Var) and found[out] & Stream.RETURNED)
-            and (part.is_normal or part.adds_norm or stream_of(found.get(var, Stream.NONE)) != Stream.NONE)
-            for part, out, var in zip(parts, body.outvars, entering, strict=False)
-        ]
+        of_carries = list(uses)
+        for i, (part, out, var) in enumerate(zip(parts, body.outvars, body.invars[loop.body_carry], strict=False)):
+            is_returned = isinstance(out, Var) and found[out] & Stream.RETURNED
+            is_stream = part and (part.is_normal or part.adds_norm or stream_of(found.get(var, Stream.NONE)))
+            if is_stream and not is_returned:
+                of_carries[i] = Stream.NORM
+        return of_carries
 
     def _has_layer(self, jaxpr: Any, inputs: Sequence[Sources]) -> bool:
         """Whether a jaxpr multiplies what is made of a carry, as a matrix, by a slice of a weight."""

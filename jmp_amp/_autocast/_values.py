@@ -173,11 +173,8 @@ class Value(NamedTuple):
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
         known = self.known
-        if (
-            known.is_constant
-            and known.least <= known.size
-            and (self.overflows(dtype) or known.least < float(jnp.finfo(dtype).tiny))
-        ):
+        is_read = known.is_constant and known.least <= known.size
+        if is_read and (self.overflows(dtype) or known.least < float(jnp.finfo(dtype).tiny)):
             return False
         return known.scalar is None or abs(known.scalar) == 1 or abs(np.float32(known.scalar).astype(dtype)) != 1
 

@@ -132,8 +132,7 @@ class Forward(_Analysis[E, T]):
             outs_of_each = [self.outs(*each) for each in inside]
             return [functools.reduce(self.join, facts) for facts in zip(*outs_of_each, strict=True)]
         body, inputs = inside[-1]
-        carry = inputs[loop.n_consts : loop.n_consts + loop.n_carry]
-        return self.leave_loop(loop, self.outs(body, inputs) if loop.cond is None else carry)
+        return self.leave_loop(loop, self.outs(body, inputs) if loop.cond is None else inputs[loop.body_carry])
 
 
 class Backward(_Analysis[E, T], Generic[E, S, T]):
@@ -202,10 +201,10 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         self, equation: E, operands: Sequence[S], outs: Sequence[T]
     ) -> list[tuple[Any, tuple[S, ...], tuple[T, ...]]]:
         """Returns the jaxprs of an equation, what is known of the inputs of each, and the demands on its results."""
-        entered, loop = self.known.inside(equation, operands), equation.enters
+        found, loop = self.known.inside(equation, operands), equation.enters
         if not isinstance(loop, Loop):
-            return [(*each, tuple(outs)) for each in entered]
-        *before, (body, inputs) = entered
+            return [(*each, tuple(outs)) for each in found]
+        *before, (body, inputs) = found
         conditions = [(*each, (self.condition,)) for each in before]
         ys = outs[loop.n_carry :]
         carry = tuple(map(self.join, outs, self._of_operands(equation, conditions)[loop.carry]))

@@ -95,6 +95,11 @@ class Loop(NamedTuple):
         """The number of carries."""
         return self.carry.stop - self.carry.start
 
+    @property
+    def body_carry(self) -> slice:
+        """The inputs of the body that are the carries."""
+        return slice(self.n_consts, self.n_consts + self.n_carry)
+
 
 Structure = Call | Branches | Loop
 
