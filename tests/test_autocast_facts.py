@@ -314,6 +314,29 @@ def convolved(u):
     return lax.scan(step, u, length=100)[0]
 
 
+def diffused(u):
+    def step(u, _):
+        return u + 0.1 * (LAPLACE @ u) + 1e-2 * jnp.tanh((u - 290) / 5 @ W), None
+
+    return lax.scan(step, u, length=50)[0] - 290
+
+
+def rooted(a):
+    """By Newton and Schulz."""
+
+    def step(_, carry):
+        y, z = carry
+        half = 0.5 * (3 * jnp.eye(8) - z @ y)
+        return y @ half, half @ z
+
+    norm = jnp.linalg.norm(a)
+    return jnp.sqrt(norm) * lax.fori_loop(0, 12, step, (a / norm, jnp.eye(8)))[0]
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+
 # Programs that were off, or infinite, before facts crossed borders.
 PROGRAMS = {
     "cholesky in a map": (lambda x: lax.map(jnp.linalg.cholesky, x @ x.mT + 1e-3 * jnp.eye(6)), X),
@@ -370,6 +393,20 @@ PROGRAMS = {
     "a variance of a window": (lambda x: blurred(x * x) - blurred(x) ** 2, IMAGE),
     "a covariance of windows": (lambda x: blurred(x * x**2) - blurred(x) * blurred(x**2), IMAGE),
     "a covariance of two images": (lambda x: covariance(x, jnp.roll(x, 1, 1)), IMAGE),
+    "a linear term of a simulation beside a learned one": (diffused, 290 + 5 * normal(8)),
+    "a square root of a product of covariances": (lambda x: rooted(SPD @ (x.T @ x / 6 + jnp.eye(8))), Y),
+    "a quotient of two small sums by features": (
+        lambda x: (lambda q: (q @ (q.T @ x)) / (q @ q.sum(0))[:, None])(jnp.exp(x - 12)),
+        Y,
+    ),
+    "a mean less what it is a mean of": (lambda x: jax.nn.softmax(x[:, :6]) @ (15 + x) - (15 + x), Y),
+    "an angle in a complex exponential": (lambda x: jnp.real(jnp.exp(1j * (30 * x @ W))), Y),
+    "the angle of one": (lambda x: jnp.angle(2 * jnp.exp(1j * (30 * x @ W))), Y),
+    "a product of a real and a complex matrix": (lambda x: jnp.abs(x @ (W + 1j * SPD)), Y),
+    "a small factor": (lambda x: (x * 1e-9) @ W / 1e-9, Y),
+    "two small factors": (lambda x: jnp.flip(x * 1e-5).T @ (x * 1e-5) / 1e-10, Y),
+    "an array of small divisors": (lambda x: (x / (jnp.arange(1, 9) / 1e13)) @ W, Y),
+    "normals before a steep function": (lambda x: 1 / (1.01 - unit(x[:, :3]) @ unit(x[:, 3:6]).T ** 2) ** 2, Y),
     "angles between vectors": (batched(*BODIES["the edge of a domain"][:2]), X),
     "sines of angles between vectors": (batched(BODIES["the edge of a domain"][0], lambda c: jnp.sqrt(1 - c * c)), X),
 }
@@ -676,6 +713,33 @@ def test_the_fraction_of_a_large_number_is_below_1(name):
 def test_what_is_large_for_float16_is_float32_in_a_product(grow):
     for low, want in ("float16", "float32 float32 -> float32"), ("bfloat16", "bfloat16 bfloat16 -> bfloat16"):
         assert dtypes(amp.autocast(lambda x: grow(x) @ W, low), Y, primitive="dot_general") == [want]
+
+
+LOSES_NOTHING = {
+    "conditioning by a logarithm": lambda x: (x + jnp.log(jnp.exp(x[:, :1])) * W[0]) @ W,
+    "attention scaled by the logarithm of its length": lambda x: (
+        (x * jnp.log(jnp.arange(6.0) + 2)[:, None]) @ (x @ W).T
+    ),
+    "features that are logarithms": lambda x: jnp.tanh(jnp.log(jnp.abs(x) + 1e-6) @ W),
+    "a modulus": lambda x: jnp.sqrt((x @ W) ** 2 + (x @ W.T) ** 2 + 1e-9),
+    "a cost that a softmax reads": lambda x: jax.nn.softmax(-jnp.sum((x @ W) ** 2, -1) - 0.1 * jnp.sum(x**2, -1)),
+    "a mask of a matrix to decompose": lambda x: jnp.linalg.slogdet(jax.nn.sigmoid(x @ W)[:, :6] + 9 * jnp.eye(6))[1],
+    "factors of low rank": lambda x: (x @ W[:, :4]) @ W[:4],
+    "a layer of an ODE": lambda x: lax.fori_loop(0, 9, lambda _, x: x + 0.1 * jnp.tanh(x @ W), x),
+    "a small step": lambda x: x + 1e-9 * jnp.tanh(x @ W),
+    "audio of 16 bits": lambda x: jnp.tanh(x / 2**15 @ W),
+    "a modulation": lambda x: jnp.tanh((1 + x @ W) * x),
+    "an activation": lambda x: jax.nn.hard_swish(x @ W),
+}
+
+
+@pytest.mark.parametrize("low", EPSILON)
+@pytest.mark.parametrize("name", LOSES_NOTHING)
+def test_a_product_is_low_where_that_loses_nothing(name, low):
+    fun = LOSES_NOTHING[name]
+    want, got = jax.jit(lambda x: [fun(x), amp.autocast(fun, low)(x)])(Y)
+    assert error(got, want) < 4 * EPSILON[low]
+    assert "float32" not in " ".join(dtypes(amp.autocast(fun, low), Y, primitive="dot_general"))
 
 
 VOCABULARY = normal(8, 1000)

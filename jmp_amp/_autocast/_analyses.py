@@ -47,7 +47,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             return a
         is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
         larger = ValueFacts._make([a.scalar if a.scalar == b.scalar else None, *map(max, a[1:], b[1:])])
-        least = min(a.least, b.least) if is_constant else larger.least
+        least = min(a.least, b.least) if is_constant else math.inf
         return larger._replace(least=least, carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
@@ -263,7 +263,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
-        of_all = _passed_on(info, demand)
+        of_all = _passed_on(info, demand) | info.related
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(rule, operands)
         if demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
@@ -278,7 +278,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         each = [of if of & ~(Demand.CODE | Demand.RANK | Demand.LOSS) else of | Demand.ANY for of in each]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
-        if rule.is_product and all(known.carry & Demand.RECURRENCE for known in operands[:2]):
+        if rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2]):
             each = [of | Demand.MATRIX for of in each]  # an iteration for a matrix, such as its square root
         if gate := _gate(info, operands, demand):
             each = [of if known.carry & Demand.TERM else of | gate for of, known in zip(each, operands, strict=True)]
@@ -341,10 +341,16 @@ _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_G
 _REASONS = {
     "index": (Demand.INDEX, "its result is converted to an integer"),
     "decomposition": (Demand.MATRIX, "a matrix decomposition, a solver, or an iteration for one reads its result"),
-    "distance": (Demand.DISTANCE, "a term of a squared distance or of a variance, which cancels with the others"),
+    "distance": (
+        Demand.DISTANCE,
+        "a term of a squared distance, of a variance or of a difference from a mean: they cancel",
+    ),
     "angle": (Demand.ANGLE, "only sines and cosines read its result"),
     "edge": (Demand.EDGE, "its result is read at the edge of a domain, where the slope is infinite, as by `acos`"),
-    "logarithm": (Demand.RANGE, "a logarithm reads its result, which may be smaller or larger than float16 holds"),
+    "logarithm": (
+        Demand.RANGE,
+        "a logarithm or a quotient of products reads it: it may be smaller or larger than float16 holds",
+    ),
     "solution": (Demand.NONE, "it reads what a decomposition or a solver returned"),
     "loss": (Demand.NONE, "it selects logarithms, or sums them for what the program returns, as a loss does"),
     "recurrence": (Demand.NONE, "a loop replaces a carry with products and sums of it"),

@@ -69,7 +69,7 @@ class Planner:
             if rule.moves and len(eqn.outvars) == 1 and (source := sources[-1][0]) is not None:
                 moved[eqn.outvars[0]] = source
         # The products in `(A @ P) @ A.T`, and `A @ (P @ A.T)`.
-        products, between = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int]()
+        products, between, related = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int](), dict[int, int]()
         for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
             if rule.is_product:
                 products[eqn.outvars[0]] = i, of
@@ -77,6 +77,8 @@ class Planner:
                     first, factors = products.get(of[k], (i, ()))
                     if of[1 - k] is not None and of[1 - k] in factors:
                         between |= {i: k, first: 1 - factors.index(of[1 - k])}
+            elif rule.kind in (ResultKind.QUOTIENT, ResultKind.DIFFERENCE) and (demand := _related(rule, of, products)):
+                related[i] = demand
             elif rule.passes_on and len(made := [products[each] for each in of if each in products]) == 1:
                 products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
         # Values, each with what it was rounded to.
@@ -85,8 +87,9 @@ class Planner:
         for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
             operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
             is_fraction = rule.kind is ResultKind.DIFFERENCE and {*map(id, eqn.invars)} in rounded
-            op = self._op_of(eqn, of, between.get(i), is_fraction)
-            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, between.get(i), is_fraction, op))
+            relations = between.get(i), related.get(i, Demand.NONE), is_fraction
+            op = self._op_of(eqn, of, *relations)
+            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, *relations, op))
         return infos
 
     def _rounds(self, eqn: JaxprEqn, rule: Rule) -> bool:
@@ -180,6 +183,15 @@ class Planner:
         otherwise = Reads.STORED if op.neighbours.is_stored else Reads.LOW
         reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
         return Step(eqn, op.region, shared, outs, run, changed, reads, why)
+
+
+def _related(rule: Rule, sources: Sequence[Any], products: Mapping[Any, tuple[int, Sequence[Any]]]) -> int:
+    """Returns what a quotient or a difference demands of products because of their factors."""
+    first, second = [{*products.get(each, (0, ()))[1]} - {None} for each in sources]
+    if rule.kind is ResultKind.QUOTIENT:  # `(q @ (k.T @ v)) / (q @ k.sum(0))`: both may be small
+        return Demand.RANGE if first & second else Demand.NONE
+    is_mean = sources[0] in second or sources[1] in first  # `jax.nn.softmax(scores) @ x - x`
+    return Demand.DISTANCE if is_mean else Demand.NONE
 
 
 @dataclasses.dataclass(slots=True)
