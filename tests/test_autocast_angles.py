@@ -220,7 +220,7 @@ MOVES = {
 @pytest.mark.parametrize("reader", [lambda h: h, jnp.tanh, lambda h: h @ jnp.ones((8, 8))])
 def test_a_product_that_others_read_too_is_low(reader, move):
     def fun(frequencies, x):
-        h = MOVES[move](x @ frequencies)
+        h = MOVES[move](jnp.tile(x, 4) @ jnp.tile(frequencies, (4, 1)))
         return (jnp.sin(h) + reader(h)) @ jnp.ones((8, 2))
 
     assert set(dtypes(amp.autocast(fun), FREQUENCIES, POINTS, primitive="dot_general")) == {LOW}
