@@ -314,7 +314,10 @@ class _PlanBuilder:
         old, old_step = self._contexts[i], self._steps[i]
         info, eqn, rule = old.info, old.info.eqn, old.info.rule
         outs = [self._variables[var] for var in eqn.outvars]
-        uses = [Use(out.demand, out.stream, out.reads) for out in outs] if info.structure is not None else []
+        uses = tuple([Use(o.demand, o.stream, o.reads) for o in outs]) if info.structure is not None else ()
+        if old_step is not None:  # a result that is float32 already stays so, whoever reads it
+            pairs = zip(uses, old.neighbours.uses, old_step.outs, eqn.outvars, strict=False)
+            uses = tuple([was if out.dtype == jx.dtype_of(var) else use for use, was, out, var in pairs])
         values = tuple([self._read(atom) for atom in eqn.invars])
         if info.uses_copies:
             values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
@@ -323,7 +326,7 @@ class _PlanBuilder:
             rule.fuses or (rule.moves and any(v.has_float32_copy for v in values))
         )
         is_stored = reads == Reads.STORED and (rule.moves or rule.arithmetic)
-        neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(info, values), tuple(uses))
+        neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(info, values), uses)
         if old_step is not None and neighbours == old.neighbours:
             return []
         op = old._replace(neighbours=neighbours)

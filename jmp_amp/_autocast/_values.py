@@ -197,8 +197,9 @@ def unknown(aval: Any) -> Value:
 
 def constant(x: Any) -> Value:
     """Describes a constant of the program. A traced one counts as an input."""
-    if isinstance(x, np.ndarray | np.generic) and x.ndim == 0 and x.dtype == FLOAT32:  # as most literals are
-        return _number(float(x))
+    if isinstance(x, int | float | np.ndarray | np.generic) and np.ndim(x) == 0:  # as literals are
+        dtype = getattr(x, "dtype", None)
+        return _number(getattr(x, "item", lambda: x)(), dtype or jnp.result_type(x))
     is_kept = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)  # an array of NumPy may change
     return _of_arrays(x, (), lambda: _constant(x)) if is_kept else _constant(x)
 
@@ -212,8 +213,8 @@ _constants, _of_arrays = jx.Cache(), jx.Cache()
 
 
 @functools.lru_cache(maxsize=1024)
-def _number(x: float) -> Value:
-    return _constant(np.float32(x))
+def _number(x: Any, dtype: Any) -> Value:
+    return _constant(np.asarray(x, dtype))
 
 
 def _constant(x: Any) -> Value:
