@@ -200,7 +200,7 @@ def test_explain_gives_reasons_that_agree_with_the_dtypes(name, monkeypatch):
         monkeypatch.setitem(globals(), "W", W.astype("float64"))
         for each in amp.explain(PROGRAMS[name], "bfloat16")(X.astype("float64")).select(direction="forward").rows:
             reads_float32 = "float32" in (*each.inputs, each.output)
-            assert reads_float32 or each.why in ("traced", "angle", "edge"), each
+            assert reads_float32 or each.why in ("traced", "angle", "distance", "edge"), each
             assert each.why != "traced" or not reads_float32, each
 
 

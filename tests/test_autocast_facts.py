@@ -726,6 +726,7 @@ LOSES_NOTHING = {
     "a mask of a matrix to decompose": lambda x: jnp.linalg.slogdet(jax.nn.sigmoid(x @ W)[:, :6] + 9 * jnp.eye(6))[1],
     "factors of low rank": lambda x: (x @ W[:, :4]) @ W[:4],
     "a layer of an ODE": lambda x: lax.fori_loop(0, 9, lambda _, x: x + 0.1 * jnp.tanh(x @ W), x),
+    "a layer with a mean": lambda x: lax.fori_loop(0, 9, lambda _, x: jnp.tanh(x @ W) + 0.1 * jnp.mean(x), x),
     "a small step": lambda x: x + 1e-9 * jnp.tanh(x @ W),
     "audio of 16 bits": lambda x: jnp.tanh(x / 2**15 @ W),
     "a modulation": lambda x: jnp.tanh((1 + x @ W) * x),

@@ -21,6 +21,7 @@ class Path:
     CARRY = 1 << 4  # the input is a carry
     SLICE = 1 << 5  # the input is another slice in each iteration
     LAYER = 1 << 6  # a product with an array of this iteration, such as the weight of a layer
+    TOTAL = 1 << 7  # a sum along axes, which is a product, too
 
 
 _ADDS = Path.CHOICE | Path.ARITHMETIC | Path.CARRY | Path.SLICE  # what may be on the way from an accumulator to itself
@@ -77,7 +78,9 @@ class Paths(jx.Forward[EqnInfo, Sources]):
     def transfer(self, info: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
         """Returns what reaches the results of an op."""
         rule, path = info.rule, Path.OTHER
-        if rule.is_product or rule.kind is ResultKind.TOTAL or rule.demand == Demand.MATRIX:
+        if rule.kind is ResultKind.TOTAL:
+            path = Path.PRODUCT | Path.TOTAL
+        elif rule.is_product or rule.demand == Demand.MATRIX:
             path = Path.PRODUCT
         elif rule.is_polynomial:
             path = Path.ARITHMETIC
@@ -99,10 +102,11 @@ def _recurs(paths: Sequence[int]) -> bool:
 
     Its errors add up: nothing forgets them, and some are made by products. Each path is judged by itself: `L @ u` in
     `u + L @ u + jnp.tanh(u @ w)` is a recurrence. In `h + h @ layer`, whose products read another array in each
-    iteration, errors do not add up more than in a network of as many layers.
+    iteration, errors do not add up more than in a network of as many layers, nor those of `jnp.mean(h)` in a network.
     """
-    is_network = not all(path & Path.PRODUCT for path in paths)
-    ends = Path.CHOICE | Path.OTHER | (Path.LAYER if is_network else 0)
+    forgets = Path.CHOICE | Path.OTHER
+    ends = forgets | (Path.TOTAL if any(path & forgets for path in paths) else 0)
+    ends |= 0 if all(path & Path.PRODUCT for path in paths) else Path.LAYER
     return any(path & Path.PRODUCT and not path & ends for path in paths)
 
 
