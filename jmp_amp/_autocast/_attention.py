@@ -14,7 +14,7 @@ from jmp_amp._autocast._pattern import AsWrittenError, Attention, Match, call_of
 from jmp_amp._autocast._plan import Region
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._primitives import RULES, OpClass, Rule
-from jmp_amp._autocast._softmax import EXPONENTIALS, Values
+from jmp_amp._autocast._softmax import EXPONENTIALS, Expressions
 from jmp_amp._calls import quote, warn
 from jmp_amp._formats import Format
 from pallas_kernels._measured import target_device
@@ -83,7 +83,7 @@ class _Program:
     def __init__(self, jaxpr: Any, given: Sequence[Any], region: Region, planner: Planner, form: Format) -> None:
         """Takes a jaxpr, what is known of its inputs, the region around it, a planner, and the format of the kernel."""
         self._jaxpr, self._planner, self._format = jx.open_jaxpr(jaxpr)[0], planner, form
-        self._made, self._values = dict[Any, _Op](), Values()
+        self._made, self._values = dict[Any, _Op](), Expressions()
         for var, known in zip(self._jaxpr.invars, given, strict=True):
             self._values.give(var, known)
         names = dict[Any, Any]()

@@ -7,7 +7,7 @@ element.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,18 @@ import numpy as np
 from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._softmax import INDEX, ONE, Axes, Condition, Form, Scaled, Values, axes_of, placed, softmax_of
+from jmp_amp._autocast._softmax import (
+    INDEX,
+    ONE,
+    Condition,
+    Expressions,
+    Form,
+    Places,
+    Scaled,
+    axes_of,
+    placed,
+    softmax_of,
+)
 from jmp_amp._cast_inputs import cast_inputs
 
 # The groups of axes that the axes of each array of a kernel consist of, and the arrays that need all of these axes.
@@ -52,10 +63,10 @@ class Attention:
     kernel: Any
     dtype: Any
     options: tuple[tuple[str, Any], ...]
-    arrays: tuple[tuple[str, Axes, Any], ...]
-    groups: tuple[tuple[str, Axes], ...]
+    arrays: tuple[tuple[str, Places, Any], ...]
+    groups: tuple[tuple[str, Places], ...]
     sizes: tuple[tuple[Any, Any], ...]
-    result: Axes
+    result: Places
     out: Any
     traced: Any
 
@@ -95,7 +106,7 @@ class Attention:
     def _axes(self, groups: str) -> list[Any]:
         return [axis for group in groups.split() for axis in dict(self.groups)[group]]
 
-    def _arranged(self, x: Any, axes: Axes, groups: list[list[Any]], is_whole: bool = True) -> Any:
+    def _arranged(self, x: Any, axes: Places, groups: list[list[Any]], is_whole: bool = True) -> Any:
         """Returns an array with an axis for each group of axes, of one element if it may lack them."""
         sizes = dict(self.sizes)
         names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
@@ -158,7 +169,7 @@ class _Array(NamedTuple):
 
     role: str
     atom: Any
-    axes: Axes
+    axes: Places
     number: Any = 0
 
     @property
@@ -167,7 +178,7 @@ class _Array(NamedTuple):
         return {axis for axis in self.axes if isinstance(axis, int)}
 
 
-def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
+def match(values: Expressions, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
     """Returns the attention that ends in a product; None if the product reads no softmax.
 
     Raises:
@@ -179,58 +190,69 @@ def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
         return None
     (scores, along), side = found, int(softmaxes[0] is None)
     term, axes = _product_in(values, scores, eqn.invars[side])
-    scaled = [term] if isinstance(term, Scaled) else []
-    product = scaled[0].product if scaled else term
+    product = term.product if isinstance(term, Scaled) else term
     query, key, value, result = _operands_of(values.eqns[product], axes, eqn, side, along)
 
-    masks, others = list[tuple[Condition, Axes]](), list[_Array]()
-    for each in scaled:
-        others.append(_Array("temperature", each.by, placed(each.axes, axes), each.power))
-        if not {*others[0].axes} <= {*query.axes, None}:
-            raise AsWrittenError("what the scores are multiplied by differs from key to key")
-    for (x, own), n in scores.terms.items():
-        if isinstance(x, Condition):
-            masks.append((x, own))
-        elif isinstance(x, Var) and x is not product:
-            others.append(_Array("bias", x, own, n))
-        elif (x, own) != (term, axes):
-            raise AsWrittenError("a sum of exponentials, or its scores again, between a product and the softmax")
-
+    masks, others = _masks_and_others(scores, term, axes, query)
     operands = query, key, value
     sizes = {axis: n for x in operands for axis, n in zip(x.axes, x.atom.aval.shape, strict=True) if axis is not None}
     varied = {axis for own in (*[x.axes for x in others], *[own for _, own in masks]) for axis in own}
     groups = _groups(query, key, value, along, varied, sizes)
     variants = []
-    for options, said, lengths in (_said(masks, groups, sizes), ({"is_causal": False}, [], [])):
-        left = [_Array("mask", x.atom, own, (x.keep, x.other)) for x, own in masks if (x, own) not in said]
-        as_written = _Arrays([*operands, *others, *left, *lengths], groups, sizes, result)
-        for variant in filter(None, (_without_repeats(values, as_written), as_written)):
-            attention = Attention(
-                kernel=kernel,
-                dtype=dtype,
-                options=tuple((options | {"scale": scores.terms[term, axes]}).items()),
-                arrays=tuple([(x.role, x.axes, x.number) for x in variant.arrays]),
-                groups=tuple(variant.groups.items()),
-                sizes=tuple(variant.sizes.items()),
-                result=tuple([axis for axis in variant.result if axis is not None]),
-                out=eqn.outvars[0].aval,
-                traced=jx.dtype_of(query.atom),
-            )
-            variants.append((attention, tuple([x.atom for x in variant.arrays])))
+    for options, variant in _variants(values, _Arrays([*operands, *others], groups, sizes, result), masks):
+        attention = Attention(
+            kernel=kernel,
+            dtype=dtype,
+            options=tuple((options | {"scale": scores.terms[term, axes]}).items()),
+            arrays=tuple([(x.role, x.axes, x.number) for x in variant.arrays]),
+            groups=tuple(variant.groups.items()),
+            sizes=tuple(variant.sizes.items()),
+            result=tuple([axis for axis in variant.result if axis is not None]),
+            out=eqn.outvars[0].aval,
+            traced=jx.dtype_of(query.atom),
+        )
+        variants.append((attention, tuple([x.atom for x in variant.arrays])))
     given = frozenset([x.atom for x in others] + [condition.atom for condition, _ in masks])
     return Match(product, eqn.invars[side], given, variants)
+
+
+def _masks_and_others(scores: Form, product: Any, axes: Places, query: _Array) -> tuple[list[Any], list[_Array]]:
+    """Returns the other terms of scores than the product: masks, with their axes, and temperatures and biases."""
+    masks, others = list[tuple[Condition, Places]](), list[_Array]()
+    if isinstance(product, Scaled):
+        others.append(_Array("temperature", product.by, placed(product.axes, axes), product.power))
+        if not {*others[0].axes} <= {*query.axes, None}:
+            raise AsWrittenError("what the scores are multiplied by differs from key to key")
+    for (x, own), n in scores.terms.items():
+        if isinstance(x, Condition):
+            masks.append((x, own))
+        elif (x, own) == (product, axes):
+            continue
+        elif isinstance(x, Var) and x is not getattr(product, "product", product):
+            others.append(_Array("bias", x, own, n))
+        else:
+            raise AsWrittenError("a sum of exponentials, or its scores again, between a product and the softmax")
+    return masks, others
 
 
 class _Arrays(NamedTuple):
     """The arrays of an attention, queries, keys and values first, and the names of its axes; see `Attention`."""
 
     arrays: Sequence[_Array]
-    groups: Mapping[str, Axes]
+    groups: Mapping[str, Places]
     sizes: Mapping[Any, Any]
-    result: Axes
+    result: Places
 
 
-def _without_repeats(values: Values, form: _Arrays) -> _Arrays | None:
+def _variants(values: Expressions, form: _Arrays, masks: list[Any]) -> Iterator[tuple[dict[str, Any], _Arrays]]:
+    """Yields the ways to hand an attention and its masks to a kernel, each with options, the best one first."""
+    for options, said, lengths in (_said(masks, form.groups, form.sizes), ({"is_causal": False}, [], [])):
+        left = [_Array("mask", x.atom, own, (x.keep, x.other)) for x, own in masks if (x, own) not in said]
+        whole = form._replace(arrays=[*form.arrays, *left, *lengths])
+        yield from [(options, each) for each in (_without_repeats(values, whole), whole) if each is not None]
+
+
+def _without_repeats(values: Expressions, form: _Arrays) -> _Arrays | None:
     """Returns an attention whose heads of keys and values are not repeated for those of queries; None if none are."""
     query, *others = form.arrays
     found = [_repeated(values, x.atom) for x in others[:2]]
@@ -243,7 +265,7 @@ def _without_repeats(values: Values, form: _Arrays) -> _Arrays | None:
         return None
     head, repeat, n = heads[0], "repeat", repeats.pop()
 
-    def split(axes: Axes) -> Axes:
+    def split(axes: Places) -> Places:
         return tuple([name for axis in axes for name in ((head, repeat) if axis == head else (axis,))])
 
     arrays = [x._replace(atom=each[0]) for x, each in zip(others[:2], found, strict=True) if each]
@@ -252,7 +274,7 @@ def _without_repeats(values: Values, form: _Arrays) -> _Arrays | None:
     return _Arrays(arrays, {**form.groups, "groups": (repeat,)}, sizes, split(form.result))
 
 
-def _repeated(values: Values, atom: Any) -> tuple[Var, int, Any] | None:
+def _repeated(values: Expressions, atom: Any) -> tuple[Var, int, Any] | None:
     """Returns the array that `jnp.repeat` repeats the elements of, along which axis, and how often."""
     if values.name(atom) != "reshape":
         return None
@@ -273,7 +295,7 @@ def _repeated(values: Values, atom: Any) -> tuple[Var, int, Any] | None:
     return None
 
 
-def _product_in(values: Values, scores: Form, weights: Any) -> tuple[Any, Axes]:
+def _product_in(values: Expressions, scores: Form, weights: Any) -> tuple[Any, Places]:
     """Returns the term of scores that is the product of queries and keys, and the places of its axes."""
     for term, axes in scores.terms:
         if values.is_product(term) and {*axes_of(weights)} <= {*axes, None}:
@@ -283,8 +305,8 @@ def _product_in(values: Values, scores: Form, weights: Any) -> tuple[Any, Axes]:
 
 
 def _operands_of(
-    first: Any, axes: Axes, last: Any, side: int, along: frozenset[int]
-) -> tuple[_Array, _Array, _Array, Axes]:
+    first: Any, axes: Places, last: Any, side: int, along: frozenset[int]
+) -> tuple[_Array, _Array, _Array, Places]:
     """Returns queries, keys and values, and the names of the axes of the result.
 
     Args:
@@ -312,7 +334,7 @@ def _operands_of(
 _ELEMENTWISE = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
 
 
-def _first_op(values: Values, term: Any) -> str:
+def _first_op(values: Expressions, term: Any) -> str:
     """Returns the name of the op that scores start with."""
     atom = term.product if isinstance(term, Scaled) else term
     while (name := values.name(atom)) in _ELEMENTWISE:
@@ -321,7 +343,7 @@ def _first_op(values: Values, term: Any) -> str:
     return "reshape" if name == "dot_general" else name or "an input"
 
 
-def _near_softmax(values: Values, operands: Sequence[Any]) -> None:
+def _near_softmax(values: Expressions, operands: Sequence[Any]) -> None:
     """Raises `AsWrittenError` if a product reads what is made of a softmax, or of a quotient that is almost one."""
     atoms = [*operands]
     for atom in atoms:
@@ -349,7 +371,7 @@ def _labels(eqn: Any) -> list[list[str]]:
 
 def _groups(
     query: _Array, key: _Array, value: _Array, along: frozenset[int], varied: set[Any], sizes: Mapping[Any, Any]
-) -> dict[str, Axes]:
+) -> dict[str, Places]:
     """Returns the groups of all axes.
 
     The lengths are along the axis that a mask or a bias varies along, or else the longest; other axes of queries alone
@@ -375,7 +397,9 @@ def _groups(
     }
 
 
-def _said(masks: Sequence[Any], groups: Mapping[str, Axes], sizes: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
+def _said(
+    masks: Sequence[Any], groups: Mapping[str, Places], sizes: Any
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Returns masks as options and numbers of keys of a kernel, and those of the masks that this says all of."""
     left, right, said, lengths = math.inf, math.inf, list[Any](), list[Any]()
     for condition, axes in masks:
@@ -392,7 +416,7 @@ def _said(masks: Sequence[Any], groups: Mapping[str, Axes], sizes: Any) -> tuple
     return options, said, lengths
 
 
-def _bound(line: Form, groups: Mapping[str, Axes], sizes: Any) -> tuple[Any, ...] | None:
+def _bound(line: Form, groups: Mapping[str, Places], sizes: Any) -> tuple[Any, ...] | None:
     """Returns how far before and behind a query its keys may be, where a sum of indices is not negative.
 
     And the array of numbers of keys, if it is that. None if it says something else.

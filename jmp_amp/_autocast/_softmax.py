@@ -7,6 +7,16 @@ every softmax is the exponential of `scores - logsum(scores)`.
 
 A mask is a term as well. Comparisons of sums of indices say which elements it keeps, without computing it. Ops that
 only move elements, or copy them, move the axes of terms.
+
+In `jax.nn.softmax(jnp.where(jnp.tri(n, dtype=bool), q @ k.T / 8, -1e9))`:
+
+- `q @ k.T / 8` is `Form({(product, (0, 1)): 1 / 8})`: one term along both axes, times a number;
+- the mask compares an index along axis 0 with one along axis 1, so its condition has the line `i - j`, which is not
+  negative where it holds: `jnp.where(...)` is `Form({(product, (0, 1)): 1 / 8, (condition, (0, 1)): 1})`;
+- the exponential of that has the same terms, and `is_exp`;
+- its sum along axis 1 is the exponential of `Form({(_LogSum(scores, {1}), (0, None)): 1})`, one term along axis 0;
+- their quotient has all three terms, the last one times -1: `softmax_of` finds that its `_LogSum` is of the others, and
+  returns these and axis 1. From the line, `_pattern` reads `is_causal=True`.
 """
 
 import functools
@@ -23,7 +33,7 @@ from jax.extend.core import Literal, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._primitives import rule_of, varying
 
-Axes = tuple[Any, ...]  # for each axis of an array, its place in another; None for an axis of one element
+Places = tuple[Any, ...]  # for each axis of an array, that in another; None for an axis of one element
 
 INDEX = "index"  # the term that is the index along its axis
 ONE = None, ()  # the term 1, and its axes
@@ -55,12 +65,12 @@ _READ = {"log", "abs", "neg", "add", "add_any", "sub", "mul", "div", "integer_po
 _READ |= {"rsqrt", "pow", *EXPONENTIALS, *_LAYOUTS, *_COPIES, *_FOLDS}
 
 
-def axes_of(x: Any) -> Axes:
+def axes_of(x: Any) -> Places:
     """Returns the axes of a variable or an array themselves."""
     return tuple([i if n != 1 else None for i, n in enumerate(getattr(x, "aval", x).shape)])
 
 
-def placed(axes: Axes, places: Any) -> Axes:
+def placed(axes: Places, places: Any) -> Places:
     """Returns the places of axes after these have been moved."""
     return tuple([None if axis is None else places[axis] for axis in axes])
 
@@ -75,7 +85,7 @@ class Form(NamedTuple):
         is_exp: whether it is the exponential.
     """
 
-    terms: Mapping[tuple[Any, Axes], Any]
+    terms: Mapping[tuple[Any, Places], Any]
     is_exp: bool = False
 
     def __hash__(self) -> int:
@@ -120,7 +130,7 @@ class Form(NamedTuple):
         return is_whole and not (self.is_exp or any(n % 1 for n in self.terms.values()))
 
 
-def mask_of(condition: Any, axes: Axes) -> Form:
+def mask_of(condition: Any, axes: Places) -> Form:
     """Returns a mask that has one condition."""
     return Form({(condition, axes): 1})
 
@@ -171,7 +181,7 @@ class Scaled(NamedTuple):
 
     product: Any
     by: Any
-    axes: Axes
+    axes: Places
     power: int
 
 
@@ -193,7 +203,7 @@ class Reading(NamedTuple):
 
     known: Form | Choice | None
     atom: Any
-    axes: Axes
+    axes: Places
 
     @property
     def number(self) -> Any:
@@ -229,7 +239,7 @@ class Reading(NamedTuple):
             condition, axes = Condition(self.atom, known.on, known.off), self.axes
         return mask_of(condition.opposite, axes)
 
-    def moved(self, places: Axes, var: Var) -> "Reading":
+    def moved(self, places: Places, var: Var) -> "Reading":
         """Returns what is read of a variable that has the same elements elsewhere, maybe in another dtype."""
         known = self.known and self.known.placed(places)
         if isinstance(known, Form) and not (jx.is_floating(var) or known.is_whole):
@@ -239,7 +249,7 @@ class Reading(NamedTuple):
         return Reading(known, self.atom, placed(self.axes, places))
 
 
-class Values:
+class Expressions:
     """The values of a program, each of which is read when it is asked for.
 
     Attributes:
@@ -395,7 +405,7 @@ class Values:
         return Form({(Scaled(term, other.atom, places, power), axes): n})
 
 
-def _moved(eqn: Any) -> Axes | None:
+def _moved(eqn: Any) -> Places | None:
     """Returns the places of the axes of a value whose elements an op moves; None for an op that does more."""
     if eqn.primitive.name not in _LAYOUTS | _COPIES or len(eqn.invars) != 1:
         return None

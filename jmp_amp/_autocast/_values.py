@@ -198,8 +198,8 @@ def unknown(aval: Any) -> Value:
 def constant(x: Any) -> Value:
     """Describes a constant of the program. A traced one counts as an input."""
     if isinstance(x, int | float | np.ndarray | np.generic) and np.ndim(x) == 0:  # as literals are
-        dtype = getattr(x, "dtype", None)
-        return _number(getattr(x, "item", lambda: x)(), dtype or jnp.result_type(x))
+        number: Any = x.item() if isinstance(x, np.ndarray | np.generic) else x
+        return _number(number, getattr(x, "dtype", None) or jnp.result_type(x))
     is_kept = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)  # an array of NumPy may change
     return _of_arrays(x, (), lambda: _constant(x)) if is_kept else _constant(x)
 
