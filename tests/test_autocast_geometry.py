@@ -44,9 +44,9 @@ GEOMETRY = {
         ones((2, 3, 8, 8), (3, 3, 1, 1)),
     ),
 }
-LAYERS = {
+# Sums of fewer terms than a matrix unit adds at a time, of float32 data.
+SHORT = {
     "3 inputs and 256 outputs": (jnp.matmul, ones((8, 3), (3, 256))),
-    "256 inputs and 3 outputs": (jnp.matmul, ones((8, 256), (256, 3))),
     "sequences": (jnp.matmul, ones((2, 8, 3), (3, 256))),
     "one example": (jnp.matmul, ones((3,), (3, 256))),
     "one example in a batch": (jnp.matmul, ones((1, 3), (3, 256))),
@@ -54,6 +54,11 @@ LAYERS = {
     "each example": (jax.vmap(jnp.matmul, (0, None)), ones((8, 3), (3, 256))),
     "5 x 5": (jnp.matmul, ones((64, 5), (5, 5))),
     "4 x 5": (jnp.matmul, ones((64, 4), (4, 5))),
+    "normals and lights": (lambda n, lights: n @ lights.T, ones((64, 3), (16, 3))),
+}
+LAYERS = {
+    "256 inputs and 3 outputs": (jnp.matmul, ones((8, 256), (256, 3))),
+    "8 inputs": (jnp.matmul, ones((64, 8), (8, 256))),
     "rank 4": (lambda x, a, b: x @ a @ b, ones((64, 256), (256, 4), (4, 256))),
     "two positions of attention": (
         lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
@@ -74,9 +79,9 @@ def results(fun, args, low="float16"):
 
 
 @pytest.mark.parametrize("low", EPSILON)
-@pytest.mark.parametrize("name", GEOMETRY)
-def test_a_product_with_a_small_matrix_promotes(name, low):
-    fun, args = GEOMETRY[name]
+@pytest.mark.parametrize("name", GEOMETRY | SHORT)
+def test_a_product_with_a_small_matrix_or_of_few_terms_is_float32(name, low):
+    fun, args = (GEOMETRY | SHORT)[name]
     assert results(fun, args, low) == {"float32"}
 
     def of_low(*args):
@@ -103,7 +108,7 @@ def test_the_dtype_is_the_widest_of_the_operands():
 
 def test_any_number_of_points_may_be_symbolic():
     (n,) = export.symbolic_shape("n")
-    for shapes, dtype in (((n, 3), (3, 3)), "float32"), (((n, 3), (3, n)), "float16"), (((n, n), (n, n)), "float16"):
+    for shapes, dtype in (((n, 3), (3, 3)), "float32"), (((n, 9), (9, n)), "float16"), (((n, n), (n, n)), "float16"):
         args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         assert results(jnp.matmul, args) == {dtype}
 
