@@ -166,8 +166,8 @@ def test_a_policy_carries_rules():
     policy = amp.get_policy("mixed_float16").with_rules({"Encoder": "full"}).with_rules({lax.tanh_p: "follow"})
     assert hash(policy) != hash(amp.get_policy("mixed_float16"))
     assert amp.get_policy(str(policy)) == amp.get_policy("mixed_float16")
-    assert products(amp.autocast(model, policy=policy)) == ["float32", "float16", "float16"]
-    assert products(amp.autocast(model, policy=policy, rules={"Encoder": "bfloat16"})) == [
+    assert products(amp.autocast(model, policy)) == ["float32", "float16", "float16"]
+    assert products(amp.autocast(model, policy, rules={"Encoder": "bfloat16"})) == [
         "bfloat16",
         "float16",
         "float16",

@@ -71,8 +71,7 @@ def error_budget(
         transform: as in `amp.debug.compare`.
         max_seconds: after so many seconds, the decisions of the lines that are left are measured together, and each
             line has a part in proportion to its flips.
-        **options: other options of `autocast`: `policy`, instead of `dtype`, `rules`, `weight_grad_dtype`,
-            `residual_stream`.
+        **options: other options of `autocast`: `rules`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and returns an `ErrorBudget`; `print` it or call `plot()`.

@@ -17,7 +17,6 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
 from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
@@ -159,8 +158,6 @@ def compare(
 def _apply_policy(fun: Callable, policy: Any) -> Callable:
     if isinstance(policy, Mapping):
         return autocast(fun, **policy)
-    if isinstance(policy, Policy) or (isinstance(policy, str) and policy not in FORMATS):
-        return autocast(fun, policy=policy)
     # `jnp.float16` and NumPy's scalar types are callable dtypes.
     if callable(policy) and not isinstance(policy, type) and not hasattr(policy, "dtype"):
         return policy

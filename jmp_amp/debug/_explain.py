@@ -49,14 +49,14 @@ def explain(
             pass no other arguments with it.
         dtype: as for `autocast`.
         argnums: as in `jax.grad`; None differentiates all floating arrays.
-        **options: `policy`, `rules`, `save`, `weight_grad_dtype`, `residual_stream` and `attention`, as for `autocast`.
+        **options: `rules`, `save`, `weight_grad_dtype`, `residual_stream` and `attention`, as for `autocast`.
 
     Returns:
         A function that returns a `PrecisionReport`. Its array arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:
-        TypeError: `fun` is not callable, or is already under `autocast` and options are given; `dtype` and `policy` are
-            both given; or `explain` got the arguments of `fun`.
+        TypeError: `fun` is not callable, or is already under `autocast` and options are given; or `explain` got the
+            arguments of `fun`.
         ValueError: `argnums` names no argument of the call.
 
     Examples:

@@ -62,7 +62,7 @@ def suggest_rules(
         transform: as in `amp.debug.compare`.
         max_seconds: after so many seconds, no more rules are looked for; the report says what was left out. A
             compilation that has begun is finished, which may take longer.
-        **options: other options of `autocast`: `policy`, instead of `dtype`, `weight_grad_dtype`, `residual_stream`.
+        **options: other options of `autocast`: `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`.
