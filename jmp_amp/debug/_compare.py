@@ -427,8 +427,7 @@ def _in_wide(fun: Callable, wide: Any) -> Callable:
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
-        results = Evaluator(program, arrays, wide=wide).run().results
-        return rebuild([x.value for x in results])
+        return rebuild(Evaluator(program, arrays, wide=wide).trace().results)
 
     return evaluate
 
@@ -459,7 +458,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
 
     @jax.jit
     def run(*arrays: Any) -> dict[str, Any]:
-        Evaluator(program, arrays, around=record, tape=tape, as_one={"cond", "while"}).run()
+        Evaluator(program, arrays, around=record, tape=tape, as_one={"cond", "while"}).trace()
         return tape.recorded
 
     tape = Tape()

@@ -205,8 +205,11 @@ class Emulation:
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
-        options: Any = {"wide": FLOAT32, "around": self._around, "tape": self._tape, "as_one": {"while"}}
-        loss, *grads = [x.value for x in Evaluator(self._program, [*arrays, scale], **options).run().results]
+        inputs = [*arrays, scale]
+        evaluator = Evaluator(
+            self._program, inputs, wide=FLOAT32, around=self._around, tape=self._tape, as_one={"while"}
+        )
+        loss, *grads = evaluator.trace().results
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 

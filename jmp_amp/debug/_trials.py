@@ -1,5 +1,6 @@
 """Tries cures: runs the program with each, and compares values and gradients with float64."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,7 +14,7 @@ import optax
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._cures import Part, matches, parts
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, Replacement, precise
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluator, Interpretation, Replacement, precise
 from jmp_amp.debug._expressions import in_users_names, span_of
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 
@@ -34,7 +35,7 @@ class Trials:
         primal: the values that a cure may change.
     """
 
-    def __init__(self, evaluation: Evaluation, node: Node) -> None:
+    def __init__(self, evaluation: Interpretation, node: Node) -> None:
         merged = merge_equal(evaluation.nodes)
         self.evaluation, self.node, nodes = evaluation, merged[node], evaluation.nodes
         self._faults = dict.fromkeys([self.node, *(merged[x] for x in evaluation.nonfinite.values())])
@@ -46,7 +47,7 @@ class Trials:
             ends = [x for x in nodes if x.eqn and x.is_floating and not x.is_backward and is_derivative(x)]
             ends = [x for x in ends if not x.place.iteration and not all(y.is_backward for y in x.readers)]
             self.targets = forward or ends[-1:]
-        self.targets = [x for x in self.targets if not x.values.shape] or self.targets
+        self.targets = [x for x in self.targets if not x.summary.shape] or self.targets
         self.primal = nearest(self.targets)
         self.has_gradient = bool(self.targets) and (self.node in self.primal or is_derivative(node))
         if not self.has_gradient:
@@ -95,7 +96,7 @@ class Trials:
 
     def _copies(self, part: Part) -> list[Part]:
         """Returns what the expression of a part computes, as in other layers; none if one differs, or is in another."""
-        ops, root, at = lambda y: [(x.primitive, len(x.values.shape)) for x in y.nodes], part.root, span_of(part.root)
+        ops, root, at = lambda y: [(x.primitive, len(x.summary.shape)) for x in y.nodes], part.root, span_of(part.root)
         same = {x.key: x for x in self.primal if x.primitive == root.primitive and span_of(x) == at}.values()
         found = [[y for y in parts(x) if ops(y) == ops(part)][:1] for x in same]
         is_inner = any(x in self.primal and span_of(x) == at for x in root.readers)
@@ -106,18 +107,21 @@ class Trials:
         """Whether a part has an op, or the line of its derivative."""
         return any(x is fault or (fault not in self.primal and span_of(x) == span_of(fault)) for x in part.nodes)
 
-    def _values(self, moves: Sequence[Any] = _MOVES[:1], **changes: Any) -> list[list[np.ndarray]]:
+    def _values(
+        self, moves: Sequence[Any] = _MOVES[:1], wide: Any = None, replacements: Sequence[Replacement] = ()
+    ) -> list[list[np.ndarray]]:
         """Returns the targets and their gradients for each of some moves of the arguments.
 
         The program is compiled as a whole, which is faster than its ops are.
         """
-        evaluator, wide, keeps = self.evaluation.evaluator, changes.get("wide"), [x.key for x in self.targets]
+        keeps = [x.key for x in self.targets]
+        evaluator = dataclasses.replace(self.evaluation.evaluator, wide=wide, replacements=replacements, keeps=keeps)
         arrays = [*map(jnp.asarray, evaluator.arrays)]
         is_floating, found = [*map(jx.is_floating, arrays)], list[list[Any]]()
 
         def values(floats: Sequence[Any]) -> tuple[Any, Any]:
             inputs = jx.combine(is_floating, floats, arrays)
-            kept = evaluator.run(arrays=inputs, keeps=keeps, **changes).kept
+            kept = dataclasses.replace(evaluator, arrays=inputs).trace().kept
             outs = [kept[key] for key in keeps]
             return sum(jnp.sum(jnp.real(x).astype(wide or FLOAT32)) for x in outs), outs
 
@@ -153,9 +157,9 @@ class Trials:
             known = [np.where(abs(x - y) <= 0.01 * abs(x), x, z) for x, y, z in zip(*exact[:2], found, strict=True)]
             if (error := max(_error(found[group], known[group]) for group in groups)) < 0.1:
                 return True, f"finite, within {error:.0e} of float64"
-            variant = self.evaluation.evaluator.run(replacements=replacements)
+            variant = dataclasses.replace(self.evaluation.evaluator, replacements=replacements).run()
             roots = {x.root for x in replacements}
-            return all(x.values.is_finite for x in variant.nodes if x.key in roots), ""
+            return all(x.summary.is_finite for x in variant.nodes if x.key in roots), ""
         except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
             return False, ""
 
@@ -173,7 +177,7 @@ def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: S
     """
     numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
     region = functools.cache(lambda eqns: jx.site_of(eqns).source.partition(" (")[0] in numbers)
-    run = evaluator.run(wide=FLOAT32, region=region)
+    run = dataclasses.replace(evaluator, wide=FLOAT32, region=region).run()
     if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
         text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
         cure = f"compute {' and '.join(lines)} in float32: {text}"
