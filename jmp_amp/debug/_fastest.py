@@ -18,7 +18,7 @@ from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp.debug import _compare
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, precise
-from jmp_amp.debug._report import Table, as_jit_takes, check_without_autocast
+from jmp_amp.debug._report import Report, as_jit_takes, check_without_autocast
 
 _OPTIONS: list[dict[str, str]] = [{}, {"attention": "cudnn"}, {"residual_stream": "low"}]
 _OPTIONS.append(_OPTIONS[1] | _OPTIONS[2])  # the plainest are compiled first
@@ -207,7 +207,7 @@ class Timing(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Timings(Table):
+class Timings(Report):
     """What a gradient takes under several settings of `autocast`; `fastest` returns it. `print` shows a table.
 
     Attributes:

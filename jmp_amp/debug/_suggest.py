@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import operator
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, Unpack
@@ -14,14 +13,14 @@ from jax.extend.core import JaxprEqn, Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import RULES, AutocastOptions, OpSite, Rule, full_precision, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
+from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp._formats import Format
 from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Probe
 from jmp_amp.debug._explain import PrecisionReport, explain, low_share
-from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
+from jmp_amp.debug._report import Plot, check_without_autocast, format_percent, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _MOST = 2  # compilations with rules
@@ -167,8 +166,10 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SuggestionReport:
+class SuggestionReport(Plot):
     """The errors behind the rules of `suggest_rules`. `print` shows a table.
+
+    `plot` draws the error against the share of products in low precision, as rules are added.
 
     A gradient error is the norm of the difference to the float32 gradients, for all parameters together, over the norm
     of the float32 gradients; it is infinite if the loss or the gradients are not finite. The errors are those of the
@@ -187,6 +188,7 @@ class SuggestionReport:
         is_checked: whether the program was compiled with the rules; without, its error is not known to be `error`.
     """
 
+    _aligns_right = True
     rows: tuple[Step, ...]
     dtype: str
     tol: float | None
@@ -208,38 +210,24 @@ class SuggestionReport:
         """The lines to put `with amp.full_precision():` around."""
         return tuple(str(row.key) for row in self.rows if isinstance(row.key, jx.Frame)) if self.tol is not None else ()
 
-    def __str__(self) -> str:
-        lines = [f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules"]
-        if self.tol is not None and self.rows[1:]:
-            lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
+    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+        title, rows = f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules", self.rows[1:]
+        if self.tol is not None and rows:
+            title += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
         cells = [(_name(step.key), format_percent(step.low), f"{step.error:.1e}") for step in self.rows]
-        if self.rows[1:]:
-            lines.append(format_table([(f"{self.value}, added", "low FLOPs", "error"), *cells]))
-        lines += [f"Put `with amp.full_precision():` around {line}." for line in self.lines]
-        lines += [f"Not seen: roundings in {x}; `amp.debug.compare` measures the error with them." for x in self.opaque]
+        notes = [f"Put `with amp.full_precision():` around {line}." for line in self.lines]
+        notes += [f"Not seen: roundings in {x}; `amp.debug.compare` measures the error with them." for x in self.opaque]
         if self.is_late:
-            what = "rules" if not self.rows[1:] else "other rules" if self.is_checked else "these rules"
-            lines.append(f"The time was over: {what} were not tried. `max_seconds=` sets it.")
+            what = "rules" if not rows else "other rules" if self.is_checked else "these rules"
+            notes.append(f"The time was over: {what} were not tried. `max_seconds=` sets it.")
         if self.tol is not None and not self.error <= self.tol and not self.is_late:
-            lines.append(
+            notes.append(
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
                 "and `precision` regions, and the gradients for overflow at every loss scale."
             )
-        return "\n".join(lines)
+        return title, [(f"{self.value}, added", "low FLOPs", "error"), *cells] if rows else [], notes
 
-    def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Plots the error against the share of products in low precision, as rules are added.
-
-        Args:
-            path: the file to save the plot to, in the format of its extension; None saves nothing.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        figure = new_figure("`plot`", 7, 4)
+    def _draw(self, figure: Any) -> None:
         axes = figure.subplots()
         finite = [step for step in self.rows if 0 < step.error < math.inf]
         axes.plot([100 * step.low for step in finite], [step.error for step in finite], "o-")
@@ -247,7 +235,6 @@ class SuggestionReport:
             at = 100 * step.low, step.error
             axes.annotate(_name(step.key), at, (6, -9), textcoords="offset points", fontsize=7)
         axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
-        return finished(figure, path)
 
 
 def _name(key: Any) -> str:
