@@ -64,7 +64,7 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
     for path, x in leaves[:4]:
         if _is_unscaled(x):
             raise ValueError(_unscaled_before(path))
-    if error := _Step(scale, params, cure).find_error(leaves):
+    if error := _BeforeUpdate(scale, params, cure).find_error(leaves):
         raise ValueError(error)
     is_traced = _is_traced(scale) and not may_be_number
     if is_traced and not _may_depend_on([x for _, x in leaves[:4]], scale):
@@ -76,7 +76,7 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
         )
 
 
-class _Step(UnitAnalysis):
+class _BeforeUpdate(UnitAnalysis):
     """The units of what a step does between the backward pass and `update`."""
 
     def __init__(self, scale: Any, params: Any, cure: str) -> None:
@@ -179,19 +179,24 @@ def _is_unscaled(grad: Any) -> bool:
 
 
 def _may_depend_on(grads: Sequence[Any], scale: Any) -> bool:
-    """Whether gradients may be those of a loss times the scale, or of no loss at all."""
-    first, behind_scale = grads[0], jx.tracers_behind(scale)
-    behind_flags = jx.tracers_behind(scale, with_flags=True)
-    if not _arguments(behind_flags) and not any(map(is_new_scale, _parents(behind_flags))):
-        return True  # a constant, as `set_loss_scale` writes; the gradient may depend on an equal one
-    if _arguments(jx.tracers_behind(first, enters=lambda eqn: not _differentiates(eqn))):
-        return True  # an argument that changed the gradient after the backward pass
-    ids, behind = {id(x) for x in behind_scale}, jx.tracers_behind(first)
-    if any(id(x) in ids for x in behind):
-        return True
+    """Whether gradients may be those of a loss times the scale, or of no loss at all; the first reason is enough."""
+    first, behind = grads[0], jx.tracers_behind(grads[0])
+    sources, ids = jx.tracers_behind(scale, with_flags=True), set(map(id, jx.tracers_behind(scale)))
+    return (
+        # The scale is a constant, as `set_loss_scale` writes; the gradient may depend on an equal one.
+        not (_arguments(sources) or any(map(is_new_scale, _parents(sources))))
+        # An argument changed the gradient after the backward pass.
+        or bool(_arguments(jx.tracers_behind(first, enters=lambda eqn: not _differentiates(eqn))))
+        or any(id(x) in ids for x in behind)
+        or _may_have_factor(grads, behind, jx.shape_of(jx.versions.source_of(scale)))
+    )
+
+
+def _may_have_factor(grads: Sequence[Any], behind: Sequence[Any], shape: Any) -> bool:
+    """Whether gradients may be those of no loss, or of one times a value behind them; `shape` is that of the scale."""
     are_constant = set(_has_constant_factors(_parents(behind), {}))
-    shapes = (), jx.shape_of(jx.versions.source_of(scale))  # under `vmap`, each example may have a scale
-    candidates = [x for x in behind if jx.shape_of(x) in shapes and _can_be_scale(x)]
+    # Under `vmap`, each example may have a scale.
+    candidates = [x for x in behind if jx.shape_of(x) in ((), shape) and _can_be_scale(x)]
     if False in are_constant:  # the loss may compute its factor from any argument
         arguments = [x for x in behind if jx.versions.parent_of(x) is None]
         if any(jx.shape_of(x) == () and not jx.is_inexact(x) for x in arguments):

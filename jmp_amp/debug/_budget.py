@@ -242,7 +242,7 @@ class ErrorBudget(Plot):
         rows = [{name: _finite(x) for name, x in vars(row).items()} for row in self.rows]
         return json.dumps({**fields, "rows": rows}, **options)
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         found = _sums(self.rows, *FIELDS)
         if rest := found[_SHOWN:]:
             found[_SHOWN:] = [dataclasses.replace(_sum(rest), primitive=f"{len(rest)} more")]
@@ -281,7 +281,7 @@ class ErrorBudget(Plot):
             axes.set_yticks(range(len(names)), [name if len(name) < 45 else f"...{name[-41:]}" for name in names])
             axes.invert_yaxis()
             axes.set(title=title, xlabel="share of the squared error, %")
-        figure.suptitle(self._parts()[0])
+        figure.suptitle(self._content()[0])
         figure.axes[0].legend(frameon=False, loc="lower right")
 
 

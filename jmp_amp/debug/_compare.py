@@ -258,7 +258,7 @@ class Comparison(Plot):
     def _is_rounding(self, row: ErrorRow) -> bool:
         return row.kind == "gradient" and row.norm < 1e-5 * math.hypot(*(row.norm for row in self._of("gradient")))
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         policies = list(self.gradient)
         worst = {policy: self.worst(policy) for policy in policies}
         rows: list[tuple[str, ...]] = [(f"error against {self.reference}", "norm", *policies)]

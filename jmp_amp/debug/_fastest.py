@@ -122,8 +122,8 @@ def fastest(
                 compiling.append((each, future))
             futures.wait([reference, *(x for _, x in compiling)], max(0, max_seconds - clock.seconds))
             pool.shutdown(wait=False, cancel_futures=True)
-        listed = {part for each, _ in compiling for part in _parts(each)}
-        idle = dict.fromkeys(part for each in same for part in _parts(each) if part not in listed)
+        listed = {part for each, _ in compiling for part in _written(each)}
+        idle = dict.fromkeys(part for each in same for part in _written(each) if part not in listed)
         notes = [f"Not listed, since they change no program: {'; '.join(idle)}."] if idle else []
         notes += dict.fromkeys(str(x.message) for x in caught)
         first, results = _timing(arrays, clock, {}, reference, 1.0, exact, 0)
@@ -139,7 +139,7 @@ def fastest(
     return measured
 
 
-def _parts(options: Mapping[str, Any]) -> list[str]:
+def _written(options: Mapping[str, Any]) -> list[str]:
     """Returns options as one writes them in a call: `"float16"` and `attention="cudnn"`."""
     values = {k: f'"{x}"' if isinstance(x, str) else getattr(x, "__name__", repr(x)) for k, x in options.items()}
     return [x if name == "dtype" else f"{name}={x}" for name, x in values.items()]
@@ -203,7 +203,7 @@ class Timing(NamedTuple):
     @property
     def setting(self) -> str:
         """The arguments of `autocast`, as one writes them."""
-        return ", ".join(_parts(self.options))
+        return ", ".join(_written(self.options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Timings(Report):
         """
         return next((row for row in self.rows if row.error <= (self.tolerance or -1)), None)
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         base = next((row.seconds for row in self.rows if row.options == {"dtype": "float32"}), math.nan)
         head = "setting", "ms", "x float32", "peak GB", "temporary GB", "gradient error"
         rows, notes = list[tuple[str, ...]]([head]), list[str]()

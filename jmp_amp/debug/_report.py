@@ -106,20 +106,20 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
 
 
 class Report:
-    """A report that `print` and notebooks show as a title, a table and notes. A subclass has these `_parts`."""
+    """A report that `print` and notebooks show as a title, a table and notes. A subclass has this `_content`."""
 
     _aligns_right = False  # the columns of the table, as for numbers
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         """Returns the title, the rows of the table, the first of which is its head, and the notes."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        title, rows, notes = self._parts()
+        title, rows, notes = self._content()
         return "\n".join(filter(None, [title, format_table(rows, self._aligns_right) if rows else "", *notes]))
 
     def _repr_html_(self) -> str:
-        title, rows, notes = self._parts()
+        title, rows, notes = self._content()
         first, *rest = [f"<p>{html.escape(line)}</p>" for line in (title, *notes)]
         return "".join([first * bool(title), html_table(rows[0], rows[1:]) if rows else "", *rest])
 

@@ -123,12 +123,12 @@ def suggest_rules(
             program, options = with_rules(keys, value)
             return explain(program, **options)(*args, **kwargs)
 
-        return _suggested(_Program(emulate, report, emulate([], "full"), loss_scale, clock), form, tol)
+        return _suggested(_Candidate(emulate, report, emulate([], "full"), loss_scale, clock), form, tol)
 
     return suggest
 
 
-def _suggested(program: "_Program", form: Format, tol: float | None) -> "Suggestion":
+def _suggested(program: "_Candidate", form: Format, tol: float | None) -> "Suggestion":
     """Finds the rules for a program that has none."""
     error, floor, keys, n_tried = program.error([]), math.nan, list[Any](), 0
     if tol is None or error > tol:
@@ -140,7 +140,7 @@ def _suggested(program: "_Program", form: Format, tol: float | None) -> "Suggest
             keys = program.choose(program.keys, 0.0)
         else:
             keys, error, n_tried = program.search(max(tol, 1.1 * floor))
-    rows = tuple(program.step(keys[:i]) for i in range(len(keys) + 1))
+    rows = tuple(program.suggested(keys[:i]) for i in range(len(keys) + 1))
     opaque, is_late = tuple(program.emulation.opaque), program.clock.is_late
     is_checked = not keys or n_tried > 0 or tol is None
     report = SuggestionReport(
@@ -150,7 +150,7 @@ def _suggested(program: "_Program", form: Format, tol: float | None) -> "Suggest
     return Suggestion(dict.fromkeys(rules, program.value), report)
 
 
-class Step(NamedTuple):
+class Suggested(NamedTuple):
     """A rule, and what it brings together with the rules before it.
 
     Attributes:
@@ -176,7 +176,7 @@ class SuggestionReport(Plot):
     gradient as `error_budget` emulates it.
 
     Attributes:
-        rows: a `Step` without rules, and one for each rule.
+        rows: a `Suggested` without rules, and one for each rule.
         dtype: the compute dtype.
         tol: the `tol` of the call.
         error: the gradient error with the suggested rules.
@@ -189,7 +189,7 @@ class SuggestionReport(Plot):
     """
 
     _aligns_right = True
-    rows: tuple[Step, ...]
+    rows: tuple[Suggested, ...]
     dtype: str
     tol: float | None
     error: float
@@ -210,7 +210,7 @@ class SuggestionReport(Plot):
         """The lines to put `with amp.full_precision():` around."""
         return tuple(str(row.key) for row in self.rows if isinstance(row.key, jx.Frame)) if self.tol is not None else ()
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         title, rows = f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules", self.rows[1:]
         if self.tol is not None and rows:
             title += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
@@ -254,7 +254,7 @@ class Suggestion(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
+class _Candidate:
     """A program with some rules, compiled once, and the rules that can be added to it.
 
     Attributes:
@@ -296,7 +296,7 @@ class _Program:
         error, keys = min(tried, key=lambda x: x[0], default=(self.error(keys), keys))
         return keys, error, len(tried)
 
-    def _adding(self, keys: Sequence[Any]) -> "_Program":
+    def _adding(self, keys: Sequence[Any]) -> "_Candidate":
         rules = [*self.rules, *keys]
         return dataclasses.replace(self, rules=rules, emulation=self.emulate(rules, self.value))
 
@@ -387,9 +387,9 @@ class _Program:
         """Returns the error of the gradient without the roundings that these rules remove."""
         return self._error(self._on(keys))
 
-    def step(self, keys: Sequence[Any]) -> Step:
+    def suggested(self, keys: Sequence[Any]) -> Suggested:
         """Returns the last of some rules, with what they bring."""
-        return Step(keys[-1] if keys else None, low_share(self.report(tuple(keys), self.value)), self.error(keys))
+        return Suggested(keys[-1] if keys else None, low_share(self.report(tuple(keys), self.value)), self.error(keys))
 
     def _error(self, on: np.ndarray) -> float:
         exact = self._exact.grads  # whose error comes first

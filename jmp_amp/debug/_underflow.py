@@ -179,7 +179,7 @@ class Underflow(Plot):
     dtype: str
     exponents: Mapping[str, Mapping[int | None, int]] = dataclasses.field(repr=False)
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         scale = "scaled" if self.loss_scale is None else f"x2^{np.log2(self.loss_scale):g}"
         titles = ("gradient", "size", f"zero {scale}", "subnormal", "zero x1", "subnormal", "overflow", "largest")
         lines: list[tuple[str, ...]] = [titles]
