@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, quote, shorten, warn, with_options
-from jmp_amp._loss_scale._gradients import UNSCALE_SCOPE, with_overwritten, without_overwritten
+from jmp_amp._loss_scale._gradients import UNSCALE, with_overwritten, without_overwritten
 from jmp_amp._loss_scale._scaled_grads import SCALE, check_scaled
 from jmp_amp._trees import multiply_wide
 
@@ -179,7 +179,7 @@ class LossScale:
 
         check_grads_of(state, tree, None, "move it behind `LossScale.unscale`", self, may_be_number=True)
         leaves, factor = without_overwritten(tree), 1 / state.loss_scale
-        with jax.named_scope(UNSCALE_SCOPE):
+        with jx.marked(UNSCALE):
             unscaled_grads, is_finite, _ = unscale_check(leaves, factor, implementation=implementation)
         return with_overwritten(tree, unscaled_grads), is_finite
 

@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._loss_scale._gradients import CHECK, UNSCALE_SCOPE, is_overwritten
+from jmp_amp._loss_scale._gradients import CHECK, UNSCALE, is_overwritten
 from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
 
 # The names of a new scale, and of the loss and the gradients that `value_and_grad` returns. They change no program.
@@ -101,7 +101,7 @@ class _BeforeUpdate(UnitAnalysis):
                 return error
         for (path, x), unit in zip(leaves, units, strict=True):
             if not unit.is_data_free and unit.powers not in (None, self._gradient.powers):
-                if UNSCALE_SCOPE in unit.origins:
+                if UNSCALE in unit.origins:
                     return _unscaled_before(path)
                 eqn = jx.versions.parent_of(jx.versions.source_of(x))
                 where = f"{_where([eqn])}, " if eqn is not None else ""
@@ -127,7 +127,7 @@ class _BeforeUpdate(UnitAnalysis):
         if _is_entered(eqn):
             return super().infer_equation(eqn, operands)
         unit = self._gradient if _is_mark(eqn) else _UNKNOWN if _differentiates(eqn) else self.unscaled
-        origins = frozenset({UNSCALE_SCOPE}) if _is_unscale(eqn) else frozenset()
+        origins = frozenset({UNSCALE}) if _is_unscale(eqn) else frozenset()
         return [unit._replace(origins=origins)] * len(eqn.outvars)
 
 
@@ -207,18 +207,11 @@ def _may_have_factor(grads: Sequence[Any], behind: Sequence[Any], shape: Any) ->
 
 def _multiplies_all(candidate: Any, grads: Sequence[Any]) -> bool:
     """Whether a traced value may be a factor of all gradients, as one of a single term of the loss is not."""
-    analysis = _Factor(1)
+    analysis = UnitAnalysis(1)  # an origin says that a result is a sum of different powers
     unit = analysis.scales[0]._replace(is_data_free=False)
     known = {id(_variable(candidate)): unit}
     ends = _infer_units(analysis, jx.tracers_behind(*grads), grads, known, argument=analysis.unscaled)
     return all(not end.origins and end.powers in (None, unit.powers) for end in ends)
-
-
-class _Factor(UnitAnalysis):
-    """The power of one value; an origin says that a result is a sum of different powers."""
-
-    def error(self, predicate: str, scaled: Unit) -> str:
-        return predicate
 
 
 def _parents(tracers: Iterable[Any]) -> list[Any]:
@@ -297,7 +290,7 @@ def _name_of(eqn: Any) -> Any:
 
 
 def _is_unscale(eqn: Any) -> bool:
-    return UNSCALE_SCOPE in str(eqn.source_info.name_stack).split("/")
+    return UNSCALE in jx.marks_in(eqn.source_info.name_stack)
 
 
 def _differentiates(eqn: Any) -> bool:

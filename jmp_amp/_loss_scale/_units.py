@@ -59,7 +59,7 @@ class UnitAnalysis:
     """Infers the unit of each value of a program, and collects an error for each equation with incompatible units.
 
     Values that are added, compared or selected between must have the same unit; exponentials and logarithms take values
-    without a unit. The error is also an origin of the results of the equation. A subclass words it.
+    without a unit. The error is also an origin of the results of the equation. A subclass may word it.
 
     Attributes:
         unscaled: the unit of an unscaled value.
@@ -77,7 +77,7 @@ class UnitAnalysis:
 
     def error(self, predicate: str, scaled: Unit) -> str:
         """Returns the message for an equation that does what `predicate` says, and has a scaled operand."""
-        raise NotImplementedError
+        return predicate
 
     def hides(self, flag: Unit) -> Origins:
         """Returns the origins of what an equation takes instead of scaled values that `flag` says are not finite."""
@@ -135,7 +135,9 @@ class UnitAnalysis:
         unit = self._infer_op(eqn, rule, units)
         unit = unit._replace(origins=origins | unit.origins)
         flag = self.unscaled._replace(
-            is_data_free=unit.is_data_free, finds_nonfinite=_finds_nonfinite(eqn, atoms, operands), origins=unit.origins
+            is_data_free=unit.is_data_free,
+            finds_nonfinite=_finds_nonfinite(eqn, rule, atoms, operands),
+            origins=unit.origins,
         )
         return [unit if jx.is_inexact(var) else flag for var in eqn.outvars]
 
@@ -230,13 +232,10 @@ def _powers(eqn: Any, rule: Rule) -> Sequence[int | Fraction] | None:
     return None if power is None else [Fraction(power).limit_denominator(100)]
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
-
-def _finds_nonfinite(eqn: Any, atoms: Sequence[Any], operands: Sequence[Unit]) -> str:
-    name = eqn.primitive.name
+def _finds_nonfinite(eqn: Any, rule: Rule, atoms: Sequence[Any], operands: Sequence[Unit]) -> str:
+    name, compares = eqn.primitive.name, rule.keeps_unit and jx.dtype_of(eqn.outvars[0]) == np.bool_
     is_test = name == "is_finite" or (name == "ne" and atoms[0] is atoms[1])
-    is_test |= name in _COMPARISONS and any(NONFINITE in x.origins for x in operands if x.is_data_free)
+    is_test |= compares and any(NONFINITE in x.origins for x in operands if x.is_data_free)
     if is_test and any(x.is_scaled for x in operands):
         return "all" if jx.shape_of(eqn.outvars[0]) == () else "each"
     found = next((x.finds_nonfinite for x in operands if x.finds_nonfinite), "")

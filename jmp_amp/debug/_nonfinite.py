@@ -23,7 +23,7 @@ from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluator, Interpretation, applies_loss_scale
 from jmp_amp.debug._nodes import NO_SUMMARY, Id, Node, Place, Summary, argument_id, is_low, nearest, summary_of
 from jmp_amp.debug._report import as_jit_takes, check_callable
-from jmp_amp.debug._trials import Trials, lines_in_float32
+from jmp_amp.debug._trials import Cure, Trials, lines_in_float32
 
 _MANY = 100  # different ops; a program of more is run as a whole first
 _GUIDE = "docs/my-loss-is-nan.md#"
@@ -415,12 +415,13 @@ def _smaller_loss_scale(evaluation: Interpretation, node: Node) -> int | None:
 def _tried(trials: Trials, node: Node, cause: Cause, has_cures: bool) -> dict[str, Any]:
     """Runs the program in float32, and with cures; returns what passed, as fields of a `NonFinite`."""
     finite_in_float32, sentence, exact = _in_float32(trials)
-    found: dict[str, Any] = trials.cure() if has_cures else {}
+    found = trials.cure() if has_cures else Cure()
     lines = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
     for line in lines if finite_in_float32 else ():
-        if "cure" not in found:
-            found = lines_in_float32(trials.evaluation.evaluator, exact, [line]) | found
-    return found | {"finite_in_float32": finite_in_float32, "in_float32": sentence}
+        if not found.cure:
+            new = lines_in_float32(trials.evaluation.evaluator, exact, [line])
+            found = new._replace(left_out=found.left_out or new.left_out)
+    return found._asdict() | {"finite_in_float32": finite_in_float32, "in_float32": sentence}
 
 
 def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:

@@ -56,8 +56,7 @@ def as_jit_takes(
     for depth in (math.inf, 2, 1) if if_needed else (2, 1):
         try:
             changed = jax.tree.map_with_path(
-                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x,
-                (args, kwargs),
+                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x, (args, kwargs)
             )
             jx.trace_call(fun, *changed, *also)
             return changed

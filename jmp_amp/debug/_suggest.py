@@ -443,7 +443,7 @@ class _Candidate:
             return self._is_free & np.array([bool(matching(row.module)) for row in rows], bool)
         # What else is float32 with this rule, such as what only these ops read, tracing says.
         identity, removed = operator.attrgetter(*FIELDS, "dtype"), list[bool]()
-        left = Counter(map(identity, self.emulate([*self.rules, key], self.value).trace()))
+        left = Counter(map(identity, self.emulate([*self.rules, key], self.value).rows))
         for row in rows:
             left[identity(row)] -= 1
             removed.append(left[identity(row)] < 0)

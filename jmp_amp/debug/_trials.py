@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,14 @@ _DEPTH, _MOST_ROOTS, _MOST_TRIALS = 7, 24, 4
 # How much the arguments are moved, and how large they are then at most. -1 moves each the other way than 1 does, so
 # that both signs occur.
 _MOVES = ((0.0, math.inf), (1e-7, math.inf), (1e-2, math.inf), (1.0, 1.0), (-1.0, 1.0))
+
+
+class Cure(NamedTuple):
+    """What to write, what was seen when the program ran so, and what was not tried; as in `NonFinite`."""
+
+    cure: str = ""
+    tried: str = ""
+    left_out: str = ""
 
 
 class Trials:
@@ -53,18 +61,14 @@ class Trials:
         if not self.has_gradient:
             self.targets, self.primal = results, dict.fromkeys((x for x in nodes if not is_derivative(x)), 0)
 
-    def cure(self) -> dict[str, str]:
-        """Finds equal functions with which the program is finite; the first is for the op at hand.
-
-        Returns:
-            Fields of a `NonFinite`: what to write, and what was seen when the program ran so; or what was not tried.
-        """
+    def cure(self) -> Cure:
+        """Finds equal functions with which the program is finite; the first is for the op at hand."""
         lines, replacements, n_trials, clock = list[str](), list[Replacement](), 0, self.evaluation.evaluator.clock
         for fault in self._faults:
             for copies, text, (old, new) in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
                     late = ": the time was over" * clock.is_late
-                    return {"left_out": f"other formulas than the first {n_trials}{late}"}
+                    return Cure(left_out=f"other formulas than the first {n_trials}{late}")
                 clock.tick("ops and trials")
                 n_trials += 1
                 function = functools.partial(_computed, text)
@@ -74,11 +78,11 @@ class Trials:
                     replacements = tried
                     lines.append(f"use `{new}` in place of `{old}`")
                     if seen:
-                        return {"cure": "; ".join(lines), "tried": seen}
+                        return Cure("; ".join(lines), seen)
                     break
             else:
                 break
-        return {}
+        return Cure()
 
     def _matches(self, fault: Node) -> Iterator[tuple[list[Part], str, tuple[str, str]]]:
         """Yields the parts near a non-finite op that are equal to formulas and that the user can write otherwise."""
@@ -169,22 +173,17 @@ def _computed(text: str, x: Any) -> Any:
     return eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})
 
 
-def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> dict[str, str]:
-    """Finds lines that are enough to compute in float32 for some results: these, and that of the next fault.
-
-    Returns:
-        As for `Trials.cure`.
-    """
+def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> Cure:
+    """Finds lines that are enough to compute in float32 for some results: these, and that of the next fault."""
     numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
     region = functools.cache(lambda eqns: jx.site_of(eqns).source.partition(" (")[0] in numbers)
     run = dataclasses.replace(evaluator, wide=FLOAT32, region=region).run()
     if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
         text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
-        cure = f"compute {' and '.join(lines)} in float32: {text}"
-        return {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
+        return Cure(f"compute {' and '.join(lines)} in float32: {text}", f"finite, within {error:.0e} of float32")
     others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
     if len(lines) == 2 or not others or run.is_stopped:
-        return {"left_out": "lines in float32: the time was over"} if run.is_stopped else {}
+        return Cure(left_out="lines in float32: the time was over" if run.is_stopped else "")
     return lines_in_float32(evaluator, exact, [*lines, others[0]])
 
 
