@@ -1,4 +1,7 @@
-"""Evaluates a program op by op: as it was traced, in a wider dtype, or with a function in place of a part of it."""
+"""Evaluates a program: as it was traced, in a wider dtype, or with a function in place of a part of it.
+
+`Evaluation` does so as a part of a program that JAX traces, `Interpretation` op by op.
+"""
 
 import contextlib
 import dataclasses
