@@ -10,8 +10,8 @@ from jax import lax
 from jaxprs import dtypes, row, scoped_equations
 
 import jmp_amp as amp
-from jmp_amp._autocast import RULES, OpClass, Rule
 from jmp_amp._jaxpr import HIGHER_ORDER
+from jmp_amp._ops import RULES, OpClass, Rule
 
 pytestmark = pytest.mark.usefixtures("users_code")
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 import jmp_amp as amp
 from jmp_amp._autocast._plan import Plan, Step
-from jmp_amp._autocast._primitives import EqnInfo
+from jmp_amp._ops import EqnInfo
 
 pytestmark = pytest.mark.usefixtures("users_code", "only_new_garbage")
 

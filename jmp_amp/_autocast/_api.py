@@ -14,12 +14,12 @@ from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, Demand
 from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import quote, shorten, transformation, warn
 from jmp_amp._cast_inputs import note_refusal
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._modules import with_modules
+from jmp_amp._ops import RULES, Demand
 from jmp_amp._policy import Policy, get_policy, is_policy
 
 P = ParamSpec("P")

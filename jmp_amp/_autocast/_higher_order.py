@@ -14,10 +14,10 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant, with_results
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import Demand
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
+from jmp_amp._ops import Demand
 
 Values = tuple[Value, ...]
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import rule_of, varying
+from jmp_amp._ops import rule_of, varying
 
 Axes = tuple[Any, ...]  # for each axis of an array, its place in another; None for an axis of one element
 

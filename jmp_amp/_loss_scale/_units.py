@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import Demand, OpClass, ResultKind, Rule, rule_of
+from jmp_amp._ops import Demand, OpClass, ResultKind, Rule, rule_of
 
 Origins = frozenset[Hashable]
 NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"  # origins

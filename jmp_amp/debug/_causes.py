@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import rule_of
+from jmp_amp._ops import rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Interpretation, evaluate_in, precise
 from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest

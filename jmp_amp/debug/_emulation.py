@@ -19,10 +19,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import OpClass, ResultKind, autocast_with, flops_of, parse_settings, rule_of
+from jmp_amp._autocast import autocast_with, flops_of, parse_settings
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
+from jmp_amp._ops import OpClass, ResultKind, rule_of
 from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low

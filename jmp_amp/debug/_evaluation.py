@@ -17,8 +17,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import rule_of
 from jmp_amp._loss_scale import LOSS_SCALE
+from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, is_low, summary_of
 

@@ -16,16 +16,15 @@ import jax.numpy as jnp
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import (
     REASONS,
-    RULES,
     AttentionSite,
     AutocastOptions,
     OpSite,
-    Rule,
     explain_call,
     matches_scope,
     parse_settings,
 )
 from jmp_amp._calls import transformation
+from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._report import as_jit_takes, check_callable, format_table, grouped, html_table, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")

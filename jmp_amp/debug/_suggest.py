@@ -12,9 +12,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import RULES, AutocastOptions, OpSite, Rule, full_precision, parse_rules, parse_settings
+from jmp_amp._autocast import AutocastOptions, OpSite, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp._formats import Format
+from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
