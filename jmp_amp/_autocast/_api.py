@@ -140,19 +140,12 @@ def autocast(
     References:
         The op classes are those of PyTorch's `torch.autocast`.
     """
+    options: dict[str, Any] = {"rules": rules, "save": save, "weight_grad_dtype": weight_grad_dtype}
+    options |= {"residual_stream": residual_stream, "attention": attention}
     if fun is None:
-        return Decorator(
-            autocast,
-            dtype=dtype,
-            rules=rules,
-            save=save,
-            weight_grad_dtype=weight_grad_dtype,
-            residual_stream=residual_stream,
-            attention=attention,
-            enabled=enabled,
-        )
+        return Decorator(autocast, dtype=dtype, enabled=enabled, **options)
     check_function(fun)
-    settings = parse_settings(dtype, rules, save, weight_grad_dtype, residual_stream, attention)
+    settings = parse_settings(dtype, **options)
     if not enabled or (settings.format is FORMATS["float32"] and settings.policy is None and not rules):
         return fun
     autocasted = autocast_with(fun, settings)

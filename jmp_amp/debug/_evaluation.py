@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -158,17 +158,11 @@ class Evaluator:
 
     def run(self) -> "Interpretation":
         """Evaluates the program op by op."""
-        interpretation = Interpretation(self)
-        with precise(self.wide), contextlib.suppress(_DoneError):
-            interpretation.run()
-        return interpretation
+        return Interpretation(self).run()
 
     def trace(self) -> "Evaluation":
         """Evaluates the program as a part of one that JAX traces."""
-        evaluation = Evaluation(self)
-        with precise(self.wide):
-            evaluation.run()
-        return evaluation
+        return Evaluation(self).run()
 
 
 class Evaluation:
@@ -187,10 +181,12 @@ class Evaluation:
         self._replacements = {x.root: x for x in evaluator.replacements}
         self._keys = {*evaluator.keeps, *self._replacements, *(key for x in evaluator.replacements for key in x.inputs)}
 
-    def run(self) -> None:
+    def run(self) -> Self:
         """Evaluates the whole program."""
-        args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.evaluator.arrays)]
-        self.results = self._run(self.evaluator.program, args, Place())
+        with precise(self.wide), contextlib.suppress(_DoneError):
+            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.evaluator.arrays)]
+            self.results = self._run(self.evaluator.program, args, Place())
+        return self
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
         """Evaluates the jaxpr at `place`."""
