@@ -12,6 +12,8 @@ from jax import lax
 from jaxprs import dtypes, equations, read_low
 
 import jmp_amp as amp
+from jmp_amp._formats import FORMATS
+from jmp_amp._policy import NAMED_POLICIES
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -424,6 +426,10 @@ class TestRegions:
     def test_a_region_of_another_dtype_is_an_error(self):
         with pytest.raises(ValueError, match="got float64"):
             amp.precision("float64")
+
+    @pytest.mark.parametrize("name", sorted(NAMED_POLICIES.keys() - FORMATS.keys()))
+    def test_the_name_of_each_policy_that_is_no_dtype_is_one(self, name):
+        assert amp.autocast(lambda x: x @ W, name).autocast_of[1].policy == amp.get_policy(name)
 
     @pytest.mark.parametrize("given", ["O2", "p=f16,c=f16,o=f32", amp.get_policy("O2")], ids=str)
     def test_a_policy_is_given_as_itself_or_by_its_string(self, given):
