@@ -220,9 +220,8 @@ class Emulation:
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
-        inputs = [*arrays, scale]
         evaluator = Evaluator(
-            self._program, inputs, wide=FLOAT32, around=self._around, tape=self._tape, as_one={"while"}
+            self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape, as_one={"while"}
         )
         loss, *grads = evaluator.trace().results
         del self._switches

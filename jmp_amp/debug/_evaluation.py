@@ -37,12 +37,12 @@ class Replacement(NamedTuple):
 
     Attributes:
         root: the key of the value.
-        inputs: the keys of the values that the function reads.
+        read: the key of the value that the function reads.
         function: the function.
     """
 
     root: Id
-    inputs: Sequence[Id]
+    read: Id
     function: Callable[..., Any]
 
 
@@ -179,7 +179,7 @@ class Evaluation:
         self.results: list[Any] = []
         self.kept: dict[Id, Any] = {}
         self._replacements = {x.root: x for x in evaluator.replacements}
-        self._keys = {*evaluator.keeps, *self._replacements, *(key for x in evaluator.replacements for key in x.inputs)}
+        self._keys = {*evaluator.keeps, *self._replacements, *(x.read for x in evaluator.replacements)}
 
     def run(self) -> Self:
         """Evaluates the whole program."""
@@ -216,9 +216,9 @@ class Evaluation:
             self.kept[key] = x
             if replacement := self._replacements.get(key):
                 # Autocast reads low precision where it computes the value in float32.
-                inputs = [self.kept[each] for each in replacement.inputs]
-                inputs = [y.astype(x.dtype) if is_low(y) else y for y in inputs]
-                self.kept[key] = x = replacement.function(*inputs).astype(x.dtype)
+                read = self.kept[replacement.read]
+                read = read.astype(x.dtype) if is_low(read) else read
+                self.kept[key] = x = replacement.function(read).astype(x.dtype)
         return x
 
     def _equation(self, operands: list[Any], place: Place) -> Sequence[Any]:

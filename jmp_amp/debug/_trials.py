@@ -72,7 +72,7 @@ class Trials:
                 clock.tick("ops and trials")
                 n_trials += 1
                 function = functools.partial(_computed, text)
-                tried = [*replacements, *(Replacement(x.root.key, [x.x.key], function) for x in copies)]
+                tried = [*replacements, *(Replacement(x.root.key, x.x.key, function) for x in copies)]
                 is_cured, seen = self._tried(tried)
                 if seen or (is_cured and any(self._contains(x, fault) for x in copies)):
                     replacements = tried
