@@ -114,9 +114,7 @@ class _BeforeUpdate(UnitAnalysis):
 
     def hides(self, flag: Unit) -> Origins:
         """Returns an error: the loss scale must see overflows."""
-        error = self.error("replaces gradients that are not finite, so that the loss scale does not back off", flag)
-        self.errors[error] = None
-        return frozenset({error})
+        return self.add_error("replaces gradients that are not finite, so that the loss scale does not back off", flag)
 
     def constant(self, x: Any) -> Unit:
         """An array of one number may be a scale. What stands in the code is a number."""

@@ -1,6 +1,6 @@
 """A dimensional analysis of jaxprs: how each value depends on the loss scale, and what it was computed from."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ from jax.extend.core import Literal
 from jmp_amp import _jaxpr as jx
 from jmp_amp._ops import Demand, OpClass, ResultKind, Rule, rule_of
 
-Origins = frozenset[Hashable]
-NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"  # origins
+# What a value was computed from: messages of errors, and marks, as these two and `UNSCALE`.
+Origins = frozenset[str]
+NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"
 
 
 class Unit(NamedTuple):
@@ -172,7 +173,7 @@ class UnitAnalysis:
         if scaled and rule.op_class is OpClass.ORIGINAL:
             return scaled[0]  # a solver or a kernel, which may be linear in this operand
         if scaled and not is_data_free:
-            return unscaled._replace(origins=self._add_error(predicate, scaled[0]))
+            return unscaled._replace(origins=self.add_error(predicate, scaled[0]))
         return unscaled
 
     def _unify(self, units: Sequence[Unit], predicate: str) -> Unit:
@@ -185,12 +186,13 @@ class UnitAnalysis:
         different = {unit.powers: unit for unit in known}
         if len(different) > 1 and not is_data_free:
             scaled, *_, other = sorted(known, key=lambda unit: not any(unit.powers or ()))
-            origins |= self._add_error(predicate, scaled, other)
+            origins |= self.add_error(predicate, scaled, other)
         is_small = all(unit.is_small for unit in known)
         finds = next((unit.finds_nonfinite for unit in units if unit.finds_nonfinite), "")
         return Unit(max(unit.powers for unit in known if unit.powers), is_data_free, is_small, finds, origins)
 
-    def _add_error(self, predicate: str, *units: Unit) -> Origins:
+    def add_error(self, predicate: str, *units: Unit) -> Origins:
+        """Adds the error of an equation that does what `predicate` says to values of these units, and returns it."""
         error = self.error(predicate.format(" and ".join(map(describe_unit, units))), units[0])
         self.errors[error] = None
         return frozenset({error})
@@ -243,7 +245,7 @@ def _finds_nonfinite(eqn: Any, rule: Rule, atoms: Sequence[Any], operands: Seque
 
 
 def _join(units: Sequence[Unit]) -> Origins:
-    return frozenset[Hashable]().union(*(unit.origins for unit in units))
+    return frozenset[str]().union(*(unit.origins for unit in units))
 
 
 def _join_carry(init: Unit, out: Unit) -> Unit:
