@@ -41,7 +41,7 @@ def autocast(case, policy=None, **options):
     loss_fn, args = case(None)
     if policy is None:
         return amp.autocast(loss_fn, **options), args
-    return amp.autocast(loss_fn, policy=policy, **options), case(LOW)[1]
+    return amp.autocast(loss_fn, policy, **options), case(LOW)[1]
 
 
 def hand(model, way, make):

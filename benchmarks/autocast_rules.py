@@ -13,8 +13,8 @@ import models
 from autocast_cost import autocast, measure
 from report import arguments, head, report, row
 
-from jmp_amp._autocast import RULES, Rule, _api, _options, _rewrites
-from jmp_amp._autocast._primitives import ResultKind
+from jmp_amp._autocast import _api, _options, _rewrites
+from jmp_amp._ops import RULES, ResultKind, Rule
 
 CASES = {
     "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),

@@ -88,7 +88,7 @@ LIBRARIES = {
 
 
 def autocast_layer(dtype):
-    return amp.autocast(lambda x, w: x @ w, policy=f"params=bfloat16,compute={dtype},output=bfloat16")
+    return amp.autocast(lambda x, w: x @ w, f"params=bfloat16,compute={dtype},output=bfloat16")
 
 
 def jax_mxfp8_layer():

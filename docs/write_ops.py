@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmp_amp._autocast import RULES, OpClass, Rule
-from jmp_amp._autocast._primitives import Demand, rule_of
 from jmp_amp._jaxpr import HIGHER_ORDER
+from jmp_amp._ops import RULES, Demand, OpClass, Rule, rule_of
 
 PAGE = pathlib.Path(__file__).parent / "reference/ops.md"
 HEAD = """# Ops by class

@@ -153,7 +153,7 @@ def make_loss(config: Llama, mesh: Mesh, attention: str | None) -> Any:
         return lax.scan(part, jnp.float32(0), (xs, ys))[0] / tokens[:, 1:].size
 
     policy = "params=bfloat16,compute=bfloat16,output=float32"
-    return amp.autocast(loss_fn, policy=policy, attention=attention)
+    return amp.autocast(loss_fn, policy, attention=attention)
 
 
 def make_step(loss_fn: Any, tx: optax.GradientTransformation) -> Any:

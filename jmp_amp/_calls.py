@@ -20,6 +20,7 @@ C = TypeVar("C", bound=type)
 
 # The functions and classes that have an option, by its name. One is of the function that a tool returns.
 _OWNERS: dict[str, list[str]] = {"tol": ["debug.suggest_rules(fun)"]}
+_OTHER_NAMES = {"policy": "dtype"}  # of options, which users may know from elsewhere
 
 
 def takes_options(call: Callable[P, R], name: str | None = None) -> Callable[P, R]:
@@ -60,6 +61,8 @@ def options_of(call: Callable) -> list[str]:
 
 def _cure(option: str, name: str, options: list[str]) -> str:
     """Returns what to write for an option that a function does not have."""
+    if _OTHER_NAMES.get(option) in options:
+        return f"; write `{_OTHER_NAMES[option]}=...`"
     owners = [owner for owner in _OWNERS.get(option, []) if owner != name]
     if owners:
         has_it = ", ".join(f"`amp.{owner}`" for owner in owners)

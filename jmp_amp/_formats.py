@@ -199,13 +199,8 @@ def parse_format(value: Any) -> Format:
     except ValueError:
         dtype = None
     if dtype is None or dtype.name not in FORMATS:
-        cure = (
-            f'; give the policy as `policy="{shorten(str(value))}"`'
-            if dtype is None and _POLICY.fullmatch(str(value))
-            else ""
-        )
-        if dtype is not None and dtype.name.startswith("float8"):
-            cure = '; "float8" chooses among the float8 dtypes'
+        is_float8 = dtype is not None and dtype.name.startswith("float8")
+        cure = '; "float8" chooses among the float8 dtypes' if is_float8 else ""
         raise ValueError(f"autocast computes in {', '.join(FORMATS)}, got {shorten(str(dtype or value))}{cure}")
     return FORMATS[dtype.name]
 
@@ -225,6 +220,3 @@ def parse_compute_dtype(value: DTypeLike, format_name: str = "") -> tuple[np.dty
         raise ValueError(f"{error}, or a format: {', '.join(FORMATS)}") from None
     form = FORMATS.get(format_name)
     return dtype, form.name if form is not None and form.dtype == dtype else dtype.name
-
-
-_POLICY = re.compile(r"mixed_\w+|O\d|.*=.*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -146,6 +147,12 @@ NAMED_POLICIES = {
     "O2": Policy("float16", "float16", "float32"),
     "O3": Policy("float16", "float16", "float16"),
 }
+_POLICY = re.compile(r"mixed_\w+|O\d|.*=.*")
+
+
+def is_policy(value: Any) -> bool:
+    """Whether a value is a policy, or the string of one that is not the name of a dtype."""
+    return isinstance(value, Policy) or (isinstance(value, str) and _POLICY.fullmatch(value.strip()) is not None)
 
 
 def get_policy(name: str | Policy) -> Policy:

@@ -12,6 +12,8 @@ from jax import lax
 from jaxprs import dtypes, equations, read_low
 
 import jmp_amp as amp
+from jmp_amp._formats import FORMATS
+from jmp_amp._policy import NAMED_POLICIES
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -227,8 +229,8 @@ class TestSignature:
         chex.assert_trees_all_equal_shapes_and_dtypes(amp.autocast(fun)(X), fun(X))
 
     def test_results_come_back_in_the_output_dtype_of_a_policy(self):
-        assert amp.autocast(lambda x: x @ W, policy="p=f32,c=bf16,o=f16")(X).dtype == F16
-        assert amp.autocast(lambda x: x @ W, policy="float32")(X).dtype == F32
+        assert amp.autocast(lambda x: x @ W, "p=f32,c=bf16,o=f16")(X).dtype == F16
+        assert amp.autocast(lambda x: x @ W, "float32")(X).dtype == F32
 
     def test_arguments_that_are_no_arrays_are_passed_through(self):
         def fun(x, flag, name, nothing, *, scale):
@@ -290,17 +292,14 @@ class TestSignature:
     @pytest.mark.parametrize(
         ("given", "cure"),
         [
-            ("float16", 'dtype="float16"'),
-            ("fp16", 'dtype="float16"'),
-            ("float8", 'dtype="float8"'),
-            (jnp.float16, 'dtype="float16"'),
-            (jnp.bfloat16, 'dtype="bfloat16"'),
-            (np.float32, 'dtype="float32"'),
-            (jnp.dtype("bfloat16"), 'dtype="bfloat16"'),
-            (jnp.int32, "dtype=..."),
-            ("O2", 'policy="O2"'),
-            ("mixed_bfloat16", 'policy="mixed_bfloat16"'),
-            (amp.get_policy("O1"), "policy=policy"),
+            ("fp16", "'fp16'"),
+            ("float8", "'float8'"),
+            (jnp.float16, "dtype"),
+            (np.float32, "dtype"),
+            (jnp.dtype("bfloat16"), "dtype"),
+            (jnp.int32, "dtype"),
+            ("mixed_bfloat16", "'mixed_bfloat16'"),
+            (amp.get_policy("O1"), "policy"),
         ],
         ids=repr,
     )
@@ -309,7 +308,7 @@ class TestSignature:
             amp.autocast(given)
         message = str(error.value)
         assert f"`autocast` takes a function, got {repr(given)[:50]}" in message  # a long one is shortened
-        assert f"`amp.autocast(fun, {cure})`, or `@amp.autocast({cure})`" in message
+        assert f"`amp.autocast(fun, {cure})`, or `@amp.autocast(dtype={cure})`" in message
 
     @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
     def test_a_with_block_is_an_error_with_the_cure(self, options):
@@ -331,8 +330,8 @@ class TestSignature:
         initialized, params, _ = amp.interop.apex.initialize(lambda p, x: x @ p, W, optax.sgd(0.1), "O2", dtype=name)
         low = [
             amp.autocast(fun, name),
-            amp.autocast(fun, policy=amp.Policy("fp32", name, "fp32")),
-            amp.autocast(fun, policy=f"p=fp32,c={name},o=fp32"),
+            amp.autocast(fun, amp.Policy("fp32", name, "fp32")),
+            amp.autocast(fun, f"p=fp32,c={name},o=fp32"),
             amp.autocast(inside, "float32", rules={jax.lax.tanh_p: "full"}),
             lambda x: initialized(params, x),
         ]
@@ -428,9 +427,23 @@ class TestRegions:
         with pytest.raises(ValueError, match="got float64"):
             amp.precision("float64")
 
-    def test_a_policy_in_the_place_of_a_dtype_is_an_error_that_says_where_it_goes(self):
-        with pytest.raises(ValueError, match='got mixed_float16; give the policy as `policy="mixed_float16"`'):
-            amp.autocast(lambda x: x, "mixed_float16")
+    @pytest.mark.parametrize("name", sorted(NAMED_POLICIES.keys() - FORMATS.keys()))
+    def test_the_name_of_each_policy_that_is_no_dtype_is_one(self, name):
+        assert amp.autocast(lambda x: x @ W, name).autocast_of[1].policy == amp.get_policy(name)
+
+    @pytest.mark.parametrize("given", ["O2", "p=f16,c=f16,o=f32", amp.get_policy("O2")], ids=str)
+    def test_a_policy_is_given_as_itself_or_by_its_string(self, given):
+        fun = amp.autocast(lambda w, x: x @ w, given)
+        assert dtypes(fun, W.astype(F16), X, primitive="dot_general") == ["float16 float16 -> float16"]
+        assert fun(W.astype(F16), X).dtype == F32
+
+    def test_a_policy_that_there_is_not_is_an_error_with_those_that_there_are(self):
+        with pytest.raises(ValueError, match=r"of the policy `O7`; allowed: .*Names: .*`mixed_bfloat16`, .*`O2`"):
+            amp.autocast(lambda x: x, "O7")
+
+    @pytest.mark.parametrize("name", ["float16", "f16", "half"])
+    def test_the_name_of_a_dtype_is_no_policy_so_results_stay_float32(self, name):
+        assert amp.autocast(lambda x: x @ W, name)(X).dtype == F32
 
 
 class TestCasts:

@@ -11,8 +11,9 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations, read_low, row
 
 import jmp_amp as amp
-from jmp_amp._autocast import RULES, OpClass, Rule, _primitives
+from jmp_amp import _ops
 from jmp_amp._jaxpr import HIGHER_ORDER
+from jmp_amp._ops import RULES, OpClass, Rule
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -146,7 +147,7 @@ def primitive_named(name):
 
 
 def test_no_primitive_is_in_the_table_twice():
-    names = " ".join(_primitives.ROWS).split()
+    names = " ".join(_ops.ROWS).split()
     assert len(names) == len(set(names))
 
 

@@ -620,7 +620,7 @@ def test_parameters_of_a_low_precision_policy_compute_what_float32_ones_do(fun, 
 
 def check_parameters(fun, inputs, dtype):
     """Compares value and gradient of `fun` in float32 with those under autocast of inputs that are `dtype`."""
-    autocast = amp.autocast(fun, policy=amp.Policy(dtype, dtype, F32))
+    autocast = amp.autocast(fun, amp.Policy(dtype, dtype, F32))
     low = [x.astype(dtype) if is_float(x) else x for x in inputs]
 
     def low_grad(*low):

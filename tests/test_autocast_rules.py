@@ -10,8 +10,8 @@ from jax import lax
 from jaxprs import dtypes, row, scoped_equations
 
 import jmp_amp as amp
-from jmp_amp._autocast import RULES, OpClass, Rule
 from jmp_amp._jaxpr import HIGHER_ORDER
+from jmp_amp._ops import RULES, OpClass, Rule
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -166,8 +166,8 @@ def test_a_policy_carries_rules():
     policy = amp.get_policy("mixed_float16").with_rules({"Encoder": "full"}).with_rules({lax.tanh_p: "follow"})
     assert hash(policy) != hash(amp.get_policy("mixed_float16"))
     assert amp.get_policy(str(policy)) == amp.get_policy("mixed_float16")
-    assert products(amp.autocast(model, policy=policy)) == ["float32", "float16", "float16"]
-    assert products(amp.autocast(model, policy=policy, rules={"Encoder": "bfloat16"})) == [
+    assert products(amp.autocast(model, policy)) == ["float32", "float16", "float16"]
+    assert products(amp.autocast(model, policy, rules={"Encoder": "bfloat16"})) == [
         "bfloat16",
         "float16",
         "float16",

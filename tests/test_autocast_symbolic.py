@@ -11,7 +11,7 @@ from test_autocast_control_flow import BACKWARD
 from test_autocast_control_flow import PROGRAMS as CONTROL_FLOW
 
 import jmp_amp as amp
-from jmp_amp._autocast._primitives import is_smaller
+from jmp_amp._ops import is_smaller
 
 leaves = jax.tree.leaves
 pytestmark = pytest.mark.usefixtures("users_code")

@@ -194,7 +194,7 @@ def test_a_policy_is_one_of_ours():
     policy = jmp.Policy(np.float32, jnp.bfloat16, jnp.float32)
     assert isinstance(policy, amp.Policy)
     assert str(amp.get_policy(policy)) == "p=full,c=bf16,o=full"
-    assert amp.autocast(jnp.dot, policy=policy)(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype == jnp.float32
+    assert amp.autocast(jnp.dot, policy)(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.float16, jnp.bfloat16, np.float32, jnp.float32, jnp.float64])

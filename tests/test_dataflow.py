@@ -15,9 +15,9 @@ import jmp_amp as amp
 from jmp_amp._autocast._analyses import Demands, Knowledge
 from jmp_amp._autocast._paths import Paths
 from jmp_amp._autocast._planner import _PlanBuilder
-from jmp_amp._autocast._primitives import ORIGINAL, RULES, Demand, EqnInfo
 from jmp_amp._autocast._values import NOTHING, Moment, Squares, ValueFacts
 from jmp_amp._jaxpr import Forward, structure_of
+from jmp_amp._ops import ORIGINAL, RULES, Demand, EqnInfo
 
 X = jnp.ones((4, 4))
 W = jnp.eye(4) / 2

@@ -523,7 +523,7 @@ def test_a_policy_names_float8():
     assert amp.get_policy(str(policy)) == policy == amp.Policy("float32", "float8", "float32")
     assert policy != amp.get_policy("mixed_bfloat16")
     assert policy.with_output_dtype("bfloat16").compute_format == "float8"
-    low = amp.autocast(loss_fn, policy=policy.with_rules(EVERYWHERE))
+    low = amp.autocast(loss_fn, policy.with_rules(EVERYWHERE))
     assert low(PARAMS, X) == float8(loss_fn)(PARAMS, X)
 
 

@@ -54,7 +54,7 @@ def test_policies_name_it(policy):
     assert parsed.with_rules({"layer": "full"}).compute_format == "toy"
     assert dataclasses.replace(parsed, compute_dtype="float16") == amp.get_policy("mixed_float16")
     assert amp.get_policy("c=toy").output_dtype == jnp.bfloat16
-    assert products(amp.autocast(loss_fn, policy=policy), W, X) == TOY
+    assert products(amp.autocast(loss_fn, policy), W, X) == TOY
 
 
 @pytest.mark.parametrize(("level", "stored"), [("O1", "float32"), ("O2", "bfloat16")])

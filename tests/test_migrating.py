@@ -372,7 +372,7 @@ def test_initialize_takes_a_rule():
 @row("apex", "`cast_model_outputs`")
 def test_the_output_dtype_is_that_of_the_policy():
     policy = amp.get_policy("O1").with_output_dtype("float16")
-    assert amp.autocast(loss_fn, policy=policy)(PARAMS, X).dtype == jnp.float16
+    assert amp.autocast(loss_fn, policy)(PARAMS, X).dtype == jnp.float16
 
 
 @row("apex", "`num_losses`, `loss_id`")
@@ -519,7 +519,7 @@ def test_bfloat16_parameters_are_rounded_or_completed_by_remainders():
 def test_policies_are_jmps():
     policy = amp.get_policy("params=float32,compute=float16,output=float32")
     assert policy == amp.Policy(jnp.float32, jnp.float16, jnp.float32)
-    assert products(amp.autocast(loss_fn, policy=policy), PARAMS, X) == {LOW}
+    assert products(amp.autocast(loss_fn, policy), PARAMS, X) == {LOW}
 
 
 @row("jmp", "`jmp.DynamicLossScale(scale,", "`jmp.StaticLossScale(s)`")

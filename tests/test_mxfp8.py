@@ -186,7 +186,7 @@ def test_regions_rules_and_policies_name_it():
     assert why(program, *shapes, dtype="bfloat16", rules={"head": "mxfp8"})[1] == ("pattern", str(E4M3))
     policy = amp.get_policy("mixed_mxfp8")
     assert (policy.compute_dtype, policy.compute_format) == (jnp.dtype("bfloat16"), "mxfp8")
-    low = amp.autocast(loss_fn, policy=policy.with_rules(EVERYWHERE))
+    low = amp.autocast(loss_fn, policy.with_rules(EVERYWHERE))
     assert low(PARAMS, X) == mxfp8(loss_fn)(PARAMS, X)
 
 

@@ -315,7 +315,7 @@ def test_what_is_done_by_hand_with_a_state_of_its_own_raises_unless_it_may_commu
 @pytest.mark.parametrize("name", IN_FRONT)
 @pytest.mark.filterwarnings("ignore:Specifying a key")
 def test_what_raises_in_front_of_the_wrapper_is_wrong_and_nothing_else_is(name, monkeypatch):
-    monkeypatch.setattr("jmp_amp._loss_scale._transformations.check_scaled", lambda *args, **kwargs: None)
+    monkeypatch.setattr("jmp_amp._loss_scale._rule.check_scaled", lambda *args, **kwargs: None)
     faults, updates = set(), {}
     for scale in (1.0, 2.0**12):
         tx, start = in_front(name, amp.LossScale.static(scale)), parameters(name)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 import jmp_amp as amp
 from jmp_amp._autocast._plan import Plan, Step
-from jmp_amp._autocast._primitives import EqnInfo
+from jmp_amp._ops import EqnInfo
 
 pytestmark = pytest.mark.usefixtures("users_code", "only_new_garbage")
 
@@ -159,9 +159,9 @@ def test_parameters_in_16_bits_are_traced_as_float32_without_copies(policy):
         return jax.nn.gelu(x @ w) @ w
 
     w, x = jnp.full((71, 71), 0.1, policy.param_dtype), jnp.full((3, 71), 0.3)
-    out = amp.autocast(layer, policy=policy)(w, x)
+    out = amp.autocast(layer, policy)(w, x)
     assert traced == [(jnp.float32, 1)]
-    np.testing.assert_array_equal(out, amp.autocast(layer, policy=policy)(w.astype(jnp.float32), x))
+    np.testing.assert_array_equal(out, amp.autocast(layer, policy)(w.astype(jnp.float32), x))
 
 
 class Scaled:

@@ -60,7 +60,7 @@ MADE = {
     "autocast": (lambda: amp.autocast(loss_fn), differentiated),
     "autocast decorator": (lambda: amp.autocast(dtype="bfloat16"), lambda cast: differentiated(cast(loss_fn))),
     "autocast rules": (lambda: amp.autocast(loss_fn, rules={lax.tanh_p: "full"}), differentiated),
-    "autocast policy": (lambda: amp.autocast(loss_fn, policy="O1"), differentiated),
+    "autocast policy": (lambda: amp.autocast(loss_fn, "O1"), differentiated),
     "autocast float8": (lambda: amp.autocast(loss_fn, "float8"), differentiated),
     "autocast kernel": (lambda: amp.autocast(loss_fn, "bfloat16", attention="xla"), differentiated),
     "precision": (lambda: amp.precision("bfloat16"), lambda mark: differentiated(amp.autocast(mark(loss_fn)))),
@@ -164,7 +164,7 @@ def test_values_are_pickled_and_copied(name):
         assert type(again) is type(value)
         assert repr(again) == repr(value)
     if name == "policy":
-        assert amp.autocast(loss_fn, policy=again).autocast_of[1] == amp.autocast(loss_fn, policy=value).autocast_of[1]
+        assert amp.autocast(loss_fn, again).autocast_of[1] == amp.autocast(loss_fn, value).autocast_of[1]
 
 
 @pytest.mark.parametrize("name", FORMATS)

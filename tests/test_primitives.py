@@ -9,8 +9,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import jmp_amp as amp
-from jmp_amp._autocast import RULES
 from jmp_amp._autocast._api import planner_of
+from jmp_amp._ops import RULES
 
 X = jnp.linspace(0.5, 2, 64).reshape(8, 8)
 

@@ -250,7 +250,7 @@ def test_generated_compositions_raise_only_if_the_scale_changes_the_updates_or_a
 def depends_on_scale(change, monkeypatch):
     """Whether a step makes other updates with another scale, or takes an overflow for a finite step."""
     with monkeypatch.context() as patch:
-        patch.setattr("jmp_amp._loss_scale._transformations.check_scaled", lambda *args, **kwargs: None)
+        patch.setattr("jmp_amp._loss_scale._rule.check_scaled", lambda *args, **kwargs: None)
 
         @jax.jit
         def updates(scale, factor):

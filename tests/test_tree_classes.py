@@ -84,14 +84,14 @@ def low_params(p, **options):
 # By the name of the public function, and of a variant.
 USES = {
     "autocast": lambda: amp.autocast(lambda p, x: (p, loss_fn(p, x)))(P, X),
-    "autocast policy": lambda: amp.autocast(lambda p, x: (p, loss_fn(p, x)), policy="O2")(LOW, X),
+    "autocast policy": lambda: amp.autocast(lambda p, x: (p, loss_fn(p, x)), "O2")(LOW, X),
     "autocast kernel": lambda: amp.autocast(loss_fn, "bfloat16", attention="xla")(P, X),
     "cast_inputs": lambda: amp.autocast(jax.grad(amp.cast_inputs("bfloat16")(loss_fn)))(P, X),
     "precision": lambda: amp.autocast(amp.precision("bfloat16")(loss_fn))(P, X),
     "full_precision": lambda: amp.autocast(amp.full_precision(loss_fn))(P, X),
     "explain": lambda: amp.explain(loss_fn)(P, X),
     "value_and_grad": lambda: amp.value_and_grad(loss_fn, loss_scale=8.0)(P, X),
-    "value_and_grad low": lambda: amp.value_and_grad(amp.autocast(loss_fn, policy="O2"), loss_scale=2.0**20)(LOW, X),
+    "value_and_grad low": lambda: amp.value_and_grad(amp.autocast(loss_fn, "O2"), loss_scale=2.0**20)(LOW, X),
     "value_and_grad steps": lambda: jax.jit(amp.value_and_grad(loss_fn, accumulate_steps=2))(P, Weights(X, X)),
     "grad": lambda: amp.grad(loss_fn, loss_scale=8.0, accumulate_steps=2)(P, X),
     "LossScale": lambda: amp.LossScale().unscale(RULE_STATE, amp.LossScale().scale(RULE_STATE, P)),

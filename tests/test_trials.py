@@ -53,8 +53,8 @@ def test_only_equal_functions_pass(name):
     evaluation = Evaluator(program, [jnp.asarray(x) for x in arrays]).run()
     trials = Trials(evaluation, next(iter(evaluation.nonfinite.values())))
     key = next(x.key for x in trials.primal if x.primitive == root)
-    inputs = [next(x.key for x in evaluation.nodes if x.primitive == read and x.place)]
-    is_cured, seen = trials._tried([Replacement(key, inputs, replacement)])
+    value = next(x.key for x in evaluation.nodes if x.primitive == read and x.place)
+    is_cured, seen = trials._tried([Replacement(key, value, replacement)])
     assert is_cured == bool(seen) == is_equal
 
 

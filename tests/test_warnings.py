@@ -98,7 +98,7 @@ UNMATCHED = {
     "checkpoint rule": lambda: jax.checkpoint(amp.autocast(loss_fn, rules={"nope": "full"}))(W, X),
     "scaled rule": lambda: value_and_grad(amp.autocast(loss_fn, rules={"nope": "full"}), loss_scale=8.0)(W, X),
     "jit scaled rule": lambda: jax.jit(amp.grad(amp.autocast(loss_fn, rules={"nope": "full"})))(W, X),
-    "policy rule": lambda: jax.jit(amp.autocast(loss_fn, policy=amp.get_policy("O1").with_rules({"a": "full"})))(W, X),
+    "policy rule": lambda: jax.jit(amp.autocast(loss_fn, amp.get_policy("O1").with_rules({"a": "full"})))(W, X),
     "model rule": lambda: pytest.importorskip("equinox").filter_jit(amp.autocast(loss_fn, rules={"no": "full"}))(W, X),
     "shard_map rule": lambda: jax.jit(SHARDED(amp.autocast(loss_fn, rules={"nope": "full"})))(W, X),
 }

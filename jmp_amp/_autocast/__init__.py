@@ -3,4 +3,3 @@
 from jmp_amp._autocast._api import AutocastOptions, autocast, autocast_with, full_precision, parse_settings, precision
 from jmp_amp._autocast._explain import REASONS, AttentionSite, OpSite, explain_call, flops_of
 from jmp_amp._autocast._options import matches_scope, parse_rules
-from jmp_amp._autocast._primitives import RULES, Demand, OpClass, ResultKind, Rule, rule_of

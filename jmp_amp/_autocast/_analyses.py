@@ -18,9 +18,9 @@ from jax.extend.core import Jaxpr, Literal
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._paths import InfosOf, Paths
-from jmp_amp._autocast._primitives import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
 from jmp_amp._autocast._values import CONSTANT, NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of
 from jmp_amp._formats import Format
+from jmp_amp._ops import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
 
 
 class Knowledge(jx.Forward[EqnInfo, ValueFacts]):

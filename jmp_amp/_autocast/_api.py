@@ -14,13 +14,13 @@ from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, Demand
 from jmp_amp._autocast._values import Stream, Use, unknown
 from jmp_amp._calls import quote, shorten, transformation, warn
 from jmp_amp._cast_inputs import note_refusal
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._modules import with_modules
-from jmp_amp._policy import NAMED_POLICIES, Policy, get_policy
+from jmp_amp._ops import RULES, Demand
+from jmp_amp._policy import Policy, get_policy, is_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +33,6 @@ _NAME = "autocast (see docs/sharp-bits.md)"  # in JAX's errors about a trace, wh
 class AutocastOptions(TypedDict, total=False):
     """The options of `autocast` that other functions take, too."""
 
-    policy: Policy | str | None
     rules: Mapping[Any, Any] | None
     save: str
     weight_grad_dtype: Any
@@ -56,7 +55,6 @@ def autocast(
     fun: Callable | None = None,
     dtype: Any = None,
     *,
-    policy: Policy | str | None = None,
     rules: Mapping[Any, Any] | None = None,
     save: str = "matmuls",
     weight_grad_dtype: Any = None,
@@ -84,12 +82,12 @@ def autocast(
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, which returns `fun` as it is. `"float8"` is bfloat16 in which
             large products with a weight (an input of `fun`) read float8 operands, each with a scale of its own; also
             `"float8_bfloat16"` and `"float8_float16"`. `"mxfp8"`, for Blackwell GPUs, has a scale for each 32 elements.
-            Devices without such units run the base dtype and warn. The default is `"float16"`, unless `policy` is
-            given.
-        policy: a `Policy` or its name, instead of `dtype`. Ops compute in its `compute_dtype`, and floating results are
-            cast to its `output_dtype`. If its `param_dtype` is float16 or bfloat16, arguments of that dtype are
-            parameters: `fun` is traced as if they were float32, and each op casts them to its own dtype.
-        rules: overrides, added to those of `policy`. A primitive maps to a class, `{lax.tanh_p: "full"}`; the others
+            Devices without such units run the base dtype and warn. Or a policy, as a `Policy` or as its string, such as
+            `"O2"`: ops compute in its `compute_dtype`, and floating results are cast to its `output_dtype`. If its
+            `param_dtype` is float16 or bfloat16, arguments of that dtype are parameters: `fun` is traced as if they
+            were float32, and each op casts them to its own dtype. The default is `"float16"`; the name of a dtype is
+            one here, and no policy.
+        rules: overrides, added to those of a policy. A primitive maps to a class, `{lax.tanh_p: "full"}`; the others
             are "lower", "promote", "follow" and "original". This also registers a primitive of your own. A pattern of
             named scopes, such as the modules of Flax and Haiku, maps to "full" or a compute dtype:
             `{"*/LayerNorm_*": "full", "decoder/*": "bfloat16"}`. `*` matches any characters, `?` one, and `[12]` one of
@@ -122,8 +120,8 @@ def autocast(
         accumulate in float32 on hardware that does so (every GPU and TPU matrix unit); sums accumulate in float32.
 
     Raises:
-        TypeError: `fun` is not callable, `dtype` and `policy` are both given, a rule is for neither a primitive nor a
-            string, or `attention` is neither a string nor a function.
+        TypeError: `fun` is not callable, a rule is for neither a primitive nor a string, or `attention` is neither a
+            string nor a function.
         ValueError: `dtype` is not one of these, the value of a rule is not a dtype or a class that its primitive can
             have, or `attention` is not an implementation that JAX has. A pattern that matches no scope warns and lists
             the scopes.
@@ -142,21 +140,13 @@ def autocast(
     References:
         The op classes are those of PyTorch's `torch.autocast`.
     """
+    options: dict[str, Any] = {"rules": rules, "save": save, "weight_grad_dtype": weight_grad_dtype}
+    options |= {"residual_stream": residual_stream, "attention": attention}
     if fun is None:
-        return Decorator(
-            autocast,
-            dtype=dtype,
-            policy=policy,
-            rules=rules,
-            save=save,
-            weight_grad_dtype=weight_grad_dtype,
-            residual_stream=residual_stream,
-            attention=attention,
-            enabled=enabled,
-        )
+        return Decorator(autocast, dtype=dtype, enabled=enabled, **options)
     check_function(fun)
-    settings = parse_settings(dtype, policy, rules, save, weight_grad_dtype, residual_stream, attention)
-    if not enabled or (settings.format is FORMATS["float32"] and policy is None and not rules):
+    settings = parse_settings(dtype, **options)
+    if not enabled or (settings.format is FORMATS["float32"] and settings.policy is None and not rules):
         return fun
     autocasted = autocast_with(fun, settings)
     autocasted.autocast_of = fun, settings  # type: ignore[attr-defined] # for `explain`
@@ -245,7 +235,6 @@ class Settings(NamedTuple):
 
 def parse_settings(
     dtype: Any = None,
-    policy: Policy | str | None = None,
     rules: Mapping[Any, Any] | None = None,
     save: str = "matmuls",
     weight_grad_dtype: Any = None,
@@ -253,11 +242,8 @@ def parse_settings(
     attention: str | Callable[..., Any] | None = None,
 ) -> Settings:
     """Checks the arguments of `autocast`; it documents them."""
-    check_dtype_or_policy(dtype, policy)
-    if policy is not None:
-        policy = get_policy(policy)
-        dtype = policy.compute_format
-    form = parse_format("float16" if dtype is None else dtype)
+    policy = get_policy(dtype) if is_policy(dtype) else None
+    form = parse_format(policy.compute_format if policy else "float16" if dtype is None else dtype)
     overrides = parse_rules({**dict(policy.rules if policy else ()), **(rules or {})})
     for name in overrides.primitives.keys() & (jx.HIGHER_ORDER.keys() - RULES.keys()):
         raise ValueError(
@@ -275,39 +261,16 @@ def parse_settings(
     return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low", attention))
 
 
-def check_dtype_or_policy(dtype: Any, policy: Any) -> None:
-    """Raises TypeError if both are given, or if a policy is given as `dtype`."""
-    if isinstance(dtype, Policy):
-        raise TypeError(f"`dtype` must be a dtype that autocast computes in, got {quote(dtype)}; write `policy=policy`")
-    if dtype is not None and policy is not None:
-        named = quote(policy) if isinstance(policy, str) else "policy"
-        raise TypeError(
-            f"pass either `dtype` or `policy`, got dtype={quote(dtype)} and policy={quote(policy)}; a policy names the "
-            f"dtype of the ops itself: write `autocast(fun, policy={named})`, or `autocast(fun, {quote(dtype)})` "
-            "without a policy"
-        )
-
-
 def check_function(fun: Any) -> None:
     """Raises TypeError unless `fun` is a function; scalar types such as `jnp.float16` are callable, but dtypes."""
     if isinstance(fun, Policy) or _is_dtype(fun):
-        option = _option(fun)
+        option = "policy" if isinstance(fun, Policy) else quote(fun) if isinstance(fun, str) else "dtype"
         raise TypeError(
             f"`autocast` takes a function, got {quote(fun)}; write `amp.autocast(fun, {option})`, or "
-            f"`@amp.autocast({option})` over the function (it transforms a function, so it has no `with` block)"
+            f"`@amp.autocast(dtype={option})` over the function (it transforms a function, so it has no `with` block)"
         )
     if not callable(fun):
         raise TypeError(f"`autocast` takes a function, got {type(fun).__name__}")
-
-
-def _option(value: Any) -> str:
-    """Returns the argument of `autocast` that a dtype or a policy should have been."""
-    if isinstance(value, Policy):
-        return "policy=policy"
-    try:
-        return f'dtype="{parse_format(value).name}"'
-    except (TypeError, ValueError):
-        return f'policy="{value}"' if value in NAMED_POLICIES else "dtype=..."
 
 
 def _is_dtype(value: Any) -> bool:

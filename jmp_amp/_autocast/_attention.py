@@ -13,10 +13,10 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._pattern import AsWrittenError, Attention, Match, call_of, match
 from jmp_amp._autocast._plan import Region
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, OpClass, Rule
 from jmp_amp._autocast._softmax import EXPONENTIALS, Expressions
 from jmp_amp._calls import quote, warn
 from jmp_amp._formats import Format
+from jmp_amp._ops import RULES, OpClass, Rule
 from pallas_kernels._measured import target_device
 
 

@@ -12,9 +12,9 @@ from jax.extend.core import Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
-from jmp_amp._autocast._primitives import Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, widest
 from jmp_amp._formats import FLOAT32
+from jmp_amp._ops import Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
 
 
 class Neighbours(NamedTuple):

@@ -19,13 +19,13 @@ from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._attention import Found
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import RULES, OpClass, ResultKind, Rule, product_axes
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._calls import quote, shorten
 from jmp_amp._float8 import PLAIN_PRIMITIVE, PRIMITIVE, RAGGED_PRIMITIVE
 from jmp_amp._formats import Format
 from jmp_amp._modules import unbound
+from jmp_amp._ops import RULES, OpClass, ResultKind, Rule, product_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

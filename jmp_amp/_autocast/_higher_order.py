@@ -9,10 +9,10 @@ from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._derivatives import with_rule
 from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant
 from jmp_amp._autocast._planner import Planner
-from jmp_amp._autocast._primitives import Demand
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
+from jmp_amp._ops import Demand
 
 
 def plan_higher_order(planner: Planner, op: Context) -> Step:

@@ -9,9 +9,9 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import RULES, Demand, OpClass, ResultKind, Rule, RuleOf, Rules
 from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
+from jmp_amp._ops import RULES, Demand, OpClass, ResultKind, Rule, RuleOf, Rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Demand, EqnInfo, ResultKind, varying
+from jmp_amp._ops import Demand, EqnInfo, ResultKind, varying
 
 InfosOf = Callable[[Jaxpr], Sequence[EqnInfo]]
 

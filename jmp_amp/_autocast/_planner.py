@@ -12,11 +12,11 @@ from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_trace
 from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import IN_CODE, Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
-from jmp_amp._autocast._primitives import ORIGINAL, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
+from jmp_amp._ops import ORIGINAL, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 
 
 class Planner:

@@ -19,9 +19,9 @@ from jax.extend.core import JaxprEqn
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Op, Rewrite
-from jmp_amp._autocast._primitives import OpClass, ResultKind, free_sizes, product_axes
 from jmp_amp._float8 import PLAIN_PRIMITIVE, float8_dot, float8_ragged_dot
 from jmp_amp._formats import FLOAT32, Float8
+from jmp_amp._ops import OpClass, ResultKind, free_sizes, product_axes
 
 Dtypes = tuple[Any, ...]
 

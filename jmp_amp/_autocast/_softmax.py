@@ -31,7 +31,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import rule_of, varying
+from jmp_amp._ops import rule_of, varying
 
 Places = tuple[Any, ...]  # for each axis of an array, that in another; None for an axis of one element
 

@@ -16,9 +16,9 @@ from jax.extend.core import Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import joined
 from jmp_amp._autocast._paths import InfosOf, Paths, Sources
-from jmp_amp._autocast._primitives import EqnInfo, OpClass, ResultKind
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
+from jmp_amp._ops import EqnInfo, OpClass, ResultKind
 
 _CARRY, _SLICE = 0, 1  # the inputs of a body for `Paths`: all carries are one, and all slices of weights
 

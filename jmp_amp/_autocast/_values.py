@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._primitives import Axes, Demand, varying
 from jmp_amp._formats import FLOAT32
+from jmp_amp._ops import Axes, Demand, varying
 
 
 class Origin(enum.IntEnum):

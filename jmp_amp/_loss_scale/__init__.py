@@ -12,14 +12,7 @@ from jmp_amp._loss_scale._rule import (
     to_number,
 )
 from jmp_amp._loss_scale._scaled_grads import is_new_scale
-from jmp_amp._loss_scale._state import (
-    LossScaleError,
-    check_health,
-    find_state,
-    get_loss_scale,
-    metrics,
-    set_loss_scale,
-)
+from jmp_amp._loss_scale._state import LossScaleError, check_health, find_state, get_loss_scale, metrics, set_loss_scale
 from jmp_amp._loss_scale._transformations import (
     DynamicLossScaleState,
     UnscaleAndCheckState,

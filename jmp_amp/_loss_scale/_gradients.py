@@ -16,8 +16,7 @@ from jmp_amp._calls import quote
 from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
-UNSCALE_SCOPE = "amp.unscale"
-CHECK = "overflow_check"  # marks the check of gradients
+UNSCALE, CHECK = "unscale", "overflow_check"  # mark both of gradients
 
 
 def unscale(tree: Any, factor: jax.Array) -> Any:
@@ -29,7 +28,7 @@ def unscale(tree: Any, factor: jax.Array) -> Any:
     """
     # A multiplication, because XLA rewrites only some divisions by a scalar as multiplications. Plain JAX instead of a
     # kernel, so that XLA fuses it into the operations that use the result.
-    with jax.named_scope(UNSCALE_SCOPE):
+    with jx.marked(UNSCALE):
         return multiply(tree, factor)
 
 

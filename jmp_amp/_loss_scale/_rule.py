@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, quote, shorten, warn, with_options
-from jmp_amp._loss_scale._gradients import UNSCALE_SCOPE, with_overwritten, without_overwritten
+from jmp_amp._loss_scale._gradients import UNSCALE, with_overwritten, without_overwritten
 from jmp_amp._loss_scale._scaled_grads import SCALE, check_scaled
 from jmp_amp._trees import multiply_wide
 
@@ -177,11 +177,9 @@ class LossScale:
         """
         from pallas_kernels import unscale_check
 
-        warn_if_constant(state, tree)
-        scale = 1.0 if self.is_static and self.init_scale == 1 else state.loss_scale
-        check_scaled(tree, scale, None, "move it behind `LossScale.unscale`", may_be_number=True)
+        check_grads_of(state, tree, None, "move it behind `LossScale.unscale`", self, may_be_number=True)
         leaves, factor = without_overwritten(tree), 1 / state.loss_scale
-        with jax.named_scope(UNSCALE_SCOPE):
+        with jx.marked(UNSCALE):
             unscaled_grads, is_finite, _ = unscale_check(leaves, factor, implementation=implementation)
         return with_overwritten(tree, unscaled_grads), is_finite
 
@@ -335,6 +333,25 @@ def warn_if_constant(source: Any, traced: Any) -> None:
             "`step = jax.jit(lambda opt_state, *args: amp.value_and_grad(fun, opt_state=opt_state)(*args))`, or pass a "
             "scale that never changes as a Python number"
         )
+
+
+def check_grads_of(
+    source: Any, grads: Any, params: Any, cure: str, rule: Any = None, *, may_be_number: bool = False
+) -> None:
+    """Raises ValueError, or warns, if gradients are not those of a loss that was multiplied by a scale.
+
+    Args:
+        source: the `LossScaleState` of `rule`, or the scale.
+        grads: the gradients.
+        params: as in `check_scaled`, as are `cure` and `may_be_number`, which the scale of a static rule may be.
+        cure: likewise.
+        rule: that of the state.
+        may_be_number: likewise.
+    """
+    warn_if_constant(source, grads)
+    is_static = rule is not None and isinstance(source, LossScaleState) and rule.is_static
+    scale = 1.0 if is_static and rule.init_scale == 1 else getattr(source, "loss_scale", source)
+    check_scaled(grads, scale, params, cure, may_be_number=may_be_number or is_static)
 
 
 def to_number(name: str, value: Any) -> float:

@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._loss_scale._gradients import CHECK, UNSCALE_SCOPE, is_overwritten
+from jmp_amp._loss_scale._gradients import CHECK, UNSCALE, is_overwritten
 from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
 
 # The names of a new scale, and of the loss and the gradients that `value_and_grad` returns. They change no program.
@@ -64,7 +64,7 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
     for path, x in leaves[:4]:
         if _is_unscaled(x):
             raise ValueError(_unscaled_before(path))
-    if error := _Step(scale, params, cure).find_error(leaves):
+    if error := _BeforeUpdate(scale, params, cure).find_error(leaves):
         raise ValueError(error)
     is_traced = _is_traced(scale) and not may_be_number
     if is_traced and not _may_depend_on([x for _, x in leaves[:4]], scale):
@@ -76,7 +76,7 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
         )
 
 
-class _Step(UnitAnalysis):
+class _BeforeUpdate(UnitAnalysis):
     """The units of what a step does between the backward pass and `update`."""
 
     def __init__(self, scale: Any, params: Any, cure: str) -> None:
@@ -101,7 +101,7 @@ class _Step(UnitAnalysis):
                 return error
         for (path, x), unit in zip(leaves, units, strict=True):
             if not unit.is_data_free and unit.powers not in (None, self._gradient.powers):
-                if UNSCALE_SCOPE in unit.origins:
+                if UNSCALE in unit.origins:
                     return _unscaled_before(path)
                 eqn = jx.versions.parent_of(jx.versions.source_of(x))
                 where = f"{_where([eqn])}, " if eqn is not None else ""
@@ -114,9 +114,7 @@ class _Step(UnitAnalysis):
 
     def hides(self, flag: Unit) -> Origins:
         """Returns an error: the loss scale must see overflows."""
-        error = self.error("replaces gradients that are not finite, so that the loss scale does not back off", flag)
-        self.errors[error] = None
-        return frozenset({error})
+        return self.add_error("replaces gradients that are not finite, so that the loss scale does not back off", flag)
 
     def constant(self, x: Any) -> Unit:
         """An array of one number may be a scale. What stands in the code is a number."""
@@ -127,7 +125,7 @@ class _Step(UnitAnalysis):
         if _is_entered(eqn):
             return super().infer_equation(eqn, operands)
         unit = self._gradient if _is_mark(eqn) else _UNKNOWN if _differentiates(eqn) else self.unscaled
-        origins = frozenset({UNSCALE_SCOPE}) if _is_unscale(eqn) else frozenset()
+        origins = frozenset({UNSCALE}) if _is_unscale(eqn) else frozenset()
         return [unit._replace(origins=origins)] * len(eqn.outvars)
 
 
@@ -179,19 +177,24 @@ def _is_unscaled(grad: Any) -> bool:
 
 
 def _may_depend_on(grads: Sequence[Any], scale: Any) -> bool:
-    """Whether gradients may be those of a loss times the scale, or of no loss at all."""
-    first, behind_scale = grads[0], jx.tracers_behind(scale)
-    behind_flags = jx.tracers_behind(scale, with_flags=True)
-    if not _arguments(behind_flags) and not any(map(is_new_scale, _parents(behind_flags))):
-        return True  # a constant, as `set_loss_scale` writes; the gradient may depend on an equal one
-    if _arguments(jx.tracers_behind(first, enters=lambda eqn: not _differentiates(eqn))):
-        return True  # an argument that changed the gradient after the backward pass
-    ids, behind = {id(x) for x in behind_scale}, jx.tracers_behind(first)
-    if any(id(x) in ids for x in behind):
-        return True
+    """Whether gradients may be those of a loss times the scale, or of no loss at all; the first reason is enough."""
+    first, behind = grads[0], jx.tracers_behind(grads[0])
+    sources, ids = jx.tracers_behind(scale, with_flags=True), set(map(id, jx.tracers_behind(scale)))
+    return (
+        # The scale is a constant, as `set_loss_scale` writes; the gradient may depend on an equal one.
+        not (_arguments(sources) or any(map(is_new_scale, _parents(sources))))
+        # An argument changed the gradient after the backward pass.
+        or bool(_arguments(jx.tracers_behind(first, enters=lambda eqn: not _differentiates(eqn))))
+        or any(id(x) in ids for x in behind)
+        or _may_have_factor(grads, behind, jx.shape_of(jx.versions.source_of(scale)))
+    )
+
+
+def _may_have_factor(grads: Sequence[Any], behind: Sequence[Any], shape: Any) -> bool:
+    """Whether gradients may be those of no loss, or of one times a value behind them; `shape` is that of the scale."""
     are_constant = set(_has_constant_factors(_parents(behind), {}))
-    shapes = (), jx.shape_of(jx.versions.source_of(scale))  # under `vmap`, each example may have a scale
-    candidates = [x for x in behind if jx.shape_of(x) in shapes and _can_be_scale(x)]
+    # Under `vmap`, each example may have a scale.
+    candidates = [x for x in behind if jx.shape_of(x) in ((), shape) and _can_be_scale(x)]
     if False in are_constant:  # the loss may compute its factor from any argument
         arguments = [x for x in behind if jx.versions.parent_of(x) is None]
         if any(jx.shape_of(x) == () and not jx.is_inexact(x) for x in arguments):
@@ -202,18 +205,11 @@ def _may_depend_on(grads: Sequence[Any], scale: Any) -> bool:
 
 def _multiplies_all(candidate: Any, grads: Sequence[Any]) -> bool:
     """Whether a traced value may be a factor of all gradients, as one of a single term of the loss is not."""
-    analysis = _Factor(1)
+    analysis = UnitAnalysis(1)  # an origin says that a result is a sum of different powers
     unit = analysis.scales[0]._replace(is_data_free=False)
     known = {id(_variable(candidate)): unit}
     ends = _infer_units(analysis, jx.tracers_behind(*grads), grads, known, argument=analysis.unscaled)
     return all(not end.origins and end.powers in (None, unit.powers) for end in ends)
-
-
-class _Factor(UnitAnalysis):
-    """The power of one value; an origin says that a result is a sum of different powers."""
-
-    def error(self, predicate: str, scaled: Unit) -> str:
-        return predicate
 
 
 def _parents(tracers: Iterable[Any]) -> list[Any]:
@@ -292,7 +288,7 @@ def _name_of(eqn: Any) -> Any:
 
 
 def _is_unscale(eqn: Any) -> bool:
-    return UNSCALE_SCOPE in str(eqn.source_info.name_stack).split("/")
+    return UNSCALE in jx.marks_in(eqn.source_info.name_stack)
 
 
 def _differentiates(eqn: Any) -> bool:

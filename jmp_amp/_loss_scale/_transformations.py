@@ -16,13 +16,12 @@ from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import (
     LossScale,
     LossScaleState,
+    check_grads_of,
     check_rule,
     to_flag,
     to_number,
     to_scale,
-    warn_if_constant,
 )
-from jmp_amp._loss_scale._scaled_grads import check_scaled
 from jmp_amp._trees import is_value, select_tree
 
 
@@ -98,8 +97,7 @@ def unscale_and_check(
                 "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
-        warn_if_constant(loss_scale, updates)
-        check_scaled(updates, loss_scale, params, "move it behind `unscale_and_check()`", may_be_number=True)
+        check_grads_of(loss_scale, updates, params, "move it behind `unscale_and_check()`", may_be_number=True)
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
@@ -231,15 +229,12 @@ def dynamic_loss_scale(
     def update(
         updates: optax.Updates, state: DynamicLossScaleState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
-        cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
-        check_type("state", state, DynamicLossScaleState, cure)
-        given_scale = extra_args.pop("loss_scale", None)
-        _check_step(updates, params, state.loss_scale if given_scale is None else given_scale, loss_scale)
-        factor = 1 / (state.loss_scale.loss_scale if given_scale is None else to_scale(given_scale))
+        given_scale, grads_finite = extra_args.pop("loss_scale", None), extra_args.pop("grads_finite", True)
+        factor = 1 / _checked_scale(updates, state, params, given_scale, loss_scale)
         is_finite, squares, by_path = _gradients.check_grads(
             updates, factor, axis_name, implementation, nonfinite_leaves
         )
-        is_finite &= to_flag("grads_finite", extra_args.pop("grads_finite", True))
+        is_finite &= to_flag("grads_finite", grads_finite)
         # Frozen parameters may have no gradient.
         flags = jax.tree.map_with_path(lambda path, x: by_path.get(path, jnp.zeros_like(x)), state.nonfinite_leaves)
         if max_norm is not None:
@@ -264,22 +259,17 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_step(grads: Any, params: Any, source: Any, rule: LossScale) -> None:
-    """Raises ValueError, or warns, if gradients do not match the parameters or the scale.
+def _checked_scale(grads: Any, state: Any, params: Any, given: Any, rule: LossScale) -> jax.Array:
+    """Returns the scale of gradients: that which `update` got, or that of the state.
 
-    Args:
-        grads: what `update` got.
-        params: likewise.
-        source: the `LossScaleState` of `rule`, or the scale that `update` got.
-        rule: that of the wrapper.
+    Raises TypeError or ValueError, or warns, if what `update` got does not match.
     """
+    cure = "create it with the `init` of this transformation, and replace its `inner_state` by a state of `inner`"
+    check_type("state", state, DynamicLossScaleState, cure)
     if params is not None:
         _gradients.check_leaves(grads, params)
-    warn_if_constant(source, grads)
-    is_own = isinstance(source, LossScaleState)
-    is_static = is_own and rule.is_static
-    scale = 1.0 if is_static and rule.init_scale == 1 else source.loss_scale if is_own else source
-    check_scaled(grads, scale, params, _MOVE_INSIDE, may_be_number=is_static)
+    check_grads_of(state.loss_scale if given is None else given, grads, params, _MOVE_INSIDE, rule)
+    return state.loss_scale.loss_scale if given is None else to_scale(given)
 
 
 _MOVE_INSIDE = (

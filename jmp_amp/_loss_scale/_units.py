@@ -1,6 +1,6 @@
 """A dimensional analysis of jaxprs: how each value depends on the loss scale, and what it was computed from."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -10,10 +10,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import Demand, OpClass, ResultKind, Rule, rule_of
+from jmp_amp._ops import Demand, OpClass, ResultKind, Rule, rule_of
 
-Origins = frozenset[Hashable]
-NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"  # origins
+# What a value was computed from: messages of errors, and marks, as these two and `UNSCALE`.
+Origins = frozenset[str]
+NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"
 
 
 class Unit(NamedTuple):
@@ -59,7 +60,7 @@ class UnitAnalysis:
     """Infers the unit of each value of a program, and collects an error for each equation with incompatible units.
 
     Values that are added, compared or selected between must have the same unit; exponentials and logarithms take values
-    without a unit. The error is also an origin of the results of the equation. A subclass words it.
+    without a unit. The error is also an origin of the results of the equation. A subclass may word it.
 
     Attributes:
         unscaled: the unit of an unscaled value.
@@ -77,7 +78,7 @@ class UnitAnalysis:
 
     def error(self, predicate: str, scaled: Unit) -> str:
         """Returns the message for an equation that does what `predicate` says, and has a scaled operand."""
-        raise NotImplementedError
+        return predicate
 
     def hides(self, flag: Unit) -> Origins:
         """Returns the origins of what an equation takes instead of scaled values that `flag` says are not finite."""
@@ -135,7 +136,9 @@ class UnitAnalysis:
         unit = self._infer_op(eqn, rule, units)
         unit = unit._replace(origins=origins | unit.origins)
         flag = self.unscaled._replace(
-            is_data_free=unit.is_data_free, finds_nonfinite=_finds_nonfinite(eqn, atoms, operands), origins=unit.origins
+            is_data_free=unit.is_data_free,
+            finds_nonfinite=_finds_nonfinite(eqn, rule, atoms, operands),
+            origins=unit.origins,
         )
         return [unit if jx.is_inexact(var) else flag for var in eqn.outvars]
 
@@ -170,7 +173,7 @@ class UnitAnalysis:
         if scaled and rule.op_class is OpClass.ORIGINAL:
             return scaled[0]  # a solver or a kernel, which may be linear in this operand
         if scaled and not is_data_free:
-            return unscaled._replace(origins=self._add_error(predicate, scaled[0]))
+            return unscaled._replace(origins=self.add_error(predicate, scaled[0]))
         return unscaled
 
     def _unify(self, units: Sequence[Unit], predicate: str) -> Unit:
@@ -183,12 +186,13 @@ class UnitAnalysis:
         different = {unit.powers: unit for unit in known}
         if len(different) > 1 and not is_data_free:
             scaled, *_, other = sorted(known, key=lambda unit: not any(unit.powers or ()))
-            origins |= self._add_error(predicate, scaled, other)
+            origins |= self.add_error(predicate, scaled, other)
         is_small = all(unit.is_small for unit in known)
         finds = next((unit.finds_nonfinite for unit in units if unit.finds_nonfinite), "")
         return Unit(max(unit.powers for unit in known if unit.powers), is_data_free, is_small, finds, origins)
 
-    def _add_error(self, predicate: str, *units: Unit) -> Origins:
+    def add_error(self, predicate: str, *units: Unit) -> Origins:
+        """Adds the error of an equation that does what `predicate` says to values of these units, and returns it."""
         error = self.error(predicate.format(" and ".join(map(describe_unit, units))), units[0])
         self.errors[error] = None
         return frozenset({error})
@@ -230,13 +234,10 @@ def _powers(eqn: Any, rule: Rule) -> Sequence[int | Fraction] | None:
     return None if power is None else [Fraction(power).limit_denominator(100)]
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
-
-def _finds_nonfinite(eqn: Any, atoms: Sequence[Any], operands: Sequence[Unit]) -> str:
-    name = eqn.primitive.name
+def _finds_nonfinite(eqn: Any, rule: Rule, atoms: Sequence[Any], operands: Sequence[Unit]) -> str:
+    name, compares = eqn.primitive.name, rule.keeps_unit and jx.dtype_of(eqn.outvars[0]) == np.bool_
     is_test = name == "is_finite" or (name == "ne" and atoms[0] is atoms[1])
-    is_test |= name in _COMPARISONS and any(NONFINITE in x.origins for x in operands if x.is_data_free)
+    is_test |= compares and any(NONFINITE in x.origins for x in operands if x.is_data_free)
     if is_test and any(x.is_scaled for x in operands):
         return "all" if jx.shape_of(eqn.outvars[0]) == () else "each"
     found = next((x.finds_nonfinite for x in operands if x.finds_nonfinite), "")
@@ -244,7 +245,7 @@ def _finds_nonfinite(eqn: Any, atoms: Sequence[Any], operands: Sequence[Unit]) -
 
 
 def _join(units: Sequence[Unit]) -> Origins:
-    return frozenset[Hashable]().union(*(unit.origins for unit in units))
+    return frozenset[str]().union(*(unit.origins for unit in units))
 
 
 def _join_carry(init: Unit, out: Unit) -> Unit:

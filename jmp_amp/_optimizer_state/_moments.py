@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import ResultKind, Rule, rule_of
+from jmp_amp._ops import ResultKind, Rule, rule_of
 
 _DATA = -1  # in the place of the number of a leaf: gradients, parameters and other arguments
 

@@ -6,7 +6,7 @@ from jmp_amp.debug._emulation import Rounding
 from jmp_amp.debug._explain import PrecisionDiff, PrecisionReport
 from jmp_amp.debug._explain import explain as explain  # public as `jmp_amp.explain`
 from jmp_amp.debug._fastest import Timing, Timings, fastest
-from jmp_amp.debug._nodes import Values
+from jmp_amp.debug._nodes import Summary
 from jmp_amp.debug._nonfinite import NonFinite, first_nonfinite
 from jmp_amp.debug._scaling import check_loss_scaling
 from jmp_amp.debug._suggest import suggest_rules
@@ -21,10 +21,10 @@ __all__ = [
     "PrecisionDiff",
     "PrecisionReport",
     "Rounding",
+    "Summary",
     "Timing",
     "Timings",
     "Underflow",
-    "Values",
     "check_loss_scaling",
     "compare",
     "error_budget",

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Unpack
@@ -12,11 +11,11 @@ from typing import Any, Unpack
 import numpy as np
 
 from jmp_amp._autocast import AutocastOptions, parse_settings
-from jmp_amp._calls import check_concrete, finished, new_figure, transformation
+from jmp_amp._calls import check_concrete, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error, scales_to_try
 from jmp_amp.debug._emulation import Emulation, Probe, Rounding
-from jmp_amp.debug._report import Table, check_without_autocast, format_percent, grouped
+from jmp_amp.debug._report import Plot, check_without_autocast, format_percent, grouped
 
 FIELDS = ("primitive", "direction", "module", "source")
 _COLUMNS = ("share", "error", "op", "pass", "module", "source")
@@ -71,8 +70,7 @@ def error_budget(
         transform: as in `amp.debug.compare`.
         max_seconds: after so many seconds, the decisions of the lines that are left are measured together, and each
             line has a part in proportion to its flips.
-        **options: other options of `autocast`: `policy`, instead of `dtype`, `rules`, `weight_grad_dtype`,
-            `residual_stream`.
+        **options: other options of `autocast`: `rules`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and returns an `ErrorBudget`; `print` it or call `plot()`.
@@ -187,8 +185,10 @@ def estimate(runs: Sequence[Probe]) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class ErrorBudget(Table):
+class ErrorBudget(Plot):
     """What each rounding adds to the error of a gradient; `error_budget` returns it. `print` shows a table.
+
+    `plot` draws the errors of the lines and of the modules as bars, forward and backward roundings apart.
 
     Attributes:
         rows: a `Rounding` for each, in program order, and for the decisions of each line that roundings flip.
@@ -242,7 +242,7 @@ class ErrorBudget(Table):
         rows = [{name: _finite(x) for name, x in vars(row).items()} for row in self.rows]
         return json.dumps({**fields, "rows": rows}, **options)
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         found = _sums(self.rows, *FIELDS)
         if rest := found[_SHOWN:]:
             found[_SHOWN:] = [dataclasses.replace(_sum(rest), primitive=f"{len(rest)} more")]
@@ -267,21 +267,10 @@ class ErrorBudget(Table):
         notes += [f"Not seen: roundings in {x}." for x in self.opaque]
         return f"Gradient error in {self.dtype}: {self.total:.1e}", [_COLUMNS, *rows], notes
 
-    def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Plots the errors of the lines and of the modules as bars, forward and backward roundings apart.
-
-        Args:
-            path: the file to save the plot to, in the format of its extension; None saves nothing.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+    def _draw(self, figure: Any) -> None:
         titles = {"source": "By line of code", "module": "By module"}
         sums = {field: _sums(self.rows, field)[:_SHOWN] for field in titles}
-        figure = new_figure("`plot`", 12, 1.6 + 0.28 * max(map(len, sums.values())))
+        figure.set_size_inches(12, 1.6 + 0.28 * max(map(len, sums.values())))
         for axes, (field, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
             names, left = [getattr(x, field) for x in sums[field]], np.zeros(len(sums[field]))
             for direction in ("forward", "backward"):
@@ -292,9 +281,8 @@ class ErrorBudget(Table):
             axes.set_yticks(range(len(names)), [name if len(name) < 45 else f"...{name[-41:]}" for name in names])
             axes.invert_yaxis()
             axes.set(title=title, xlabel="share of the squared error, %")
-        figure.suptitle(self._parts()[0])
+        figure.suptitle(self._content()[0])
         figure.axes[0].legend(frameon=False, loc="lower right")
-        return finished(figure, path)
 
 
 def _sum(rows: Sequence[Rounding]) -> Rounding:

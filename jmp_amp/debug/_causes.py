@@ -1,5 +1,6 @@
 """What was seen at a non-finite op: which element of which value is 0, outside of the domain or too large, and why."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import rule_of
-from jmp_amp.debug._evaluation import FLOAT64, Evaluation, evaluate_in, precise
+from jmp_amp._ops import rule_of
+from jmp_amp.debug._evaluation import FLOAT64, Interpretation, evaluate_in, precise
 from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 
@@ -51,7 +52,7 @@ class Element(NamedTuple):
         return np.asarray(held)[self.at].item() if is_array else None
 
 
-def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
+def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Cause:
     """Returns what is seen at the first non-finite result of an op: the program is evaluated again up to it.
 
     Args:
@@ -60,23 +61,23 @@ def diagnose_op(evaluation: Evaluation, node: Node, is_primal: bool) -> Cause:
         is_primal: whether the op is not of a derivative.
     """
     near = [x for x in nearest([node], depth=_DEPTH) if x.id]
-    sizes = np.cumsum([math.prod(x.values.shape) * 8 for x in near])
+    sizes = np.cumsum([math.prod(x.summary.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    again = evaluation.again(holds=ids, until=node.place.id)
+    again = dataclasses.replace(evaluation.again, holds=ids, until=node.place.id).run()
     merge_equal(again.nodes)
     node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
     if jx.inner_jaxprs(node.eqn):
         text = f"`{node.primitive}` counts as one op, and what is inside of it was not evaluated"
         return Cause("a-kernel-or-a-loop-as-one-op", text)
-    if node.primitive in ("gather", "dynamic_slice") and node.values.nans and node.operands[1].held is not None:
+    if node.primitive in ("gather", "dynamic_slice") and node.summary.nans and node.operands[1].held is not None:
         indices = np.asarray(node.operands[1].held)
-        text = f"indices are from {indices.min()} to {indices.max()}, the array is {[*node.operands[0].values.shape]}"
+        text = f"indices are from {indices.min()} to {indices.max()}, the array is {[*node.operands[0].summary.shape]}"
         return Cause("an-index-out-of-range", f"an index is out of range: {text}")
     array = np.asarray(node.held, np.complex128) if node.held is not None else np.zeros(0)
-    is_of_infinities = any(x.values.infs for x in node.operands)
+    is_of_infinities = any(x.summary.infs for x in node.operands)
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
-        return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.values}")
+        return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.summary}")
     element, derivative = Element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
     return _diagnose(element, evaluation.evaluator.names, derivative)
 
@@ -102,7 +103,7 @@ def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
         text += f"{e.number if exact is None else exact:.4g}, beyond {_range(node)}"
         if is_cast and large and large.node.is_constant:
             return Cause(CONSTANT, text)
-        section = f"an-overflow-in-float{16 if np.dtype(node.values.dtype).itemsize < 4 else 32}"
+        section = f"an-overflow-in-float{16 if np.dtype(node.summary.dtype).itemsize < 4 else 32}"
         origin = _origin(large, node, lambda x, y: abs(x) >= 0.1 * abs(y), names) if large else Cause("", "")
         return Cause(section, text + f"; {origin.text}" * bool(large))
     return Cause(origin.section or section, f"{text}; {origin.text}", origin.place)
@@ -140,7 +141,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         return Cause("", f"{value} is a constant of the program" if is_known else f"where {value} is from is not known")
     text = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is"
     exact = _exact(e) if e.node.is_floating and e.number == 0 else None
-    if exact and abs(exact) < jnp.finfo(e.node.values.dtype).smallest_subnormal:
+    if exact and abs(exact) < jnp.finfo(e.node.summary.dtype).smallest_subnormal:
         text = f"{text} {exact:.4g}{_at(e.at)}, which is 0 in {_range(e.node, 'smallest positive')}"
         return Cause("a-value-that-rounds-to-0", text, e.node.place)
     return Cause("", f"{text} {value}")
@@ -148,7 +149,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
 
 def _written(reader: Node, constant: Element) -> str:
     """Returns which number of the code at a reader the dtype of a constant makes 0 or infinite; empty if none."""
-    dtype = np.dtype(constant.node.values.dtype or np.float32)
+    dtype = np.dtype(constant.node.summary.dtype or np.float32)
     for name, number in numbers_in(reader) if dtype.itemsize < 8 else ():
         with np.errstate(all="ignore"):
             rounded = abs(float(np.asarray(number).astype(dtype)))
@@ -268,6 +269,6 @@ def _of(reads: Sequence[Element]) -> str:
 
 
 def _range(node: Node, which: str = "largest finite") -> str:
-    info = jnp.finfo(node.values.dtype)
+    info = jnp.finfo(node.summary.dtype)
     value = f"{float(info.max):.5g}" if which == "largest finite" else f"{float(info.smallest_subnormal):.0e}"
-    return f"{node.values.dtype}, whose {which} value is {value.replace('e-0', 'e-')}"
+    return f"{node.summary.dtype}, whose {which} value is {value.replace('e-0', 'e-')}"

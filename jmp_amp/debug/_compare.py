@@ -15,15 +15,14 @@ import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
-from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
+from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp._float8 import emulated
-from jmp_amp._formats import FORMATS
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, is_low
-from jmp_amp.debug._report import as_jit_takes, check_without_autocast, flat_on_host, format_table, module_name
+from jmp_amp.debug._report import Plot, as_jit_takes, check_without_autocast, flat_on_host, module_name
 
 R = TypeVar("R")
 
@@ -159,8 +158,6 @@ def compare(
 def _apply_policy(fun: Callable, policy: Any) -> Callable:
     if isinstance(policy, Mapping):
         return autocast(fun, **policy)
-    if isinstance(policy, Policy) or (isinstance(policy, str) and policy not in FORMATS):
-        return autocast(fun, policy=policy)
     # `jnp.float16` and NumPy's scalar types are callable dtypes.
     if callable(policy) and not isinstance(policy, type) and not hasattr(policy, "dtype"):
         return policy
@@ -195,8 +192,11 @@ class ErrorRow(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Plot):
     """The errors of a function under several policies; `compare` returns it. `print` shows a table.
+
+    `plot` draws the errors as bars, a row for each module and a color for each policy; a cross marks a result that is
+    not finite.
 
     A gradient that is 0 except for rounding, such as that of a bias before a norm, has no meaningful relative error.
     If the norm of a gradient is below 1e-5 of the norm of all gradients, the table shows its error in parentheses and
@@ -218,6 +218,7 @@ class Comparison:
         ('float32', ['activation', 'gradient', 'loss'])
     """
 
+    _aligns_right = True
     rows: tuple[ErrorRow, ...]
     gradient: dict[str, float]
     loss_scale: dict[str, float]
@@ -257,41 +258,28 @@ class Comparison:
     def _is_rounding(self, row: ErrorRow) -> bool:
         return row.kind == "gradient" and row.norm < 1e-5 * math.hypot(*(row.norm for row in self._of("gradient")))
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         policies = list(self.gradient)
         worst = {policy: self.worst(policy) for policy in policies}
-        lines = [(f"error against {self.reference}", "norm", *policies)]
+        rows: list[tuple[str, ...]] = [(f"error against {self.reference}", "norm", *policies)]
         for row in self.rows:
             form = "({:.1e})" if self._is_rounding(row) else "{:.1e} "
             starred = {p for p in policies if row.kind == "activation" and worst[p] == row.name}
             errors = (f"{row.errors[p]:.1e}*" if p in starred else form.format(row.errors[p]) for p in policies)
-            lines.append((f"{row.kind} {row.name}".strip(), f"{row.norm:.1e}", *errors))
+            rows.append((f"{row.kind} {row.name}".strip(), f"{row.norm:.1e}", *errors))
             if row.kind == "loss":
-                lines.append(("all gradients", "", *(f"{self.gradient[p]:.1e} " for p in policies)))
+                rows.append(("all gradients", "", *(f"{self.gradient[p]:.1e} " for p in policies)))
         scales = ", ".join(f"2^{math.log2(scale):g} ({policy})" for policy, scale in self.loss_scale.items())
-        notes = f"* where the error increases most. Loss scale: {scales}."
+        notes = [f"* where the error increases most. Loss scale: {scales}."]
         if self.is_lifted:
-            notes += f"\nThe program casts to 16 bits; the reference computes what it casts in {self.reference}."
-        return f"{format_table(lines)}\n{notes}"
+            notes.append(f"The program casts to 16 bits; the reference computes what it casts in {self.reference}.")
+        return "", rows, notes
 
-    def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Plots the errors as bars, one row for each module and one color for each policy.
-
-        A cross marks a result that is not finite.
-
-        Args:
-            path: the file to save the plot to, in the format of its extension; None saves nothing.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+    def _draw(self, figure: Any) -> None:
         titles = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}
         most_rows = max(len(self._of(kind)) for kind in titles)
         n = len(self.gradient)
-        figure = new_figure("`plot`", 11, 1.6 + most_rows * (0.14 + 0.14 * n))
+        figure.set_size_inches(11, 1.6 + most_rows * (0.14 + 0.14 * n))
         plotted = [row for row in self.rows if not self._is_rounding(row)]
         finite = [e for row in plotted for e in row.errors.values() if 0 < e < math.inf]
         xlim = min(finite, default=1e-8) / 3, max(finite, default=1.0) * 3
@@ -299,7 +287,6 @@ class Comparison:
             _plot_rows(axes, [row for row in plotted if row.kind == kind], list(self.gradient), xlim[1])
             axes.set(title=title, xlabel=f"relative error against {self.reference}", xscale="log", xlim=xlim)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=n, frameon=False)
-        return finished(figure, path)
 
 
 def _plot_rows(axes: Any, rows: list[ErrorRow], policies: list[str], right: float) -> None:
@@ -430,8 +417,7 @@ def _in_wide(fun: Callable, wide: Any) -> Callable:
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
-        results = Evaluator(program, arrays, wide=wide).run().results
-        return rebuild([x.value for x in results])
+        return rebuild(Evaluator(program, arrays, wide=wide).trace().results)
 
     return evaluate
 
@@ -462,7 +448,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
 
     @jax.jit
     def run(*arrays: Any) -> dict[str, Any]:
-        Evaluator(program, arrays, around=record, tape=tape, as_one={"cond", "while"}).run()
+        Evaluator(program, arrays, around=record, tape=tape, as_one={"cond", "while"}).trace()
         return tape.recorded
 
     tape = Tape()

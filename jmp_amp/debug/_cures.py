@@ -58,10 +58,10 @@ class Part:
         for node in self.nodes:
             self.nodes += [y for y in node.reads if y.eqn and y not in (*self.nodes, x)]
         rng, constants = np.random.default_rng(0), [y for z in self.nodes for y in z.operands if y.is_constant]
-        numbers = dict.fromkeys(y.values.min for y in constants if y.values.min)
+        numbers = dict.fromkeys(y.summary.min for y in constants if y.summary.min)
         edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([y / 2, y, 2 * y] for y in numbers)]
-        self.samples = [rng.normal(size=x.values.shape) for _ in range(4)]
-        self.samples += [np.resize(np.roll(y, k), x.values.shape) for y in edges for k in range(3)]
+        self.samples = [rng.normal(size=x.summary.shape) for _ in range(4)]
+        self.samples += [np.resize(np.roll(y, k), x.summary.shape) for y in edges for k in range(3)]
 
     def _draw(self, i: int) -> np.ndarray | None:
         try:
@@ -78,7 +78,7 @@ class Part:
     @property
     def axes(self) -> list[int | None]:
         """The axes that these values are reduced along; None if it is all of them."""
-        params, n = [x.eqn.params for x in self.nodes], len(self.x.values.shape)
+        params, n = [x.eqn.params for x in self.nodes], len(self.x.summary.shape)
         reduced = [x["axes"] for x in params if "axes" in x] + [(x["axis"],) for x in params if "axis" in x]
         return [*dict.fromkeys(None if len(x) == n else x[0] for x in reduced if len(x) in (1, n))] or [None]
 
@@ -88,7 +88,7 @@ def parts(root: Node) -> Iterator[Part]:
     cuts = [_inputs(root.operands)]
     for cut in cuts:
         nodes = sorted(cut, key=lambda x: x.number)
-        if len(nodes) == 1 and 0 < np.prod(nodes[0].values.shape) < _MOST_ELEMENTS:
+        if len(nodes) == 1 and 0 < np.prod(nodes[0].summary.shape) < _MOST_ELEMENTS:
             yield Part(root, nodes[0])
         for node in nodes if len(nodes) <= 2 else nodes[-1:]:
             new = _inputs([*(cut - {node}), *node.operands]) if node.eqn else cut
@@ -109,7 +109,7 @@ def matches(found: Sequence[Part]) -> Iterator[tuple[Part, str]]:
     for (formula, replacement), part in itertools.product(CURES.items(), found):
         for axis in part.axes if "axis" in formula else [None]:
             if all(_is_equal(formula, axis, x, part.draw, i) for i, x in enumerate(part.samples)):
-                keeps = np.shape(exact(formula, part.samples[0], axis)) != part.root.values.shape
+                keeps = np.shape(exact(formula, part.samples[0], axis)) != part.root.summary.shape
                 yield part, written(replacement, axis, keeps)
 
 

@@ -19,10 +19,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import OpClass, ResultKind, autocast_with, flops_of, parse_settings, rule_of
+from jmp_amp._autocast import autocast_with, flops_of, parse_settings
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._loss_scale import value_and_grad
+from jmp_amp._ops import OpClass, ResultKind, rule_of
 from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low
@@ -31,11 +32,10 @@ from jmp_amp.debug._report import as_jit_takes
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
 _COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
-_EXACT = {"name", "copy", "optimization_barrier"}  # besides the ops that `RULES` says to move values
-_EXACT |= {"sort", "top_k", "cummax", "cummin", "reduce_window_max", "reduce_window_min"}
+# Besides the ops that move values.
+_EXACT = {"sort", "top_k", "cummax", "cummin", "reduce_window_max", "reduce_window_min"}
 _MOVES = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED}
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
-_STEPS = {"sign", "floor", "ceil", "round"}  # their results are decisions
 _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare what they read second
 _SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
 
@@ -102,8 +102,9 @@ def _decisions_of(eqn: JaxprEqn) -> list[int]:
     """Returns the indices of the results of an op that are decisions: those that floating values decide."""
     if keeps_dtypes(eqn) or not any(map(jx.is_inexact, eqn.invars)):
         return []
+    is_step = rule_of(eqn).kind is ResultKind.ROUNDED or eqn.primitive.name == "sign"
     outs = enumerate(map(jx.dtype_of, eqn.outvars))
-    return [i for i, x in outs if eqn.primitive.name in _STEPS or (isinstance(x, np.dtype) and x.kind in "biu")]
+    return [i for i, x in outs if is_step or (isinstance(x, np.dtype) and x.kind in "biu")]
 
 
 @functools.cache
@@ -150,6 +151,10 @@ class Emulation:
 
     Attributes:
         opaque: the ops that run as they were traced, so that the roundings in them are not seen.
+        rows: the roundings, in program order.
+        default: float32[n], the switches of autocast: 1 for each value that it rounds.
+        work: int[n,2], the floating-point operations and the elements that an op computes; 0 for casts and numbers.
+        lines: the lines of the user's code that compute the rounded values, and those that call them.
     """
 
     def __init__(
@@ -198,6 +203,16 @@ class Emulation:
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
         self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
+        on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
+        call = lambda on, *args: self._gradient((on, on), *args)[1][1]  # noqa: E731
+        self._decisions = jax.eval_shape(call, on, self._arrays, jnp.float32(1))
+        found = list(self._found.values())
+        self._most, self.rows = len(found), [x.row for x in found]
+        self.default = np.array([not row.decides for row in self.rows], np.float32)
+        costs = [(x.flops, x.row.size, x.row.primitive not in ("convert_element_type", "constant", "")) for x in found]
+        self.work = np.array([[flops * is_op, size * is_op] for flops, size, is_op in costs]).reshape(-1, 2)
+        lines = [x.lines for x in found]
+        self.lines = [each - frozenset.intersection(*lines) for each in lines]  # without those that call the program
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
@@ -205,8 +220,10 @@ class Emulation:
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
-        options: Any = {"wide": FLOAT32, "around": self._around, "tape": self._tape, "as_one": {"while"}}
-        loss, *grads = [x.value for x in Evaluator(self._program, [*arrays, scale], **options).run().results]
+        evaluator = Evaluator(
+            self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape, as_one={"while"}
+        )
+        loss, *grads = evaluator.trace().results
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
 
@@ -224,46 +241,9 @@ class Emulation:
             largest = lax.select(largest > 0, largest, jnp.ones_like(largest))
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest), recorded
 
-        inputs = self._arrays, jnp.float32(1)
-        recorded = self._trace()
-        self._most = len(self._found)
         on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in ((self._most,), (self._count, self._size)))
-        self._undecided = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), recorded)
-        return jax.jit(run).lower(on, *inputs, vectors, recorded).compile(_COMPILER_OPTIONS)
-
-    def _trace(self) -> Any:
-        """Finds the roundings, and returns the types of the decisions."""
-        on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
-        return jax.eval_shape(lambda on, *args: self._gradient((on, on), *args)[1][1], on, self._arrays, jnp.float32(1))
-
-    def trace(self) -> list[Rounding]:
-        """Returns the roundings without compiling."""
-        self._trace()
-        return [x.row for x in self._found.values()]
-
-    @functools.cached_property
-    def rows(self) -> list[Rounding]:
-        """The roundings, in program order."""
-        _ = self._run
-        return [x.row for x in self._found.values()]
-
-    @functools.cached_property
-    def work(self) -> np.ndarray:
-        """int[n,2], the floating-point operations and the elements that an op computes; 0 for casts and numbers."""
-        found = [(x, x.row.primitive not in ("convert_element_type", "constant", "")) for x in self._found.values()]
-        return np.array([[x.flops * is_op, x.row.size * is_op] for x, is_op in found]).reshape(-1, 2)
-
-    @functools.cached_property
-    def lines(self) -> list[frozenset[jx.Frame]]:
-        """The lines of the user's code that compute the rounded values, and those that call them."""
-        found = [x.lines for x in self._found.values()]
-        return [lines - frozenset.intersection(*found) for lines in found]  # without those that call the program
-
-    @functools.cached_property
-    def default(self) -> np.ndarray:
-        """float32[n], the switches of autocast: 1 for each value that it rounds."""
-        _ = self._run
-        return np.array([not x.row.decides for x in self._found.values()], np.float32)
+        inputs = on, self._arrays, jnp.float32(1), vectors, self._decisions
+        return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0, decisions: Any = None) -> "Probe":
         """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow.
@@ -280,9 +260,8 @@ class Emulation:
         vectors = np.linalg.qr(normal)[0].T * self._size**0.5
         switches = np.zeros(self._most, np.float32)
         switches[: len(on)] = on
-        run = self._run
-        inputs = switches, self._arrays, jnp.float32(scale), vectors, decisions or self._undecided
-        *results, decided = run(*inputs)
+        decisions = decisions or jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._decisions)
+        *results, decided = self._run(switches, self._arrays, jnp.float32(scale), vectors, decisions)
         grads, size, signed, squares = (np.asarray(x, np.float64) for x in jax.tree.leaves(jax.device_get(results)))
         flips = np.zeros(len(self._found), int)
         for key, x in decided.items():

@@ -1,11 +1,14 @@
-"""Evaluates a program op by op: as it was traced, in a wider dtype, or with a function in place of a part of it."""
+"""Evaluates a program: as it was traced, in a wider dtype, or with a function in place of a part of it.
+
+`Evaluation` does so as a part of a program that JAX traces, `Interpretation` op by op.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +17,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import rule_of
 from jmp_amp._loss_scale import LOSS_SCALE
+from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._nodes import NO_VALUES, Cell, Id, Node, Place, argument_id, is_low, values_of
+from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, is_low, summary_of
 
 R = TypeVar("R")
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -34,12 +37,12 @@ class Replacement(NamedTuple):
 
     Attributes:
         root: the key of the value.
-        inputs: the keys of the values that the function reads.
+        read: the key of the value that the function reads.
         function: the function.
     """
 
     root: Id
-    inputs: Sequence[Id]
+    read: Id
     function: Callable[..., Any]
 
 
@@ -153,88 +156,189 @@ class Evaluator:
         """The equations of the program that hold no others."""
         return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
 
-    def run(self, **changes: Any) -> "Evaluation":
-        """Evaluates the program, with other attributes."""
-        evaluator = dataclasses.replace(self, **changes)
-        evaluation = Evaluation(evaluator, any(isinstance(x, jax.core.Tracer) for x in evaluator.arrays))
-        with precise(evaluator.wide), contextlib.suppress(_DoneError):
-            evaluation.run()
-        return evaluation
+    def run(self) -> "Interpretation":
+        """Evaluates the program op by op."""
+        return Interpretation(self).run()
+
+    def trace(self) -> "Evaluation":
+        """Evaluates the program as a part of one that JAX traces."""
+        return Evaluation(self).run()
+
+
+class Evaluation:
+    """An evaluation of a program, as a part of one that JAX traces.
+
+    Attributes:
+        evaluator: the program, and how it is evaluated.
+        results: the results of the program.
+        kept: the values that are kept, by their key.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator, self.wide = evaluator, evaluator.wide
+        self.results: list[Any] = []
+        self.kept: dict[Id, Any] = {}
+        self._replacements = {x.root: x for x in evaluator.replacements}
+        self._keys = {*evaluator.keeps, *self._replacements, *(x.read for x in evaluator.replacements)}
+
+    def run(self) -> Self:
+        """Evaluates the whole program."""
+        with precise(self.wide), contextlib.suppress(_DoneError):
+            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.evaluator.arrays)]
+            self.results = self._run(self.evaluator.program, args, Place())
+        return self
+
+    def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
+        """Evaluates the jaxpr at `place`."""
+        indices = itertools.count()
+
+        def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+            return self._equation(operands, place.of(next(indices), eqn))
+
+        def literal(atom: Any) -> Any:
+            return self._constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)
+
+        return jx.evaluate(jaxpr, args, apply, self._constant, literal)
+
+    def _run_body(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
+        """Evaluates the jaxpr of a loop or a branch; a part that is replaced is inside or outside."""
+        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+
+    def _argument(self, x: Any, i: int) -> Any:
+        return self._renamed(x, Place(), argument_id(i))
+
+    def _constant(self, x: Any, is_literal: bool = False) -> Any:
+        return self._in_dtype(x)
+
+    def _renamed(self, x: Any, place: Place, index: Id) -> Any:
+        """Returns a value under a name: an argument of a body, or the result of an op; or what replaces it."""
+        if (key := (*place.key, *index)) in self._keys:
+            self.kept[key] = x
+            if replacement := self._replacements.get(key):
+                # Autocast reads low precision where it computes the value in float32.
+                read = self.kept[replacement.read]
+                read = read.astype(x.dtype) if is_low(read) else read
+                self.kept[key] = x = replacement.function(read).astype(x.dtype)
+        return x
+
+    def _equation(self, operands: list[Any], place: Place) -> Sequence[Any]:
+        structure, is_split = jx.structure_of(place.eqn), self._is_split(place)
+        is_entered = structure is not None and self.wide is not None
+        with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
+            match structure:
+                # A derivative rule is kept unless a part of the function is replaced.
+                case jx.Call(jaxpr, inputs, True, rule) if not rule or is_split:
+                    return self._run(jaxpr, [operands[i] for i in inputs], place)
+                case jx.Branches() | jx.Loop() if is_split and place.eqn.primitive.name not in self.evaluator.as_one:
+                    outs = self._traced(structure, operands, place)
+                case _:
+                    outs = list(self._applied(operands, place))
+            return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
+
+    def _is_split(self, place: Place) -> bool:
+        """Whether this evaluation changes something inside of an equation."""
+        depth, changes_all = len(place.key), self.wide is not None or self.evaluator.around is not None
+        return changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+
+    def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
+        """Traces a branch or a loop whose jaxprs this evaluation changes."""
+        tape, times = self.evaluator.tape, (structure.length or 1) if isinstance(structure, jx.Loop) else 1
+
+        def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
+            return self._run_body(jaxpr, args, place.body(k)._replace(times=place.times * times))
+
+        def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
+            new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
+            return new, outs[structure.n_carry :]
+
+        if isinstance(structure, jx.Branches):
+            branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
+            platforms = place.eqn.params.get("branches_platforms")  # of `lax.platform_dependent`
+            return tape.switch(values[0], branches, *(values[i] for i in structure.operands), platforms=platforms)
+        if structure.cond is None:
+            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
+            body = functools.partial(step, 0)
+            carry, ys = tape.scan(body, values[structure.carry], values[structure.xs], place.key, **options)
+            return [*carry, *ys]
+
+        def flags(carry: Sequence[Any]) -> Any:
+            return run(0, structure.cond, *values[structure.cond_consts], *carry)[0]
+
+        def following(carry: Sequence[Any]) -> list[Any]:
+            new, _ = step(1, carry, [])
+            is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
+            return [_where(flags(carry), *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
+
+        args = lambda carry: jnp.any(flags(carry)), following, values[structure.carry]
+        return tape.record({}, lax.while_loop, *args)[0]
+
+    def _applied(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
+        """Returns the results of an op."""
+        compute, around = functools.partial(self._computed, place), self.evaluator.around
+        outs = compute(operands) if around is None else around(place, operands, compute)
+        if self.evaluator.loss_factor != 1 and applies_loss_scale(place.eqn):
+            outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
+        return outs
+
+    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of an op, in the dtype of this evaluation."""
+        eqn = place.eqn
+        if self.wide is None:
+            return self._as_traced(eqn, operands)
+        region = self.evaluator.region
+        is_wide = region is None or region(place.eqns)
+        if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
+            pairs = zip(operands, eqn.invars, strict=True)
+            is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
+        outs = evaluate_in(self.wide, place, operands) if is_wide else None
+        return [self._in_dtype(x) for x in self._as_traced(eqn, as_traced(eqn, operands))] if outs is None else outs
+
+    def _as_traced(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+        return jx.apply_as_traced(eqn, operands)
+
+    def _in_dtype(self, x: Any) -> Any:
+        return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
 
 
 class _DoneError(Exception):
     """The last op was evaluated, or the time is over."""
 
 
-class Evaluation:
-    """One evaluation of a program.
+class Interpretation(Evaluation):
+    """An evaluation of a program op by op, whose values are `Cell`s.
 
     Attributes:
-        evaluator: the program, and how it was evaluated.
-        results: the results of the program; none if it was not evaluated to its end.
+        results: none if the program was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
-        kept: the values that are kept, by their key.
         nodes: all values, in program order.
         nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
             from infinite constants, by the id of the op, in program order.
         trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place.
     """
 
-    def __init__(self, evaluator: Evaluator, is_traced: bool) -> None:
-        self.evaluator, self.wide, self._is_traced = evaluator, evaluator.wide, is_traced
-        self.results: list[Cell] = []
+    def __init__(self, evaluator: Evaluator) -> None:
+        super().__init__(evaluator)
         self.is_stopped = False
-        self.kept: dict[Id, Any] = {}
         self.nodes: list[Node] = []
         self.nonfinite: dict[Id, Node] = {}
         self.trip_counts = dict(evaluator.trip_counts)
         self._bodies: dict[Id, Callable[..., Any]] = {}
-        self._replacements = {x.root: x for x in evaluator.replacements}
-        self._keys = {*evaluator.keeps, *self._replacements, *(key for x in evaluator.replacements for key in x.inputs)}
 
-    def run(self) -> None:
-        """Evaluates the whole program."""
-        args = [self._argument(x, i) for i, x in enumerate(self.evaluator.arrays)]
-        self.results = self._run(self.evaluator.program, args, Place())
-
-    def again(self, **changes: Any) -> "Evaluation":
-        """Evaluates the program again, with other attributes, and with loops that end as they did."""
-        return self.evaluator.run(trip_counts=self.trip_counts, **changes)
+    @property
+    def again(self) -> Evaluator:
+        """The program, with loops that end as they did."""
+        return dataclasses.replace(self.evaluator, trip_counts=self.trip_counts)
 
     @property
     def is_finite(self) -> bool:
         """Whether all results are finite."""
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
-    def _run(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Evaluates the jaxpr at `place`."""
-        indices = itertools.count()
-
-        def apply(eqn: JaxprEqn, operands: list[Cell]) -> Sequence[Any]:
-            inner, clock = place.of(next(indices), eqn), self.evaluator.clock
-            if not self._is_traced:
-                if clock.is_late:
-                    self.is_stopped = True
-                    raise _DoneError
-                clock.tick("ops evaluated")
-            outs = self._equation(operands, inner)
-            if inner.id == self.evaluator.until and not self._is_traced:
-                raise _DoneError
-            return outs
-
-        def constant(x: Any, is_literal: bool = False) -> Cell:
-            cell = self._cell(self._in_dtype(x))
-            cell.node.held, cell.node.is_constant = cell.value, is_literal
-            return cell
-
-        def literal(atom: Any) -> Cell:
-            return constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)
-
-        return jx.evaluate(jaxpr, args, apply, constant, literal)
-
-    def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Evaluates the jaxpr of a loop or a branch; a part that is replaced is inside or outside."""
-        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+    def _constant(self, x: Any, is_literal: bool = False) -> Cell:
+        cell = self._cell(super()._constant(x))
+        cell.node.held, cell.node.is_constant = cell.value, is_literal
+        return cell
 
     def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
         """Returns a value under another name: an argument of a body, or a result of a loop."""
@@ -246,12 +350,8 @@ class Evaluation:
     def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads = [x.node for x in operands]
-        if place and (key := (*place.key, *index)) in self._keys:
-            self.kept[key] = value
-            if key in self._replacements:
-                self.kept[key] = value = self._replaced(self._replacements[key], value)
-        values = NO_VALUES if self._is_traced else values_of(value)
-        node = Node(values, place, index, reads, number=len(self.nodes))
+        value = super()._renamed(value, place, index) if place else value
+        node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
         node.is_constant = bool(reads) and all(x.is_constant for x in reads)
         node.is_backward = any(x.is_backward for x in reads) or (
@@ -260,104 +360,58 @@ class Evaluation:
         for x in reads:
             x.readers.append(node)
         self.nodes.append(node)
-        nonfinite = [] if node.values.is_finite else [x.causes for x in operands if not x.is_finite]
+        nonfinite = [] if node.summary.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
-
-    def _replaced(self, replacement: Replacement, value: Any) -> Any:
-        # Autocast reads low precision where it computes the value in float32.
-        inputs, dtype = [self.kept[key] for key in replacement.inputs], value.dtype
-        return replacement.function(*(x.astype(dtype) if is_low(x) else x for x in inputs)).astype(dtype)
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.evaluator.allowed is None or cause in self.evaluator.allowed
 
     def _argument(self, x: Any, i: int) -> Cell:
-        x, cause = self._in_dtype(x), argument_id(i)
-        values = NO_VALUES if self._is_traced else values_of(x)
+        summary, cause = summary_of(x), argument_id(i)
         # -inf is often intended, as in a mask.
-        is_bad = not values.is_finite and bool(values.nans or np.isposinf(np.asarray(x)).any())
+        is_bad = not summary.is_finite and bool(summary.nans or np.isposinf(np.asarray(x)).any())
         if is_bad and not self._is_allowed(cause):
             return self._cell(_zero_nonfinite(x), (), Place(), cause)
         return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        structure = jx.structure_of(place.eqn)
-        is_entered = structure is not None and self._is_traced and self.wide is not None
-        with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
-            return self._evaluated(structure, operands, place)
+        if self.evaluator.clock.is_late:
+            self.is_stopped = True
+            raise _DoneError
+        self.evaluator.clock.tick("ops evaluated")
+        outs = self._evaluated(operands, place)
+        if place.id == self.evaluator.until:
+            raise _DoneError
+        return outs
 
-    def _evaluated(self, structure: Any, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        depth = len(place.key)
-        changes_all = self.wide is not None or self.evaluator.around is not None
-        is_split = changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
-        match structure:
-            # A derivative rule is kept unless a part of the function is replaced.
-            case jx.Call(jaxpr, inputs, True, rule) if not (rule and self._is_traced) or is_split:
+    def _evaluated(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        match jx.structure_of(place.eqn):
+            case jx.Call(jaxpr, inputs, True):
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case jx.Branches() | jx.Loop() if self._is_traced and is_split:
-                is_one = place.eqn.primitive.name in self.evaluator.as_one
-                return self._op(operands, place) if is_one else self._traced(structure, operands, place)
-            case jx.Branches(jaxprs, inputs) if not self._is_traced and np.unique(operands[0].value).size == 1:
+            case jx.Branches(jaxprs, inputs) if np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
-            case jx.Loop() as loop if not self._is_traced:
+            case jx.Loop() as loop:
                 is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
+                is_long = is_long and not self._is_split(place)
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
-                if is_long and place.id not in self.trip_counts and not is_split:
-                    results = self._apply(operands, place)
+                if is_long and place.id not in self.trip_counts:
+                    results = self._cells(operands, place)
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
-                return run(loop, operands, place, self._compiled_body if is_long and not is_split else self._run_body)
+                return run(loop, operands, place, self._compiled_body if is_long else self._run_body)
         return self._op(operands, place)
 
-    def _traced(self, structure: Any, operands: Sequence[Cell], place: Place) -> list[Cell]:
-        """Traces a branch or a loop whose jaxprs this evaluation changes, inside of `jit`."""
-        tape, values = self.evaluator.tape, [x.value for x in operands]
-        times = (structure.length or 1) if isinstance(structure, jx.Loop) else 1
-
-        def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            inner = place.body(k)._replace(times=place.times * times)
-            return [x.value for x in self._run_body(jaxpr, [self._cell(x) for x in args], inner)]
-
-        def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
-            new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
-            return new, outs[structure.n_carry :]
-
-        if isinstance(structure, jx.Branches):
-            branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
-            platforms = place.eqn.params.get("branches_platforms")  # of `lax.platform_dependent`
-            outs = tape.switch(values[0], branches, *(values[i] for i in structure.operands), platforms=platforms)
-        elif structure.cond is None:
-            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
-            body = functools.partial(step, 0)
-            carry, ys = tape.scan(body, values[structure.carry], values[structure.xs], place.key, **options)
-            outs = [*carry, *ys]
-        else:
-            consts, carry = values[structure.cond_consts], values[structure.carry]
-            is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
-
-            limit = self.trip_counts.get(place.id, np.iinfo(np.int32).max)
-
-            def predicate(state: tuple[Any, Sequence[Any]]) -> Any:
-                n, carry = state
-                return (n < limit) & jnp.any(run(0, structure.cond, *consts, *carry)[0])
-
-            def following(state: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
-                n, carry = state
-                flags = run(0, structure.cond, *consts, *carry)[0] if is_batched else None
-                new, _ = step(1, carry, [])
-                return n + 1, [_where(flags, *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
-
-            (_, outs), _ = tape.record({}, lax.while_loop, predicate, following, (jnp.int32(0), carry))
+    def _cells(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
+        outs = self._applied([x.value for x in operands], place)
         return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
     def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
-        outs = self._apply(operands, place)
+        outs = self._cells(operands, place)
         if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
             return outs
-        reads_nan, gives_nan = (any(x.node.values.nans for x in cells) for cells in (operands, outs))
+        reads_nan, gives_nan = (any(x.node.summary.nans for x in cells) for cells in (operands, outs))
         if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
             return outs
         if not self._is_allowed(place.id):
@@ -365,49 +419,22 @@ class Evaluation:
         self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
 
-    def _apply(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
-        eqn = place.eqn
-        compute = functools.partial(self._computed, place)
-        values, around = [x.value for x in operands], self.evaluator.around
-        outs = compute(values) if around is None else around(place, values, compute)
-        if self.evaluator.loss_factor != 1 and applies_loss_scale(eqn):
-            outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
-        return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
-
-    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
-        """Returns the results of an op, in the dtype of this evaluation."""
-        eqn = place.eqn
-        apply: Callable[..., Any] = functools.partial(jx.apply_as_traced, eqn)
-        if eqn.primitive.name == "shard_map" and not self._is_traced:  # JAX would evaluate it op by op
-            apply = jax.jit(apply, compiler_options=QUICK)
-        if self.wide is None:
-            return apply(operands)
-        region = self.evaluator.region
-        is_wide = region is None or region(place.eqns)
-        if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
-            pairs = zip(operands, eqn.invars, strict=True)
-            is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
-        outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        return [self._in_dtype(x) for x in apply(as_traced(eqn, operands))] if outs is None else outs
-
-    def _in_dtype(self, x: Any) -> Any:
-        return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
+    def _as_traced(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+        apply: Callable[..., Any] = functools.partial(super()._as_traced, eqn)
+        # JAX would evaluate a `shard_map` op by op.
+        return (
+            jax.jit(apply, compiler_options=QUICK)(operands) if eqn.primitive.name == "shard_map" else apply(operands)
+        )
 
     def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
         if place.key not in self._bodies:
-
-            def run(*values: Any) -> list[Any]:
-                inner = Evaluation(self.evaluator, is_traced=True)
-                return [x.value for x in inner._run(jaxpr, [inner._cell(x) for x in values], place)]
-
+            run = functools.partial(Evaluation(self.evaluator)._run, jaxpr, place=place)
             self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
-        n_nodes = len(self.nodes)
-        outs = [
-            self._cell(x, args, place, (k,)) for k, x in enumerate(self._bodies[place.key](*(x.value for x in args)))
-        ]
-        if all(x.is_finite for x in outs) or any(x.causes for x in args):
-            return outs
+        n_nodes, outs = len(self.nodes), self._bodies[place.key]([x.value for x in args])
+        cells = [self._cell(x, args, place, (k,)) for k, x in enumerate(outs)]
+        if all(x.is_finite for x in cells) or any(x.causes for x in args):
+            return cells
         del self.nodes[n_nodes:]
         return self._run_body(jaxpr, args, place)
 

@@ -16,16 +16,15 @@ import jax.numpy as jnp
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import (
     REASONS,
-    RULES,
     AttentionSite,
     AutocastOptions,
     OpSite,
-    Rule,
     explain_call,
     matches_scope,
     parse_settings,
 )
 from jmp_amp._calls import transformation
+from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._report import as_jit_takes, check_callable, format_table, grouped, html_table, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
@@ -49,14 +48,14 @@ def explain(
             pass no other arguments with it.
         dtype: as for `autocast`.
         argnums: as in `jax.grad`; None differentiates all floating arrays.
-        **options: `policy`, `rules`, `save`, `weight_grad_dtype`, `residual_stream` and `attention`, as for `autocast`.
+        **options: `rules`, `save`, `weight_grad_dtype`, `residual_stream` and `attention`, as for `autocast`.
 
     Returns:
         A function that returns a `PrecisionReport`. Its array arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:
-        TypeError: `fun` is not callable, or is already under `autocast` and options are given; `dtype` and `policy` are
-            both given; or `explain` got the arguments of `fun`.
+        TypeError: `fun` is not callable, or is already under `autocast` and options are given; or `explain` got the
+            arguments of `fun`.
         ValueError: `argnums` names no argument of the call.
 
     Examples:

@@ -18,7 +18,7 @@ from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp.debug import _compare
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, precise
-from jmp_amp.debug._report import Table, as_jit_takes, check_without_autocast
+from jmp_amp.debug._report import Report, as_jit_takes, check_without_autocast
 
 _OPTIONS: list[dict[str, str]] = [{}, {"attention": "cudnn"}, {"residual_stream": "low"}]
 _OPTIONS.append(_OPTIONS[1] | _OPTIONS[2])  # the plainest are compiled first
@@ -122,8 +122,8 @@ def fastest(
                 compiling.append((each, future))
             futures.wait([reference, *(x for _, x in compiling)], max(0, max_seconds - clock.seconds))
             pool.shutdown(wait=False, cancel_futures=True)
-        listed = {part for each, _ in compiling for part in _parts(each)}
-        idle = dict.fromkeys(part for each in same for part in _parts(each) if part not in listed)
+        listed = {part for each, _ in compiling for part in _written(each)}
+        idle = dict.fromkeys(part for each in same for part in _written(each) if part not in listed)
         notes = [f"Not listed, since they change no program: {'; '.join(idle)}."] if idle else []
         notes += dict.fromkeys(str(x.message) for x in caught)
         first, results = _timing(arrays, clock, {}, reference, 1.0, exact, 0)
@@ -139,7 +139,7 @@ def fastest(
     return measured
 
 
-def _parts(options: Mapping[str, Any]) -> list[str]:
+def _written(options: Mapping[str, Any]) -> list[str]:
     """Returns options as one writes them in a call: `"float16"` and `attention="cudnn"`."""
     values = {k: f'"{x}"' if isinstance(x, str) else getattr(x, "__name__", repr(x)) for k, x in options.items()}
     return [x if name == "dtype" else f"{name}={x}" for name, x in values.items()]
@@ -203,11 +203,11 @@ class Timing(NamedTuple):
     @property
     def setting(self) -> str:
         """The arguments of `autocast`, as one writes them."""
-        return ", ".join(_parts(self.options))
+        return ", ".join(_written(self.options))
 
 
 @dataclasses.dataclass(frozen=True)
-class Timings(Table):
+class Timings(Report):
     """What a gradient takes under several settings of `autocast`; `fastest` returns it. `print` shows a table.
 
     Attributes:
@@ -241,7 +241,7 @@ class Timings(Table):
         """
         return next((row for row in self.rows if row.error <= (self.tolerance or -1)), None)
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         base = next((row.seconds for row in self.rows if row.options == {"dtype": "float32"}), math.nan)
         head = "setting", "ms", "x float32", "peak GB", "temporary GB", "gradient error"
         rows, notes = list[tuple[str, ...]]([head]), list[str]()

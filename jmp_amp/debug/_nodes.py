@@ -14,7 +14,7 @@ from jmp_amp import _jaxpr as jx
 
 
 @dataclasses.dataclass(frozen=True)
-class Values:
+class Summary:
     """A summary of the values of an array. `str` formats it as `float16[4,8] from -3 to 410, 2 of 32 inf`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Values:
         >>> import jax.numpy as jnp
         >>> import jmp_amp as amp
         >>> amp.debug.first_nonfinite(lambda x: jnp.log(x - 1))(jnp.ones(2)).operands[0]
-        Values(dtype='float32', shape=(2,), min=0.0, max=0.0, zeros=2, infs=0, nans=0)
+        Summary(dtype='float32', shape=(2,), min=0.0, max=0.0, zeros=2, infs=0, nans=0)
     """
 
     dtype: str
@@ -56,20 +56,20 @@ class Values:
         return text
 
 
-NO_VALUES = Values("", (), None, None, 0, 0, 0)
+NO_SUMMARY = Summary("", (), None, None, 0, 0, 0)
 
 
 _SMALL = 2**16  # elements; what is larger stays on its device
 
 
-def values_of(x: Any) -> Values:
+def summary_of(x: Any) -> Summary:
     """Returns the summary of an array; an empty one, without a dtype, unless it is floating or complex."""
     if not jx.is_inexact(x):
-        return NO_VALUES
+        return NO_SUMMARY
     # NumPy compiles nothing.
     counts, (low, high) = _summary(np.asarray(x), np) if x.size <= _SMALL else jax.jit(_summary)(x)
     extremes = (float(low), float(high)) if low <= high else (None, None)
-    return Values(x.dtype.name, x.shape, *extremes, *map(int, counts))
+    return Summary(x.dtype.name, x.shape, *extremes, *map(int, counts))
 
 
 def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
@@ -134,7 +134,7 @@ class Node:
     """A value of an evaluation in its dataflow. It holds no floating array, so that arrays can be freed.
 
     Attributes:
-        values: its summary.
+        summary: of its array.
         place: the place of the op that computed it, or of the body that it is an argument of; None for constants.
         index: which result of the op it is; `argument_id(i)` for an argument of a body.
         operands: the values that the op read.
@@ -146,7 +146,7 @@ class Node:
         readers: the values that were computed from it.
     """
 
-    values: Values
+    summary: Summary
     place: Any = None
     index: Id = ()
     operands: Sequence["Node"] = ()
@@ -180,7 +180,7 @@ class Node:
     @property
     def is_floating(self) -> bool:
         """Whether it is floating or complex."""
-        return bool(self.values.dtype)
+        return bool(self.summary.dtype)
 
     @property
     def reads(self) -> list["Node"]:
@@ -226,7 +226,7 @@ class Cell(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether all values of the array are finite."""
-        return self.node.values.is_finite
+        return self.node.summary.is_finite
 
 
 def is_low(x: Any) -> bool:

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import rule_of
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
+from jmp_amp._ops import rule_of
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, applies_loss_scale
-from jmp_amp.debug._nodes import NO_VALUES, Id, Node, Place, Values, argument_id, is_low, nearest, values_of
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluator, Interpretation, applies_loss_scale
+from jmp_amp.debug._nodes import NO_SUMMARY, Id, Node, Place, Summary, argument_id, is_low, nearest, summary_of
 from jmp_amp.debug._report import as_jit_takes, check_callable
-from jmp_amp.debug._trials import Trials, lines_in_float32
+from jmp_amp.debug._trials import Cure, Trials, lines_in_float32
 
 _MANY = 100  # different ops; a program of more is run as a whole first
 _GUIDE = "docs/my-loss-is-nan.md#"
@@ -155,8 +155,8 @@ class NonFinite(jx.Site):
 
     library: str = ""
     iteration: tuple[int, ...] = ()
-    operands: tuple[Values, ...] = ()
-    result: Values = NO_VALUES
+    operands: tuple[Summary, ...] = ()
+    result: Summary = NO_SUMMARY
     cause: str
     guide: str
     cure: str = ""
@@ -255,8 +255,8 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays: Sequence[Any]) -> list[jax.Array]:
-        results = evaluator.run(arrays=arrays, around=marked).results
-        return [jnp.all(jnp.isfinite(x.value)) for x in results if jx.is_inexact(x.value)]
+        results = dataclasses.replace(evaluator, arrays=arrays, around=marked).trace().results
+        return [jnp.all(jnp.isfinite(x)) for x in results if jx.is_inexact(x)]
 
     try:
         lowered = run.lower(evaluator.arrays)
@@ -268,7 +268,7 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
     return is_finite and not any(found)
 
 
-def _unseen(evaluation: Evaluation) -> NonFinite:
+def _unseen(evaluation: Interpretation) -> NonFinite:
     """Reports that the time was over before an op made a value non-finite."""
     n, n_ops = len({x.place.key for x in evaluation.nodes if x.eqn}), len(evaluation.evaluator.ops)
     seconds = evaluation.evaluator.clock.max_seconds
@@ -277,9 +277,9 @@ def _unseen(evaluation: Evaluation) -> NonFinite:
     return NonFinite(cause=text, guide=_GUIDE + "how-to-read-the-report", left_out=rest)
 
 
-def _constant(evaluation: Evaluation) -> NonFinite:
+def _constant(evaluation: Interpretation) -> NonFinite:
     """Reports that a constant made the results non-finite."""
-    result = next(x.node.values for x in evaluation.results if not x.is_finite)
+    result = next(x.node.summary for x in evaluation.results if not x.is_finite)
     text = "search the code for `jnp.inf` and `jnp.nan`"
     return NonFinite(primitive="constant", result=result, cause=text, guide=_OF_ARGUMENTS)
 
@@ -289,21 +289,21 @@ def _argument(evaluator: Evaluator, i: int) -> NonFinite:
     array, name = evaluator.arrays[i], evaluator.names[i]
     index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
     text = f"`{name}{[*index] if index else ''}` is {np.asarray(array)[index]}"
-    return NonFinite(primitive="argument", source=name, result=values_of(array), cause=text, guide=_OF_ARGUMENTS)
+    return NonFinite(primitive="argument", source=name, result=summary_of(array), cause=text, guide=_OF_ARGUMENTS)
 
 
-def _hidden(evaluation: Evaluation) -> NonFinite | None:
+def _hidden(evaluation: Interpretation) -> NonFinite | None:
     """Reports an overflow that a later op hides, if the results in float64 are others."""
     for node in evaluation.nonfinite.values():
         hider = _hider(node)
-        if hider is None or not node.values.infs or not all(x.values.is_finite for x in node.operands):
+        if hider is None or not node.summary.infs or not all(x.summary.is_finite for x in node.operands):
             continue
         holds = {node.id, hider.id}
         try:
-            exact = evaluation.evaluator.run(wide=FLOAT64, holds=holds)
+            exact = dataclasses.replace(evaluation.evaluator, wide=FLOAT64, holds=holds).run()
         except Exception:  # a custom primitive may reject other dtypes with any error
             return None
-        traced = evaluation.again(holds=holds)
+        traced = dataclasses.replace(evaluation.again, holds=holds).run()
         if exact.is_stopped or traced.is_stopped:
             return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
@@ -316,11 +316,11 @@ def _hidden(evaluation: Evaluation) -> NonFinite | None:
 
 def _hider(node: Node) -> Node | None:
     """Returns the first op that computes finite values from the non-finite ones of a node."""
-    found = nearest([node], lambda x: [] if x.values.is_finite else x.readers)
-    return min((x for x in found if x.values.is_finite and x.eqn), key=lambda x: x.number, default=None)
+    found = nearest([node], lambda x: [] if x.summary.is_finite else x.readers)
+    return min((x for x in found if x.summary.is_finite and x.eqn), key=lambda x: x.number, default=None)
 
 
-def _held(evaluation: Evaluation, node: Node) -> np.ndarray:
+def _held(evaluation: Interpretation, node: Node) -> np.ndarray:
     return next(np.asarray(x.held) for x in evaluation.nodes if x.id == node.id)
 
 
@@ -335,7 +335,7 @@ def _differ(x: Any, exact: Any) -> bool:
     return bool((np.abs(x - exact) > 0.1 * np.abs(exact) + slack)[known].any())
 
 
-def _cause(evaluation: Evaluation) -> Id | None:
+def _cause(evaluation: Interpretation) -> Id | None:
     """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
     arguments = {argument_id(i): x for i, x in enumerate(evaluation.evaluator.arrays)}
     reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
@@ -343,15 +343,15 @@ def _cause(evaluation: Evaluation) -> Id | None:
     if candidates:
         return _first_harmful(evaluation, candidates)
     # All infinities were considered intended, so one of them is the cause.
-    return next((cause for cause, x in arguments.items() if not values_of(x).is_finite), None)
+    return next((cause for cause, x in arguments.items() if not summary_of(x).is_finite), None)
 
 
-def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
+def _first_harmful(evaluation: Interpretation, candidates: Sequence[Id]) -> Id:
     """Returns the first candidate that makes a result non-finite, by bisection."""
 
     def nonfinite(n: int) -> list[np.ndarray]:
         """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        results = evaluation.again(allowed=set(candidates[:n])).results
+        results = dataclasses.replace(evaluation.again, allowed=set(candidates[:n])).run().results
         return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
 
     def is_harmful(n: int) -> bool:
@@ -364,7 +364,7 @@ def _first_harmful(evaluation: Evaluation, candidates: Sequence[Id]) -> Id:
     return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
 
 
-def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
+def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
     """Reports an op: what is seen there, whether float32 is enough, and the cure that passes.
 
     Args:
@@ -388,8 +388,8 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
         **vars(node.place.site),
         library=jx.lines_of(node.place.eqns)[1],
         iteration=node.place.iteration,
-        operands=tuple(x.values for x in node.operands if x.is_floating),
-        result=node.values,
+        operands=tuple(x.summary for x in node.operands if x.is_floating),
+        result=node.summary,
         cause=cause.text,
         guide=_GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
         leaf=_leaf(evaluation, node),
@@ -398,25 +398,30 @@ def _report(evaluation: Evaluation, node: Node, hider: Node | None = None, rest:
     )
 
 
-def _smaller_loss_scale(evaluation: Evaluation, node: Node) -> int | None:
+def _smaller_loss_scale(evaluation: Interpretation, node: Node) -> int | None:
     """Returns the power of two by which the loss scale must be divided so that all results are finite, if one is."""
-    scales = [x.operands[1].values.max or 0.0 for x in nearest([node]) if x.eqn and applies_loss_scale(x.eqn)]
+    scales = [x.operands[1].summary.max or 0.0 for x in nearest([node]) if x.eqn and applies_loss_scale(x.eqn)]
     steps = range(1, math.floor(math.log2(max(*scales, 1.0, 1.0))) + 1)
     if not node.is_backward or not steps:
         return None
-    k = bisect.bisect_left(steps, True, key=lambda k: evaluation.again(loss_factor=2.0**-k).is_finite)
+
+    def is_enough(k: int) -> bool:
+        return dataclasses.replace(evaluation.again, loss_factor=2.0**-k).run().is_finite
+
+    k = bisect.bisect_left(steps, True, key=is_enough)
     return None if k == len(steps) else steps[k]
 
 
 def _tried(trials: Trials, node: Node, cause: Cause, has_cures: bool) -> dict[str, Any]:
     """Runs the program in float32, and with cures; returns what passed, as fields of a `NonFinite`."""
     finite_in_float32, sentence, exact = _in_float32(trials)
-    found: dict[str, Any] = trials.cure() if has_cures else {}
+    found = trials.cure() if has_cures else Cure()
     lines = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
     for line in lines if finite_in_float32 else ():
-        if "cure" not in found:
-            found = lines_in_float32(trials.evaluation.evaluator, exact, [line]) | found
-    return found | {"finite_in_float32": finite_in_float32, "in_float32": sentence}
+        if not found.cure:
+            new = lines_in_float32(trials.evaluation.evaluator, exact, [line])
+            found = new._replace(left_out=found.left_out or new.left_out)
+    return found._asdict() | {"finite_in_float32": finite_in_float32, "in_float32": sentence}
 
 
 def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
@@ -424,11 +429,11 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
     evaluator, node = trials.evaluation.evaluator, trials.node
     if not any(is_low(atom) for eqn in evaluator.ops for atom in (*eqn.invars, *eqn.outvars)):
         return False, "the program computes nothing in low precision: precision is not the cause", []
-    constants = (x.values for x in nearest(node.operands) if x.is_constant and x.values.infs)
-    if any(x.values.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
+    constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
+    if any(x.summary.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
         return None, "", []  # the constant of the code is not known
     try:
-        wide = evaluator.run(wide=FLOAT32)
+        wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
     except Exception:  # a custom primitive may reject other dtypes with any error
         return None, "", []
     if wide.is_finite:
@@ -437,12 +442,12 @@ def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
     other = wide.nonfinite.get(_cause(wide) or ())
     if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
         return None, "", []
-    same, kind = other.key == node.key, "NaN" if other.values.nans else "inf"
+    same, kind = other.key == node.key, "NaN" if other.summary.nans else "inf"
     op = "the same op" if same else f"`{other.primitive}` {other.place.site.where}"
     return False, f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause", []
 
 
-def _leaf(evaluation: Evaluation, node: Node) -> str:
+def _leaf(evaluation: Interpretation, node: Node) -> str:
     """Returns the nearest leaf of an argument that a value was computed from; empty if there is none."""
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
     names = (evaluation.evaluator.names[i] for i in read)

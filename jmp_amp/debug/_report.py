@@ -2,6 +2,7 @@
 
 import html
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._calls import finished, new_figure
 
 T = TypeVar("T")
 
@@ -54,8 +56,7 @@ def as_jit_takes(
     for depth in (math.inf, 2, 1) if if_needed else (2, 1):
         try:
             changed = jax.tree.map_with_path(
-                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x,
-                (args, kwargs),
+                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x, (args, kwargs)
             )
             jx.trace_call(fun, *changed, *also)
             return changed
@@ -103,21 +104,46 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
-class Table:
-    """A report that `print` and notebooks show as a title, a table and notes. A subclass has these `_parts`."""
+class Report:
+    """A report that `print` and notebooks show as a title, a table and notes. A subclass has this `_content`."""
 
-    def _parts(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    _aligns_right = False  # the columns of the table, as for numbers
+
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         """Returns the title, the rows of the table, the first of which is its head, and the notes."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        title, rows, notes = self._parts()
-        return "\n".join([title, format_table(rows, align_right=False), *notes])
+        title, rows, notes = self._content()
+        return "\n".join(filter(None, [title, format_table(rows, self._aligns_right) if rows else "", *notes]))
 
     def _repr_html_(self) -> str:
-        title, (head, *rows), notes = self._parts()
+        title, rows, notes = self._content()
         first, *rest = [f"<p>{html.escape(line)}</p>" for line in (title, *notes)]
-        return "".join([first, html_table(head, rows), *rest])
+        return "".join([first * bool(title), html_table(rows[0], rows[1:]) if rows else "", *rest])
+
+
+class Plot(Report):
+    """A report that is also a picture. A subclass draws it by `_draw`."""
+
+    def _draw(self, figure: Any) -> None:
+        raise NotImplementedError
+
+    def plot(self, path: str | os.PathLike | None = None) -> Any:
+        """Plots the report, as the description of its class says.
+
+        Args:
+            path: the file to save the plot to, in the format of its extension; None saves nothing.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure = new_figure("`plot`", 7, 4)
+        self._draw(figure)
+        return finished(figure, path)
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

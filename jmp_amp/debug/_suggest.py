@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import operator
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, Unpack
@@ -13,15 +12,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import RULES, AutocastOptions, OpSite, Rule, full_precision, parse_rules, parse_settings
-from jmp_amp._calls import check_concrete, finished, new_figure, quote, transformation
+from jmp_amp._autocast import AutocastOptions, OpSite, full_precision, parse_rules, parse_settings
+from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp._formats import Format
+from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import floating_value_and_grad, relative_error
 from jmp_amp.debug._emulation import Emulation, Probe
 from jmp_amp.debug._explain import PrecisionReport, explain, low_share
-from jmp_amp.debug._report import check_without_autocast, format_percent, format_table, without_numbers
+from jmp_amp.debug._report import Plot, check_without_autocast, format_percent, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _MOST = 2  # compilations with rules
@@ -62,7 +62,7 @@ def suggest_rules(
         transform: as in `amp.debug.compare`.
         max_seconds: after so many seconds, no more rules are looked for; the report says what was left out. A
             compilation that has begun is finished, which may take longer.
-        **options: other options of `autocast`: `policy`, instead of `dtype`, `weight_grad_dtype`, `residual_stream`.
+        **options: other options of `autocast`: `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`.
@@ -124,12 +124,12 @@ def suggest_rules(
             program, options = with_rules(keys, value)
             return explain(program, **options)(*args, **kwargs)
 
-        return _suggested(_Program(emulate, report, emulate([], "full"), loss_scale, clock), form, tol)
+        return _suggested(_Candidate(emulate, report, emulate([], "full"), loss_scale, clock), form, tol)
 
     return suggest
 
 
-def _suggested(program: "_Program", form: Format, tol: float | None) -> "Suggestion":
+def _suggested(program: "_Candidate", form: Format, tol: float | None) -> "Suggestion":
     """Finds the rules for a program that has none."""
     error, floor, keys, n_tried = program.error([]), math.nan, list[Any](), 0
     if tol is None or error > tol:
@@ -141,7 +141,7 @@ def _suggested(program: "_Program", form: Format, tol: float | None) -> "Suggest
             keys = program.choose(program.keys, 0.0)
         else:
             keys, error, n_tried = program.search(max(tol, 1.1 * floor))
-    rows = tuple(program.step(keys[:i]) for i in range(len(keys) + 1))
+    rows = tuple(program.suggested(keys[:i]) for i in range(len(keys) + 1))
     opaque, is_late = tuple(program.emulation.opaque), program.clock.is_late
     is_checked = not keys or n_tried > 0 or tol is None
     report = SuggestionReport(
@@ -151,7 +151,7 @@ def _suggested(program: "_Program", form: Format, tol: float | None) -> "Suggest
     return Suggestion(dict.fromkeys(rules, program.value), report)
 
 
-class Step(NamedTuple):
+class Suggested(NamedTuple):
     """A rule, and what it brings together with the rules before it.
 
     Attributes:
@@ -167,15 +167,17 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SuggestionReport:
+class SuggestionReport(Plot):
     """The errors behind the rules of `suggest_rules`. `print` shows a table.
+
+    `plot` draws the error against the share of products in low precision, as rules are added.
 
     A gradient error is the norm of the difference to the float32 gradients, for all parameters together, over the norm
     of the float32 gradients; it is infinite if the loss or the gradients are not finite. The errors are those of the
     gradient as `error_budget` emulates it.
 
     Attributes:
-        rows: a `Step` without rules, and one for each rule.
+        rows: a `Suggested` without rules, and one for each rule.
         dtype: the compute dtype.
         tol: the `tol` of the call.
         error: the gradient error with the suggested rules.
@@ -187,7 +189,8 @@ class SuggestionReport:
         is_checked: whether the program was compiled with the rules; without, its error is not known to be `error`.
     """
 
-    rows: tuple[Step, ...]
+    _aligns_right = True
+    rows: tuple[Suggested, ...]
     dtype: str
     tol: float | None
     error: float
@@ -208,38 +211,24 @@ class SuggestionReport:
         """The lines to put `with amp.full_precision():` around."""
         return tuple(str(row.key) for row in self.rows if isinstance(row.key, jx.Frame)) if self.tol is not None else ()
 
-    def __str__(self) -> str:
-        lines = [f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules"]
-        if self.tol is not None and self.rows[1:]:
-            lines[0] += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+        title, rows = f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules", self.rows[1:]
+        if self.tol is not None and rows:
+            title += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
         cells = [(_name(step.key), format_percent(step.low), f"{step.error:.1e}") for step in self.rows]
-        if self.rows[1:]:
-            lines.append(format_table([(f"{self.value}, added", "low FLOPs", "error"), *cells]))
-        lines += [f"Put `with amp.full_precision():` around {line}." for line in self.lines]
-        lines += [f"Not seen: roundings in {x}; `amp.debug.compare` measures the error with them." for x in self.opaque]
+        notes = [f"Put `with amp.full_precision():` around {line}." for line in self.lines]
+        notes += [f"Not seen: roundings in {x}; `amp.debug.compare` measures the error with them." for x in self.opaque]
         if self.is_late:
-            what = "rules" if not self.rows[1:] else "other rules" if self.is_checked else "these rules"
-            lines.append(f"The time was over: {what} were not tried. `max_seconds=` sets it.")
+            what = "rules" if not rows else "other rules" if self.is_checked else "these rules"
+            notes.append(f"The time was over: {what} were not tried. `max_seconds=` sets it.")
         if self.tol is not None and not self.error <= self.tol and not self.is_late:
-            lines.append(
+            notes.append(
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
                 "and `precision` regions, and the gradients for overflow at every loss scale."
             )
-        return "\n".join(lines)
+        return title, [(f"{self.value}, added", "low FLOPs", "error"), *cells] if rows else [], notes
 
-    def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Plots the error against the share of products in low precision, as rules are added.
-
-        Args:
-            path: the file to save the plot to, in the format of its extension; None saves nothing.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        figure = new_figure("`plot`", 7, 4)
+    def _draw(self, figure: Any) -> None:
         axes = figure.subplots()
         finite = [step for step in self.rows if 0 < step.error < math.inf]
         axes.plot([100 * step.low for step in finite], [step.error for step in finite], "o-")
@@ -247,7 +236,6 @@ class SuggestionReport:
             at = 100 * step.low, step.error
             axes.annotate(_name(step.key), at, (6, -9), textcoords="offset points", fontsize=7)
         axes.set(xlabel="products in low precision, % of FLOPs", ylabel="error of the gradient", yscale="log")
-        return finished(figure, path)
 
 
 def _name(key: Any) -> str:
@@ -267,7 +255,7 @@ class Suggestion(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
+class _Candidate:
     """A program with some rules, compiled once, and the rules that can be added to it.
 
     Attributes:
@@ -309,7 +297,7 @@ class _Program:
         error, keys = min(tried, key=lambda x: x[0], default=(self.error(keys), keys))
         return keys, error, len(tried)
 
-    def _adding(self, keys: Sequence[Any]) -> "_Program":
+    def _adding(self, keys: Sequence[Any]) -> "_Candidate":
         rules = [*self.rules, *keys]
         return dataclasses.replace(self, rules=rules, emulation=self.emulate(rules, self.value))
 
@@ -400,9 +388,9 @@ class _Program:
         """Returns the error of the gradient without the roundings that these rules remove."""
         return self._error(self._on(keys))
 
-    def step(self, keys: Sequence[Any]) -> Step:
+    def suggested(self, keys: Sequence[Any]) -> Suggested:
         """Returns the last of some rules, with what they bring."""
-        return Step(keys[-1] if keys else None, low_share(self.report(tuple(keys), self.value)), self.error(keys))
+        return Suggested(keys[-1] if keys else None, low_share(self.report(tuple(keys), self.value)), self.error(keys))
 
     def _error(self, on: np.ndarray) -> float:
         exact = self._exact.grads  # whose error comes first
@@ -456,7 +444,7 @@ class _Program:
             return self._is_free & np.array([bool(matching(row.module)) for row in rows], bool)
         # What else is float32 with this rule, such as what only these ops read, tracing says.
         identity, removed = operator.attrgetter(*FIELDS, "dtype"), list[bool]()
-        left = Counter(map(identity, self.emulate([*self.rules, key], self.value).trace()))
+        left = Counter(map(identity, self.emulate([*self.rules, key], self.value).rows))
         for row in rows:
             left[identity(row)] -= 1
             removed.append(left[identity(row)] < 0)

@@ -1,10 +1,11 @@
 """Tries cures: runs the program with each, and compares values and gradients with float64."""
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import optax
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug._cures import Part, matches, parts
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Evaluator, Replacement, precise
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluator, Interpretation, Replacement, precise
 from jmp_amp.debug._expressions import in_users_names, span_of
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 
@@ -21,6 +22,14 @@ _DEPTH, _MOST_ROOTS, _MOST_TRIALS = 7, 24, 4
 # How much the arguments are moved, and how large they are then at most. -1 moves each the other way than 1 does, so
 # that both signs occur.
 _MOVES = ((0.0, math.inf), (1e-7, math.inf), (1e-2, math.inf), (1.0, 1.0), (-1.0, 1.0))
+
+
+class Cure(NamedTuple):
+    """What to write, what was seen when the program ran so, and what was not tried; as in `NonFinite`."""
+
+    cure: str = ""
+    tried: str = ""
+    left_out: str = ""
 
 
 class Trials:
@@ -34,7 +43,7 @@ class Trials:
         primal: the values that a cure may change.
     """
 
-    def __init__(self, evaluation: Evaluation, node: Node) -> None:
+    def __init__(self, evaluation: Interpretation, node: Node) -> None:
         merged = merge_equal(evaluation.nodes)
         self.evaluation, self.node, nodes = evaluation, merged[node], evaluation.nodes
         self._faults = dict.fromkeys([self.node, *(merged[x] for x in evaluation.nonfinite.values())])
@@ -46,38 +55,34 @@ class Trials:
             ends = [x for x in nodes if x.eqn and x.is_floating and not x.is_backward and is_derivative(x)]
             ends = [x for x in ends if not x.place.iteration and not all(y.is_backward for y in x.readers)]
             self.targets = forward or ends[-1:]
-        self.targets = [x for x in self.targets if not x.values.shape] or self.targets
+        self.targets = [x for x in self.targets if not x.summary.shape] or self.targets
         self.primal = nearest(self.targets)
         self.has_gradient = bool(self.targets) and (self.node in self.primal or is_derivative(node))
         if not self.has_gradient:
             self.targets, self.primal = results, dict.fromkeys((x for x in nodes if not is_derivative(x)), 0)
 
-    def cure(self) -> dict[str, str]:
-        """Finds equal functions with which the program is finite; the first is for the op at hand.
-
-        Returns:
-            Fields of a `NonFinite`: what to write, and what was seen when the program ran so; or what was not tried.
-        """
+    def cure(self) -> Cure:
+        """Finds equal functions with which the program is finite; the first is for the op at hand."""
         lines, replacements, n_trials, clock = list[str](), list[Replacement](), 0, self.evaluation.evaluator.clock
         for fault in self._faults:
             for copies, text, (old, new) in self._matches(fault):
                 if clock.is_late or n_trials == _MOST_TRIALS:
                     late = ": the time was over" * clock.is_late
-                    return {"left_out": f"other formulas than the first {n_trials}{late}"}
+                    return Cure(left_out=f"other formulas than the first {n_trials}{late}")
                 clock.tick("ops and trials")
                 n_trials += 1
                 function = functools.partial(_computed, text)
-                tried = [*replacements, *(Replacement(x.root.key, [x.x.key], function) for x in copies)]
+                tried = [*replacements, *(Replacement(x.root.key, x.x.key, function) for x in copies)]
                 is_cured, seen = self._tried(tried)
                 if seen or (is_cured and any(self._contains(x, fault) for x in copies)):
                     replacements = tried
                     lines.append(f"use `{new}` in place of `{old}`")
                     if seen:
-                        return {"cure": "; ".join(lines), "tried": seen}
+                        return Cure("; ".join(lines), seen)
                     break
             else:
                 break
-        return {}
+        return Cure()
 
     def _matches(self, fault: Node) -> Iterator[tuple[list[Part], str, tuple[str, str]]]:
         """Yields the parts near a non-finite op that are equal to formulas and that the user can write otherwise."""
@@ -95,7 +100,7 @@ class Trials:
 
     def _copies(self, part: Part) -> list[Part]:
         """Returns what the expression of a part computes, as in other layers; none if one differs, or is in another."""
-        ops, root, at = lambda y: [(x.primitive, len(x.values.shape)) for x in y.nodes], part.root, span_of(part.root)
+        ops, root, at = lambda y: [(x.primitive, len(x.summary.shape)) for x in y.nodes], part.root, span_of(part.root)
         same = {x.key: x for x in self.primal if x.primitive == root.primitive and span_of(x) == at}.values()
         found = [[y for y in parts(x) if ops(y) == ops(part)][:1] for x in same]
         is_inner = any(x in self.primal and span_of(x) == at for x in root.readers)
@@ -106,18 +111,21 @@ class Trials:
         """Whether a part has an op, or the line of its derivative."""
         return any(x is fault or (fault not in self.primal and span_of(x) == span_of(fault)) for x in part.nodes)
 
-    def _values(self, moves: Sequence[Any] = _MOVES[:1], **changes: Any) -> list[list[np.ndarray]]:
+    def _values(
+        self, moves: Sequence[Any] = _MOVES[:1], wide: Any = None, replacements: Sequence[Replacement] = ()
+    ) -> list[list[np.ndarray]]:
         """Returns the targets and their gradients for each of some moves of the arguments.
 
         The program is compiled as a whole, which is faster than its ops are.
         """
-        evaluator, wide, keeps = self.evaluation.evaluator, changes.get("wide"), [x.key for x in self.targets]
+        keeps = [x.key for x in self.targets]
+        evaluator = dataclasses.replace(self.evaluation.evaluator, wide=wide, replacements=replacements, keeps=keeps)
         arrays = [*map(jnp.asarray, evaluator.arrays)]
         is_floating, found = [*map(jx.is_floating, arrays)], list[list[Any]]()
 
         def values(floats: Sequence[Any]) -> tuple[Any, Any]:
             inputs = jx.combine(is_floating, floats, arrays)
-            kept = evaluator.run(arrays=inputs, keeps=keeps, **changes).kept
+            kept = dataclasses.replace(evaluator, arrays=inputs).trace().kept
             outs = [kept[key] for key in keeps]
             return sum(jnp.sum(jnp.real(x).astype(wide or FLOAT32)) for x in outs), outs
 
@@ -153,9 +161,9 @@ class Trials:
             known = [np.where(abs(x - y) <= 0.01 * abs(x), x, z) for x, y, z in zip(*exact[:2], found, strict=True)]
             if (error := max(_error(found[group], known[group]) for group in groups)) < 0.1:
                 return True, f"finite, within {error:.0e} of float64"
-            variant = self.evaluation.evaluator.run(replacements=replacements)
+            variant = dataclasses.replace(self.evaluation.evaluator, replacements=replacements).run()
             roots = {x.root for x in replacements}
-            return all(x.values.is_finite for x in variant.nodes if x.key in roots), ""
+            return all(x.summary.is_finite for x in variant.nodes if x.key in roots), ""
         except Exception:  # an op that has no derivative, does not run in float64, or a promotion that is forbidden
             return False, ""
 
@@ -165,22 +173,17 @@ def _computed(text: str, x: Any) -> Any:
     return eval(text, {"jax": jax, "jnp": jnp, "optax": optax, "x": x})
 
 
-def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> dict[str, str]:
-    """Finds lines that are enough to compute in float32 for some results: these, and that of the next fault.
-
-    Returns:
-        As for `Trials.cure`.
-    """
+def lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> Cure:
+    """Finds lines that are enough to compute in float32 for some results: these, and that of the next fault."""
     numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
     region = functools.cache(lambda eqns: jx.site_of(eqns).source.partition(" (")[0] in numbers)
-    run = evaluator.run(wide=FLOAT32, region=region)
+    run = dataclasses.replace(evaluator, wide=FLOAT32, region=region).run()
     if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
         text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
-        cure = f"compute {' and '.join(lines)} in float32: {text}"
-        return {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
+        return Cure(f"compute {' and '.join(lines)} in float32: {text}", f"finite, within {error:.0e} of float32")
     others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
     if len(lines) == 2 or not others or run.is_stopped:
-        return {"left_out": "lines in float32: the time was over"} if run.is_stopped else {}
+        return Cure(left_out="lines in float32: the time was over" if run.is_stopped else "")
     return lines_in_float32(evaluator, exact, [*lines, others[0]])
 
 

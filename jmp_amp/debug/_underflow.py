@@ -1,7 +1,6 @@
 """`underflow`: the share of the gradients that underflows or overflows in a low-precision dtype."""
 
 import dataclasses
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp._calls import check_concrete, finished, new_figure
+from jmp_amp._calls import check_concrete
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
-from jmp_amp.debug._report import flat_on_host, format_percent, format_table, leaf_name, module_name
+from jmp_amp.debug._report import Plot, flat_on_host, format_percent, leaf_name, module_name
 
 _IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
@@ -149,10 +148,13 @@ class LeafUnderflow(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Underflow:
+class Underflow(Plot):
     """The shares of gradients that underflow or overflow in a dtype; `underflow` returns it.
 
-    `print` shows a table with one line for each parameter.
+    `print` shows a table with one line for each parameter. `plot` draws a histogram of the exponents of the unscaled
+    gradients for each module. Shaded areas are the range of the dtype with the scale: dark for normal numbers, light
+    for subnormal numbers. Values to the left round to 0, values to the right overflow. A dashed line shows where the
+    range starts at scale 1.
 
     Attributes:
         rows: a `LeafUnderflow` for each floating leaf.
@@ -170,37 +172,23 @@ class Underflow:
         (['b', 'w'], 0.25)
     """
 
+    _aligns_right = True
     rows: tuple[LeafUnderflow, ...]
     total: LeafUnderflow
     loss_scale: float | None
     dtype: str
     exponents: Mapping[str, Mapping[int | None, int]] = dataclasses.field(repr=False)
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
         scale = "scaled" if self.loss_scale is None else f"x2^{np.log2(self.loss_scale):g}"
         titles = ("gradient", "size", f"zero {scale}", "subnormal", "zero x1", "subnormal", "overflow", "largest")
         lines: list[tuple[str, ...]] = [titles]
         for path, size, *shares, largest in (*self.rows, self.total):
             lines.append((path, f"{size}", *map(format_percent, shares), "-" if largest is None else f"2^{largest}"))
-        return format_table(line if self.loss_scale != 1 else (*line[:4], *line[6:]) for line in lines)
+        return "", [line if self.loss_scale != 1 else (*line[:4], *line[6:]) for line in lines], []
 
-    def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Plots a histogram of the exponents of the unscaled gradients for each module.
-
-        Shaded areas show the range of the dtype with the scale: dark for normal numbers, light for subnormal numbers.
-        Values to the left round to 0, values to the right overflow. A dashed line shows where the range starts at
-        scale 1.
-
-        Args:
-            path: the file to save the plot to, in the format of its extension; None saves nothing.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        figure = new_figure("`plot`", 8, 1.5 + 0.55 * len(self.exponents))
+    def _draw(self, figure: Any) -> None:
+        figure.set_size_inches(8, 1.5 + 0.55 * len(self.exponents))
         rows = figure.subplots(len(self.exponents), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, counts) in zip(rows, self.exponents.items(), strict=True):
             self._plot_module(axes, name, counts)
@@ -209,7 +197,6 @@ class Underflow:
         rows[-1].set_xlabel("log2 of the magnitude of the unscaled gradients")
         scale = "the scale of each module" if self.loss_scale is None else f"loss scale 2^{np.log2(self.loss_scale):g}"
         figure.suptitle(f"Shaded: the range of {self.dtype} at {scale} (light: subnormal)", size=10)
-        return finished(figure, path)
 
     def _plot_module(self, axes: Any, name: str, counts: Mapping[int | None, int]) -> None:
         limits, largest = _range_of(self.dtype), _largest(counts) or 0

@@ -47,18 +47,18 @@ def initialize(
         params: float32 parameters.
         tx: any optax transformation, configured for float32 parameters. It may contain `unscale_and_check()`.
         opt_level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
-        dtype: as for `autocast`, except `"float32"`. bfloat16, with or without float8, needs no loss scale, so its loss
-            scale is `LossScale.none()`.
+        dtype: a dtype that `autocast` computes in, except `"float32"`. bfloat16, with or without float8, needs no loss
+            scale, so its loss scale is `LossScale.none()`.
         loss_scale: overrides the loss scale of the level.
         keep: `keep(path, leaf)` is True for parameters that stay float32 at `"O2"` and `"O3"`. The default is `is_norm`
             at `"O2"`, and no parameter at `"O3"`.
-        **options: passed to `autocast`, except `policy`, which the level determines.
+        **options: passed to `autocast`.
 
     Returns:
         `(loss_fn, params, tx)`, for any train step: `tx.init(params)`, `value_and_grad(loss_fn, opt_state=opt_state)`.
 
     Raises:
-        TypeError: `loss_fn` or `tx` is of another type, `loss_scale` is not a `LossScale`, or `policy` is given.
+        TypeError: `loss_fn` or `tx` is of another type, or `loss_scale` is not a `LossScale`.
         ValueError: `opt_level` or `dtype` is unknown.
 
     Examples:
@@ -85,11 +85,6 @@ def initialize(
         )
     if opt_level not in ("O0", "O1", "O2", "O3"):
         raise ValueError(f"`opt_level` must be one of 'O0', 'O1', 'O2', 'O3', got {quote(opt_level)}")
-    if "policy" in options:
-        raise TypeError(
-            f"`initialize` takes no `policy`, because the level and `dtype` set it, got {quote(options['policy'])}; "
-            'write `opt_level="O2", dtype="bfloat16"`, or call `autocast(loss_fn, policy=...)` and `dynamic_loss_scale`'
-        )
     if loss_scale is not None:
         check_rule(loss_scale)
     form = parse_format(dtype)
@@ -102,6 +97,5 @@ def initialize(
     if casts_params:
         keep = keep or (is_norm if opt_level == "O2" else lambda path, leaf: False)
         params, tx = cast_params(params, policy, keep=keep), low_precision_params(tx, masters=opt_level == "O2")
-    options["policy"] = policy
-    loss_fn = autocast(loss_fn, enabled=opt_level != "O0", **options)
+    loss_fn = autocast(loss_fn, policy, enabled=opt_level != "O0", **options)
     return loss_fn, params, dynamic_loss_scale(tx, loss_scale)

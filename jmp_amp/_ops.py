@@ -1,4 +1,4 @@
-"""The table of primitives: everything that the planner, the analyses and `debug` know of an op.
+"""The table of primitives: everything that this package knows of an op.
 
 The classes follow PyTorch's lists (`torch.amp`, CUDA). A primitive that is not in the table is `ORIGINAL`.
 """
