@@ -71,7 +71,7 @@ def padding(avals: Sequence[Any], params: dict[str, Any], n_devices: int = 1) ->
             pad(size, (i, free[i][-1]))
     for lhs, rhs in zip(*contracting, strict=True):
         pad(terms, (0, lhs), (1, rhs))
-    return zeros if any(map(bool, zeros)) else None
+    return zeros if any(zeros) else None
 
 
 def padded(product: Callable[..., jax.Array], zeros: Sequence[dict[int, int]] | None) -> Callable[..., jax.Array]:
@@ -133,13 +133,11 @@ def _jitted(**params: Any) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(PRIMITIVE.bind, **params))
 
 
-def _abstract_eval(*avals: Any, **params: Any) -> Any:
-    return jx.trace(functools.partial(lax.dot_general_p.bind, **params), avals).out_avals[0]
-
-
 PRIMITIVE = Primitive(lax.dot_general_p.name)
 PRIMITIVE.def_impl(lambda *args, **params: _jitted(**params)(*args))
-PRIMITIVE.def_abstract_eval(_abstract_eval)
+PRIMITIVE.def_abstract_eval(
+    lambda *avals, **params: jx.trace(functools.partial(lax.dot_general_p.bind, **params), avals).out_avals[0]
+)
 ad.defbilinear(PRIMITIVE, _gradient(0), _gradient(1))
 batching.primitive_batchers[PRIMITIVE] = _batch
 mlir.register_lowering(PRIMITIVE, _lower)

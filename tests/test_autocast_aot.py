@@ -175,7 +175,7 @@ def test_cudnn_attention_of_a_float32_model_is_low_precision_from_product_to_pro
     assert batch * length * dim not in sizes
 
 
-VOCABULARIES = {"GPT-2": (768, 50257), "BERT": (768, 30522), "Whisper": (1280, 51865)}
+VOCABULARIES = {"GPT-2": (768, 50257), "BERT": (768, 30522), "Whisper": (1280, 51865), "T5": (512, 32128)}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float8")])
@@ -195,5 +195,5 @@ def test_no_product_with_a_vocabulary_has_rows_that_are_not_aligned(name, dtype)
     shapes = re.findall(r"= \w+\[([\d,]+)\]\S* dot\(", program)
     assert len(shapes) == 5
     assert all(int(shape.rpartition(",")[2]) % 8 == 0 for shape in shapes)
-    assert not re.search(rf"\b{size}\b.* dot\(", program)
+    assert bool(re.search(rf"\b{size}\b.* dot\(", program)) == (size % 16 == 0)  # else it is padded
     assert "conditional(" not in program

@@ -47,15 +47,15 @@ def test_a_step_moves_each_value_once_and_holds_nothing_more(optimizer, moments,
     cost = gpu_aot.cost(program)
     assert state / SIZE <= 1.032 * moments
     # Parameter, remainder, gradient and codes are read, and all but the gradient written.
-    assert cost["bytes_moved"] / SIZE <= {"bfloat16": 10, "float32": 12}[dtype] + 2 * moments + 0.9
+    assert cost["bytes_moved"] / SIZE <= {"bfloat16": 10, "float32": 12}[dtype] + 2.45 * moments
     # One kernel has the size of the leaf; five for each moment compute and copy the formats of its blocks.
-    assert cost["temp_bytes"] / SIZE <= 0.25
-    assert cost["kernels"] <= len(SHAPES) * (1 + 5 * moments) + 6
+    assert cost["temp_bytes"] / SIZE <= 0.1 * moments
+    assert cost["kernels"] <= len(SHAPES) * (1 + 5 * moments) + 4
 
 
 def test_a_step_moves_57_percent_of_one_with_moments_in_float32():
     low, full = (gpu_aot.cost(compiled(wrap)[0])["bytes_moved"] for wrap in (amp.low_precision_state, lambda tx: tx))
-    assert low <= 0.575 * full
+    assert low <= 0.571 * full
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["FSDP", "last axis"])

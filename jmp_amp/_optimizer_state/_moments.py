@@ -1,5 +1,7 @@
 """What the programs of an optimizer say of the leaves of its state: how they start, and how they are read."""
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +22,15 @@ class Fact(NamedTuple):
         differences: the leaves of which a difference was taken on the way.
         is_positive: whether it is 0 or more.
         constant: the number that all its elements are, if the program says so.
+        sign: the `id` of the variable of this jaxpr whose signs it has, if it is a product of that and of what is
+            positive.
     """
 
     read: frozenset[int] = frozenset()
     differences: frozenset[int] = frozenset()
     is_positive: bool = False
     constant: Any = None
+    sign: int | None = None
 
 
 class _Equation(NamedTuple):
@@ -35,17 +40,25 @@ class _Equation(NamedTuple):
 
 
 class _Facts(jx.Forward[_Equation, Fact]):
-    """Finds the facts, and collects the leaves whose difference is read where its relative error matters."""
+    """Finds the facts, and collects the leaves whose difference is read where its relative error matters.
+
+    Attributes:
+        subtracted: these leaves.
+        pairs: what the two operands of each difference were computed from.
+    """
 
     bottom = Fact()
 
     def __init__(self) -> None:
         super().__init__(lambda jaxpr: [_Equation(eqn, jx.structure_of(eqn)) for eqn in jaxpr.eqns])
-        self.subtracted = set[int]()
+        self.subtracted, self.pairs = set[int](), set[tuple[frozenset[int], ...]]()
 
     @staticmethod
     def join(a: Fact, b: Fact) -> Fact:
         return Fact(a.read | b.read, a.differences | b.differences, a.is_positive and b.is_positive)
+
+    def outs(self, jaxpr: Any, inputs: Sequence[Fact]) -> tuple[Fact, ...]:
+        return tuple([fact._replace(sign=None) for fact in super().outs(jaxpr, inputs)])
 
     def constant(self, x: Any) -> Fact:  # literals are scalars
         x = np.asarray(x).item()
@@ -60,8 +73,17 @@ class _Facts(jx.Forward[_Equation, Fact]):
         is_of_elements = eqn.outvars[0].aval.shape != ()  # rounding errors of a total are few
         if rule.kind is ResultKind.DIFFERENCE and is_of_elements and all(fact.read for fact in operands):
             differences |= read
+            self.pairs |= set(itertools.permutations(fact.read for fact in operands))
         constant = operands[0].constant if rule.moves and len(operands) == 1 else None
-        return [Fact(read, differences, _is_positive(eqn, rule, operands), constant)] * len(eqn.outvars)
+        sign = None
+        if rule.kind is ResultKind.PRODUCT and any(fact.is_positive for fact in operands):
+            sign = _signs(eqn, operands)[operands[0].is_positive]
+        return [Fact(read, differences, _is_positive(eqn, rule, operands), constant, sign)] * len(eqn.outvars)
+
+
+def _signs(eqn: Any, operands: Sequence[Fact]) -> list[int]:
+    """Returns the `id` of the variable whose signs each operand has: that of `x` for `(1 - b2) * x` and for `x`."""
+    return [fact.sign or id(var) for fact, var in zip(operands, eqn.invars, strict=True)]
 
 
 def _sensitive(eqn: Any, rule: Rule, operands: Sequence[Fact]) -> Sequence[Fact]:
@@ -85,7 +107,7 @@ def _is_positive(eqn: Any, rule: Rule, operands: Sequence[Fact]) -> bool:
             return not any(fact.read for fact in operands)
         case _, ResultKind.POWER if rule.power is None or rule.power % 2 != 1:
             return True
-        case _, ResultKind.PRODUCT if eqn.invars[0] is eqn.invars[1]:
+        case _, ResultKind.PRODUCT if operator.eq(*_signs(eqn, operands)):
             return True
         case _, ResultKind.SELECTED:
             return all(positive[1:])
@@ -103,7 +125,8 @@ class Moments(NamedTuple):
 
     Attributes:
         subtracted: those whose difference is read by a root, a logarithm or a division, as the mean and the mean square
-            of a variance are. Errors of each are errors of the difference, which is much smaller.
+            of a variance are, and those of a change since the last step: a leaf that holds a value of that step, and
+            what that value is computed from. Errors of each are errors of the difference, which is much smaller.
         positive: those that are 0 or more if they start so.
     """
 
@@ -139,7 +162,8 @@ def _find(update: Callable[..., Any], args: tuple[Any, Any, Any], extra: dict[st
             for fact, out in pairs
         ]
         if new == facts:
-            return Moments(
-                frozenset(found.subtracted), frozenset(i for i, fact in enumerate(facts) if fact.is_positive)
-            )
+            last = {frozenset({i}): out.read for i, out in enumerate(outs) if i not in out.read}  # no averages
+            changes = [a | b for a, b in found.pairs if last.get(a - b) == b]
+            positive = frozenset(i for i, fact in enumerate(facts) if fact.is_positive)
+            return Moments(frozenset(found.subtracted).union(*changes), positive)
         facts = new

@@ -90,9 +90,11 @@ def low_precision_state(
 
     These leaves are float32, have the shape of a parameter and 4,096 elements at least, and the size of their last axis
     has a divisor from 16 to `block`. Others stay as they are: those of other dtypes, which `inner` chose itself
-    (`mu_dtype`), those that start from the values of parameters (`schedule_free`, `lookahead`), and those of which
-    `inner` takes a difference, and divides by it or takes its root: the mean and the mean square of
-    `rmsprop(centered=True)` are nearly equal, and their errors would be larger than the variance.
+    (`mu_dtype`), those that start from the values of parameters (`schedule_free`, `lookahead`), and those whose errors
+    would be larger than a difference that `inner` takes of them. That is a difference that it divides by or takes the
+    root of: the mean and the mean square of `rmsprop(centered=True)` are nearly equal. And it is the change of a value
+    since the last step: `optimistic_adam` keeps its last update, which is nearly the next one, and makes both from its
+    moments.
 
     Rounding is stochastic: up or down with probabilities that make it exact on average. With `b2=0.999`, a second
     moment changes by a thousandth in a step, and rounding to nearest would lose that change. The random bits are a hash
@@ -201,8 +203,8 @@ def _check(state: LowPrecisionState, moments: Moments) -> None:
     wrong = [jax.tree_util.keystr(paths[i]) for i in sorted(moments.subtracted) if str(i) in state.formats]
     if wrong:
         raise ValueError(
-            f"`inner` divides by a difference of {' and '.join(wrong)} and another value, or takes its root, and their "
-            "errors in low precision may be larger than the difference; keep them in float32: "
+            f"`inner` reads a difference of {' and '.join(wrong)} and another value, and their errors in low precision "
+            "may be larger than the difference; keep them in float32: "
             f"`keep=lambda path, leaf: jax.tree_util.keystr(path) in {wrong}`"
         )
 
