@@ -1,4 +1,4 @@
-"""Is a program as close to float32 under autocast as by hand? By hand, products are rounded to 16 bits, and nothing else.
+"""Is a program as close to float32 under autocast as by hand? By hand, products alone are rounded to 16 bits.
 
 For programs written in the tests, which take the product that they use as their first argument. The bound is the error
 by hand, so it holds for ill-conditioned programs too, and no tolerance is chosen. Models of libraries: `agreement`.

@@ -316,7 +316,7 @@ def in_a_function_with_a_rule(cast, w, x):
 
 @pytest.mark.parametrize("reference", ["float32", "float64"])
 @pytest.mark.parametrize("compute", [in_a_scan, in_a_counted_loop, in_a_branch, in_a_function_with_a_rule])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_what_the_program_casts_itself_is_not_cast_in_the_reference(compute, reference):
     keys = jax.random.split(jax.random.key(0))
     w, x = (jax.random.normal(key, (4, 4)) for key in keys)

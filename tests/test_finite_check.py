@@ -104,6 +104,7 @@ def assert_unscaled(run, tree, inv_scale, out_dtype=jnp.float32):
 # Values
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_values_are_rounded_once_and_the_sum_is_that_of_float64(way):
     block = launch.BLOCK
