@@ -104,7 +104,7 @@ def test_generated_products_and_their_gradients_are_those_of_plain_products(seed
         want = with_gradients(lambda *args, params=params: lax.dot_general_p.bind(*args, **params))
         jax.tree.map(np.testing.assert_array_equal, got, want)  # sums of whole numbers are exact
         padded += _aligned.padding(list(map(jax.typeof, args)), params) is not None
-    assert padded > len(seeds) / 2
+    assert padded >= len(seeds) / 2
 
 
 W, X = jnp.linspace(-1, 1, 24 * 37).reshape(24, 37), jnp.linspace(-1, 1, 5 * 24).reshape(5, 24)

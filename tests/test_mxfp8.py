@@ -225,7 +225,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_transformations_inside_and_outside(name):
     fun, params, x = PROGRAMS[name]
