@@ -94,6 +94,7 @@ def test_products_inside_are_low_precision(name):
     assert set(rows) == {LOW}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("around", [jax.jit, jax.vmap, jax.checkpoint], ids=["jit", "vmap", "remat"])
 def test_values_are_those_of_float32(around):
     x = jnp.stack([X, X]) if around is jax.vmap else X

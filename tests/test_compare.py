@@ -44,6 +44,7 @@ def test_errors_are_the_norm_of_the_difference_over_the_norm(args):
     assert report.loss_scale == {"float16": 2.0**8}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("planted", ["layer_0", "layer_1", "layer_3"])
 def test_the_module_with_the_planted_inaccuracy_is_the_worst(args, planted):
     report = compare(mlp(planted), ["float16"])(*args)

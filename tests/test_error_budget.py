@@ -330,7 +330,7 @@ KINKS = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(11)
 @pytest.mark.parametrize("name", KINKS)
 def test_decisions_that_roundings_flip_are_rows_with_their_line(name):
     loss_fn = KINKS[name]

@@ -147,6 +147,7 @@ def test_results_are_rounded_to_nearest_even(way, out_dtype):
         assert_unscaled(program(way, out_dtype), tree, inv_scale, out_dtype)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_floating_number_passes_through(way):
     others = {
@@ -237,6 +238,7 @@ def with_value(x, position, value):
     return x
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_overflows_is_not_finite_and_what_only_its_square_does_is(way):
     def results(a, b, inv_scale=1.0, out_dtype=jnp.float32):

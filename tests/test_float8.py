@@ -82,6 +82,7 @@ def dot(x, y, contracting, dtype=jnp.float32, base=jnp.bfloat16):
     return float8_dot(x, y, base, (E4M3, E4M3), E5M2, preferred_element_type=jnp.dtype(dtype), **params)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("contracting", [(1, 0), (0, 0), (1, 1), (0, 1)])
 @pytest.mark.parametrize("scales", [(1, 1), (2.0**100, 2.0**-100), (2.0**-50, 2.0**-50), (2.0**40, 1)])
 def test_a_product_is_that_of_the_quantized_operands(contracting, scales):
@@ -252,6 +253,7 @@ def weighted_grads(params, x, factor, scale):
     return amp.value_and_grad(float8(loss), loss_scale=scale)(params, x)[1]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("where", ["x", "w", "cotangent"])
 def test_a_step_that_is_not_finite_is_skipped(where, bad):
@@ -313,6 +315,7 @@ def test_transformations_inside_and_outside(name):
     assert_agrees(low, fun, (params, x), 0.1, 0.2)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_derivatives_of_every_order(derivative):
     def fun(v):

@@ -150,6 +150,7 @@ def test_init_of_large_leaves_compiles_at_once():
 # The first step, outliers and zeros
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("exponent", [-40, -20, 0, 20, 40, 60])
 @pytest.mark.parametrize("make", [optax.adam, lambda rate: optax.adam(rate, b2=0.95), optax.rmsprop])
 def test_a_block_that_was_0_takes_gradients_of_any_size(make, exponent):
@@ -736,7 +737,7 @@ NOT_FOLLOWED = {
 AMPLIFIES = {"contrib.muon": 3, "contrib.scale_by_muon": 3}  # the page says so
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 @pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))
 def test_every_transformation_steps_as_in_float32(name, transformation):

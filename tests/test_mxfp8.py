@@ -116,6 +116,7 @@ def test_a_gradient_is_a_product_of_originals_in_blocks_along_its_own_sum():
     assert error(grads[1], rounded(x.T) @ rounded(cotangent.T).T) < 1e-6
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("batch", [(4, 8), (2, 2, 16), (1, 32)])
 def test_blocks_of_several_axes_are_those_of_one(batch):
     x, w = normal(*batch, 64), PARAMS["w"]
@@ -148,6 +149,7 @@ def test_agrees_with_float32_better_than_float8():
     assert [set(eqn.params["operands"]) for eqn in products] == [{E4M3}] * 5
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
 def test_gradients_of_a_scaled_loss_are_the_scaled_gradients_bit_for_bit(scale):
     low = mxfp8(loss_fn)
@@ -190,6 +192,7 @@ def test_regions_rules_and_policies_name_it():
     assert low(PARAMS, X) == mxfp8(loss_fn)(PARAMS, X)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("where", ["x", "w", "cotangent"])
 def test_a_step_with_an_infinity_is_skipped(where):
     params = PARAMS | {"w": PARAMS["w"].at[0, 0].set(jnp.inf)} if where == "w" else PARAMS
@@ -234,6 +237,7 @@ def test_transformations_inside_and_outside(name):
     assert_agrees(low, fun, (params, x), 0.1, 0.2)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_derivatives_of_every_order(derivative):
     def fun(v):
@@ -272,6 +276,7 @@ def test_a_kernel_that_was_measured_to_be_faster_casts_along_both_axes_at_once(f
 # Devices.
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices_compute_what_one_does(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -284,6 +289,7 @@ def test_eight_devices_compute_what_one_does(kind):
     assert error(got, want) < 1e-5
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_are_quantized_as_the_whole(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
