@@ -210,7 +210,7 @@ def losses(text, steps):
 
 def run(name, steps=STEPS, dtypes=("float16", "bfloat16")):
     """Returns the losses of a program by dtype, of float32 first."""
-    texts = {"float32": source(name)} | {dtype: converted(name).replace("float16", dtype) for dtype in dtypes}
+    texts = {"float32": source(name)} | {d: converted(name).replace('"float16"', f'"{d}"') for d in dtypes}
     return {dtype: losses(text, steps) for dtype, text in texts.items()}
 
 
