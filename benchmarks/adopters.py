@@ -208,10 +208,9 @@ def losses(text, steps):
     return np.array([float(x) for x in scope["main"](steps)])
 
 
-def run(name, steps=STEPS):
-    """Returns the losses of a program by dtype."""
-    texts = {"float32": source(name), "float16": converted(name)}
-    texts["bfloat16"] = texts["float16"].replace('"float16"', '"bfloat16"')
+def run(name, steps=STEPS, dtypes=("float16", "bfloat16")):
+    """Returns the losses of a program by dtype, of float32 first."""
+    texts = {"float32": source(name)} | {d: converted(name).replace('"float16"', f'"{d}"') for d in dtypes}
     return {dtype: losses(text, steps) for dtype, text in texts.items()}
 
 

@@ -1,4 +1,8 @@
-"""Checks that a program under autocast agrees with float32, and runs in the precision that it should."""
+"""Is a model close to float32 under autocast? By fixed tolerances, and by the dtypes of its equations.
+
+For models of libraries, whose products cannot be replaced. A program that can take its product as an argument is held
+to a closer bound by `rounding`, which moves with the program. Float8 has `float8_nets.assert_agrees`.
+"""
 
 import functools
 
@@ -9,8 +13,9 @@ from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
 
+LOW, FULL, FULL_UNARY = "float16 float16 -> float16", "float32 float32 -> float32", "float32 -> float32"
 PRODUCTS = {"dot_general", "conv_general_dilated"}
-FULL = {"exp", "exp2", "expm1", "log", "log1p", "rsqrt", "pow", "cumsum", "reduce_sum"}
+SENSITIVE = {"exp", "exp2", "expm1", "log", "log1p", "rsqrt", "pow", "cumsum", "reduce_sum"}
 TOLERANCE = {"float16": 2e-2, "bfloat16": 6e-2}
 
 
@@ -83,7 +88,7 @@ def named_arrays(tree):
 def assert_classes(program, dtype="float16"):
     products = {r for _, name, r in program if name in PRODUCTS}
     assert products == {f"{dtype} {dtype} -> {dtype}"}
-    assert [entry for entry in program if entry[1] in FULL and dtype in entry[2]] == []
+    assert [entry for entry in program if entry[1] in SENSITIVE and dtype in entry[2]] == []
 
 
 def rows(program, primitive, scope=""):
@@ -91,3 +96,19 @@ def rows(program, primitive, scope=""):
     found = {r for where, name, r in program if name == primitive and scope in where}
     assert found, f"no {primitive} in {scope}"
     return found
+
+
+def check_rows(expected, fun, *args, **options):
+    """`check`, and that all equations of a primitive in a scope have these dtypes: `{(primitive, scope): dtypes}`."""
+    program = check(fun, *args, **options)
+    assert {key: rows(program, *key) for key in expected} == {key: {dtypes} for key, dtypes in expected.items()}
+
+
+def check_modules(fun, *args, norm):
+    """Five layers whose rules say float16, bfloat16 twice, float16 and float32, and a norm that is float32."""
+    program = [(scope, eqn.primitive.name, row(eqn)) for scope, eqn in scoped_equations(fun, *args)]
+    products = [dtypes.split()[0] for _, name, dtypes in program if name == "dot_general"]
+    assert products == ["float16", "bfloat16", "bfloat16", "float16", "float32"]
+    of_norm = [dtypes for scope, name, dtypes in program if norm in scope and name != "convert_element_type"]
+    assert of_norm
+    assert not any("16" in dtypes for dtypes in of_norm)

@@ -1,6 +1,6 @@
 """Trains and saves in processes of its own: `python checkpoint_worker.py COMMAND FOLDER`.
 
-`resume` trains each of `runs()` from the checkpoint in its folder to the end, and writes what it saw. `save` starts,
+`resume` trains each of `runs()` that has a checkpoint in its folder to the end, and writes what it saw. `save` starts,
 for each line that it is given, a process that saves states until it is killed.
 """
 
@@ -108,7 +108,8 @@ def restore(folder, target):
 
 def resume(folder):
     seen = {}
-    for name, run in runs().items():
+    for name in [name for name in runs() if (folder / name).exists()]:
+        run = runs()[name]
         whole = restore(folder / name, form(run))
         seen[name] = [bits(after) for after in train(run, **whole, first=SAVED + 1)]
     (folder / "seen").write_bytes(pickle.dumps(seen))

@@ -1,6 +1,7 @@
-"""Compares a program under autocast with the same program by hand: products rounded to 16 bits, all else float32.
+"""Is a program as close to float32 under autocast as by hand? By hand, products alone are rounded to 16 bits.
 
-A program takes the product that it uses as its first argument.
+For programs written in the tests, which take the product that they use as their first argument. The bound is the error
+by hand, so it holds for ill-conditioned programs too, and no tolerance is chosen. Models of libraries: `agreement`.
 """
 
 import functools

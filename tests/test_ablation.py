@@ -1,6 +1,6 @@
-"""`benchmarks/autocast_rules.py` leaves out what it says: it reaches into private tables."""
+"""`benchmarks/cost.py` leaves out what it says: it reaches into private tables."""
 
-import autocast_rules
+import cost
 import jax
 import jax.numpy as jnp
 import models
@@ -23,8 +23,8 @@ def traced():
     return programs
 
 
-@pytest.mark.parametrize("rule", [rule for rule in autocast_rules.WITHOUT if rule != "nothing" and "save" not in rule])
+@pytest.mark.parametrize("rule", [rule for rule in cost.WITHOUT if rule != "nothing" and "save" not in rule])
 def test_a_rule_that_is_left_out_changes_a_program(rule):
-    with autocast_rules.WITHOUT[rule]():
+    with cost.WITHOUT[rule]():
         without = traced()
     assert without != traced()

@@ -1,6 +1,6 @@
 """Autocast and the kernels on GPUs from T4 to B200 and on TPUs, read from programs compiled on any machine.
 
-Small programs; `benchmarks/accelerators.py` compiles the models.
+Small programs; `benchmarks/cost.py` compiles the models.
 """
 
 import collections
@@ -12,7 +12,7 @@ import pathlib
 import subprocess
 import sys
 
-import accelerators
+import cost
 import gpu_aot
 import jax
 import jax.numpy as jnp
@@ -44,9 +44,9 @@ def dtypes_of_products(target, dtype):
 
 
 def test_the_page_shows_the_figures_that_were_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerators, "compilers", list)
-    monkeypatch.setattr(sys, "argv", ["accelerators.py", "--out", str(tmp_path / "page.md")])
-    accelerators.main()
+    monkeypatch.setattr(cost, "compilers", list)
+    monkeypatch.setattr(sys, "argv", ["cost.py", "accelerators", "--out", str(tmp_path / "page.md")])
+    cost.main()
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs/benchmarks/accelerators.md").read_text()
 
 

@@ -467,3 +467,17 @@ def test_a_method_of_the_user_may_have_the_name_of_optax():
     tx = amp.dynamic_loss_scale(optax.sgd(1.0), RULE)
     updates, _ = MultiSteps().update(tx, jnp.float32(4), tx.init(jnp.float32(0)), jnp.float32(0))
     assert updates == -1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_integers_among_the_parameters_of_an_accumulated_gradient(reduction):
+    params = {"w": jnp.float32(3), "index": jnp.arange(2)}
+
+    def loss(params, x):
+        return jnp.mean(params["w"] * x) + params["index"][0]
+
+    value_and_grad = amp.value_and_grad(loss, accumulate_steps=2, reduction=reduction, allow_int=True)
+    value, grads = jax.jit(value_and_grad)(params, jnp.arange(4.0))
+    factor = 1 if reduction == "mean" else 2
+    assert (value, grads["w"]) == (4.5 * factor, 1.5 * factor)
+    assert (grads["index"].dtype, grads["index"].shape) == (jax.dtypes.float0, (2,))

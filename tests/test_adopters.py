@@ -15,7 +15,7 @@ from jaxprs import equations
 import jmp_amp as amp
 
 PAGE = Path(__file__).parents[1] / "docs/adopters.md"
-QUICK = {"two_towers"}
+QUICK = "two_towers", {"float16": 0.01}
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,18 @@ def test_each_program_has_a_conversion():
     assert {path.stem for path in adopters.FOLDER.glob("*.py")} == set(adopters.CONVERSIONS)
 
 
+ALL = {"float16": 0.01, "bfloat16": 0.06}
+
+
 @pytest.mark.parametrize(
-    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in adopters.CONVERSIONS]
+    ("name", "tolerances"), [QUICK, *(pytest.param(x, ALL, marks=pytest.mark.slow) for x in adopters.CONVERSIONS)]
 )
-def test_a_converted_program_starts_as_in_float32_and_trains(name):
+def test_a_converted_program_starts_as_in_float32_and_trains(name, tolerances):
     library = name.partition("_")[0]
     if library in ("flax", "equinox", "haiku"):
         pytest.importorskip(library)
-    found = adopters.run(name, steps=12)
-    for dtype, rtol in (("float16", 0.01), ("bfloat16", 0.06)):
+    found = adopters.run(name, steps=12, dtypes=tolerances)
+    for dtype, rtol in tolerances.items():
         np.testing.assert_allclose(found[dtype][0], found["float32"][0], rtol)
         assert found[dtype][-1] < found[dtype][0]  # also after steps that are skipped
 

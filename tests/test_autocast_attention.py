@@ -44,7 +44,7 @@ SOFTMAX = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("softmax", "dtype"),
     [*((name, "float16") for name in SOFTMAX), ("softmax", "bfloat16")],

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from agreement import assert_close, check, rows
+from agreement import FULL_UNARY, LOW, assert_close, check, check_rows
 from checkpoints import keeps_the_users_plan
 from jaxprs import dtypes
 
@@ -15,7 +15,6 @@ eqx = pytest.importorskip("equinox", reason="needs Equinox")
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-LOW = "float16 float16 -> float16"
 KEYS = jax.random.split(jax.random.key(0), 8)
 X = jax.random.normal(KEYS[0], (4, 6, 8))
 IMAGES = jax.random.normal(KEYS[0], (4, 3, 6, 6))
@@ -106,10 +105,10 @@ MODELS = {
     "embedding": lambda: (
         Layers([eqx.nn.Embedding(16, 8, key=KEYS[1]), linear(2), linear(3)], (2, 2, 2)),
         jnp.arange(16).reshape(4, 4),
-        None,
+        {},
     ),
-    "gru": lambda: (Recurrent(eqx.nn.GRUCell(8, 8, key=KEYS[1])), X, {"logistic": "float32 -> float32"}),
-    "checkpointed loop": lambda: (Repeated(linear(1), "checkpointed"), X, None),
+    "gru": lambda: (Recurrent(eqx.nn.GRUCell(8, 8, key=KEYS[1])), X, {"logistic": FULL_UNARY}),
+    "checkpointed loop": lambda: (Repeated(linear(1), "checkpointed"), X, {}),
     "bounded loop": lambda: (Repeated(linear(1), "bounded"), X, {"tanh": "float16 -> float16"}),
 }
 
@@ -122,9 +121,8 @@ def loss_fn(model, x):
 @pytest.mark.parametrize("name", MODELS)
 def test_module_is_an_argument_and_close_to_float32(name):
     model, x, expected = MODELS[name]()
-    program = check(loss_fn, model, x, transform=eqx.filter_value_and_grad)
-    for primitive, row in (expected or {}).items():
-        assert rows(program, primitive, "layer0") == {row}, primitive
+    expected = {(primitive, "layer0"): dtypes for primitive, dtypes in expected.items()}
+    check_rows(expected, loss_fn, model, x, transform=eqx.filter_value_and_grad)
 
 
 def test_state_of_batch_norm_is_returned_in_float32_and_close():
@@ -142,8 +140,7 @@ def test_state_of_batch_norm_is_returned_in_float32_and_close():
         out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
         return jnp.mean(out**2), (out, state)
 
-    program = check(loss, layers, state, X[0], transform=eqx.filter_value_and_grad)
-    assert rows(program, "sqrt") == {"float32 -> float32"}
+    check_rows({("sqrt",): FULL_UNARY}, loss, layers, state, X[0], transform=eqx.filter_value_and_grad)
 
 
 @pytest.mark.parametrize("around", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from agreement import assert_close, check, rows
+from agreement import FULL, FULL_UNARY, LOW, assert_close, check_modules, check_rows
 from checkpoints import keeps_the_users_plan
-from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
 
@@ -16,7 +15,6 @@ nn = pytest.importorskip("flax.linen", reason="needs Flax")
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (4, 6, 8))
 IMAGES = jax.random.normal(KEY, (4, 8, 8, 3))
@@ -140,16 +138,14 @@ def mean_square(apply):
         # The gates multiply states that add up, so they are evaluated in float32; the products are low all the same.
         (Recurrent(), X, {("mul", "LSTMCell_0"): FULL, ("mul", "GRUCell_0"): FULL}),
         (Transformer(), TOKENS, {("add", "LayerNorm_0"): FULL, ("add", "Dense_0"): LOW}),
-        (ResNet(), IMAGES, {("add", "jvp(ResNet)/stem"): LOW, ("rsqrt", "BatchNorm_0"): "float32 -> float32"}),
+        (ResNet(), IMAGES, {("add", "jvp(ResNet)/stem"): LOW, ("rsqrt", "BatchNorm_0"): FULL_UNARY}),
         (ResNet(train=False), IMAGES, {("add", "jvp(ResNet)/stem"): LOW}),
     ],
     ids=["norms", "convolutions", "embed and dropout", "recurrent", "transformer", "resnet", "resnet evaluated"],
 )
 def test_model_and_its_state_are_close_to_float32(model, x, expected):
     params, state, apply = setup(model, x)
-    program = check(mean_square(apply), params, state, x)
-    for (primitive, scope), dtypes in expected.items():
-        assert rows(program, primitive, scope) == {dtypes}, (primitive, scope)
+    check_rows(expected, mean_square(apply), params, state, x)
 
 
 @pytest.mark.parametrize("pattern", ["LayerNorm_0", "*LayerNorm_*", "Norms/LayerNorm_0", "*/LayerNorm_?"])
@@ -157,12 +153,7 @@ def test_patterns_match_modules(pattern):
     params, state, apply = setup(Norms(), X)
     # A pattern that matches nothing warns, and warnings are errors here.
     fun = amp.autocast(apply, rules={pattern: "full", "Norms/Dense_[12]": "bfloat16", "*/Dense_3": "full"})
-    program = [(scope, e.primitive.name, row(e)) for scope, e in scoped_equations(fun, params, state, X)]
-    products = [r.split()[0] for _, name, r in program if name == "dot_general"]
-    assert products == ["float16", "bfloat16", "bfloat16", "float16", "float32"]
-    norm = [r for scope, name, r in program if "LayerNorm_0" in scope and name != "convert_element_type"]
-    assert norm
-    assert not any("16" in r for r in norm)
+    check_modules(fun, params, state, X, norm="LayerNorm_0")
 
 
 @pytest.mark.parametrize(

@@ -597,7 +597,7 @@ def table(*domains):
     )
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @table(
     *(ELEMENTWISE, NN, PRODUCTS, REDUCTIONS, ORDER, SHAPES, INDEXING, LINALG),
     *(FFT, SPECIAL, STATS, SCIPY, RANDOM, LOSSES, CONSTANTS, CONTROL),

@@ -75,16 +75,18 @@ def test_gelu_stays_low_precision(loss, params):
 
 
 @functools.cache
-def value_and_grads(scan, dtype):
+def value_and_grads(scan, dtype, **options):
     """Of the model, under autocast where a dtype is given; one program for all that is asked of it."""
     loss = functools.partial(gpt.loss, scan=scan)
     if dtype is None:
         return jax.jit(jax.value_and_grad(loss))(initial(), TOKENS)
-    value, grads = jax.jit(amp.value_and_grad(amp.autocast(loss, dtype), loss_scale=SCALE))(initial(), TOKENS)
+    value, grads = jax.jit(amp.value_and_grad(amp.autocast(loss, dtype, **options), loss_scale=SCALE))(
+        initial(), TOKENS
+    )
     return value, jax.tree.map(lambda g: g / SCALE, grads)
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scan", "unrolled"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float16", 1e-2), pytest.param("bfloat16", 5e-2, marks=pytest.mark.slow)]
 )
@@ -99,7 +101,8 @@ def test_loss_and_gradients_are_close_to_float32_and_have_its_dtype(scan, dtype,
         assert np.linalg.norm(grad - want) < tolerance * np.linalg.norm(want), jax.tree_util.keystr(path)
 
 
-def test_scanned_and_unrolled_agree():
-    (_, scanned), (_, unrolled) = (value_and_grads(scan, "float16") for scan in (True, False))
-    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True):
+@pytest.mark.parametrize("other", [{"scan": False}, {"scan": True, "save": "all"}], ids=["unrolled", "saved"])
+def test_gradients_are_the_same_unrolled_and_with_all_saved(other):
+    (_, grads), (_, others) = value_and_grads(True, "float16"), value_and_grads(dtype="float16", **other)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from agreement import check, rows
+from agreement import FULL, FULL_UNARY, LOW, check_modules, check_rows
 from checkpoints import keeps_the_users_plan
-from jaxprs import row, scoped_equations
 
 import jmp_amp as amp
 
@@ -13,7 +12,6 @@ hk = pytest.importorskip("haiku", reason="needs Haiku")
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (4, 6, 8))
 IMAGES = jax.random.normal(KEY, (4, 6, 6, 3))
@@ -69,17 +67,15 @@ def setup(model, x):
     ("model", "x", "expected"),
     [
         (norms, X, {("add", "jvp(norms)/inner"): LOW, ("add", "jvp(norms)/layer_norm"): FULL}),
-        (convolutions, IMAGES, {("add", "jvp(conv2_d)"): LOW, ("rsqrt", "batch_norm"): "float32 -> float32"}),
+        (convolutions, IMAGES, {("add", "jvp(conv2_d)"): LOW, ("rsqrt", "batch_norm"): FULL_UNARY}),
         # The gates multiply states that add up, so they are evaluated in float32; the products are low all the same.
         (recurrent, X, {("mul", "lstm"): FULL, ("mul", "gru"): FULL}),
-        (transformer, X, {("add", "multi_head_attention/value"): LOW, ("rsqrt", "layer_norm"): "float32 -> float32"}),
+        (transformer, X, {("add", "multi_head_attention/value"): LOW, ("rsqrt", "layer_norm"): FULL_UNARY}),
     ],
 )
 def test_model_and_its_state_are_close_to_float32(model, x, expected):
     params, state, loss = setup(model, x)
-    program = check(loss, params, state, x)
-    for (primitive, scope), dtypes in expected.items():
-        assert rows(program, primitive, scope) == {dtypes}, (primitive, scope)
+    check_rows(expected, loss, params, state, x)
 
 
 @pytest.mark.parametrize("pattern", ["*/layer_norm*", "layer_norm", "norms/layer_*"])
@@ -87,12 +83,7 @@ def test_patterns_match_modules(pattern):
     params, state, loss = setup(norms, X)
     # A pattern that matches nothing warns, and warnings are errors here.
     fun = amp.autocast(loss, rules={pattern: "full", "linear_[12]": "bfloat16", "*/linear_3": "full"})
-    program = [(scope, e.primitive.name, row(e)) for scope, e in scoped_equations(fun, params, state, X)]
-    products = [r.split()[0] for _, name, r in program if name == "dot_general"]
-    assert products == ["float16", "bfloat16", "bfloat16", "float16", "float32"]
-    norm = [r for scope, name, r in program if "layer_norm" in scope and name != "convert_element_type"]
-    assert norm
-    assert not any("16" in r for r in norm)
+    check_modules(fun, params, state, X, norm="layer_norm")
 
 
 def test_remat_decides_what_is_kept():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import assert_close, check, rows
+from agreement import FULL_UNARY, LOW, assert_close, check_rows
 from checkpoints import keeps_the_users_plan
 from jaxprs import dtypes
 
@@ -14,7 +14,7 @@ nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
-LOW = "float16 float16 -> float16"
+EXPECTED = {("add", "jvp(biased)"): LOW, ("rsqrt",): FULL_UNARY}
 IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 6, 3))
 
 
@@ -56,15 +56,10 @@ def state_of(model):
     return jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def assert_low_where_it_can_be(program):
-    assert rows(program, "add", "jvp(biased)") == {LOW}
-    assert rows(program, "rsqrt") == {"float32 -> float32"}
-
-
 def test_module_is_an_argument():
     model = Net(nnx.Rngs(0))
     model.eval()
-    assert_low_where_it_can_be(check(loss_fn, model, IMAGES, transform=nnx.value_and_grad))
+    check_rows(EXPECTED, loss_fn, model, IMAGES, transform=nnx.value_and_grad)
 
 
 def test_split_module_returns_its_new_state():
@@ -77,7 +72,7 @@ def test_split_module_returns_its_new_state():
         return loss, (out, nnx.state(model, nnx.Not(nnx.Param)))
 
     # The dropout keys and counts come out too, and must be those of float32.
-    assert_low_where_it_can_be(check(pure, params, state, IMAGES))
+    check_rows(EXPECTED, pure, params, state, IMAGES)
 
 
 def pure_inside(model, x):

@@ -349,9 +349,9 @@ def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
 def test_a_scale_that_the_step_makes_is_followed():
     tx = amp.dynamic_loss_scale(optax.sgd(0.1))
 
-    def run(params, x, is_scaled=True, unscaled=True):
+    def run(params, x, is_scaled=True, unscaled=True, steps=2):
         state = tx.init(params)
-        for _ in range(2):
+        for _ in range(steps):
             scale = amp.get_loss_scale(state)
             grads = jax.grad(lambda p, scale=scale: loss_fn(p, x) * (scale if is_scaled else 1.0))(params)
             updates, state = tx.update(grads, state, params)
@@ -361,15 +361,14 @@ def test_a_scale_that_the_step_makes_is_followed():
     check(run)(PARAMS, X)
     with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
         check(functools.partial(run, unscaled=False))(PARAMS, X)
-    for call in (jax.jit, jax.vmap, lambda fun: jax.jit(jax.vmap(fun, in_axes=(None, 0)))):  # over seeds
-        batched = X[None] if call is not jax.jit else X
-        forgotten = functools.partial(run, is_scaled=False)
-        if call is jax.vmap:
-            call(forgotten, in_axes=(None, 0))(PARAMS, batched)  # nothing is traced, and nothing is said
-            continue
-        call(run)(PARAMS, batched)
+    forgotten = functools.partial(run, is_scaled=False)
+    for call, x in ((run, X), (jax.vmap(run, (None, 0)), X[None])):  # over seeds
+        jax.eval_shape(call, PARAMS, x)
+    for call, x in ((forgotten, X), (jax.vmap(forgotten, (None, 0)), X[None])):
         with pytest.raises(ValueError, match=FORGOTTEN):
-            call(forgotten)(PARAMS, batched)
+            jax.eval_shape(call, PARAMS, x)
+    one = functools.partial(forgotten, steps=1)
+    jax.vmap(one, (None, 0))(PARAMS, X[None])  # nothing is traced, and nothing is said
 
 
 def noisy(params, x, key):

@@ -65,9 +65,11 @@ def mini_step(state):
     return [int(x) for path, x in jax.tree.leaves_with_path(state) if "mini_step" in jax.tree_util.keystr(path)]
 
 
-def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
+@pytest.mark.parametrize("names", [["O1", "O2"], pytest.param(list(runs()), marks=pytest.mark.slow)])
+def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one_to_the_last_bit(names, tmp_path):
     expected = {}
-    for name, run in runs().items():
+    for name in names:
+        run = runs()[name]
         history = uninterrupted(run)
         saved, _ = history[SAVED - 1]
         save(tmp_path / name, SAVED, saved)
@@ -79,7 +81,7 @@ def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one_to_the_last_bit
     with worker("resume", tmp_path):
         pass
     seen = pickle.loads((tmp_path / "seen").read_bytes())
-    for name in runs():
+    for name in names:
         assert len(seen[name]) == STEPS - SAVED
         for step, (resumed, control) in enumerate(zip(seen[name], expected[name], strict=True), SAVED + 1):
             assert resumed == control, f"{name}, step {step}"

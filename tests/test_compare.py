@@ -1,34 +1,23 @@
 """`amp.debug.compare`: errors against float32 and float64, and the module that they come from."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from planted import arguments, network
 
 import jmp_amp as amp
 from jmp_amp.debug import compare
 
-
-def mlp(planted=None):
-    """A loss of four layers, of which the planted one adds and takes off what float16 rounds to a digit."""
-
-    def loss_fn(params, x):
-        for name, w in params.items():
-            with jax.named_scope(name):
-                x = jnp.tanh(x @ w)
-                if name == planted:
-                    x = x @ (256 + jnp.eye(8)) - x @ jnp.full((8, 8), 256.0)
-        return jnp.mean(jnp.square(x))
-
-    return loss_fn
+mlp = functools.partial(network, by=256.0)
 
 
 @pytest.fixture
 def args():
-    keys = jax.random.split(jax.random.key(0), 5)
-    params = {f"layer_{i}": jax.random.normal(key, (8, 8)) for i, key in enumerate(keys[:4])}
-    return params, jax.random.normal(keys[4], (8, 8))
+    return arguments(layers=4, width=8)
 
 
 def rows_of(report, kind):
@@ -55,6 +44,7 @@ def test_errors_are_the_norm_of_the_difference_over_the_norm(args):
     assert report.loss_scale == {"float16": 2.0**8}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("planted", ["layer_0", "layer_1", "layer_3"])
 def test_the_module_with_the_planted_inaccuracy_is_the_worst(args, planted):
     report = compare(mlp(planted), ["float16"])(*args)
@@ -67,8 +57,8 @@ def test_the_module_with_the_planted_inaccuracy_is_the_worst(args, planted):
 def test_activations_are_in_the_order_of_the_program_and_end_with_the_loss(args):
     report = compare(mlp(), ("float16", "bfloat16"))(*args)
     activations = rows_of(report, "activation")
-    assert list(activations) == [*(f"layer_{i}" for i in range(4)), "test_compare.py:loss_fn"]
-    assert activations["test_compare.py:loss_fn"].errors == pytest.approx(report.rows[0].errors, rel=0.1, abs=1e-6)
+    assert list(activations) == [*(f"layer_{i}" for i in range(4)), "planted.py:loss_fn"]
+    assert activations["planted.py:loss_fn"].errors == pytest.approx(report.rows[0].errors, rel=0.1, abs=1e-6)
     for row in activations.values():
         assert 0 < row.errors["float16"] < row.errors["bfloat16"] < 0.1
 
@@ -316,7 +306,7 @@ def in_a_function_with_a_rule(cast, w, x):
 
 @pytest.mark.parametrize("reference", ["float32", "float64"])
 @pytest.mark.parametrize("compute", [in_a_scan, in_a_counted_loop, in_a_branch, in_a_function_with_a_rule])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_what_the_program_casts_itself_is_not_cast_in_the_reference(compute, reference):
     keys = jax.random.split(jax.random.key(0))
     w, x = (jax.random.normal(key, (4, 4)) for key in keys)

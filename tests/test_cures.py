@@ -70,7 +70,7 @@ def test_each_program_says_what_is_to_be_seen():
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in (*QUICK, *SEEN_AGAIN) else pytest.mark.slow) for x in MODELS]
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_the_line_and_the_cause_are_right_and_the_printed_cure_is_right_in_the_source(name):
     model = MODELS[name]
     fun, args = model.make()

@@ -87,7 +87,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_estimated(name, dtype):
@@ -330,7 +330,7 @@ KINKS = {
 }
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(11)
 @pytest.mark.parametrize("name", KINKS)
 def test_decisions_that_roundings_flip_are_rows_with_their_line(name):
     loss_fn = KINKS[name]

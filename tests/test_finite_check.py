@@ -104,6 +104,7 @@ def assert_unscaled(run, tree, inv_scale, out_dtype=jnp.float32):
 # Values
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_values_are_rounded_once_and_the_sum_is_that_of_float64(way):
     block = launch.BLOCK
@@ -146,6 +147,7 @@ def test_results_are_rounded_to_nearest_even(way, out_dtype):
         assert_unscaled(program(way, out_dtype), tree, inv_scale, out_dtype)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_floating_number_passes_through(way):
     others = {
@@ -186,6 +188,7 @@ def test_the_factor_is_any_scalar(inv_scale):
     assert_is(result, True, 100.0 * float(inv_scale) ** 2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", KERNELS)
 def test_64_bit_programs_run_the_same_kernel(way):
     tree = [normal(5, jnp.float16), normal(129), normal(BLOCK + 7, jnp.bfloat16)]
@@ -215,6 +218,7 @@ def places(block):
     }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_bad_element_is_found_wherever_it_is_and_all_others_are_written(way):
     leaves = places(launch.BLOCK)
@@ -234,6 +238,7 @@ def with_value(x, position, value):
     return x
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_overflows_is_not_finite_and_what_only_its_square_does_is(way):
     def results(a, b, inv_scale=1.0, out_dtype=jnp.float32):
@@ -273,6 +278,7 @@ def test_two_calls_give_the_same_bits(way):
     assert_same_bits(check(way, tree, 0.5), check(way, tree, 0.5))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", KERNELS)
 def test_the_size_of_a_block_does_not_show(way, monkeypatch):
     tree = [normal(9000), normal(130, jnp.float16), normal(3)]
@@ -285,6 +291,7 @@ def test_the_size_of_a_block_does_not_show(way, monkeypatch):
     np.testing.assert_allclose(total, other_total, rtol=1e-6)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", KERNELS)
 def test_a_leaf_too_large_for_an_index_is_read_as_rows(way, monkeypatch):
     monkeypatch.setattr(launch, "INDEX_LIMIT", 3000)
@@ -326,6 +333,7 @@ def kernel_inputs(fun, *args):
     return [[x.aval.shape for x in eqn.invars[1:]] for eqn in launches]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", KERNELS)
 def test_more_leaves_than_one_launch_takes_are_shared_out_evenly(way, monkeypatch):
     monkeypatch.setattr(launch, "MAX_LEAVES", 2)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from float8_nets import E4M3, E5M2, assert_agrees, loss_fn, normal, scales_computed
+from float8_nets import E4M3, E5M2, loss_fn, normal, scales_computed
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import dtypes, equations
@@ -82,6 +82,7 @@ def dot(x, y, contracting, dtype=jnp.float32, base=jnp.bfloat16):
     return float8_dot(x, y, base, (E4M3, E4M3), E5M2, preferred_element_type=jnp.dtype(dtype), **params)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("contracting", [(1, 0), (0, 0), (1, 1), (0, 1)])
 @pytest.mark.parametrize("scales", [(1, 1), (2.0**100, 2.0**-100), (2.0**-50, 2.0**-50), (2.0**40, 1)])
 def test_a_product_is_that_of_the_quantized_operands(contracting, scales):
@@ -141,14 +142,6 @@ def test_the_base_dtype_is_that_of_all_other_ops(base):
     name = base.removeprefix("float8_")
     assert {row.split(" -> ")[1] for row in dtypes(low, PARAMS, X, primitive="tanh")} == {name}
     assert used(low, PARAMS, X)[0].params["base"] == name
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("exponent", [-20, -3, 1, 20])
-def test_gradients_do_not_depend_on_the_loss_scale(exponent):
-    grads = jax.jit(lambda scale: jax.grad(lambda p: scale * float8(loss_fn)(p, X))(PARAMS))
-    one, scaled = grads(1.0), grads(2.0**exponent)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a * 2.0**exponent, b), one, scaled)
 
 
 def test_other_products_are_those_of_bfloat16_bit_for_bit():
@@ -239,87 +232,6 @@ def test_explain_gives_the_flops_of_each_format():
     assert summary["matmul_flops"] == pytest.approx({"float8": 2048 / 3073, "bfloat16": 1025 / 3073})
     backward = amp.explain(float8(loss_fn))(PARAMS, X).select(direction="backward", primitive=PRIMITIVE).rows
     assert {row.compute for row in backward} == {"float8_e5m2 float8_e4m3fn", "float8_e4m3fn float8_e5m2"}
-
-
-# An overflow.
-
-
-@jax.jit
-def weighted_grads(params, x, factor, scale):
-    def loss(params, x):
-        return jnp.mean(factor[:, None] * (jax.nn.gelu(x @ params["w"]) @ params["v"]))
-
-    return amp.value_and_grad(float8(loss), loss_scale=scale)(params, x)[1]
-
-
-@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
-@pytest.mark.parametrize("where", ["x", "w", "cotangent"])
-def test_a_step_that_is_not_finite_is_skipped(where, bad):
-    params = PARAMS | {"w": PARAMS["w"].at[0, 0].set(bad)} if where == "w" else PARAMS
-    x = X.at[0, 0].set(bad) if where == "x" else X
-    factor = jnp.ones(32).at[3].set(bad) if where == "cotangent" else jnp.ones(32)
-    tx = amp.dynamic_loss_scale(optax.sgd(0.1), amp.LossScale.none())
-    state = tx.init(params)
-    grads = weighted_grads(params, x, factor, amp.get_loss_scale(state))
-    updates, state = tx.update(grads, state, params)
-    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(updates))
-    assert amp.metrics(state)["total_notfinite"] == 1
-
-
-# Transformations.
-
-
-def per_example(params, xs):
-    return jax.vmap(loss_fn, (None, 0))(params, xs).mean()
-
-
-def layers(params, x):
-    def body(x, w):
-        return jnp.tanh(x @ w), None
-
-    return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
-
-
-STACK = normal(3, 64, 64, seed=5, scale=0.2)
-PROGRAMS = {
-    "jvp": (lambda p, x: jax.jvp(lambda p: loss_fn(p, x), (p,), (p,))[1], PARAMS, X),
-    "gradient of a gradient": (
-        lambda p, x: optax.tree.norm(jax.grad(loss_fn)(p, x)),
-        PARAMS,
-        X,
-    ),
-    "Hessian": (
-        lambda v, x: jnp.sum(jax.hessian(lambda v: loss_fn(PARAMS | {"v": v}, x))(v) ** 2),
-        PARAMS["v"][:16, :16],
-        X[:16],
-    ),
-    "vmap": (per_example, PARAMS, jnp.stack([X, X + 1])),
-    "scan": (layers, STACK, X),
-    "scan of a checkpoint": (lambda p, x: jax.checkpoint(layers)(p, x), STACK, X),
-    "checkpoint that saves products": (
-        lambda p, x: jax.checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable)(p, x),
-        PARAMS,
-        X,
-    ),
-}
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "Hessian"])
-def test_transformations_inside_and_outside(name):
-    fun, params, x = PROGRAMS[name]
-    low = float8(fun)
-    assert used(low, params, x)
-    assert_agrees(low, fun, (params, x), 0.1, 0.2)
-
-
-@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
-def test_derivatives_of_every_order(derivative):
-    def fun(v):
-        return jnp.tanh(X[:16, :16] @ v).sum()
-
-    v = PARAMS["v"][:16, :16]
-    assert error(*jax.jit(lambda v: (derivative(float8(fun))(v), derivative(fun)(v)))(v)) < 0.15
 
 
 def test_an_array_that_branches_and_their_caller_read_is_quantized_in_each():
@@ -429,15 +341,15 @@ def test_shards_scale_by_themselves_or_together():
 
 
 def test_accumulated_gradients_are_those_of_the_batch():
-    want = jax.grad(loss_fn)(PARAMS, X)
-    _, got = jax.jit(amp.value_and_grad(float8(loss_fn), accumulate_steps=2))(PARAMS, X)
-    assert error(got, want) < 0.12
+    accumulated = amp.grad(float8(loss_fn), accumulate_steps=2)
+    assert error(*jax.jit(lambda *args: [f(*args) for f in (accumulated, jax.grad(loss_fn))])(PARAMS, X)) < 0.12
 
 
 def test_a_second_autocast_leaves_float8_products_alone():
     twice = amp.autocast(jax.grad(float8(loss_fn)), "float16")
     assert len(used(twice, PARAMS, X)) == 5
-    jax.tree.map(np.testing.assert_array_equal, twice(PARAMS, X), jax.grad(float8(loss_fn))(PARAMS, X))
+    once = jax.grad(float8(loss_fn))
+    jax.tree.map(np.testing.assert_array_equal, *jax.jit(lambda *args: [f(*args) for f in (twice, once)])(PARAMS, X))
 
 
 # Devices.

@@ -151,6 +151,7 @@ def test_init_of_large_leaves_compiles_at_once():
 # The first step, outliers and zeros
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("exponent", [-40, -20, 0, 20, 40, 60])
 @pytest.mark.parametrize("make", [optax.adam, lambda rate: optax.adam(rate, b2=0.95), optax.rmsprop])
 def test_a_block_that_was_0_takes_gradients_of_any_size(make, exponent):
@@ -392,6 +393,7 @@ WRAPPED |= {f"{name}, inside": make for name, make in WRAPPED.items() if name !=
 WRAPPED["inject_hyperparams, inside"] = lambda tx: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrappers_train_as_they_do_in_float32(name):
     wrap = WRAPPED[name]
@@ -408,7 +410,7 @@ def test_frozen_parameters_are_left_out(frozen):
     tx = amp.low_precision_params(amp.low_precision_state(optax.sgd(1e-2, momentum=0.9)))
     params = {"w": PARAMS["w"].astype(jnp.bfloat16), "frozen": frozen}
     state = tx.init(params)
-    updates, state = tx.update({"w": gradients(0)["w"], "frozen": frozen}, state, params)
+    updates, state = jax.jit(tx.update)({"w": gradients(0)["w"], "frozen": frozen}, state, params)
     assert low_leaves(state.inner_state) == {"0/trace/w"}
     assert updates["frozen"] == frozen
 
@@ -471,7 +473,7 @@ SHARDED = [(32, 128), (64, 96), (64, 64), (32, 384), (8, 33, 48), (40, 104), (64
 SPECS = [P(), P("data"), P(None, "model"), P("data", "model"), P("model", "data"), P(None, ("data", "model"))]
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("make", [optax.adam, optax.lion], ids=lambda make: make.__name__)  # two moments, and one
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -548,6 +550,7 @@ def steps_of_transformer(model, place):
     return losses, state
 
 
+@pytest.mark.slow  # compiles two train steps; the parts have tests of their own
 def test_a_sharded_model_on_explicit_axes_trains_with_kernels_of_attention_and_remainders():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 
@@ -755,7 +758,7 @@ def test_every_transformation_follows_float32_for_30_steps_of_extreme_gradients(
 AMPLIFIES = {"contrib.muon": 3, "contrib.scale_by_muon": 3}  # the page says so
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 @pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))
 def test_a_moment_is_known_to_be_positive_if_no_step_makes_it_negative(name, transformation):

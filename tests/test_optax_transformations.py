@@ -42,7 +42,7 @@ def test_the_page_lists_what_was_tried_and_nothing_failed():
 # Which leaves were not finite
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", names())
 @pytest.mark.filterwarnings("ignore:Specifying a key")
 def test_the_leaf_that_overflows_is_flagged_under_every_transformation(name):

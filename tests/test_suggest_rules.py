@@ -9,29 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from planted import arguments, network
 
 import jmp_amp as amp
 
 
-def network(*planted):
-    """A loss of layers in scopes; the planted ones take the difference of two large products."""
-
-    def loss_fn(params, x):
-        for name, w in params.items():
-            with jax.named_scope(name):
-                x = jnp.tanh(x @ w)
-                if name in planted:
-                    x = x @ (64 + jnp.eye(5)) - x @ jnp.full((5, 5), 64.0)
-        return jnp.mean(jnp.square(x))
-
-    return loss_fn
-
-
 @pytest.fixture
 def args():
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {f"layer_{i}": jax.random.normal(key, (5, 5)) for i, key in enumerate(keys[:3])}
-    return params, jax.random.normal(keys[3], (8, 5))
+    return arguments(layers=3, width=5)
 
 
 def gradient_error(loss_fn, rules, args, dtype="float16", scale=2.0**8):
