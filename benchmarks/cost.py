@@ -78,7 +78,7 @@ def autocast(model, low, **options):
     if model.policy is None:
         return of_gradients(model, amp.autocast(loss_fn, low, **options), args)
     _, args = model.case(jnp.dtype(low))
-    return of_gradients(model, amp.autocast(loss_fn, policy=model.policy, **options), args)
+    return of_gradients(model, amp.autocast(loss_fn, model.policy, **options), args)
 
 
 def of_gradients(model, loss_fn, args):
