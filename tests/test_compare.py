@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planted import arguments, network
+from small_net import arguments, network
 
 import jmp_amp as amp
 from jmp_amp.debug import compare
@@ -57,8 +57,8 @@ def test_the_module_with_the_planted_inaccuracy_is_the_worst(args, planted):
 def test_activations_are_in_the_order_of_the_program_and_end_with_the_loss(args):
     report = compare(mlp(), ("float16", "bfloat16"))(*args)
     activations = rows_of(report, "activation")
-    assert list(activations) == [*(f"layer_{i}" for i in range(4)), "planted.py:loss_fn"]
-    assert activations["planted.py:loss_fn"].errors == pytest.approx(report.rows[0].errors, rel=0.1, abs=1e-6)
+    assert list(activations) == [*(f"layer_{i}" for i in range(4)), "small_net.py:loss_fn"]
+    assert activations["small_net.py:loss_fn"].errors == pytest.approx(report.rows[0].errors, rel=0.1, abs=1e-6)
     for row in activations.values():
         assert 0 < row.errors["float16"] < row.errors["bfloat16"] < 0.1
 

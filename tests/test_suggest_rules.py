@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planted import arguments, network
+from small_net import arguments, network
 
 import jmp_amp as amp
 
