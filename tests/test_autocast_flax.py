@@ -86,10 +86,10 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x):
         norm = functools.partial(nn.BatchNorm, use_running_average=not self.train, momentum=0.9)
-        x = nn.Conv(8, (3, 3), name="stem")(x)
+        x = nn.Conv(6, (3, 3), name="stem")(x)
         for _ in range(2):
-            y = nn.relu(norm()(nn.Conv(8, (3, 3))(x)))
-            x = nn.relu(x + norm()(nn.Conv(8, (3, 3))(y)))
+            y = nn.relu(norm()(nn.Conv(6, (3, 3))(x)))
+            x = nn.relu(x + norm()(nn.Conv(6, (3, 3))(y)))
         return nn.Dense(5, name="head")(jnp.mean(x, (1, 2)))
 
 

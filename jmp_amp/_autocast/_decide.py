@@ -161,13 +161,14 @@ _LARGE = 16
 
 
 def _is_short(op: Context, values: Sequence[Value]) -> bool:
-    """Whether an op is a matrix product of float32 data that sums few terms, as of normals in space, `n @ lights.T`.
+    """Whether an op is a matrix product of float32 data that sums up to 3 terms, as of normals, `n @ lights.T`.
 
-    The matrix units of NVIDIA GPUs sum at least 8 terms at a time (PTX ISA, `mma.m16n8k8`), and others more: of a
-    shorter sum, they multiply zeros. Memory limits such a product, and its operands are float32 in memory already.
+    The matrix units of NVIDIA GPUs sum at least 8 terms at a time (PTX ISA, `mma.m16n8k8`), and others more: here they
+    would multiply more zeros than numbers. Memory limits such a product, and its operands are float32 already. Factors
+    of rank 4 are layers.
     """
     terms, is_matrix = op.rule.terms, bool(op.rule.columns)
-    return is_matrix and isinstance(terms, int) and 0 < terms < 8 and all(value.dtype == FLOAT32 for value in values)
+    return is_matrix and isinstance(terms, int) and 0 < terms < 4 and all(value.dtype == FLOAT32 for value in values)
 
 
 def _is_router(op: Context) -> bool:

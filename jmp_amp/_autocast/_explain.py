@@ -75,7 +75,7 @@ REASONS = {
     "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
     "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
     "offset": "it adds or multiplies by a constant of 16 or more, whose digits or range 16 bits do not have",
-    "short": "it sums fewer than 8 terms of float32 data, which no matrix unit computes faster",
+    "short": "it sums at most 3 terms of float32 data, which no matrix unit computes faster",
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
     "no weight": "float8 is for products with a weight, which is an argument of the function",
