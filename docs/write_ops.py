@@ -90,7 +90,8 @@ X, LOW = jnp.ones((8, 8)), jnp.ones((8, 8), jnp.bfloat16)
 USUAL = {  # of a primitive whose class depends on its parameters or shapes: a usual call, and what other calls are
     "dot_general": (
         lambda: X @ X,
-        "of two vectors, or of rows of vectors: full; if it sums nothing, or a matrix is at most 4 x 4: promote; "
+        "of two vectors, of rows of vectors, or of at most 3 terms of float32 data: full; if it sums nothing, or a "
+        "matrix is at most 4 x 4: promote; "
         '`precision="highest"`: original',
     ),
     "conv_general_dilated": (
@@ -100,6 +101,10 @@ USUAL = {  # of a primitive whose class depends on its parameters or shapes: a u
     "ragged_dot_general": (
         lambda: lax.ragged_dot(X, jnp.ones((2, 8, 8)), jnp.array([4, 4])),
         'if it sums nothing, or a matrix is at most 4 x 4: promote; `precision="highest"`: original',
+    ),
+    "exp": (
+        lambda: jnp.exp(X),
+        "of a complex number: original, and float32 products in front, if only such ops read them",
     ),
     "scatter": (lambda: X.at[0].set(X[1]), "of a function, as in `x.at[i].apply(f)`: original"),
     "integer_pow": (lambda: X**3, "a negative exponent: full"),

@@ -3,9 +3,10 @@
     python examples/bayes_numpyro.py                     # three runs, a minute on two CPU cores
     python examples/bayes_numpyro.py --samples 1000
 
-How does the area of a cell's nucleus grow with its radius? By a power law, to one percent. float16 rounds the logarithm
-of an area (about 6) by 0.002 and the exponent (about 2) by 0.001, and nothing tells autocast that this is too much.
-`amp.full_precision` around one product gives what float32 gives. NUTS takes gradients by itself, with no loss scale.
+How does the area of a cell's nucleus grow with its radius, its smoothness and its texture? By a power law, to one
+percent. float16 rounds the logarithm of an area (about 6) by 0.002 and an exponent (about 2) by 0.001, and nothing
+tells autocast that this is too much. `amp.full_precision` around one product gives what float32 gives. NUTS takes
+gradients by itself, with no loss scale.
 """
 
 import argparse
@@ -39,15 +40,15 @@ RUNS = {
 
 
 def nuclei() -> tuple[np.ndarray, np.ndarray]:
-    """Predictors f32[569, 2], one and the logarithm of a mean radius, and the logarithms of the mean areas."""
+    """Predictors f32[569, 4], one and logarithms, first that of the mean radius, and logarithms of the mean areas."""
     cells = load_breast_cancer()
-    names = list(cells.feature_names)
-    radius, area = (cells.data[:, names.index(name)] for name in ("mean radius", "mean area"))
-    return np.stack([np.ones_like(radius), np.log(radius)], -1).astype(np.float32), np.log(area).astype(np.float32)
+    names = [f"mean {name}" for name in ("radius", "smoothness", "texture", "area")]
+    logs = np.log(cells.data[:, [list(cells.feature_names).index(name) for name in names]]).astype(np.float32)
+    return np.concatenate([np.ones_like(logs[:, :1]), logs[:, :3]], -1), logs[:, 3]
 
 
 def model(x: np.ndarray, y: np.ndarray, matmul: Callable[..., jax.Array]) -> None:
-    weights = numpyro.sample("weights", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+    weights = numpyro.sample("weights", dist.Normal(0.0, 3.0).expand([4]).to_event(1))
     scale = numpyro.sample("scale", dist.HalfNormal(1.0))
     freedom = numpyro.sample("freedom", dist.Gamma(2.0, 0.1))
     numpyro.sample("y", dist.StudentT(freedom, matmul(x, weights), scale), obs=y)
@@ -83,7 +84,8 @@ def draw(found: dict[str, Sites], potentials: dict[str, Callable], path: Path) -
     posterior, density = figure.subplots(1, 2)
     mean = {name: x.mean((0, 1)) for name, x in found["float32"].items()}
     exponents = np.linspace(-0.005, 0.005, 401, dtype=np.float32) + mean["weights"][1]
-    weights = np.stack([np.full_like(exponents, mean["weights"][0]), exponents], -1)
+    weights = np.tile(mean["weights"], (len(exponents), 1))
+    weights[:, 1] = exponents
     for i, (run, sites) in enumerate(found.items()):
         style = {"lw": 4, "color": "0.75"} if i == 0 else {"lw": 1.4, "color": f"C{i}"}
         posterior.hist(sites["weights"][..., 1].ravel(), 40, histtype="step", density=True, label=run, **style)

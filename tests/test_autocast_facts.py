@@ -399,7 +399,7 @@ PROGRAMS = {
         lambda x: (lambda q: (q @ (q.T @ x)) / (q @ q.sum(0))[:, None])(jnp.exp(x - 12)),
         Y,
     ),
-    "a mean less what it is a mean of": (lambda x: jax.nn.softmax(x[:, :6]) @ (15 + x) - (15 + x), Y),
+    "a mean less what it is a mean of": (lambda x: (lambda at: jax.nn.softmax(x[:, :6]) @ at - at)(15 + x), Y),
     "an angle in a complex exponential": (lambda x: jnp.real(jnp.exp(1j * (30 * x @ W))), Y),
     "the angle of one": (lambda x: jnp.angle(2 * jnp.exp(1j * (30 * x @ W))), Y),
     "a product of a real and a complex matrix": (lambda x: jnp.abs(x @ (W + 1j * SPD)), Y),

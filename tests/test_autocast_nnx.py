@@ -15,12 +15,12 @@ nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
 pytestmark = pytest.mark.usefixtures("users_code")
 
 EXPECTED = {("add", "jvp(biased)"): LOW, ("rsqrt",): FULL_UNARY}
-IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 6, 3))
+IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 6, 4))
 
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.conv = nnx.Conv(4, 8, (3, 3), rngs=rngs)
         self.inner = nnx.Linear(8, 8, rngs=rngs)
         self.batch_norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -38,7 +38,7 @@ class Net(nnx.Module):
 
 class Small(nnx.Module):
     def __init__(self, rngs):
-        self.inner = nnx.Linear(3, 8, rngs=rngs)
+        self.inner = nnx.Linear(4, 8, rngs=rngs)
         self.batch_norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.outer = nnx.Linear(8, 5, rngs=rngs)

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.usefixtures("users_code")
 LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
-    "inner": jax.random.normal(KEYS[0], (2, 16)) / 2,
+    "inner": jax.random.normal(KEYS[0], (4, 16)) / 2,
     "bias": jax.random.normal(KEYS[1], (16,)) / 2,
-    "outer": jax.random.normal(KEYS[2], (16, 2)) / 4,
+    "outer": jax.random.normal(KEYS[2], (16, 4)) / 4,
 }
-X = jax.random.normal(KEYS[3], (8, 2))
+X = jax.random.normal(KEYS[3], (8, 4))
 
 
 def network(params, x, region=contextlib.nullcontext):

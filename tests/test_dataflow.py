@@ -34,11 +34,11 @@ KNOWN = st.builds(
     st.sampled_from([Demand.NONE, Demand.TERM, Demand.RECURRENCE, Demand.TERM | Demand.RECURRENCE]),
     st.booleans(),
 )
-PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 127)), max_size=4)
+PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 255)), max_size=4)
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "demands": (Demands.join, st.integers(0, 2**16 - 1), Demands.bottom),
+    "demands": (Demands.join, st.integers(0, 2**17 - 1), Demands.bottom),
 }
 
 
@@ -59,7 +59,7 @@ def infos_of(jaxpr):
     pairs = zip(jaxpr.eqns, rules, strict=True)
     found = [r if not callable(r) else r(e.params, [a.aval for a in e.invars]) for e, r in pairs]
     return [
-        EqnInfo(e, r, structure_of(e), (), tuple(e.invars), None, False, id(e))
+        EqnInfo(e, r, structure_of(e), (), tuple(e.invars), None, Demand.NONE, False, id(e))
         for e, r in zip(jaxpr.eqns, found, strict=True)
     ]
 

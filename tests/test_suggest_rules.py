@@ -232,8 +232,8 @@ def test_modules_of_flax_are_found():
     class Difference(nn.Module):
         @nn.compact
         def __call__(self, x):
-            w = self.param("w", nn.initializers.normal(1.0), (2, 5))
-            return x @ (1024 + w) - x @ jnp.full((2, 5), 1024.0)
+            w = self.param("w", nn.initializers.normal(1.0), (4, 5))
+            return x @ (1024 + w) - x @ jnp.full((4, 5), 1024.0)
 
     class Model(nn.Module):
         @nn.compact
@@ -242,7 +242,7 @@ def test_modules_of_flax_are_found():
             x = nn.LayerNorm()(nn.relu(nn.Dense(4)(x)))
             return nn.Dense(1)(x)
 
-    model, x = Model(), jax.random.normal(jax.random.key(1), (8, 2))
+    model, x = Model(), jax.random.normal(jax.random.key(1), (8, 4))
     params = model.init(jax.random.key(0), x)
 
     def loss_fn(params, x):
