@@ -85,7 +85,7 @@ def neural_ode(adaptive, region=contextlib.nullcontext):
 def regression():
     numpyro = pytest.importorskip("numpyro", reason="needs numpyro")
     dist = numpyro.distributions
-    y = network(PARAMS, X) + jax.random.normal(KEYS[0], (8, 2))
+    y = network(PARAMS, X) + jax.random.normal(KEYS[0], (8, 4))
 
     def model(network, x, y):
         params = {
