@@ -89,8 +89,8 @@ def error_budget(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
-        >>> budget = amp.debug.error_budget(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3))
+        >>> w = {"rest": jnp.linspace(0, 1, 32).reshape(4, 8), "head": jnp.ones((8, 1))}
+        >>> budget = amp.debug.error_budget(loss_fn)(w, jnp.linspace(0, 1, 32).reshape(8, 4))
         >>> budget.by_module()[0].module, budget.total > 0.01
         ('rest', True)
     """

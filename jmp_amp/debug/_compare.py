@@ -111,8 +111,8 @@ def compare(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
-        >>> report = amp.debug.compare(loss_fn, ["float16"])(w, jnp.linspace(0, 1, 24).reshape(8, 3))
+        >>> w = {"rest": jnp.linspace(0, 1, 32).reshape(4, 8), "head": jnp.ones((8, 1))}
+        >>> report = amp.debug.compare(loss_fn, ["float16"])(w, jnp.linspace(0, 1, 32).reshape(8, 4))
         >>> report.worst()
         'rest'
         >>> report.gradient["float16"] > 0.01

@@ -84,8 +84,8 @@ def suggest_rules(
         ...         rest = x @ (300 + w["rest"]) - 300 * jnp.sum(x, -1, keepdims=True)
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((rest @ w["head"]) ** 2)
-        >>> w = {"rest": jnp.linspace(0, 1, 24).reshape(3, 8), "head": jnp.ones((8, 1))}
-        >>> rules, report = amp.debug.suggest_rules(loss_fn)(w, jnp.linspace(0, 1, 24).reshape(8, 3), tol=1e-2)
+        >>> w = {"rest": jnp.linspace(0, 1, 32).reshape(4, 8), "head": jnp.ones((8, 1))}
+        >>> rules, report = amp.debug.suggest_rules(loss_fn)(w, jnp.linspace(0, 1, 32).reshape(8, 4), tol=1e-2)
         >>> rules, report.met
         ({'rest': 'full'}, True)
         >>> loss_fn = amp.autocast(loss_fn, rules=rules)
