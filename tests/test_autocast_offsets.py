@@ -124,6 +124,15 @@ def test_a_large_factor_counts_where_the_range_is_small_and_a_large_offset_in_16
         assert rows[0].split()[-1] == dtype
 
 
+def test_a_region_in_the_code_comes_first():
+    def fun(w):
+        with amp.precision("bfloat16"):
+            return jnp.roll(80 + X[:, :3] @ w[:3], 1, 0) @ w.T
+
+    rows = amp.explain(fun)(W).select(direction="forward").rows
+    assert {row.compute for row in rows if row.primitive in ("dot_general", "add", "concatenate")} == {"bfloat16"}
+
+
 def test_a_large_factor_leaves_what_it_moves_to_finite():
     temperature, weights = jnp.full((16, 8), 250.0), jnp.ones((8, 8)) / 2
     got = amp.autocast(lambda t: jnp.roll(287 * (t @ weights), 1, 0))(temperature)

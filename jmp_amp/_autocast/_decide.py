@@ -11,7 +11,7 @@ from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
-from jmp_amp._autocast._plan import Inside, Region
+from jmp_amp._autocast._plan import IN_CODE, Inside, Region
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, widest
 from jmp_amp._formats import FLOAT32
 from jmp_amp._ops import Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
@@ -68,7 +68,12 @@ class Context(NamedTuple):
     @property
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, self.overflows, self.is_ranked, self.stream, self.neighbours
+        return self.region.format, self.is_asked, self.overflows, self.is_ranked, self.stream, self.neighbours
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the code asks for its format, by a region."""
+        return self.region.why == IN_CODE
 
     @property
     def is_float32(self) -> list[bool]:
@@ -108,12 +113,12 @@ def decide(op: Context) -> tuple[Any, str]:
             return FLOAT32, "constant"
         if not op.region.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
-        if _is_short(op, values):
+        if _is_short(op, values) and not op.is_asked:
             return FLOAT32, "short"
         return (FLOAT32, "rank") if _is_router(op) else (low, "traced" if is_traced else "rule")
     if is_traced or not values:
         return None, "traced" if is_traced else "rule"
-    if _has_large_constant(op):
+    if _has_large_constant(op) and not op.is_asked:
         return FLOAT32, "offset"
     # In `jnp.exp(x @ w - 1)` the subtraction fuses with the exponential, which is float32.
     near = op.neighbours
