@@ -82,9 +82,9 @@ def pytest_addoption(parser):
     parser.addoption("--turn", type=int, default=0, metavar="I", help="which of the N parts; any number")
     parser.addoption(
         "--cases",
-        choices=("third", "others", "all"),
-        help="of the cases of a test that has more than three: a third, the others, or all. A third if no file and no "
-        "keyword is given, so that `pytest` ends in minutes. CI runs a third on one Python, and the others on another",
+        choices=("third", "another", "all"),
+        help="of the cases of a test that has more than three: a third, another third, or all. A third if no file and "
+        "no keyword is given, so that `pytest` ends in minutes. CI runs one on each of two Pythons, and its sweeps all",
     )
 
 
@@ -95,7 +95,7 @@ def cases_of(config):
 
 
 def pytest_report_header(config):
-    names = {"third": "a third; all with `pytest --cases all`", "others": "two thirds", "all": "all"}
+    names = {"third": "a third; all with `pytest --cases all`", "another": "another third", "all": "all"}
     return f"cases of tests that have more than three: {names[cases_of(config)]}"
 
 
@@ -108,7 +108,8 @@ def part_of(item):
 def pytest_collection_modifyitems(config, items):
     every, turn = config.getoption("every"), config.getoption("turn")
     items[:] = [item for item in items if (zlib.crc32(part_of(item).encode()) - turn) % every == 0]
-    tests, third, others = collections.defaultdict(list), set(), set()
+    tests, left_out = collections.defaultdict(list), set()
+    first = {"third": 0, "another": 1, "all": None}[cases_of(config)]
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
@@ -116,13 +117,10 @@ def pytest_collection_modifyitems(config, items):
             if (sweep := item.get_closest_marker("sweep")) and i % sweep.args[0]:
                 item.add_marker("slow")
         quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
-        if len(quick) > 3:
-            third.update(quick[::3])
-            others.update({*quick} - third)
-    if (chosen := cases_of(config)) != "all":
-        left_out = others if chosen == "third" else third
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        if len(quick) > 3 and first is not None:
+            left_out |= {*quick} - {*quick[first::3]}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     if importlib.util.find_spec("jax_plugins") is not None:
         return
     reason = "compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt of the same version as jax"
