@@ -153,6 +153,11 @@ class Rule(NamedTuple):
         return self.kind in (ResultKind.PRODUCT, ResultKind.QUOTIENT)
 
     @property
+    def multiplies(self) -> bool:
+        """Whether the op multiplies or divides, elements or matrices."""
+        return self.scales or self.is_product or self.kind is ResultKind.OUTER_PRODUCT
+
+    @property
     def arithmetic(self) -> bool:
         """Whether the op adds, subtracts, multiplies or divides."""
         return self.kind in _ARITHMETIC

@@ -105,15 +105,14 @@ _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, 
 
 def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tuple[ValueFacts, Any]]) -> float:
     """Estimates the largest magnitude of a result. Sums and means count as large as their largest term."""
-    rule, sizes = info.rule, [known.size for known, _ in floating]
+    rule, sizes, is_constant = info.rule, [known.size for known, _ in floating], all(k.is_constant for k in operands)
     if info.is_fraction:
         return 1.0
     if rule.power is not None:
         size = _power(sizes[0], rule.power)
-    elif rule.scales or rule.is_product or rule.kind is ResultKind.OUTER_PRODUCT:
+    elif rule.multiplies:
         first, second = (known.size for known in operands[:2])
         factor = _power(second, -1) if rule.kind is ResultKind.QUOTIENT else second
-        is_constant = all(known.is_constant for known in operands)
         is_number = [isinstance(atom, Literal) and not is_constant for atom in info.eqn.invars]
         # A number does not make a value smaller: data may be as large anyway.
         size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
@@ -124,7 +123,7 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tupl
     # Coefficients, as in `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, and factors near 1, as those of dropout, would
     # multiply over layers.
     largest = 256 if rule.kind in _SUMS else 4
-    return 1.0 if 1 / 4 < size < largest and not all(known.is_constant for known in operands) else size
+    return 1.0 if 1 / 4 < size < largest and not is_constant else size
 
 
 def _least(info: EqnInfo, read: Sequence[ValueFacts]) -> float:
@@ -138,7 +137,7 @@ def _least(info: EqnInfo, read: Sequence[ValueFacts]) -> float:
     sizes = [known.size if known.is_constant or known.least == math.inf else known.least for known in read]
     if rule.kind is ResultKind.QUOTIENT and len(sizes) == 2:
         size = sizes[0] * _power(sizes[1], -1)
-    elif rule.is_product or (rule.arithmetic and rule.kind not in _SUMS):
+    elif rule.multiplies:
         size = math.prod(sizes)
     else:
         size = max(sizes) if rule.passes_on or rule.kind is ResultKind.TOTAL else 1.0
@@ -312,11 +311,11 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     sizes = [math.prod(jx.shape_of(atom) or ()) for atom in compress(info.eqn.invars, is_constant)]
     if info.rule.columns and terms in sizes and not all(is_constant):
         return "vector"
-    # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
     is_whole = [known.is_whole for known in operands]
     # `labels @ jax.nn.log_softmax(logits).T` is a loss, and a sum by a matrix of zeros and ones selects logarithms.
     if any(known.is_log for known in operands) and (any(is_whole) or demand & (Demand.RETURNED | Demand.LOSS)):
         return "loss"
+    # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
     if all(is_whole) and not all(is_constant):
         return "count"
     if any(is_whole) and demand & Demand.CODE:
@@ -406,9 +405,8 @@ def _cancels(rule: Rule, operands: Sequence[ValueFacts]) -> int:
     """
     # `x2[:, None] + y2 - 2 * x @ y.T`, and `blur(x * y) - blur(x) * blur(y)`.
     is_positive = [known.squares in (Squares.SQUARE, Squares.SUM) or (known.scalar or -1) > 0 for known in operands]
-    is_distance = any(known.squares is Squares.SUM for known in operands) and not (
-        rule.kind is ResultKind.SUM and all(is_positive)
-    )
+    cannot_cancel = rule.kind is ResultKind.SUM and all(is_positive)
+    is_distance = any(known.squares is Squares.SUM for known in operands) and not cannot_cancel
     is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
     return Demand.DISTANCE if is_distance or is_variance else Demand.NONE
 

@@ -108,7 +108,7 @@ def decide(op: Context) -> tuple[Any, str]:
         return FLOAT32, "traced" if is_traced else "rule"
     if rule.op_class is OpClass.LOWER:
         allowed = operand_dtypes(op.info.eqn.params.get("precision"))
-        # `jnp.where(mask, x, -1e9) @ w`, and a loss such as `labels @ jax.nn.log_softmax(logits).T`.
+        # `jnp.where(mask, x, -1e9) @ w`, and `(x * 1e-9) @ w`.
         if op.overflows or any(value.overflows(low) or value.is_lost(low) for value in values):
             return FLOAT32, "constant"
         if not op.region.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
@@ -153,9 +153,8 @@ def _has_large_constant(op: Context) -> bool:
     3, lose less than a product does.
     """
     kind, known = op.rule.kind, [value.known for value in op.values]
-    if kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
-        return any(each.is_constant and each.size >= _LARGE for each in known)
-    if not op.rule.scales or not op.region.format.needs_loss_scale:
+    is_sum = kind in (ResultKind.SUM, ResultKind.DIFFERENCE)
+    if not (is_sum or (op.rule.scales and op.region.format.needs_loss_scale)):
         return False
     if kind is ResultKind.QUOTIENT:
         return known[1].is_constant and known[1].least * _LARGE <= 1
