@@ -88,6 +88,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             is_solution=is_solution or rule.demand == Demand.MATRIX,
             carry=carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else 0,
             multiplies_slices=any(k.multiplies_slices for k in read) if rule.moves else info.multiplies_slices,
+            adds_matrix=rule.passes_on and (any(k.adds_matrix for k in read) or _adds_matrix(info, operands)),
         )
         return [NOTHING if known == NOTHING else _of(var, known) for var in eqn.outvars]
 
@@ -198,6 +199,18 @@ def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
     return keeps and all(known.is_whole for known in read)
 
 
+def _adds_matrix(info: EqnInfo, operands: Sequence[ValueFacts]) -> bool:
+    """Whether an op adds a constant matrix to what is no constant, or subtracts one."""
+    is_constant = [known.is_constant and known.size > 0 for known in operands]
+    ranks = [len(varying(jx.shape_of(x))) for x in compress(info.sources, is_constant) if x is not None]
+    return info.rule.kind in _SUMS and not all(k.is_constant for k in operands) and max(ranks, default=0) > 1
+
+
+def _iterates(info: EqnInfo, operands: Sequence[ValueFacts]) -> bool:
+    """Whether an op multiplies `3 * jnp.eye(n) - z @ y` by `y` or `z`, as iterations for inverses and roots do."""
+    return info.between is not None and operands[info.between].adds_matrix
+
+
 def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     """Returns how the result of an op is made of squares."""
     rule = info.rule
@@ -277,8 +290,9 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         each = [of if of & ~(Demand.CODE | Demand.RANK | Demand.LOSS) else of | Demand.ANY for of in each]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
-        if rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2]):
-            each = [of | Demand.MATRIX for of in each]  # an iteration for a matrix, such as its square root
+        is_of_carries = rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2])
+        if is_of_carries or _iterates(info, operands):  # for a matrix, such as its square root
+            each = [of | Demand.MATRIX for of in each]
         if gate := _gate(info, operands, demand):
             each = [of if known.carry & Demand.TERM else of | gate for of, known in zip(each, operands, strict=True)]
         each = [of | (known.carry & demand & Demand.RECURRENCE) for of, known in zip(each, operands, strict=True)]
@@ -303,6 +317,8 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     # The errors of 1000 steps add up: `lax.scan(lambda x, _: (a @ x, None), x, length=1000)`.
     if any(demand & known.carry & Demand.RECURRENCE for known in operands):
         return "recurrence"
+    if _iterates(info, operands):
+        return "decomposition"
     # A residual is what is left of two equal numbers: `b - a @ x`, where `x = jnp.linalg.solve(a, b)`.
     if any(known.is_solution for known in operands):
         return "solution"
@@ -348,7 +364,7 @@ _REASONS = {
     "edge": (Demand.EDGE, "its result is read at the edge of a domain, where the slope is infinite, as by `acos`"),
     "logarithm": (
         Demand.RANGE,
-        "a logarithm or a quotient of products reads it: it may be smaller or larger than float16 holds",
+        "a logarithm or a quotient reads it, and it may be smaller or larger than float16 holds",
     ),
     "solution": (Demand.NONE, "it reads what a decomposition or a solver returned"),
     "loss": (Demand.NONE, "it selects logarithms, or sums them for what the program returns, as a loss does"),

@@ -43,7 +43,7 @@ class Context(NamedTuple):
         rule: that of its op; in a float32 region, where each op runs as it was traced, `ORIGINAL`.
         region: its format, and the scopes around it.
         options: the arguments of `autocast`.
-        overflows: whether its results may be too large for the low dtype, because of a constant.
+        leaves_range: whether the low dtype may not hold its results, because of a constant.
         is_ranked: whether its results are chosen from by their order.
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
@@ -54,7 +54,7 @@ class Context(NamedTuple):
     rule: Rule
     region: Region
     options: Options
-    overflows: bool
+    leaves_range: bool
     is_ranked: bool
     stream: int
     inside: Sequence[Inside]
@@ -68,7 +68,7 @@ class Context(NamedTuple):
     @property
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, self.is_asked, self.overflows, self.is_ranked, self.stream, self.neighbours
+        return self.region.format, self.is_asked, self.leaves_range, self.is_ranked, self.stream, self.neighbours
 
     @property
     def is_asked(self) -> bool:
@@ -109,7 +109,7 @@ def decide(op: Context) -> tuple[Any, str]:
     if rule.op_class is OpClass.LOWER:
         allowed = operand_dtypes(op.info.eqn.params.get("precision"))
         # `jnp.where(mask, x, -1e9) @ w`, and `(x * 1e-9) @ w`.
-        if op.overflows or any(value.overflows(low) or value.is_lost(low) for value in values):
+        if op.leaves_range or any(value.known.leaves(low) for value in values):
             return FLOAT32, "constant"
         if not op.region.format.takes(set(map(jx.dtype_of, atoms))) or not (allowed is None or low in allowed):
             return FLOAT32, "traced"
@@ -122,7 +122,7 @@ def decide(op: Context) -> tuple[Any, str]:
         return FLOAT32, "offset"
     # In `jnp.exp(x @ w - 1)` the subtraction fuses with the exponential, which is float32.
     near = op.neighbours
-    if op.overflows or (near.needs_float32 and not _is_exact(op)) or (near.is_stored and _adds_arrays(op)):
+    if op.leaves_range or (near.needs_float32 and not _is_exact(op)) or (near.is_stored and _adds_arrays(op)):
         return FLOAT32, _why_float32(op, values)
     stored = [value.as_data() for value in values] if near.reads_stored_norm or rule.stores else values
     dtype = common_dtype(stored) if rule.op_class is OpClass.PROMOTE else widest(value.dtype for value in stored)
@@ -140,7 +140,7 @@ def _why_float32(op: Context, values: Sequence[Value]) -> str:
     arrays = [value for value in values if value.origin is not Origin.SCALAR]
     is_low = bool(arrays) and all(value.dtype != FLOAT32 for value in arrays)
     low = op.region.format.dtype
-    if op.overflows or any(value.overflows(low) or (is_low and not value.fits(low)) for value in values):
+    if op.leaves_range or any(value.overflows(low) or (is_low and not value.fits(low)) for value in values):
         return "constant"
     return "readers" if is_low else "rule"
 

@@ -81,6 +81,7 @@ class Planner:
                 related[i] = demand
             elif rule.passes_on and len(made := [products[each] for each in of if each in products]) == 1:
                 products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
+        related |= dict.fromkeys(_quotients_in_units(pairs, sources), Demand.RANGE)
         # Values, each with what it was rounded to.
         rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn, rule in pairs if self._rounds(eqn, rule)]
         infos = []
@@ -194,6 +195,26 @@ def _related(rule: Rule, sources: Sequence[Any], products: Mapping[Any, tuple[in
     return Demand.DISTANCE if is_mean else Demand.NONE
 
 
+def _quotients_in_units(pairs: Sequence[tuple[JaxprEqn, Rule]], sources: Sequence[Sequence[Any]]) -> Iterator[int]:
+    """Yields the quotients by a unit: a function of them is multiplied by it, as in `n * jnp.tanh((c @ x) / n)`."""
+    scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
+    for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
+        read = [each for each in of if each is not None]
+        if len(read) == len(eqn.outvars) == 1:
+            (x,), (out,) = read, eqn.outvars
+            if rule.scales:
+                scaled[out] = scaled.get(x, x)
+            if x in quotients:
+                quotients[out] = quotients[x]
+        elif rule.scales and len(read) == 2:
+            first, second = (scaled.get(x, x) for x in read)
+            if rule.kind is ResultKind.QUOTIENT:
+                quotients[eqn.outvars[0]] = i, second
+            else:
+                pairs_of = (quotients.get(read[0]), second), (quotients.get(read[1]), first)
+                yield from [found[0] for found, unit in pairs_of if found and found[1] is unit]
+
+
 @dataclasses.dataclass(slots=True)
 class _Variable:
     """A variable, and how the equations that are decided so far read it. Equations are named by their indices.
@@ -282,11 +303,11 @@ class _PlanBuilder:
             if reason is not None and region.format.is_low and not is_in_code:
                 region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._facts, eqn.outvars)
-        overflows = any(known.size > region.format.largest for known in results)
+        leaves_range = any(known.leaves(region.format.dtype) for known in results)
         is_ranked = bool(demand & Demand.RANK) and not is_in_code
         stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
         rule = rule if region.format.is_low else ORIGINAL
-        return Context(info, rule, region, self._planner.options, overflows, is_ranked, stream, inside)
+        return Context(info, rule, region, self._planner.options, leaves_range, is_ranked, stream, inside)
 
     def plan(self) -> Plan:
         """Decides all equations."""

@@ -106,6 +106,7 @@ class ValueFacts(NamedTuple):
             itself, and of what is made of it: `x` in `a @ x`.
         multiplies_slices: whether it was made by multiplying parts of one array, as `gate[:-1] * gate[1:]` in an
             associative scan.
+        adds_matrix: whether it is the sum of a constant matrix and others, as `3 * jnp.eye(n) - z @ y`.
     """
 
     scalar: float | None = None
@@ -119,6 +120,20 @@ class ValueFacts(NamedTuple):
     is_solution: bool = False
     carry: int = Demand.NONE
     multiplies_slices: bool = False
+    adds_matrix: bool = False
+
+    def leaves(self, dtype: np.dtype) -> bool:
+        """Whether `dtype` may not hold it: as inf, a constant as subnormal numbers, or a scaled value as 0."""
+        largest, normal, subnormal = _limits(dtype)
+        size, least = (self.size, normal) if self.is_constant else (self.least, subnormal)
+        return self.size > largest or self.least <= size < least
+
+
+@functools.cache
+def _limits(dtype: np.dtype) -> tuple[float, float, float]:
+    """Returns the largest number of a dtype, its smallest normal one, and its smallest one."""
+    info = jnp.finfo(dtype)
+    return float(info.max), float(info.tiny), float(info.smallest_subnormal)
 
 
 NOTHING, CONSTANT = ValueFacts(), ValueFacts(is_constant=True)
@@ -174,19 +189,13 @@ class Value(NamedTuple):
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
         known = self.known
         is_read = known.is_constant and known.least <= known.size
-        if is_read and (self.overflows(dtype) or known.least < float(jnp.finfo(dtype).tiny)):
+        if is_read and (self.overflows(dtype) or known.least < _limits(dtype)[1]):
             return False
         return known.scalar is None or abs(known.scalar) == 1 or abs(np.float32(known.scalar).astype(dtype)) != 1
 
     def overflows(self, dtype: np.dtype) -> bool:
         """Whether it may have elements that are too large for `dtype`, as -1e9 in a mask."""
-        return self.known.size > float(jnp.finfo(dtype).max)
-
-    def is_lost(self, dtype: np.dtype) -> bool:
-        """Whether no element of this constant is a normal number in `dtype`, or a scaled value would be 0 in it."""
-        known, info = self.known, jnp.finfo(dtype)
-        size, limit = (known.size, info.tiny) if known.is_constant else (known.least, info.smallest_subnormal)
-        return known.least <= size < float(limit)
+        return self.known.size > _limits(dtype)[0]
 
 
 def unknown(aval: Any) -> Value:
