@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import JaxprEqn
 from jaxprs import dtypes
 
 import jmp_amp as amp
@@ -191,3 +192,16 @@ def test_loops_that_share_a_body_have_conditions_of_their_own():
 
     rows = dtypes(amp.autocast(fun), w, primitive="dot_general")
     assert [row.split()[0] for row in rows] == ["float32", "float16", "float16", "float32"]
+
+
+def test_no_jaxpr_is_printed_while_it_is_traced(monkeypatch):
+    """JAX prints a function that has no code, such as a plan."""
+
+    def fun(x):
+        layer = jax.jit(lambda x: jnp.tanh(x @ x))
+        return lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, layer(carry[1])), (0, layer(x)))
+
+    printed = collections.Counter()
+    monkeypatch.setattr(JaxprEqn, "__repr__", lambda eqn: printed.update([eqn.primitive.name]) or "")
+    jax.make_jaxpr(amp.autocast(fun))(jnp.ones((8, 8)))
+    assert not printed

@@ -146,7 +146,7 @@ class Step(NamedTuple):
 Inside = tuple[Any, tuple[ValueFacts, ...], tuple[int, ...]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # JAX prints what it traces, which is a plan for a body
 class Plan:
     """The steps of one jaxpr, for one set of input dtypes.
 

@@ -363,7 +363,7 @@ class _PlanBuilder:
 
     def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
         """Returns what is known of an operand, and whether another equation reads it in float32."""
-        if value.as_data().dtype == jx.dtype_of(atom):
+        if (value.data_dtype or value.dtype) == jx.dtype_of(atom):
             return value
         variable = self._variables[atom]
         has_copy = any(reads == Reads.FUSED for i, reads in variable.readers.items() if i != reader)
