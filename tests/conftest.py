@@ -83,8 +83,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases",
         choices=("third", "another", "all"),
-        help="of the cases of a test that has more than three: a third, another third, or all. A third if no file and "
-        "no keyword is given, so that `pytest` ends in minutes. CI runs one on each of two Pythons, and its sweeps all",
+        help="of the cases of a test: a third, but no test that is marked long; another third; or all. A third if no "
+        "file and no keyword is given, so that `pytest` ends in minutes. CI runs one on each of two Pythons, and its "
+        "sweeps all",
     )
 
 
@@ -95,8 +96,8 @@ def cases_of(config):
 
 
 def pytest_report_header(config):
-    names = {"third": "a third; all with `pytest --cases all`", "another": "another third", "all": "all"}
-    return f"cases of tests that have more than three: {names[cases_of(config)]}"
+    names = {"third": "a third, without long tests; all with `pytest --cases all`", "another": "another third"}
+    return f"cases of each test: {names.get(cases_of(config), 'all')}"
 
 
 def part_of(item):
@@ -117,8 +118,10 @@ def pytest_collection_modifyitems(config, items):
             if (sweep := item.get_closest_marker("sweep")) and i % sweep.args[0]:
                 item.add_marker("slow")
         quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
-        if len(quick) > 3 and first is not None:
+        if first is not None and len(quick) > 1:
             left_out |= {*quick} - {*quick[first::3]}
+        if first == 0 and cases[0].get_closest_marker("long"):
+            left_out |= {*quick}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
     if importlib.util.find_spec("jax_plugins") is not None:

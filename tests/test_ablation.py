@@ -23,6 +23,7 @@ def traced():
     return programs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", [rule for rule in cost.WITHOUT if rule != "nothing" and "save" not in rule])
 def test_a_rule_that_is_left_out_changes_a_program(rule):
     with cost.WITHOUT[rule]():

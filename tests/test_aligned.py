@@ -90,6 +90,7 @@ def generated(seed):
     return args, PLAIN | {"dimension_numbers": (places("summed"), places("batch"))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_generated_products_and_their_gradients_are_those_of_plain_products(seeds, aligned):
     padded = 0
@@ -134,6 +135,7 @@ FORMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", [{}, {"weight_grad_dtype": "float32"}], ids=["", "float32 gradients"])
 @pytest.mark.parametrize("form", FORMS)

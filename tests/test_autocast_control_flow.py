@@ -116,6 +116,7 @@ def test_value_outside_of_jit_is_that_of_float32(name):
     np.testing.assert_allclose(got, want, rtol=2e-3)
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_float32_and_their_products_low_precision_either_way_round():
     def ways(fun):
         def loss(x):

@@ -597,6 +597,7 @@ def table(*domains):
     )
 
 
+@pytest.mark.long
 @pytest.mark.sweep(24)
 @table(
     *(ELEMENTWISE, NN, PRODUCTS, REDUCTIONS, ORDER, SHAPES, INDEXING, LINALG),

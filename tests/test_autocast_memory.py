@@ -23,6 +23,7 @@ def params():
 
 
 class TestSave:
+    @pytest.mark.long
     def test_keeps_only_products_for_the_backward_pass(self, params):
         def kept(**options):
             """Elements that the scan stacks for the backward pass, by dtype."""

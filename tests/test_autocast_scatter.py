@@ -85,6 +85,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -80,6 +80,7 @@ def with_gradients(fun, args):
     return jax.value_and_grad(loss, argnums=floating, has_aux=True)
 
 
+@pytest.mark.long
 @pytest.mark.sweep(11)
 @pytest.mark.parametrize(("make", "backward"), [*cases()])
 def test_an_exported_program_of_any_batch_size_is_the_program_of_each(make, backward):

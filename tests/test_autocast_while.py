@@ -22,6 +22,7 @@ HERE = pathlib.Path(__file__).parent
 X, W = jnp.ones((8, 8)) / 4, jnp.eye(8) / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("low", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_loops_that_settle_to_1e_5_end_where_they_do_without_autocast(low):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}

@@ -62,6 +62,7 @@ def test_broken_kind(name):
         assert_near(found, [value, *grads], 1e-2 if "float16" in name or name in broken_kinds.HIDDEN else 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in KINDS])
 def test_broken_model(name):

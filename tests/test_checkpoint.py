@@ -65,6 +65,7 @@ def mini_step(state):
     return [int(x) for path, x in jax.tree.leaves_with_path(state) if "mini_step" in jax.tree_util.keystr(path)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["O1", "O2"], pytest.param(list(runs()), marks=pytest.mark.slow)])
 def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one_to_the_last_bit(names, tmp_path):
     expected = {}
@@ -209,6 +210,7 @@ def shardings(tx, devices):
     return jax.tree.map(functools.partial(NamedSharding, mesh), ((SPECS[devices], specs), P("data")))
 
 
+@pytest.mark.long
 def test_what_is_saved_from_eight_devices_is_restored_on_others_and_trains_on(tmp_path):
     tx = many.optimizer(many.CLIP)
     step = jax.jit(many.train_step(tx, many.loss_and_grads))

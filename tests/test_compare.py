@@ -304,6 +304,7 @@ def in_a_function_with_a_rule(cast, w, x):
     return product(w, x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reference", ["float32", "float64"])
 @pytest.mark.parametrize("compute", [in_a_scan, in_a_counted_loop, in_a_branch, in_a_function_with_a_rule])
 @pytest.mark.sweep(4)

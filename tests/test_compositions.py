@@ -318,6 +318,7 @@ def test_lookahead(skip):
     assert_close(end(tx, 2.0**16), end(inner, 1.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skip", SKIPS)
 def test_gradients_of_single_examples(skip):
     private = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.1, key=jax.random.key(0))

@@ -66,6 +66,7 @@ def test_each_program_says_what_is_to_be_seen():
     assert {x.broken.__name__ for x in MODELS.values() if x.broken.__module__ == "broken_kinds"} == kinds
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, as it traces a constant
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in (*QUICK, *SEEN_AGAIN) else pytest.mark.slow) for x in MODELS]
@@ -82,6 +83,7 @@ def test_the_line_and_the_cause_are_right_and_the_printed_cure_is_right_in_the_s
     assert_cure_is_right(model, found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", broken_kinds.CORRECT)
 def test_nothing_is_said_of_correct_programs(name):
     fun, args = broken_kinds.CORRECT[name]
@@ -103,6 +105,7 @@ def test_a_wrong_cure_is_noticed(name):
         assert_right(cured, "within 3e-02 of float64")
 
 
+@pytest.mark.long
 def test_a_wrong_line_and_a_wrong_cause_are_noticed():
     model = MODELS["adam"]
     found = first_nonfinite(model.broken)(*model.args())
@@ -116,6 +119,7 @@ def test_a_wrong_line_and_a_wrong_cause_are_noticed():
 # Several faults
 
 
+@pytest.mark.long
 def test_several_faults_are_cured_one_after_the_other():
     def loss(w, x, y):
         p = jax.nn.sigmoid(x @ w)
@@ -127,6 +131,7 @@ def test_several_faults_are_cured_one_after_the_other():
     assert found.tried.startswith("finite, within")
 
 
+@pytest.mark.long
 def test_common_subexpressions_are_merged():
     def loss(w, x):
         return jnp.sum(x * (jnp.exp(x @ w) / jnp.sum(jnp.exp(x @ w), axis=-1, keepdims=True)))

@@ -45,6 +45,7 @@ def load(path, code):
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("formula", "contexts"), [QUICK, *(pytest.param(x, CONTEXTS, marks=pytest.mark.slow) for x in FORMULAS)]
 )

@@ -291,6 +291,7 @@ def test_the_size_of_a_block_does_not_show(way, monkeypatch):
     np.testing.assert_allclose(total, other_total, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", KERNELS)
 def test_a_leaf_too_large_for_an_index_is_read_as_rows(way, monkeypatch):
@@ -416,6 +417,7 @@ def test_blocks_share_their_arithmetic(way, op):
 random_leaf = st.tuples(st.integers(0, 3000), st.sampled_from(READ), st.floats(0, 1), st.sampled_from([None, *BAD]))
 
 
+@pytest.mark.long
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(st.lists(random_leaf, min_size=1, max_size=3), st.sampled_from([1.0, 2.0**-16, 2.0**5, 0.3, -1.7]))
 def test_random_trees_in_the_triton_interpreter(leaves, inv_scale):
@@ -491,6 +493,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_where_no_kernel_can_run_none_is_silently_plain_jax(case, fastest):

@@ -340,6 +340,7 @@ def test_an_operand_outside_of_the_domain():
         assert found.guide == "docs/my-loss-is-nan.md#outside-of-the-domain"
 
 
+@pytest.mark.long
 def test_a_singular_matrix():
     assert "is from 0 to 1" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cause
     assert "eigenvalues of the matrix are from -1 to -1" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cause

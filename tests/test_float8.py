@@ -324,6 +324,7 @@ def test_a_checkpoint_policy_saves_float8_products_like_others(policy, products)
     assert len(used(jax.grad(float8(fun)), PARAMS, X)) == products
 
 
+@pytest.mark.long
 def test_shards_scale_by_themselves_or_together():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = normal(128, 64)
@@ -467,6 +468,7 @@ def test_compare_shows_the_error_of_float8_on_every_machine(monkeypatch):
     assert 2 * report.gradient["bfloat16"] < report.gradient["float8"] < 0.12
 
 
+@pytest.mark.long
 def test_suggest_rules_moves_modules_from_float8_to_the_base_dtype(monkeypatch):
     monkeypatch.setitem(FORMATS, "float8", FORMATS["float8"].at_any_size)
 

@@ -77,6 +77,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_inside_and_outside(name, low):

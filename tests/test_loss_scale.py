@@ -411,6 +411,7 @@ HAVE_HYSTERESIS = ("apex_cuda", "deepspeed", "deepspeed_consecutive", "megatron"
 MAX_STEPS = 48
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("system", MODELS)
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(

@@ -151,6 +151,7 @@ def test_init_of_large_leaves_compiles_at_once():
 # The first step, outliers and zeros
 
 
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("exponent", [-40, -20, 0, 20, 40, 60])
 @pytest.mark.parametrize("make", [optax.adam, lambda rate: optax.adam(rate, b2=0.95), optax.rmsprop])
@@ -415,6 +416,7 @@ def test_frozen_parameters_are_left_out(frozen):
     assert updates["frozen"] == frozen
 
 
+@pytest.mark.long
 def test_gradients_of_integers_pass_through():
     params = {"w": PARAMS["w"], "n": jnp.arange(3)}
     tx = amp.low_precision_state(optax.masked(ADAM, {"w": True, "n": False}))
@@ -443,6 +445,7 @@ def test_an_optimizer_of_flax_nnx_trains():
 # Many devices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["FSDP", "last axis"])
 @pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
 def test_a_sharded_step_is_that_of_one_device_and_sends_nothing(spec, dtype):
@@ -473,6 +476,7 @@ SHARDED = [(32, 128), (64, 96), (64, 64), (32, 384), (8, 33, 48), (40, 104), (64
 SPECS = [P(), P("data"), P(None, "model"), P("data", "model"), P("model", "data"), P(None, ("data", "model"))]
 
 
+@pytest.mark.long
 @pytest.mark.sweep(36)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("make", [optax.adam, optax.lion], ids=lambda make: make.__name__)  # two moments, and one
@@ -758,6 +762,7 @@ def test_every_transformation_follows_float32_for_30_steps_of_extreme_gradients(
 AMPLIFIES = {"contrib.muon": 3, "contrib.scale_by_muon": 3}  # the page says so
 
 
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 @pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))
@@ -779,6 +784,7 @@ def test_a_moment_is_known_to_be_positive_if_no_step_makes_it_negative(name, tra
             assert (i in moments.positive) == all((x >= 0).all() for x in values), i
 
 
+@pytest.mark.long
 @pytest.mark.sweep(12)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 @pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))

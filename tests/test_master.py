@@ -176,6 +176,7 @@ def test_stochastic_rounding_leaves_what_the_dtype_holds_and_what_is_not_finite(
         assert not np.isfinite(np.asarray(moved)[~finite]).any()
 
 
+@pytest.mark.long
 def test_random_bits_differ_between_steps_leaves_and_seeds_and_stay_after_a_skip():
     params = {"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1000, jnp.bfloat16), "full": jnp.ones(1000)}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-10), params)
@@ -366,6 +367,7 @@ def stochastic_step(seed=0):
     return tx, step
 
 
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", LOW)
 def test_random_bits_are_the_same_however_the_parameters_are_sharded(dtype):

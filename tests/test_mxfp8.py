@@ -72,6 +72,7 @@ def test_each_block_has_the_least_power_of_two_that_clips_nothing(name, axis):
     assert scales.dtype == jnp.float8_e8m0fnu
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_block_with_an_infinity_is_nan_and_so_is_its_scale(axis, bad):
@@ -211,6 +212,7 @@ def test_a_kernel_that_was_measured_to_be_faster_casts_along_both_axes_at_once(f
 # Devices.
 
 
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices_compute_what_one_does(kind):
@@ -224,6 +226,7 @@ def test_eight_devices_compute_what_one_does(kind):
     assert error(got, want) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_are_quantized_as_the_whole(check_vma):
@@ -239,6 +242,7 @@ def test_shards_are_quantized_as_the_whole(check_vma):
     assert error(mapped(PARAMS, x), grads(PARAMS, x)) < 1e-5  # blocks of 32 rows are whole in each shard
 
 
+@pytest.mark.long
 def test_accumulated_gradients_are_those_of_the_batch():
     x = normal(64, 64)
     _, got = jax.jit(amp.value_and_grad(mxfp8(loss_fn), accumulate_steps=2))(PARAMS, x)

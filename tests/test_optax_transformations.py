@@ -42,6 +42,7 @@ def test_the_page_lists_what_was_tried_and_nothing_failed():
 # Which leaves were not finite
 
 
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", names())
 @pytest.mark.filterwarnings("ignore:Specifying a key")
@@ -88,6 +89,7 @@ SEARCHED = [(name, "jit") for name in SEARCHES]
 SEARCHED += [(name, border) for name in ("lbfgs", "backtracking") for border in BORDERS if border != "jit"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "border"), SEARCHED)
 @pytest.mark.sweep(3)
 def test_a_line_search_gets_unscaled_gradients_behind_every_border(name, border):

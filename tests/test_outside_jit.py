@@ -275,6 +275,7 @@ FRESH = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", FRESH)
 def test_nothing_is_kept_of_functions_that_are_gone(name):

@@ -154,6 +154,7 @@ def test_parameters_of_every_dtype_are_updated_without_promotion(options, jit, w
     assert all(str(x.dtype) == name for name, x in params.items())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("users_code")
 def test_a_model_with_low_precision_parameters_trains_like_one_in_float32():
     rng = np.random.default_rng(0)

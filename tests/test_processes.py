@@ -57,6 +57,7 @@ def logs(folder):
     return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one_device_does_and_skip_the_overflow_of_one(tmp_path):
     with two_processes(tmp_path) as processes:
         codes = [process.wait(100) for process in processes]

@@ -74,6 +74,7 @@ def exact(x, dtype, block):
 # Values
 
 
+@pytest.mark.long
 @for_both_scalings
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
@@ -195,6 +196,7 @@ def test_an_empty_matrix_is_cast():
     assert (rows.shape, columns.shape, scale.shape) == ((0, 3), (3, 0), ())
 
 
+@pytest.mark.long
 @for_both_scalings
 @pytest.mark.parametrize("way", INTERPRETED)
 def test_64_bit_programs_run_the_same_kernel(way, block):
@@ -224,6 +226,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.long
 @for_both_scalings
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_where_no_kernel_can_run_none_is_silently_plain_jax(case, block, fastest):

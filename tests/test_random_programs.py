@@ -164,6 +164,7 @@ def assert_as_finite(x, y):
     np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_all_plans_changed")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_rebuilt_program_computes_what_the_program_computes(seed):

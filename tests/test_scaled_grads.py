@@ -215,6 +215,7 @@ def test_a_right_step_is_not_refused(name, by):
 RIGHT_ALONE = {"added to an argument", "an average with an argument", "a limit of an argument", "the largest alone"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seeds", [range(24), pytest.param(range(24, 200), marks=pytest.mark.slow)], ids=["few", "many"]
 )

@@ -46,6 +46,7 @@ def safe_root(x):
     return jnp.where(x == 0, 0.0, jnp.sqrt(jnp.where(x == 0, 1.0, x)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REPLACEMENTS)
 def test_only_equal_functions_pass(name):
     fun, args, root, read, replacement, is_equal = REPLACEMENTS[name]

@@ -77,6 +77,7 @@ def costs(xla, **kernels):
     return {(by, 10 ** (k + 1)): cost for by, row in {"xla": xla, **kernels}.items() for k, cost in enumerate(row)}
 
 
+@pytest.mark.long
 def test_the_kernel_that_wins_from_a_size_on_is_chosen_from_there(tuned):
     measured, lines = tuned(costs([1, 2, 4], mosaic_gpu=[2, 1, 1], triton=[1, 1, 2]))
     assert measured == Measured("mosaic_gpu", 100)
@@ -85,10 +86,12 @@ def test_the_kernel_that_wins_from_a_size_on_is_chosen_from_there(tuned):
     assert tuned(costs([4, 4, 4], triton=[3, 3, 3]))[0] == Measured("triton", 10)
 
 
+@pytest.mark.long
 def test_a_kernel_that_loses_on_the_largest_arguments_is_not_chosen(tuned):
     assert tuned(costs([4, 4, 4], mosaic_gpu=[1, 1, 4], triton=[1, 1, 5]))[0] is None
 
 
+@pytest.mark.long
 def test_a_gain_within_the_noise_does_not_count(tuned):
     times = costs([4, 4, 4], triton=[3.9, 3.9, 3.9])
     assert tuned(times)[0] == Measured("triton", 10)
