@@ -3,7 +3,8 @@
 With `low=None` a model holds no cast: that is what `autocast` takes, and float32 and float64 as they stand. With a
 dtype it is mixed by hand the usual careful way: products and activations in `low`; norms, softmax, losses, sums over
 neighbours, the state of an ODE and the log-determinant of a flow in float32. Every `*_case(low)` returns
-`(loss_fn, init)`, where `init(rng)` draws the arguments of `loss_fn`, parameters first, with a NumPy generator.
+`(loss_fn, init)`, where `init(rng)` draws the arguments of `loss_fn`, parameters first, with a NumPy generator. Those
+in `CASES` return `(loss_fn, args)`, as those of `models.py` do; here the arguments are arrays, which depend on `seed=`.
 """
 
 import functools
@@ -312,7 +313,7 @@ def ctc_case(low, batch=2, steps=12, dim=16, classes=8, labels=4, length=16):
     return loss_fn, init
 
 
-CASES = {
+_CASES = {
     "MLP": mlp_case,
     "CNN with BatchNorm": cnn_case,
     "GPT block": gpt_block_case,
@@ -329,3 +330,13 @@ CASES = {
     },
     "`optax.ctc_loss`": ctc_case,
 }
+
+
+def drawn(case, low=None, seed=0, **sizes):
+    """Returns the loss function of a case, and its arguments in float32 and int32."""
+    loss_fn, init = case(low, **sizes)
+    args = init(np.random.default_rng(seed))
+    return loss_fn, jax.tree.map(lambda x: x.astype(np.float32 if x.dtype == float else np.int32), args)
+
+
+CASES = {name: functools.partial(drawn, case) for name, case in _CASES.items()}

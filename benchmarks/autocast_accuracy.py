@@ -46,12 +46,6 @@ if jax.__version_info__[:2] == (0, 10):
     QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
-def draw(init, seeds):
-    """Returns the arguments for every seed, stacked, as float32 and int32."""
-    drawn = [init(np.random.default_rng(seed)) for seed in range(seeds)]
-    return jax.tree.map(lambda *x: np.stack(x).astype(np.float32 if x[0].dtype == float else np.int32), *drawn)
-
-
 def evaluate(loss_fns, args):
     """Returns the losses and the flat gradients of every function, one row per seed, as float64."""
     grad_fns = [amp.value_and_grad(loss_fn, loss_scale=LOSS_SCALE) for loss_fn in loss_fns]
@@ -69,8 +63,9 @@ def rows(arrays):
 
 def measure(cases, seeds, **options):
     """Yields `(model, dtype, "loss" or "gradient", errors by hand, errors of autocast)`, the errors one per seed."""
-    loss_fns, inits = zip(*(case(None) for case in cases.values()), strict=True)
-    args = [draw(init, seeds) for init in inits]
+    loss_fns = [case(None)[0] for case in cases.values()]
+    drawn = [[case(None, seed=seed)[1] for seed in range(seeds)] for case in cases.values()]
+    args = [jax.tree.map(lambda *x: np.stack(x), *each) for each in drawn]
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args)
         exact = evaluate(loss_fns, wide)
