@@ -17,7 +17,8 @@ import time
 import gpu_aot  # first: it sets the platform
 import jax
 import jax.numpy as jnp
-from models import CASES, gpt_case
+from jax.experimental.ode import odeint
+from models import CASES, F32, Shape, gpt_case, to
 from report import arguments, head, report, row
 
 import jmp_amp as amp
@@ -40,7 +41,21 @@ def with_mpx(case):
     return lambda *args: mpx.cast_to_float32(loss_fn(*mpx.cast_to_float16(args))), args
 
 
+def ode_case(low, batch=64, dim=64, hidden=256):
+    """A neural ODE: loops in loops, with a custom derivative."""
+    args = {"up": Shape((dim, hidden), F32), "down": Shape((hidden, dim), F32)}, Shape((batch, dim), F32)
+
+    def slope(y, t, params):
+        return to(jnp.tanh(to(y, low) @ to(params["up"], low)) @ to(params["down"], low), low and F32)
+
+    def loss_fn(params, y):
+        return jnp.sum(odeint(slope, y, jnp.linspace(0.0, 1.0, 5), params)[-1] ** 2)
+
+    return loss_fn, args
+
+
 MODELS = {name: case for name, case in CASES.items() if name != "encoder with dropout"}
+MODELS["neural ODE (`odeint`)"] = ode_case
 VARIANTS = {
     "plain": lambda case: case(None),
     "by hand": lambda case: case(jnp.float16),

@@ -353,7 +353,8 @@ class Interpretation(Evaluation):
         value = super()._renamed(value, place, index) if place else value
         node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
-        node.is_constant = bool(reads) and all(x.is_constant for x in reads)
+        reads_nothing = place is not None and bool(place.eqns) and not place.eqn.invars  # as an `iota`
+        node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
         node.is_backward = any(x.is_backward for x in reads) or (
             place is not None and jx.direction_of(place.eqns) == "backward"
         )
