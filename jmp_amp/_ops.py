@@ -531,7 +531,8 @@ class EqnInfo(NamedTuple):
         operands: the variables that it reads, each once.
         sources: what each operand was before it was only moved; None for a literal.
         between: for each of the two products in `A @ P @ A.T`, the operand that is or holds `P`; None for other ops.
-        related: what it demands of its operands because they are products that share a factor.
+        related: what it demands of its operands because they are products that share a factor, or it is a quotient by
+            what multiplies a function of it.
         is_fraction: whether it subtracts a value and what that was rounded to, as `x - jnp.floor(x)`.
         op: stands for the primitive, its parameters and the types of its operands and results: the same op of another
             layer has the same object. None if it holds jaxprs or what cannot be hashed.

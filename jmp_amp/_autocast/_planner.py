@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
 from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
+from jmp_amp._autocast._equations import describe_equations
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import IN_CODE, Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._rewrites import rewrite_of
@@ -58,46 +59,7 @@ class Planner:
 
     def infos_of(self, jaxpr: Jaxpr) -> list[EqnInfo]:
         """Returns the facts of each equation of an open jaxpr."""
-        return self._infos(jaxpr, (), lambda: self._read_infos(jaxpr))
-
-    def _read_infos(self, jaxpr: Jaxpr) -> list[EqnInfo]:
-        pairs = [(eqn, self.rule_of(eqn)) for eqn in jaxpr.eqns]
-        # What each operand was before it was only moved.
-        moved, sources = dict[Any, Var](), list[tuple[Var | None, ...]]()
-        for eqn, rule in pairs:
-            sources.append(tuple([moved.get(a, a) if isinstance(a, Var) else None for a in eqn.invars]))
-            if rule.moves and len(eqn.outvars) == 1 and (source := sources[-1][0]) is not None:
-                moved[eqn.outvars[0]] = source
-        # The products in `(A @ P) @ A.T`, and `A @ (P @ A.T)`.
-        products, between, related = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int](), dict[int, int]()
-        for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
-            if rule.is_product:
-                products[eqn.outvars[0]] = i, of
-                for k in (0, 1):
-                    first, factors = products.get(of[k], (i, ()))
-                    if of[1 - k] is not None and of[1 - k] in factors:
-                        between |= {i: k, first: 1 - factors.index(of[1 - k])}
-            elif rule.kind in (ResultKind.QUOTIENT, ResultKind.DIFFERENCE) and (demand := _related(rule, of, products)):
-                related[i] = demand
-            elif rule.passes_on and len(made := [products[each] for each in of if each in products]) == 1:
-                products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
-        related |= dict.fromkeys(_quotients_in_units(pairs, sources), Demand.RANGE)
-        # Values, each with what it was rounded to.
-        rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn, rule in pairs if self._rounds(eqn, rule)]
-        infos = []
-        for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
-            operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
-            is_fraction = rule.kind is ResultKind.DIFFERENCE and {*map(id, eqn.invars)} in rounded
-            relations = between.get(i), related.get(i, Demand.NONE), is_fraction
-            op = self._op_of(eqn, of, *relations)
-            infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, *relations, op))
-        return infos
-
-    def _rounds(self, eqn: JaxprEqn, rule: Rule) -> bool:
-        """Whether an equation rounds to whole numbers; `jnp.round` is a call."""
-        if eqn.primitive.name == "jit" and len(inside := jx.open_jaxpr(eqn.params["jaxpr"])[0].eqns) == 1:
-            return self.rule_of(inside[0]).kind is ResultKind.ROUNDED
-        return rule.kind is ResultKind.ROUNDED
+        return self._infos(jaxpr, (), lambda: describe_equations(jaxpr, self.rule_of, self._op_of))
 
     def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], *relations: Any) -> object | None:
         if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which the keys would keep alive
@@ -184,35 +146,6 @@ class Planner:
         otherwise = Reads.STORED if op.neighbours.is_stored else Reads.LOW
         reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
         return Step(eqn, op.region, shared, outs, run, changed, reads, why)
-
-
-def _related(rule: Rule, sources: Sequence[Any], products: Mapping[Any, tuple[int, Sequence[Any]]]) -> int:
-    """Returns what a quotient or a difference demands of products because of their factors."""
-    first, second = [{*products.get(each, (0, ()))[1]} - {None} for each in sources]
-    if rule.kind is ResultKind.QUOTIENT:  # `(q @ (k.T @ v)) / (q @ k.sum(0))`: both may be small
-        return Demand.RANGE if first & second else Demand.NONE
-    is_mean = sources[0] in second or sources[1] in first  # `jax.nn.softmax(scores) @ x - x`
-    return Demand.DISTANCE if is_mean else Demand.NONE
-
-
-def _quotients_in_units(pairs: Sequence[tuple[JaxprEqn, Rule]], sources: Sequence[Sequence[Any]]) -> Iterator[int]:
-    """Yields the quotients by a unit: a function of them is multiplied by it, as in `n * jnp.tanh((c @ x) / n)`."""
-    scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
-    for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
-        read = [each for each in of if each is not None]
-        if len(read) == len(eqn.outvars) == 1:
-            (x,), (out,) = read, eqn.outvars
-            if rule.scales:
-                scaled[out] = scaled.get(x, x)
-            if x in quotients:
-                quotients[out] = quotients[x]
-        elif rule.scales and len(read) == 2:
-            first, second = (scaled.get(x, x) for x in read)
-            if rule.kind is ResultKind.QUOTIENT:
-                quotients[eqn.outvars[0]] = i, second
-            else:
-                pairs_of = (quotients.get(read[0]), second), (quotients.get(read[1]), first)
-                yield from [found[0] for found, unit in pairs_of if found and found[1] is unit]
 
 
 @dataclasses.dataclass(slots=True)

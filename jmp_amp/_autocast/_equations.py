@@ -1,0 +1,98 @@
+"""Describes the equations of a jaxpr, and how they belong together.
+
+Two products may have one matrix between them, a quotient may be in the unit of a later product, and a difference may be
+of a value and what that was rounded to.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jmp_amp import _jaxpr as jx
+from jmp_amp._ops import Demand, EqnInfo, ResultKind, Rule
+
+Pairs = Sequence[tuple[JaxprEqn, Rule]]
+Sources = Sequence[tuple[Var | None, ...]]
+
+
+def describe_equations(
+    jaxpr: Jaxpr, rule_of: Callable[[JaxprEqn], Rule], op_of: Callable[..., object | None]
+) -> list[EqnInfo]:
+    """Returns the facts of each equation of an open jaxpr.
+
+    Args:
+        jaxpr: the jaxpr.
+        rule_of: returns the rule of an equation.
+        op_of: returns `EqnInfo.op` of an equation, from its sources and what relates it to others.
+    """
+    pairs = [(eqn, rule_of(eqn)) for eqn in jaxpr.eqns]
+    sources = _sources(pairs)
+    between, related = _of_products(pairs, sources)
+    related |= dict.fromkeys(_quotients_in_units(pairs, sources), Demand.RANGE)
+    # Values, each with what it was rounded to.
+    rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn, rule in pairs if _rounds(eqn, rule, rule_of)]
+    infos = []
+    for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
+        operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
+        is_fraction = rule.kind is ResultKind.DIFFERENCE and {*map(id, eqn.invars)} in rounded
+        relations = between.get(i), related.get(i, Demand.NONE), is_fraction
+        infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, *relations, op_of(eqn, of, *relations)))
+    return infos
+
+
+def _sources(pairs: Pairs) -> Sources:
+    """Returns what each operand was before it was only moved; None for a literal."""
+    moved, sources = dict[Any, Var](), list[tuple[Var | None, ...]]()
+    for eqn, rule in pairs:
+        sources.append(tuple([moved.get(a, a) if isinstance(a, Var) else None for a in eqn.invars]))
+        if rule.moves and len(eqn.outvars) == 1 and (source := sources[-1][0]) is not None:
+            moved[eqn.outvars[0]] = source
+    return sources
+
+
+def _of_products(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns `EqnInfo.between` and `EqnInfo.related`, each by the index of the equation."""
+    products, between, related = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int](), dict[int, int]()
+    for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
+        made = [products[each] for each in of if each in products]
+        if rule.is_product:  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
+            products[eqn.outvars[0]] = i, of
+            for k in (0, 1):
+                first, factors = products.get(of[k], (i, ()))
+                if of[1 - k] is not None and of[1 - k] in factors:
+                    between |= {i: k, first: 1 - factors.index(of[1 - k])}
+        elif rule.kind is ResultKind.QUOTIENT and len(made) == 2 and {*made[0][1]} & {*made[1][1]} - {None}:
+            related[i] = Demand.RANGE  # `(q @ (k.T @ v)) / (q @ k.sum(0))`: both may be small
+        elif rule.kind is ResultKind.DIFFERENCE and any(x is not None and x in each for x in of for _, each in made):
+            related[i] = Demand.DISTANCE  # `jax.nn.softmax(scores) @ x - x`
+        elif rule.passes_on and len(made) == 1:
+            products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
+    return between, related
+
+
+def _quotients_in_units(pairs: Pairs, sources: Sources) -> Iterator[int]:
+    """Yields the quotients by a unit: a function of them is multiplied by it, as in `n * jnp.tanh((c @ x) / n)`."""
+    scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
+    for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
+        read = [each for each in of if each is not None]
+        if len(read) == len(eqn.outvars) == 1:
+            (x,), (out,) = read, eqn.outvars
+            if rule.scales:
+                scaled[out] = scaled.get(x, x)
+            if x in quotients:
+                quotients[out] = quotients[x]
+        elif rule.scales and len(read) == 2:
+            units = [scaled.get(x, x) for x in read]
+            if rule.kind is ResultKind.QUOTIENT:
+                quotients[eqn.outvars[0]] = i, units[1]
+            else:
+                made = [quotients.get(x, (i, None)) for x in read]
+                yield from [k for (k, unit), other in zip(made, units[::-1], strict=True) if unit is other]
+
+
+def _rounds(eqn: JaxprEqn, rule: Rule, rule_of: Callable[[JaxprEqn], Rule]) -> bool:
+    """Whether an equation rounds to whole numbers; `jnp.round` is a call."""
+    if eqn.primitive.name == "jit" and len(inside := jx.open_jaxpr(eqn.params["jaxpr"])[0].eqns) == 1:
+        return rule_of(inside[0]).kind is ResultKind.ROUNDED
+    return rule.kind is ResultKind.ROUNDED
