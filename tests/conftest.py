@@ -83,9 +83,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases",
         choices=("third", "another", "all"),
-        help="of the cases of a test: a third, but no test that is marked long; another third; or all. A third if no "
-        "file and no keyword is given, so that `pytest` ends in minutes. CI runs one on each of two Pythons, and its "
-        "sweeps all",
+        help="of the cases of a test: a third, another third, or all; long tests run with all, or if `-m` names them. "
+        "A third if no file and no keyword is given, so that `pytest` ends in minutes. CI runs one on each of two "
+        "Pythons, and its sweeps all",
     )
 
 
@@ -96,7 +96,7 @@ def cases_of(config):
 
 
 def pytest_report_header(config):
-    names = {"third": "a third, without long tests; all with `pytest --cases all`", "another": "another third"}
+    names = {"third": "a third; all, and long tests, with `pytest --cases all`", "another": "another third"}
     return f"cases of each test: {names.get(cases_of(config), 'all')}"
 
 
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config, items):
         quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
         if first is not None and len(quick) > 1:
             left_out |= {*quick} - {*quick[first::3]}
-        if first == 0 and cases[0].get_closest_marker("long"):
+        if first is not None and cases[0].get_closest_marker("long") and "long" not in config.getoption("markexpr"):
             left_out |= {*quick}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
