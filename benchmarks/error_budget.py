@@ -72,10 +72,6 @@ KINKS_HEADING = (
 )
 
 
-def model(name):
-    return CASES[name](None, **SIZES[name])
-
-
 def small(name):
     """A program of `programs.py`; its loss is a weighted sum of all that it returns."""
     fun, args = PROGRAMS[name].make()
@@ -176,7 +172,7 @@ def kinked(name):
     return KINKS[name], (weights, x, y)
 
 
-SMOOTH_TRIED = {name: functools.partial(model, name) for name in SIZES} | {
+SMOOTH_TRIED = {name: functools.partial(CASES[name], **sizes) for name, sizes in SIZES.items()} | {
     name: functools.partial(small, name) for name in SMALL
 }
 KINKS_TRIED = {name: functools.partial(kinked, name) for name in KINKS}

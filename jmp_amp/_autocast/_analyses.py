@@ -201,9 +201,10 @@ def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
 
 def _adds_matrix(info: EqnInfo, operands: Sequence[ValueFacts]) -> bool:
     """Whether an op adds a constant matrix to what is no constant, or subtracts one."""
-    is_constant = [known.is_constant and known.size > 0 for known in operands]
-    ranks = [len(varying(jx.shape_of(x))) for x in compress(info.sources, is_constant) if x is not None]
-    return info.rule.kind in _SUMS and not all(k.is_constant for k in operands) and max(ranks, default=0) > 1
+    if info.rule.kind not in _SUMS or all(known.is_constant for known in operands):
+        return False
+    constants = compress(info.sources, [known.is_constant and known.size > 0 for known in operands])
+    return any(x is not None and len(varying(jx.shape_of(x))) > 1 for x in constants)
 
 
 def _iterates(info: EqnInfo, operands: Sequence[ValueFacts]) -> bool:
@@ -317,7 +318,7 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     # The errors of 1000 steps add up: `lax.scan(lambda x, _: (a @ x, None), x, length=1000)`.
     if any(demand & known.carry & Demand.RECURRENCE for known in operands):
         return "recurrence"
-    if _iterates(info, operands):
+    if _iterates(info, operands):  # an iteration for a matrix, such as its inverse
         return "decomposition"
     # A residual is what is left of two equal numbers: `b - a @ x`, where `x = jnp.linalg.solve(a, b)`.
     if any(known.is_solution for known in operands):
