@@ -206,3 +206,20 @@ def test_no_jaxpr_is_printed_while_it_is_traced(monkeypatch):
     monkeypatch.setattr(JaxprEqn, "__repr__", lambda eqn: printed.update([eqn.primitive.name]) or "")
     jax.make_jaxpr(amp.autocast(fun))(jnp.ones((8, 8)))
     assert not printed
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_a_loop_is_traced_once_more_than_its_function(loop, monkeypatch):
+    """Although the cast of its weight moves out of it."""
+    bound, bind = [], lax.tanh_p.bind
+    monkeypatch.setattr(lax.tanh_p, "bind", lambda *args, **params: bound.append(args) or bind(*args, **params))
+
+    def fun(w, x, length):
+        return lax.fori_loop(0, length if loop == "while" else 3, lambda _, x: lax.tanh(x @ w), x)
+
+    args = jnp.ones((8, 8)), jnp.ones((4, 8)), 3
+    eqns = jax.make_jaxpr(amp.autocast(fun, save="all"))(*args).eqns
+    assert [eqns[-1].primitive.name, "convert_element_type" in {eqn.primitive.name for eqn in eqns}] == [loop, True]
+    traced, bound[:] = len(bound), []
+    jax.make_jaxpr(fun)(*args)
+    assert traced == len(bound) + 1

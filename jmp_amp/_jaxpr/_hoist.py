@@ -7,44 +7,37 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jmp_amp._jaxpr._structures import HIGHER_ORDER, Body, Call, Loop, holds, inner_jaxprs, structure_of
-from jmp_amp._jaxpr._trace import (
-    apply_as_traced,
-    evaluate,
-    nbytes_of,
-    shape_of,
-    trace,
-    with_constants_as_inputs,
-    with_last_reads,
-)
-from jmp_amp._jaxpr._versions import has_effects, open_jaxpr, split_known
+from jmp_amp._jaxpr._structures import Body, Call, Loop, holds, inner_jaxprs, structure_of
+from jmp_amp._jaxpr._trace import apply_as_traced, bind, evaluate, nbytes_of, trace, with_last_reads
+from jmp_amp._jaxpr._versions import has_effects, open_jaxpr, split_known, with_constants_as_inputs, with_loop_constants
 
 
 def hoist(
     jaxpr: Any, known: Sequence[Any], selects: Callable[..., bool], growth: float = math.inf
-) -> Callable[..., list[Any]]:
-    """Returns a closed jaxpr as a function that reads results of some ops as they are computed here.
-
-    So a loop over the function computes these ops once.
+) -> tuple[Any, list[Any]]:
+    """Computes some ops of a closed jaxpr here, so that a loop over the others computes them once.
 
     Args:
-        jaxpr: the jaxpr. If it has effects, or holds no such op, all of its ops stay in the function.
+        jaxpr: the jaxpr. If it has effects, or holds no such op, all of its ops stay in it.
         known: the values of its first inputs, which are the same in every call; None for an input that may change.
         selects: selects ops that depend on known values and constants alone, as the policies of `jax.checkpoint` do.
         growth: how many times the memory that the jaxpr needs now it may need with these results; if it needed more,
-            the ops stay in the function.
+            the ops stay in the jaxpr.
+
+    Returns:
+        The jaxpr without these ops, and the values of the inputs that it has before those of `jaxpr`.
     """
     opened, consts = open_jaxpr(jaxpr)
     is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
     if holds(jaxpr, selects) and not has_effects(opened):
-        whole, _ = open_jaxpr(with_constants_as_inputs(jaxpr))
+        whole = with_constants_as_inputs(jaxpr)
         before, after = split_known(whole, [True] * len(consts) + is_known, selects)
         moved = _evaluate_once(before, [*consts, *[x for x in known if x is not None]])
         if math.isinf(growth) or _peak(after, moved) <= growth * _peak(whole):
-            return lambda *args: jax.core.eval_jaxpr(after, (), *moved, *consts, *args)
-    return functools.partial(jax.core.eval_jaxpr, opened, consts)
+            return ClosedJaxpr(after, ()), [*moved, *consts]
+    return jaxpr, []
 
 
 def _evaluate_once(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -93,23 +86,9 @@ def _peak(jaxpr: Any, first: Sequence[Any] = ()) -> int:
 
 def run_loop(selects: Callable[..., bool], eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     """Runs a loop with other functions in place of its jaxprs, and some ops on its constants before it; see `hoist`."""
-    loop, (*cond, body) = structure_of(eqn), bodies
+    loop, (*cond, body) = structure_of(eqn), [body.jaxpr for body in bodies]
     assert isinstance(loop, Loop)
-    # `lax.while_loop` refuses a condition of several numbers, which `vmap` makes.
-    if not holds(body.jaxpr, selects) or (cond and shape_of(open_jaxpr(cond[0].jaxpr)[0].outvars[0])):
-        run: Any = HIGHER_ORDER[eqn.primitive.name].run
-        return run(eqn, bodies, args)
-    consts, carry, n = args[loop.consts], tuple(args[loop.carry]), loop.n_carry
-    hoisted = hoist(body.jaxpr, consts, selects)
-    if cond:
-        goes_on = functools.partial(cond[0], *args[loop.cond_consts])
-        return lax.while_loop(lambda carry: goes_on(*carry)[0], lambda carry: tuple(hoisted(*consts, *carry)), carry)
-
-    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-        outs = tuple(hoisted(*consts, *carry, *xs))
-        return outs[:n], outs[n:]
-
-    xs, options = tuple(args[loop.xs]), {name: eqn.params[name] for name in ("reverse", "unroll")}
-    length = None if xs else loop.length  # `lax.scan` takes a symbolic length from `xs` only
-    carry, ys = lax.scan(step, carry, xs, length, **options)
-    return *carry, *ys
+    body, moved = hoist(body, args[loop.consts], selects)
+    jaxprs = {"cond_jaxpr": cond[0], "body_jaxpr": body} if cond else {"jaxpr": body}
+    first = loop.consts.start
+    return bind(with_loop_constants(eqn, len(moved)), [*args[:first], *moved, *args[first:]], **jaxprs)

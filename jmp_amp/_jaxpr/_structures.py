@@ -6,9 +6,9 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace, with_constants_as_inputs
+from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace
 from jmp_amp._jaxpr._versions import (
     hi_kind,
     hi_primitive,
@@ -17,6 +17,7 @@ from jmp_amp._jaxpr._versions import (
     open_jaxpr,
     params_of,
     scan_sizes,
+    with_constants_as_inputs,
     with_params,
 )
 
@@ -274,10 +275,9 @@ def _run_cond(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Seq
 
 
 def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
-    jaxpr = bodies[0].jaxpr
-    _, consts = open_jaxpr(jaxpr)
-    jaxpr = with_constants_as_inputs(jaxpr)
-    new: dict[str, Any] = {"jaxpr": open_jaxpr(jaxpr)[0] if hi_primitive(eqn) is None else jaxpr}
+    _, consts = open_jaxpr(bodies[0].jaxpr)
+    jaxpr = with_constants_as_inputs(bodies[0].jaxpr)
+    new: dict[str, Any] = {"jaxpr": jaxpr if hi_primitive(eqn) is None else ClosedJaxpr(jaxpr, ())}
     prevent_cse = params_of(eqn).get("prevent_cse")
     if isinstance(prevent_cse, tuple):  # one for each operand
         new["prevent_cse"] = (False,) * len(consts) + prevent_cse

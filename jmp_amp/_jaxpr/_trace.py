@@ -191,15 +191,6 @@ def trace_call(
     return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
 
 
-def with_constants_as_inputs(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr whose constants are its first inputs."""
-    opened, consts = open_jaxpr(jaxpr)
-    if not consts:
-        return jaxpr
-    avals = [var.aval for var in (*opened.constvars, *opened.invars)]
-    return trace(lambda *xs: jax.core.eval_jaxpr(opened, xs[: len(consts)], *xs[len(consts) :]), avals)
-
-
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     """Applies the primitive of `eqn` to `args`, with some parameters replaced."""
     return apply(eqn.primitive, eqn.params | params, args)

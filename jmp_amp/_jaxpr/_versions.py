@@ -63,6 +63,26 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
+def with_loop_constants(eqn: JaxprEqn, n: int) -> JaxprEqn:
+    """Returns a loop whose body has `n` more constants in front of the others; its jaxprs are as before."""
+    if "ft_in" in eqn.params:
+        from jax._src import flattree  # type: ignore[attr-defined, unused-ignore]
+
+        consts, carry, xs = eqn.params["ft_in"].unpack()
+        params: dict[str, Any] = {"ft_in": flattree.pack(((flattree.nones(n), consts), carry, xs))}
+    else:
+        name = "num_consts" if "num_consts" in eqn.params else "body_nconsts"
+        params = {name: eqn.params[name] + n}
+    return eqn.replace(params=eqn.params | params)
+
+
+def with_constants_as_inputs(jaxpr: Any) -> Jaxpr:
+    """Returns an open jaxpr whose first inputs are the constants of a closed one."""
+    from jax._src.interpreters import partial_eval as pe
+
+    return pe.convert_constvars_jaxpr(open_jaxpr(jaxpr)[0])
+
+
 def call_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Returns a key that is equal for the equations that one call in the user's code makes."""
     return eqn.source_info.traceback, eqn.source_info.name_stack, eqn.ctx

@@ -278,10 +278,10 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         pairs = zip(leaves, opened.invars, opened.outvars[len(opened.outvars) - len(leaves) :], strict=False)
         known = [x if var is out else None for x, var, out in pairs]
         selects = is_float8_scale if jx.holds(closed, is_float8_scale) else _is_cast  # in float8, both save little more
-        hoisted = jx.hoist(closed, known, selects, growth=_GROWTH)
+        hoisted, moved = jx.hoist(closed, known, selects, growth=_GROWTH)
 
         def evaluate_hoisted(*args: Any) -> Any:
-            return rebuild(hoisted(*jax.tree.leaves(args)))
+            return rebuild(jax.core.eval_jaxpr(*jx.open_jaxpr(hoisted), *moved, *jax.tree.leaves(args)))
 
         ((loss, _), grads), after = jax.eval_shape(evaluate_hoisted, state, first)
         for path in dict(jax.tree.leaves_with_path(after)).keys() - dict(jax.tree.leaves_with_path(state)).keys():
