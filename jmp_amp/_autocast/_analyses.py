@@ -50,9 +50,9 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         least = min(a.least, b.least) if is_constant else math.inf
         return larger._replace(least=least, carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
 
-    def widen(self, old: ValueFacts, new: ValueFacts) -> ValueFacts:
-        """Returns what is known of a carry that is not settled: a size that grows in each iteration is not known."""
-        return new._replace(size=old.size)
+    def widen(self, start: ValueFacts, old: ValueFacts, new: ValueFacts) -> ValueFacts:
+        """Returns what is known of a carry that is not settled: how large one gets that grows is not known."""
+        return new if new.size == old.size else new._replace(size=start.size)
 
     def enter_loop(self, loop: jx.Loop, carry: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Marks the accumulators and the recurrences of a loop."""

@@ -73,8 +73,8 @@ class Forward(_Analysis[E, T]):
         """Returns what is known of the results of a loop from those of its body."""
         return outs
 
-    def widen(self, old: T, new: T) -> T:
-        """Returns what is known of a carry that is not settled after three iterations."""
+    def widen(self, start: T, old: T, new: T) -> T:
+        """Returns what is known of a carry that is not settled after two iterations, from what was at their start."""
         return new
 
     def find(self, jaxpr: Any, inputs: Sequence[T]) -> Mapping[Var, T]:
@@ -115,12 +115,12 @@ class Forward(_Analysis[E, T]):
 
     def _settle(self, loop: Loop, operands: Sequence[T]) -> tuple[T, ...]:
         """Returns what is known of the carries of a loop in every iteration."""
-        carry = tuple(self.enter_loop(loop, operands[loop.carry]))
+        carry = start = tuple(self.enter_loop(loop, operands[loop.carry]))
         for iteration in itertools.count():
             outs = self.outs(loop.body, (*operands[loop.consts], *carry, *operands[loop.xs]))[: loop.n_carry]
             new = tuple(self.enter_loop(loop, tuple(map(self.join, carry, outs))))
-            if iteration > 2:
-                new = tuple(map(self.widen, carry, new))
+            if iteration > 1:
+                new = tuple(map(self.widen, start, carry, new))
             if new == carry:
                 break
             carry = new
