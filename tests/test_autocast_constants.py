@@ -36,6 +36,10 @@ PROGRAMS = {
     "a constant that is moved": lambda w: (X @ w) * jnp.asarray(LARGE).T.reshape(4, 8)[::-1],
     "a constant within a jit": lambda w: jax.jit(lambda h: h * LARGE)(X @ w),
     "a constant within a scan": lambda w: jax.lax.scan(lambda c, x: (c, (x @ w) * LARGE[0]), 0, X)[1],
+    "a scale of whole numbers": lambda w: (X @ w) * LARGE.astype(int),
+    "a scale of integers in a product": lambda w: (X * np.asarray([10**6, *[1] * 7])) @ w,
+    "a mask of an integer": lambda w: jnp.where(np.arange(8) > 4, X @ w, -(10**9)) @ w,
+    "a scale that is a whole number in an array": lambda w: (X * jnp.asarray(10**6)) @ w,
     "a constant joined to others": lambda w: (X @ w) * jnp.concatenate([jnp.ones((2, 8)), jnp.asarray(LARGE[:2])]),
 }
 

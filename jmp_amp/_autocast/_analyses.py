@@ -65,8 +65,10 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
         eqn, rule, scalars = info.eqn, info.rule, [known.scalar for known in operands]
+        if rule.is_cast and not jx.is_inexact(eqn.invars[0]):
+            return [operands[0]._replace(is_whole=True)]
         # `-1e9` is known however it was written: `-jnp.float32(10) ** 9`, or `jnp.finfo(x.dtype).min / 2`.
-        if rule.fold is not None and None not in scalars:
+        if rule.fold is not None and None not in scalars and jx.is_floating(eqn.outvars[0]):
             with np.errstate(all="ignore"):
                 return [facts_of(np.asarray(rule.fold(*map(np.float32, scalars)), np.float32))]
         floating = [pair for pair in zip(operands, eqn.invars, strict=True) if jx.dtype_of(pair[1]) in _FLOATING]
@@ -192,8 +194,8 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
 def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
     """Whether the result of an op holds whole numbers; `read` is what is known of its floating operands."""
     rule = info.rule
-    if not read:  # made of comparisons or integers
-        return rule.is_cast or not info.eqn.invars
+    if not read:
+        return not info.eqn.invars
     is_power = rule.kind is ResultKind.POWER and (rule.power or 0) % 1 == 0
     keeps = (rule.is_linear or rule.passes_on or is_power) and rule.kind is not ResultKind.QUOTIENT
     return keeps and all(known.is_whole for known in read)

@@ -228,8 +228,7 @@ def _number(x: Any, dtype: Any) -> Value:
 
 def _constant(x: Any) -> Value:
     read = _elements(x)
-    known = NOTHING if read is None else facts_of(read) if read.dtype == FLOAT32 else CONSTANT
-    return unknown(jax.typeof(x))._replace(known=known)
+    return unknown(jax.typeof(x))._replace(known=NOTHING if read is None else facts_of(read))
 
 
 # Constants of up to so many elements are read, at trace time, to find out whether a low dtype can hold them: vectors,
@@ -239,7 +238,7 @@ _NUMBERS_IN_MASK = 8
 
 
 def _elements(x: Any) -> np.ndarray | None:
-    """Returns the elements of a float32 constant or the value of a number; None if it is not known, or a weight.
+    """Returns the elements of a constant as float32; None if they are not known, complex, or those of a weight.
 
     Of a large array of NumPy, every n-th element is read. If these are a few different numbers, it is a mask. A large
     array of JAX is not read, since it may have to be copied from a device: as an argument of the program, it makes the
@@ -250,13 +249,13 @@ def _elements(x: Any) -> np.ndarray | None:
     else:
         is_known = isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
     aval = jax.typeof(x) if is_known else None
-    if aval is None or not (aval.dtype == np.float32 or (aval.shape == () and jnp.issubdtype(aval.dtype, np.number))):
+    if aval is None or not any(jnp.issubdtype(aval.dtype, kind) for kind in (np.integer, np.floating)):
         return None
     if aval.size <= (_READABLE_VECTOR if len(varying(aval.shape)) < 2 else _READABLE):
-        return np.asarray(x, aval.dtype)
+        return np.asarray(x).astype(np.float32)
     if isinstance(x, jax.Array):
         return None
-    numbers = np.unique(np.asarray(x).flat[:: aval.size // _READABLE])
+    numbers = np.unique(np.asarray(x).flat[:: aval.size // _READABLE]).astype(np.float32)
     return numbers if numbers.size <= _NUMBERS_IN_MASK else None
 
 
