@@ -39,6 +39,11 @@ PROGRAMS = {
     "a scale of whole numbers": lambda w: (X @ w) * LARGE.astype(int),
     "a scale of integers in a product": lambda w: (X * np.asarray([10**6, *[1] * 7])) @ w,
     "a mask of an integer": lambda w: jnp.where(np.arange(8) > 4, X @ w, -(10**9)) @ w,
+    "a mask of integers that are moved": lambda w: jnp.where(X > 0, X @ w, jnp.full((8, 4), -(10**9)).T) @ w,
+    "a mask of integers that are indexed": lambda w: (
+        jnp.where(X > 0, X @ w, jnp.asarray([0, -(10**9)])[(X[:, :1] > 0) * 1]) @ w
+    ),
+    "flags times an integer": lambda w: (X @ w + (X > 0) * -(10**9)) @ w,
     "a scale that is a whole number in an array": lambda w: (X * jnp.asarray(10**6)) @ w,
     "a constant joined to others": lambda w: (X @ w) * jnp.concatenate([jnp.ones((2, 8)), jnp.asarray(LARGE[:2])]),
 }

@@ -223,3 +223,15 @@ def test_a_loop_is_traced_once_more_than_its_function(loop, monkeypatch):
     traced, bound[:] = len(bound), []
     jax.make_jaxpr(fun)(*args)
     assert traced == len(bound) + 1
+
+
+def test_a_body_is_read_a_few_times_in_loops_in_loops(monkeypatch):
+    """Although a value that grows in each iteration has another size in each."""
+    read, find = collections.Counter(), Knowledge._find
+    monkeypatch.setattr(Knowledge, "_find", lambda self, jaxpr, given: read.update([jaxpr]) or find(self, jaxpr, given))
+
+    def grown(x, depth):
+        return lax.fori_loop(0, 3, lambda _, x: grown(10 * x, depth - 1), x) if depth else x
+
+    jax.make_jaxpr(amp.autocast(lambda x: grown(x, 3)))(jnp.ones(8))
+    assert max(read.values()) < 4**3 / 2  # four times for each loop around it, if each began with other sizes

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._paths import InfosOf, Paths
-from jmp_amp._autocast._values import CONSTANT, NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of
+from jmp_amp._autocast._values import NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of
 from jmp_amp._formats import Format
 from jmp_amp._ops import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
 
@@ -71,8 +71,10 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         if rule.fold is not None and None not in scalars and jx.is_floating(eqn.outvars[0]):
             with np.errstate(all="ignore"):
                 return [facts_of(np.asarray(rule.fold(*map(np.float32, scalars)), np.float32))]
-        floating = [pair for pair in zip(operands, eqn.invars, strict=True) if jx.dtype_of(pair[1]) in _FLOATING]
-        read = [known for known, _ in floating]
+        # Of integers, those that may be elements of the result, and not what they are chosen by.
+        dtypes = _FLOATING.union(map(jx.dtype_of, eqn.outvars))
+        numbers = [pair for pair in zip(operands, eqn.invars, strict=True) if jx.dtype_of(pair[1]) in dtypes]
+        read = [known for known, _ in numbers]
         passes_on = rule.passes_on or rule.is_linear
         # The product of a logarithm and an array is another quantity, as `jnp.log(sigma) * embedding`.
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
@@ -81,7 +83,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         carry = joined([each.carry for each in read])
         known = ValueFacts(
             least=_least(info, read),
-            size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, floating),
+            size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, numbers),
             is_log=is_log or rule.kind is ResultKind.LOGARITHM,
             squares=_squares(info, operands),
             moment=_moment(info, operands),
@@ -98,7 +100,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        return CONSTANT if known.is_constant else NOTHING
+        return ValueFacts(least=known.least, size=known.size, is_constant=known.is_constant)
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 
@@ -106,9 +108,9 @@ def _of(var: Any, known: ValueFacts) -> ValueFacts:
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
 
 
-def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tuple[ValueFacts, Any]]) -> float:
+def _size(info: EqnInfo, operands: Sequence[ValueFacts], numbers: Sequence[tuple[ValueFacts, Any]]) -> float:
     """Estimates the largest magnitude of a result. Sums and means count as large as their largest term."""
-    rule, sizes, is_constant = info.rule, [known.size for known, _ in floating], all(k.is_constant for k in operands)
+    rule, sizes, is_constant = info.rule, [known.size for known, _ in numbers], all(k.is_constant for k in operands)
     if info.is_fraction:
         return 1.0
     if rule.power is not None:
@@ -120,7 +122,7 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], floating: Sequence[tupl
         # A number does not make a value smaller: data may be as large anyway.
         size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
     elif rule.passes_on or rule.kind is ResultKind.TOTAL:
-        size = max([known.size for known, atom in floating if not _is_bound(rule, atom, known)] or sizes)
+        size = max([known.size for known, atom in numbers if not _is_bound(rule, atom, known)] or sizes)
     else:
         return 1.0
     # Coefficients, as in `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, and factors near 1, as those of dropout, would

@@ -136,7 +136,7 @@ def _limits(dtype: np.dtype) -> tuple[float, float, float]:
     return float(info.max), float(info.tiny), float(info.smallest_subnormal)
 
 
-NOTHING, CONSTANT = ValueFacts(), ValueFacts(is_constant=True)
+NOTHING = ValueFacts()
 
 
 def facts_of(x: np.ndarray) -> ValueFacts:
