@@ -206,9 +206,8 @@ def unknown(aval: Any) -> Value:
 
 def constant(x: Any) -> Value:
     """Describes a constant of the program. A traced one counts as an input."""
-    if isinstance(x, int | float | np.ndarray | np.generic) and np.ndim(x) == 0:  # as literals are
-        number: Any = x.item() if isinstance(x, np.ndarray | np.generic) else x
-        return _number(number, getattr(x, "dtype", None) or jnp.result_type(x))
+    if isinstance(x, _ON_HOST) and getattr(x, "shape", ()) == ():  # as literals are
+        return _number(x.item() if hasattr(x, "item") else x, getattr(x, "dtype", None) or jnp.result_type(x))
     is_kept = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)  # an array of NumPy may change
     return _of_arrays(x, (), lambda: _constant(x)) if is_kept else _constant(x)
 
@@ -218,6 +217,7 @@ def constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Value, ...]:
     return _constants(jaxpr, tuple(map(id, consts)), lambda: (consts, tuple(map(constant, consts))))[1]
 
 
+_ON_HOST = bool, int, float, complex, np.ndarray, np.generic
 _constants, _of_arrays = jx.Cache(), jx.Cache()
 
 
@@ -238,7 +238,7 @@ _NUMBERS_IN_MASK = 8
 
 
 def _elements(x: Any) -> np.ndarray | None:
-    """Returns the elements of a constant as float32; None if they are not known, complex, or those of a weight.
+    """Returns the elements of a constant as float32, of complex ones the magnitudes; None if not known, or a weight's.
 
     Of a large array of NumPy, every n-th element is read. If these are a few different numbers, it is a mask. A large
     array of JAX is not read, since it may have to be copied from a device: as an argument of the program, it makes the
@@ -247,16 +247,16 @@ def _elements(x: Any) -> np.ndarray | None:
     if isinstance(x, jax.Array):  # those of a tracer, or of an array of several processes, are not known
         is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     else:
-        is_known = isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
+        is_known = isinstance(x, _ON_HOST)
     aval = jax.typeof(x) if is_known else None
-    if aval is None or not any(jnp.issubdtype(aval.dtype, kind) for kind in (np.integer, np.floating)):
+    if aval is None or not jnp.issubdtype(aval.dtype, np.number):
         return None
-    if aval.size <= (_READABLE_VECTOR if len(varying(aval.shape)) < 2 else _READABLE):
-        return np.asarray(x).astype(np.float32)
-    if isinstance(x, jax.Array):
+    is_small = aval.size <= (_READABLE_VECTOR if len(varying(aval.shape)) < 2 else _READABLE)
+    if not is_small and isinstance(x, jax.Array):
         return None
-    numbers = np.unique(np.asarray(x).flat[:: aval.size // _READABLE]).astype(np.float32)
-    return numbers if numbers.size <= _NUMBERS_IN_MASK else None
+    read = np.asarray(x) if is_small else np.unique(np.asarray(x).flat[:: aval.size // _READABLE])
+    is_read = is_small or read.size <= _NUMBERS_IN_MASK
+    return (np.abs(read) if np.iscomplexobj(read) else read).astype(np.float32) if is_read else None
 
 
 def widest(dtypes: Iterable[Any]) -> np.dtype:
