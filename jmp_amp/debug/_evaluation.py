@@ -494,10 +494,8 @@ def precise(wide: Any) -> Any:
 
 def _wider(dtype: Any, wide: Any) -> Any:
     """Returns `wide`, or the complex dtype of its precision, for a narrower floating dtype; else `dtype`."""
-    if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.complexfloating):
-        return np.dtype(np.complex128) if wide == FLOAT64 else dtype
-    is_narrow = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < wide.itemsize
-    return wide if is_narrow else dtype
+    is_inexact = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+    return np.promote_types(dtype, wide) if is_inexact else dtype
 
 
 def widened(x: Any, wide: Any) -> Any:
