@@ -295,14 +295,14 @@ class Emulation:
             args: its other arguments.
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
-        row = _row(place, name, jnp.dtype(to).name, size=place.times * math.prod(jnp.shape(x)))
+        row = _row(place, name, jnp.dtype(to).name, math.prod(jnp.shape(x)))
         number = self._switch((*place.key, index), row, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
     def _switch(self, key: Any, row: Rounding, place: Place) -> "_Switch":
         """Returns the switch of a row, a new one if its key is new."""
-        new = _Switch(len(self._found), row, place.times * flops_of(place.eqn), _lines(place))
+        new = _Switch(len(self._found), row, row.runs * flops_of(place.eqn), _lines(place))
         return self._found.setdefault(key, new)
 
     def _decided(
@@ -315,7 +315,7 @@ class Emulation:
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
             names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
-            total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + place.times * own.size)
+            total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + row.runs * own.size)
             self._found[line] = switch._replace(row=total)
         if other is None:
             self._tape.recorded[key] = Decision(x, jnp.bool_(True), jnp.zeros(own.shape, bool))
@@ -399,8 +399,9 @@ def _lines(place: Place) -> frozenset[jx.Frame]:
 
 
 def _row(place: Place, primitive: str, dtype: str, size: int = 0) -> Rounding:
-    site = vars(jx.Site.at(place.eqns)) | {"primitive": primitive, "runs": place.times}
-    return Rounding(**site, dtype=dtype, size=size)
+    """Returns the row of an op, each run of which rounds an array of a size."""
+    site = dataclasses.replace(jx.Site.at(place.eqns), primitive=primitive)
+    return Rounding(**vars(site), dtype=dtype, size=site.runs * size)
 
 
 class Probe(NamedTuple):

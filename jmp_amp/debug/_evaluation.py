@@ -242,10 +242,10 @@ class Evaluation:
 
     def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
         """Traces a branch or a loop whose jaxprs this evaluation changes."""
-        tape, times = self.evaluator.tape, (structure.length or 1) if isinstance(structure, jx.Loop) else 1
+        tape = self.evaluator.tape
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return self._run_body(jaxpr, args, place.body(k)._replace(times=place.times * times))
+            return self._run_body(jaxpr, args, place.body(k))
 
         def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             outs = run(k, structure.body, *values[structure.consts], *carry, *xs)

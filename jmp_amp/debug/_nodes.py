@@ -92,13 +92,11 @@ class Place(NamedTuple):
         key: the position in the program: the index of each equation in `eqns` within its jaxpr, and of the jaxprs.
         eqns: the equations that contain this one, outermost first, and the equation itself.
         iteration: the index of the iteration of each loop that contains the equation, outermost first.
-        times: how often it runs in a traced evaluation, which evaluates a loop once.
     """
 
     key: Id = ()
     eqns: tuple[JaxprEqn, ...] = ()
     iteration: tuple[int, ...] = ()
-    times: int = 1
 
     @property
     def id(self) -> Id:
