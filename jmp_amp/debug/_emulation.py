@@ -202,21 +202,22 @@ class Emulation:
         equations = [eqn for *_, eqn in jx.equations_in(self._program)]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
-        self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
-        on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
+        most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches; the trace tells how many
+        on = jax.ShapeDtypeStruct((most,), FLOAT32)
         call = lambda on, *args: self._gradient((on, on), *args)[1][1]  # noqa: E731
         self._decisions = jax.eval_shape(call, on, self._arrays, jnp.float32(1))
         found = list(self._found.values())
-        self._most, self.rows = len(found), [x.row for x in found]
+        self.rows = [x.row for x in found]
         self.default = np.array([not row.decides for row in self.rows], np.float32)
-        costs = [(x.flops, x.row.size, x.row.primitive not in ("convert_element_type", "constant", "")) for x in found]
-        self.work = np.array([[flops * is_op, size * is_op] for flops, size, is_op in costs]).reshape(-1, 2)
+        is_op = [row.primitive not in ("convert_element_type", "constant") for row in self.rows]
+        costs = [(x.flops, x.row.size) if ok else (0, 0) for x, ok in zip(found, is_op, strict=True)]
+        self.work = np.array(costs).reshape(-1, 2)
         lines = [x.lines for x in found]
         self.lines = [each - frozenset.intersection(*lines) for each in lines]  # without those that call the program
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
-        self._switches = [lax.split(each, (1,) * self._most) for each in on]
+        self._switches = [lax.split(each, (1,) * len(each)) for each in on]
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
@@ -241,7 +242,7 @@ class Emulation:
             largest = lax.select(largest > 0, largest, jnp.ones_like(largest))
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest), recorded
 
-        on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in ((self._most,), (self._count, self._size)))
+        on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in (self.default.shape, (self._count, self._size)))
         inputs = on, self._arrays, jnp.float32(1), vectors, self._decisions
         return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS)
 
@@ -258,16 +259,14 @@ class Emulation:
         normal = np.random.default_rng(seed).standard_normal((self._size, self._count), np.float32)
         # Orthogonal: with as many as there are gradients, the mean is exact.
         vectors = np.linalg.qr(normal)[0].T * self._size**0.5
-        switches = np.zeros(self._most, np.float32)
-        switches[: len(on)] = on
         decisions = decisions or jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._decisions)
-        *results, decided = self._run(switches, self._arrays, jnp.float32(scale), vectors, decisions)
+        *results, decided = self._run(on.astype(np.float32), self._arrays, jnp.float32(scale), vectors, decisions)
         grads, size, signed, squares = (np.asarray(x, np.float64) for x in jax.tree.leaves(jax.device_get(results)))
         flips = np.zeros(len(self._found), int)
         for key, x in decided.items():
             flips[self._decided_by[key]] += int(np.sum(x.flips))
         with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
-            signed, squares = (np.mean(x, 0)[: len(on)] * size**2 for x in (signed**2, squares))
+            signed, squares = (np.mean(x, 0) * size**2 for x in (signed**2, squares))
             vectors = self._count * self._size / (self._size + 1 - self._count)
             return Probe(grads, signed, squares, vectors, decided, flips)
 
