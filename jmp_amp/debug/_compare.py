@@ -42,20 +42,17 @@ def floating_value_and_grad(fun: Callable, **options: Any) -> Callable:
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args, is_leaf=_is_none)
+        leaves, tree = jax.tree.flatten(args)
+        is_float = [isinstance(x, jax.Array) and jx.is_floating(x) for x in leaves]
 
         def of_floats(*floats: Any) -> Any:
-            pairs = zip(jax.tree.leaves(floats, is_leaf=_is_none), leaves, strict=True)
-            return fun(*jax.tree.unflatten(tree, [x if f is None else f for f, x in pairs]), **kwargs)
+            combined = jx.combine(is_float, jax.tree.leaves(floats), leaves)
+            return fun(*jax.tree.unflatten(tree, combined), **kwargs)
 
-        floats = [x if isinstance(x, jax.Array) and jx.is_floating(x) else None for x in leaves]
-        return jax.value_and_grad(of_floats, **options)(*jx.with_leaves(args, floats, _is_none))
+        floats = [x if is_one else None for x, is_one in zip(leaves, is_float, strict=True)]
+        return jax.value_and_grad(of_floats, **options)(*jx.with_leaves(args, floats))
 
     return evaluate
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 @transformation
