@@ -21,7 +21,7 @@ from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
-from jmp_amp.debug._nodes import Place, is_low
+from jmp_amp.debug._nodes import Place, reads_low
 from jmp_amp.debug._report import Plot, as_jit_takes, check_without_autocast, flat_on_host, module_name
 
 R = TypeVar("R")
@@ -131,7 +131,8 @@ def compare(
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
         args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
-        wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
+        program, _, _ = jx.trace_call(fun, args, kwargs)
+        wide = np.dtype(reference) if reads_low(program) else None
         exact, _ = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
         if not all_grads(exact).size:
             raise TypeError(NO_GRADIENTS)
@@ -399,12 +400,6 @@ def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
         return math.inf
     difference, norm = float(np.linalg.norm(x - reference)), float(np.linalg.norm(reference))
     return difference / norm if norm else (math.inf if difference else 0.0)
-
-
-def _reads_low(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function reads values of less than 32 bits."""
-    program, _, _ = jx.trace_call(fun, args, kwargs)
-    return jx.holds(program, lambda _, *avals, **params: any(map(is_low, avals)))
 
 
 def _in_wide(fun: Callable, wide: Any) -> Callable:

@@ -26,7 +26,7 @@ from jmp_amp._loss_scale import value_and_grad
 from jmp_amp._ops import OpClass, ResultKind, rule_of
 from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
-from jmp_amp.debug._nodes import Id, Place, is_low
+from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
@@ -365,9 +365,8 @@ class Emulation:
 
     def _opaque(self, place: Place, args: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Runs an op in its own dtypes; an error of its operands passes through if JAX can differentiate it."""
-        inside = jx.inner_jaxprs(place.eqn)
-        is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(is_low, avals))) for inner in inside)
-        if is_rounded or any(map(is_low, (*place.eqn.invars, *place.eqn.outvars))):
+        is_rounded = any(map(is_low, (*place.eqn.invars, *place.eqn.outvars)))
+        if is_rounded or any(map(reads_low, jx.inner_jaxprs(place.eqn))):
             self.opaque[f"{place.eqn.primitive.name} {place.site.where}"] = None
         if place.eqn.primitive.name != "while":  # has no derivative in reverse, which JAX says too late
             with contextlib.suppress(Exception):  # what has no derivative raises any error

@@ -233,6 +233,11 @@ def is_low(x: Any) -> bool:
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
+def reads_low(jaxpr: Any) -> bool:
+    """Whether an op of a jaxpr, or of one inside it, reads values of less than 32 bits."""
+    return any(is_low(atom) for *_, eqn in jx.equations_in(jaxpr) for atom in eqn.invars)
+
+
 def nearest(
     nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]] = lambda x: x.parents, depth: float = math.inf
 ) -> dict[Node, int]:
