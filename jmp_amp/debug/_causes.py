@@ -168,8 +168,6 @@ def _reads(e: Element) -> list[Element]:
         return [Element(node.source, (*slices, *index))]
     if node.eqn is None and node.operands:  # the results of iterations are stacked
         return [Element(node.operands[index[0]], index[1:])]
-    if node.eqn is None:
-        return []
     if not _is_known(node):
         return []
     rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
@@ -201,7 +199,7 @@ def _terms(e: Element) -> list[Element]:
 
 def _exact(e: Element) -> Any:
     """Returns what the op computes of the same operands in float64; None if that is not known."""
-    if not e.node.eqn or not _is_known(e.node):
+    if not _is_known(e.node):
         return None
     out = _run_wide(e.node, _wide(e.node))
     return None if out is None else np.asarray(out)[e.at].item()
@@ -215,7 +213,7 @@ def _independent(elements: Sequence[Element]) -> dict[Node, Element]:
 
 def _needs(e: Element, nodes: Collection[Node]) -> bool:
     """Whether a number changes with each of several values that its op reads, none of which is a constant."""
-    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not e.node.eqn or not _is_known(e.node):
+    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not _is_known(e.node):
         return False
     moved = ([x + (y is node) for x, y in zip(_wide(e.node), e.node.operands, strict=True)] for node in nodes)
     outs = [_run_wide(e.node, operands) for operands in moved]
@@ -240,8 +238,9 @@ def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
 
 
 def _is_known(node: Node) -> bool:
-    """Whether the arrays of an op and its operands are held; keys are no arrays."""
-    return all(isinstance(getattr(x.held, "dtype", None), np.dtype) for x in (*node.operands, node))
+    """Whether an op computed a value, and its array and those of the operands are held; keys are no arrays."""
+    held = [x.held for x in (*node.operands, node)]
+    return node.eqn is not None and all(isinstance(getattr(x, "dtype", None), np.dtype) for x in held)
 
 
 def _of_matrix(e: Element) -> str:
