@@ -285,17 +285,15 @@ class Evaluation:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
         if self.wide is None:
-            return self._as_traced(eqn, operands)
+            return jx.apply_as_traced(eqn, operands)
         region = self.evaluator.region
         is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
-        outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        return [self._in_dtype(x) for x in self._as_traced(eqn, as_traced(eqn, operands))] if outs is None else outs
-
-    def _as_traced(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-        return jx.apply_as_traced(eqn, operands)
+        if is_wide and (outs := evaluate_in(self.wide, place, operands)) is not None:
+            return outs
+        return [self._in_dtype(x) for x in jx.apply_as_traced(eqn, as_traced(eqn, operands))]
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
@@ -420,12 +418,11 @@ class Interpretation(Evaluation):
         self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
 
-    def _as_traced(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-        apply: Callable[..., Any] = functools.partial(super()._as_traced, eqn)
-        # JAX would evaluate a `shard_map` op by op.
-        return (
-            jax.jit(apply, compiler_options=QUICK)(operands) if eqn.primitive.name == "shard_map" else apply(operands)
-        )
+    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+        if place.eqn.primitive.name != "shard_map":
+            return super()._computed(place, operands)
+        # JAX would evaluate it op by op.
+        return jax.jit(functools.partial(super()._computed, place), compiler_options=QUICK)(operands)
 
     def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
