@@ -233,7 +233,7 @@ def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
     """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
     with precise(FLOAT64):
         arrays = [*map(jnp.asarray, operands)]
-        outs = evaluate_in(FLOAT64, node.place, arrays, None if node.is_floating else node.held.dtype)
+        outs = evaluate_in(FLOAT64, node.eqn, arrays, None if node.is_floating else node.held.dtype)
     return outs and outs[node.index[0]]
 
 

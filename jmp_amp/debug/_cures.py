@@ -69,7 +69,7 @@ class Part:
                 found = {self.x: jnp.asarray(self.samples[i])}
                 for node in sorted(self.nodes, key=lambda x: x.number):
                     operands = [found[x] if x in found else widened(jnp.asarray(x.held), FLOAT64) for x in node.reads]
-                    outs = evaluate_in(FLOAT64, node.place, operands) or ()  # an op may not run in float64
+                    outs = evaluate_in(FLOAT64, node.eqn, operands) or ()  # an op may not run in float64
                     found[node] = outs[node.index[0]]
                 return np.asarray(found[self.root])
         except Exception:

@@ -291,7 +291,7 @@ class Evaluation:
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
-        if is_wide and (outs := evaluate_in(self.wide, place, operands)) is not None:
+        if is_wide and (outs := evaluate_in(self.wide, eqn, operands)) is not None:
             return outs
         return [self._in_dtype(x) for x in jx.apply_as_traced(eqn, as_traced(eqn, operands))]
 
@@ -513,9 +513,8 @@ def keeps_dtypes(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _KEEP_DTYPES or rule.is_kernel or has_program
 
 
-def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
+def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
     """Evaluates an op in a wide dtype, also in place of the dtype `narrow`; None if the op does not run in it."""
-    eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
     if keeps_dtypes(eqn):
