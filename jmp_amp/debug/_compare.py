@@ -334,14 +334,16 @@ def gradient_program(
     The arguments are those of `measure`.
     """
     arrays, rebuild = jx.split_arrays((args, kwargs))
-    has_aux = options.get("has_aux", False)
+    return jax.jit(_in_wide(functools.partial(loss_and_grads, fun, rebuild, **options), wide)), arrays
 
-    def evaluate(arrays: list[Any], scale: jax.Array) -> tuple[Any, Any]:
-        args, kwargs = rebuild(arrays)
-        value, grads = value_and_grad(fun, loss_scale=scale, **options)(*args, **kwargs)
-        return (value[0] if has_aux else value), grads
 
-    return jax.jit(_in_wide(evaluate, wide)), arrays
+def loss_and_grads(
+    fun: Callable, rebuild: Callable, arrays: Sequence[Any], scale: jax.Array, has_aux: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """Returns the loss, without `aux`, and the scaled gradients of the call whose arguments `rebuild(arrays)` are."""
+    args, kwargs = rebuild(arrays)
+    value, grads = value_and_grad(fun, loss_scale=scale, has_aux=has_aux, **options)(*args, **kwargs)
+    return (value[0] if has_aux else value), grads
 
 
 def unscaled(run: Callable, arrays: list[Any], loss_scale: float | None) -> tuple[Arrays, float]:
@@ -357,7 +359,7 @@ def unscaled(run: Callable, arrays: list[Any], loss_scale: float | None) -> tupl
         loss, grads = run(arrays, jnp.float32(scale))
         results = {("loss", ""): flat_on_host(loss)}
         for path, leaf in jax.tree.leaves_with_path(grads):
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            if jx.is_floating(leaf):
                 key = "gradient", module_name(path)
                 results[key] = np.append(results.get(key, []), flat_on_host(leaf) / scale)
         if all(np.isfinite(x).all() for x in results.values()):

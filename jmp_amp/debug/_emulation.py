@@ -22,9 +22,8 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast_with, flops_of, parse_settings
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
-from jmp_amp._loss_scale import value_and_grad
 from jmp_amp._ops import OpClass, ResultKind, rule_of
-from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
+from jmp_amp.debug._compare import NO_GRADIENTS, check_finite, loss_and_grads
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
@@ -182,10 +181,8 @@ class Emulation:
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
 
         def gradient(fun: Callable, arrays: Sequence[Any], scale: jax.Array) -> list[Any]:
-            args, kwargs = rebuild(arrays)
-            value, grads = value_and_grad(fun, loss_scale=scale, **grad_options)(*args, **kwargs)
-            loss = value[0] if grad_options["has_aux"] else value
-            return [loss, *(g for g in jax.tree.leaves(grads) if jx.is_floating(g))]
+            loss, grads = loss_and_grads(fun, rebuild, arrays, scale, **grad_options)
+            return [loss, *filter(jx.is_floating, jax.tree.leaves(grads))]
 
         with emulated():
             functions = (functools.partial(gradient, f) for f in (fun, autocast_with(fun, settings)))
