@@ -362,14 +362,15 @@ class _Candidate:
         return (first + max(every - others, 0)) / 2
 
     @functools.cached_property
-    def ops(self) -> Sequence[OpSite]:
-        """Those of the forward pass, without rules."""
-        return self.report((), "full").select(direction="forward").rows
+    def low_ops(self) -> list[OpSite]:
+        """The ops of the forward pass that are in low precision without rules."""
+        ops = self.report((), "full").select(direction="forward").rows
+        return [op for op in ops if op.compute != "float32"]
 
     @functools.cached_property
     def keys(self) -> list[Any]:
         """The modules of the ops that rules change, and their primitives except those that only move values."""
-        ops = [op for op in self.ops if op.compute != "float32" and op.why not in _INDEPENDENT_OF_RULES]
+        ops = [op for op in self.low_ops if op.why not in _INDEPENDENT_OF_RULES]
         if self.value != "full":  # a class is no dtype, so a primitive cannot have a rule with the base dtype
             return [*dict.fromkeys(op.module for op in ops if op.module and op.compute.startswith("float8"))]
         moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
@@ -425,9 +426,7 @@ class _Candidate:
     @functools.cached_property
     def _is_free(self) -> np.ndarray:
         """Which roundings rules may remove, bool[n]."""
-        fixed = {
-            (op.module, op.source) for op in self.ops if op.compute != "float32" and op.why in _INDEPENDENT_OF_RULES
-        }
+        fixed = {(op.module, op.source) for op in self.low_ops if op.why in _INDEPENDENT_OF_RULES}
         rows = self.emulation.rows
         is_low = np.array([self.value == "full" or row.dtype.startswith("float8") for row in rows], bool)
         return is_low & np.array([(row.module, row.source) not in fixed for row in rows], bool)
