@@ -82,7 +82,6 @@ def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
 
 
 Id = tuple[int, ...]
-_ARGUMENT = -1
 
 
 class Place(NamedTuple):
@@ -124,7 +123,7 @@ class Place(NamedTuple):
 
 def argument_id(i: int) -> Id:
     """Returns the id of argument `i` of the program, which differs from the id of every equation."""
-    return _ARGUMENT, i
+    return -1, i
 
 
 @dataclasses.dataclass(eq=False)
