@@ -156,8 +156,7 @@ def compare(
 def _apply_policy(fun: Callable, policy: Any) -> Callable:
     if isinstance(policy, Mapping):
         return autocast(fun, **policy)
-    # `jnp.float16` and NumPy's scalar types are callable dtypes.
-    if callable(policy) and not isinstance(policy, type) and not hasattr(policy, "dtype"):
+    if callable(policy) and not isinstance(policy, type):  # `jnp.float16` and NumPy's scalar types are classes
         return policy
     return autocast(fun, policy)
 
