@@ -307,15 +307,13 @@ class Emulation:
         """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
         key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
         line, own = (row.module, row.source), result(x)
-        switch, other = self._switch(line, row, place), self._tape.replayed.get(key)
+        none = Decision(x, jnp.bool_(False), ())  # in the first trace, there is no other run
+        switch, other = self._switch(line, row, place), self._tape.replayed.get(key, none)
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
             names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
             total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + row.runs * own.size)
             self._found[line] = switch._replace(row=total)
-        if other is None:
-            self._tape.recorded[key] = Decision(x, jnp.bool_(True), jnp.zeros(own.shape, bool))
-            return own
         on, others = lax.squeeze(self._switches[0][switch.number], (0,)), lax.stop_gradient(result(other.values))
         self._tape.recorded[key] = Decision(x, jnp.bool_(True), (own != others) & other.ran)
         return lax.select((on != 0) & other.ran, others, own)
