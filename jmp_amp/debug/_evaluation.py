@@ -390,7 +390,7 @@ class Interpretation(Evaluation):
             case jx.Branches(jaxprs, inputs) if np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
-            case jx.Loop() as loop:
+            case jx.Loop() as loop if loop.length != 0:
                 is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
                 is_long = is_long and not self._is_split(place)
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
@@ -399,7 +399,8 @@ class Interpretation(Evaluation):
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
-                return run(loop, operands, place, self._compiled_body if is_long else self._run_body)
+                outs = run(loop, operands, place, self._compiled_body if is_long else self._run_body)
+                return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
         return self._op(operands, place)
 
     def _cells(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
@@ -444,11 +445,9 @@ class Interpretation(Evaluation):
             slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), 0, False)) for x in xs]
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
-        if not ys:
-            return self._op(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
         stacked = [self._cell(jnp.stack([y.value for y in column]), column) for column in columns]
-        return [self._renamed(x, place, (k,)) for k, x in enumerate([*carry, *stacked])]
+        return [*carry, *stacked]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry = operands[loop.carry]
@@ -461,7 +460,7 @@ class Interpretation(Evaluation):
             new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             flags, pairs = predicate.value, zip(new, carry, strict=True)
             carry = [self._cell(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
-        return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
+        return carry
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
