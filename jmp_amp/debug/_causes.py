@@ -83,7 +83,7 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
 
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
-    node, name, reads = e.node, e.node.primitive, [x for x in _reads(e) if x.number is not None]
+    node, name, reads = e.node, e.node.primitive, _reads(e)
     if name in _MATRICES:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
     text = f"{derivative}`{name}`{_of(reads)}{_at(e.at)} is "
@@ -263,8 +263,7 @@ def _at(index: tuple[int, ...]) -> str:
 
 
 def _of(reads: Sequence[Element]) -> str:
-    numbers = [f"{x.number:.4g}" for x in reads if x.number is not None]
-    return f" of {' and '.join(numbers)}" if numbers else ""
+    return f" of {' and '.join(f'{x.number:.4g}' for x in reads)}" if reads else ""
 
 
 def _range(node: Node, which: str = "largest finite") -> str:
