@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, reads_low
 from jmp_amp.debug._report import Plot, as_jit_takes, check_without_autocast, flat_on_host, module_name
-
-R = TypeVar("R")
 
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 
@@ -133,16 +131,14 @@ def compare(
         args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
         program, _, _ = jx.trace_call(fun, args, kwargs)
         wide = np.dtype(reference) if reads_low(program) else None
-        exact, _ = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
+        exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **options)
         if not all_grads(exact).size:
             raise TypeError(NO_GRADIENTS)
-        check_finite(exact.values(), reference)
+        check_finite((x for (kind, _), x in exact.items() if kind != "activation"), reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        expected = exact | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
-        found = {name: x | activations(programs[name], args, kwargs) for name, (x, _) in measured.items()}
         rows = []
-        for key, x in expected.items():
-            others = {name: results.get(key, np.empty(0)) for name, results in found.items()}
+        for key, x in exact.items():
+            others = {name: results.get(key, np.empty(0)) for name, (results, _) in measured.items()}
             if all(other.size == x.size for other in others.values()):
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
@@ -312,7 +308,7 @@ def measure(
     wide: Any = None,
     **options: Any,
 ) -> tuple[Arrays, float]:
-    """Returns the loss, the unscaled gradients by the module of their parameters, and the loss scale.
+    """Returns the loss, the unscaled gradients by the module of their parameters, the activations, and the loss scale.
 
     Args:
         fun: the loss function.
@@ -322,7 +318,8 @@ def measure(
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         **options: the options of `amp.value_and_grad`.
     """
-    return unscaled(*gradient_program(fun, args, kwargs, wide, **options), loss_scale)
+    results, scale = unscaled(*gradient_program(fun, args, kwargs, wide, **options), loss_scale)
+    return results | _activations(_in_wide(fun, wide), args, kwargs), scale
 
 
 def gradient_program(
@@ -380,16 +377,14 @@ def check_finite(results: Iterable[np.ndarray], dtype: str) -> None:
         )
 
 
-def run_exactly(
-    tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
-) -> R:
-    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
+def _measure_exactly(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any) -> Arrays:
+    """Returns what `measure` returns in float32 or float64, with `precision="highest"` and without a loss scale."""
     with precise(np.dtype(dtype)):
         if dtype == "float32":
-            return tool(fun, args, kwargs, **options)
+            return measure(fun, args, kwargs, 1.0, **options)[0]
         with jax.numpy_dtype_promotion("standard"):
             args, kwargs = cast_floating((args, kwargs), np.float64)
-            return tool(fun, args, kwargs, **options)
+            return measure(fun, args, kwargs, 1.0, **options)[0]
 
 
 def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
@@ -415,8 +410,7 @@ def _in_wide(fun: Callable, wide: Any) -> Callable:
     return evaluate
 
 
-@emulated()
-def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide: Any = None) -> Arrays:
+def _activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Arrays:
     """Evaluates a function and returns the last floating-point result of each module, in program order.
 
     A module is a named scope, such as a Flax or Haiku module, or a scope around it. An op outside of all scopes belongs
@@ -426,7 +420,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
     Returns:
         The result of each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
-    program, arrays, _ = jx.trace_call(_in_wide(fun, wide), args, kwargs)
+    program, arrays, _ = jx.trace_call(fun, args, kwargs)
     names = dict[str, None]()
 
     def record(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
