@@ -347,15 +347,13 @@ class Interpretation(Evaluation):
 
     def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
-        reads = [x.node for x in operands]
+        reads, eqns = [x.node for x in operands], place.eqns if place else ()
         value = super()._renamed(value, place, index) if place else value
         node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
-        reads_nothing = place is not None and bool(place.eqns) and not place.eqn.invars  # as an `iota`
+        reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
         node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
-        node.is_backward = any(x.is_backward for x in reads) or (
-            place is not None and jx.direction_of(place.eqns) == "backward"
-        )
+        node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
         for x in reads:
             x.readers.append(node)
         self.nodes.append(node)
