@@ -187,14 +187,10 @@ class NonFinite(jx.Site):
         }
         if self.primitive in heads:
             return heads[self.primitive]
-        parts = [
-            f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self.where}",
-            f"in {self.library}" if self.library else "",
-            f"scope {self.module}" if self.module else "",
-            f"iteration {', '.join(map(str, self.iteration))}" if self.iteration else "",
-            f"hidden by {self.hidden_by}" if self.hidden_by else "",
-        ]
-        return ", ".join(filter(None, parts))
+        head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self.where}"
+        texts = self.library, self.module, ", ".join(map(str, self.iteration)), self.hidden_by
+        named = zip(("in", "scope", "iteration", "hidden by"), texts, strict=True)
+        return ", ".join([head, *(f"{name} {text}" for name, text in named if text)])
 
 
 def _wrapped(text: str) -> str:
