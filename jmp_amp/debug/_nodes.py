@@ -77,8 +77,7 @@ def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
     x = x.astype(np.float32) if is_low(x) else x
     counts = [xp.sum(flags, dtype=np.int32) for flags in (x == 0, xp.isinf(x), xp.isnan(x))]
     inf, finite = np.asarray(np.inf, x.real.dtype), xp.isfinite(x)
-    low, high = xp.where(finite, x.real, inf), xp.where(finite, x.real, -inf)
-    return counts, (xp.min(low, initial=inf), xp.max(high, initial=-inf))
+    return counts, (xp.min(x.real, initial=inf, where=finite), xp.max(x.real, initial=-inf, where=finite))
 
 
 Id = tuple[int, ...]
