@@ -503,6 +503,11 @@ def test_an_argument_that_is_not_finite_is_named_by_its_path(bad):
     assert find(params, x, x, scale=jnp.float32(bad)).source == "scale"
 
 
+@pytest.mark.parametrize("bad", [complex(np.inf, 0), complex(1, -np.inf), complex(np.nan, 0)])
+def test_a_complex_argument_that_is_not_finite_is_named(bad):
+    assert first_nonfinite(lambda z: 2 * z)(np.complex64([1, bad])).source == "z"
+
+
 def test_an_argument_that_is_not_used_is_not_named():
     assert first_nonfinite(lambda x, y: x)(EYE, np.full(2, np.inf)) is None
     assert first_nonfinite(lambda x, y: jnp.exp(x))(X, np.full(2, np.nan)).primitive == "exp"

@@ -366,7 +366,7 @@ class Interpretation(Evaluation):
     def _argument(self, x: Any, i: int) -> Cell:
         summary, cause = summary_of(x), argument_id(i)
         # -inf is often intended, as in a mask.
-        is_bad = not summary.is_finite and bool(summary.nans or np.isposinf(np.asarray(x)).any())
+        is_bad = not summary.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
         if is_bad and not self._is_allowed(cause):
             return self._cell(_zero_nonfinite(x), (), Place(), cause)
         return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
