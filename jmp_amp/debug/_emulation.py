@@ -307,7 +307,7 @@ class Emulation:
         """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
         key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
         line, own = (row.module, row.source), result(x)
-        none = Decision(x, jnp.bool_(False), ())  # in the first trace, there is no other run
+        none = Decision(x, jnp.bool_(False), jnp.bool_(False))  # in the first trace, there is no other run
         switch, other = self._switch(line, row, place), self._tape.replayed.get(key, none)
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
