@@ -26,10 +26,6 @@ from jmp_amp.debug._report import Plot, as_jit_takes, check_without_autocast, fl
 
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 
-NO_GRADIENTS = (
-    "there are no floating arrays to differentiate with respect to; "
-    "set `argnums` to the arguments that hold the parameters"
-)
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
@@ -132,8 +128,6 @@ def compare(
         program, _, _ = jx.trace_call(fun, args, kwargs)
         wide = np.dtype(reference) if reads_low(program) else None
         exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **options)
-        if not all_grads(exact).size:
-            raise TypeError(NO_GRADIENTS)
         check_finite((x for (kind, _), x in exact.items() if kind != "activation"), reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
         rows = []
@@ -336,9 +330,18 @@ def gradient_program(
 def loss_and_grads(
     fun: Callable, rebuild: Callable, arrays: Sequence[Any], scale: jax.Array, has_aux: bool = False, **options: Any
 ) -> tuple[Any, Any]:
-    """Returns the loss, without `aux`, and the scaled gradients of the call whose arguments `rebuild(arrays)` are."""
+    """Returns the loss, without `aux`, and the scaled gradients of the call whose arguments `rebuild(arrays)` are.
+
+    Raises:
+        TypeError: there are no floating gradients.
+    """
     args, kwargs = rebuild(arrays)
     value, grads = value_and_grad(fun, loss_scale=scale, has_aux=has_aux, **options)(*args, **kwargs)
+    if not sum(x.size for x in jax.tree.leaves(grads) if jx.is_floating(x)):
+        raise TypeError(
+            "there are no floating arrays to differentiate with respect to; "
+            "set `argnums` to the arguments that hold the parameters"
+        )
     return (value[0] if has_aux else value), grads
 
 

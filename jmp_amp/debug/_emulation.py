@@ -23,7 +23,7 @@ from jmp_amp._autocast import autocast_with, flops_of, parse_settings
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._ops import OpClass, ResultKind, rule_of
-from jmp_amp.debug._compare import NO_GRADIENTS, check_finite, loss_and_grads
+from jmp_amp.debug._compare import check_finite, loss_and_grads
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
@@ -189,8 +189,6 @@ class Emulation:
             programs = (jx.trace(f, (self._arrays, jnp.float32(1))) for f in functions)
             exact, self._program = map(jx.versions.without_dead_code, programs)
         self._size = sum(x.size for x in self._program.out_avals[1:])
-        if not self._program.out_avals[1:]:
-            raise TypeError(NO_GRADIENTS)
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
         atoms = [atom for *_, eqn in jx.equations_in(exact) for atom in eqn.invars]
         numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
