@@ -323,7 +323,7 @@ class Emulation:
             return operands
         if name == "reduce_precision":  # `jax.checkpoint` rounds what is low already
             return operands if is_low(eqn.invars[0]) else jx.bind(eqn, operands)
-        operands = [self._exact(place, i, x) for i, x in enumerate(operands)]
+        operands = [self._operand(place, i, x) for i, x in enumerate(operands)]
         if name in _FLOAT8:
 
             def low(_: Any, *args: Any) -> jax.Array:
@@ -347,7 +347,7 @@ class Emulation:
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
         return outs
 
-    def _exact(self, place: Place, i: int, x: Any) -> Any:
+    def _operand(self, place: Place, i: int, x: Any) -> Any:
         """Returns an operand; a number in the program in float32, with its rounding."""
         atom = place.eqn.invars[i]
         if not (isinstance(atom, Literal) and is_low(atom)):
