@@ -312,19 +312,10 @@ def measure(
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         **options: the options of `amp.value_and_grad`.
     """
-    results, scale = unscaled(*gradient_program(fun, args, kwargs, wide, **options), loss_scale)
-    return results | _activations(_in_wide(fun, wide), args, kwargs), scale
-
-
-def gradient_program(
-    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide: Any = None, **options: Any
-) -> tuple[Any, list[Any]]:
-    """Returns a jitted function of arrays and a loss scale that returns the loss and scaled gradients; and the arrays.
-
-    The arguments are those of `measure`.
-    """
     arrays, rebuild = jx.split_arrays((args, kwargs))
-    return jax.jit(_in_wide(functools.partial(loss_and_grads, fun, rebuild, **options), wide)), arrays
+    run = jax.jit(_in_wide(functools.partial(loss_and_grads, fun, rebuild, **options), wide))
+    results, scale = unscaled(run, arrays, loss_scale)
+    return results | _activations(_in_wide(fun, wide), args, kwargs), scale
 
 
 def loss_and_grads(
@@ -346,11 +337,11 @@ def loss_and_grads(
 
 
 def unscaled(run: Callable, arrays: list[Any], loss_scale: float | None) -> tuple[Arrays, float]:
-    """Runs a `gradient_program`. Returns the loss, the unscaled gradients by module, and the loss scale.
+    """Runs a gradient. Returns the loss, the unscaled gradients by module, and the loss scale.
 
     Args:
-        run: the program.
-        arrays: its arrays.
+        run: `loss_and_grads`, of arrays and a loss scale.
+        arrays: the arrays.
         loss_scale: multiplies the loss. None starts at 2^16 and halves the scale until the loss and the gradients are
             finite, or the scale is 1.
     """

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast, parse_settings
 from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp.debug import _compare
@@ -97,20 +98,21 @@ def fastest(
         clock, pool, runs = Clock(max_seconds), futures.ThreadPoolExecutor(), _RUNS * (jax.default_backend() != "cpu")
         texts, same, compiling = set[str](), list[Any](), list[Any]()
 
-        def lower(program: Callable) -> tuple[Any, list[Any]]:
-            run, arrays = _compare.gradient_program(program, args, kwargs, **grad_options)
-            return run.lower(arrays, jnp.float32(1)), arrays
+        arrays, rebuild = jx.split_arrays((args, kwargs))
+
+        def lower(program: Callable) -> Any:
+            run = functools.partial(_compare.loss_and_grads, program, rebuild, **grad_options)
+            return jax.jit(run).lower(arrays, jnp.float32(1))
 
         with precise(FLOAT32):
-            lowered, arrays = lower(fun)  # raises what `fun` raises
-        reference = pool.submit(lowered.compile)
+            reference = pool.submit(lower(fun).compile)  # raises what `fun` raises
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for each, program in programs:
                 try:
                     if clock.is_late:
                         raise TimeoutError
-                    lowered, _ = lower(program)
+                    lowered = lower(program)
                     if (text := lowered.as_text()) in texts:
                         same.append(each)
                         continue
