@@ -836,6 +836,20 @@ def test_a_long_loop_is_entered_where_it_fails(monkeypatch):
     assert (line(found), found.primitive, found.iteration) == (planted("long loop"), "mul", (111,))
 
 
+def test_results_of_iterations_are_stacked_on_the_host(monkeypatch):
+    monkeypatch.setattr(jnp, "stack", pytest.fail)  # thousands of operands, which take minutes to compile
+    found = first_nonfinite(lambda x: lax.scan(lambda x, _: (x * 1e30, x), x, None, 3)[1])(jnp.float32(1))
+    assert (found.primitive, found.iteration) == ("mul", (1,))
+
+
+def test_iterations_may_return_keys():
+    def step(key, x):
+        return jax.random.split(key)[0], (key, jnp.log(x))  # planted: keys of iterations
+
+    found = first_nonfinite(lambda key, x: lax.scan(step, key, x))(jax.random.key(0), jnp.zeros(2))
+    assert (line(found), found.iteration) == (planted("keys of iterations"), (0,))
+
+
 # Arguments of other types
 
 

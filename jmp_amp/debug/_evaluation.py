@@ -444,7 +444,7 @@ class Interpretation(Evaluation):
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._cell(jnp.stack([y.value for y in column]), column) for column in columns]
+        stacked = [self._cell(_stacked([y.value for y in column]), column) for column in columns]
         return [*carry, *stacked]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
@@ -459,6 +459,11 @@ class Interpretation(Evaluation):
             flags, pairs = predicate.value, zip(new, carry, strict=True)
             carry = [self._cell(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
         return carry
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    """Stacks arrays. On the host: to compile a concatenation of thousands of arrays takes minutes."""
+    return jnp.asarray(np.stack(arrays)) if isinstance(arrays[0].dtype, np.dtype) else jnp.stack(arrays)  # keys
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
