@@ -43,7 +43,7 @@ def floating_value_and_grad(fun: Callable, **options: Any) -> Callable:
             combined = jx.combine(is_float, jax.tree.leaves(floats), leaves)
             return fun(*jax.tree.unflatten(tree, combined), **kwargs)
 
-        floats = [x if is_one else None for x, is_one in zip(leaves, is_float, strict=True)]
+        floats = [x if ok else None for x, ok in zip(leaves, is_float, strict=True)]
         return jax.value_and_grad(of_floats, **options)(*jx.with_leaves(args, floats))
 
     return evaluate

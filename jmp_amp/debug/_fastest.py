@@ -97,7 +97,6 @@ def fastest(
         args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
         clock, pool, runs = Clock(max_seconds), futures.ThreadPoolExecutor(), _RUNS * (jax.default_backend() != "cpu")
         texts, same, compiling = set[str](), list[Any](), list[Any]()
-
         arrays, rebuild = jx.split_arrays((args, kwargs))
 
         def lower(program: Callable) -> Any:
