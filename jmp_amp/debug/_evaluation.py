@@ -483,11 +483,8 @@ def _zero_nonfinite(x: Any) -> jax.Array:
 @contextlib.contextmanager
 def precise(wide: Any) -> Any:
     """A context in which JAX computes in a wide dtype."""
-    with contextlib.ExitStack() as stack:
-        if wide is not None:
-            stack.enter_context(jax.default_matmul_precision("highest"))
-        if wide == FLOAT64:
-            stack.enter_context(jax.enable_x64(True))
+    products = contextlib.nullcontext() if wide is None else jax.default_matmul_precision("highest")
+    with products, jax.enable_x64(True) if wide == FLOAT64 else contextlib.nullcontext():
         yield
 
 
