@@ -229,7 +229,7 @@ def measure(make, dtype):
     ratios = one[known] / alone[known]
     factor = np.exp(np.median(np.abs(np.log(ratios))))
     vectors = np.ones((program._count, program._size), np.float32)
-    off = np.zeros(program._most, np.float32)
+    off = 0 * program.default
     inputs = off, program._arrays, jnp.float32(scale), vectors, every.decisions
     own, plain = cpu_seconds(program._run, *inputs), cpu_seconds(step, *args)
     total = relative_error(every.grads, exact.grads)

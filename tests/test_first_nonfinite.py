@@ -503,6 +503,11 @@ def test_an_argument_that_is_not_finite_is_named_by_its_path(bad):
     assert find(params, x, x, scale=jnp.float32(bad)).source == "scale"
 
 
+@pytest.mark.parametrize("bad", [complex(np.inf, 0), complex(1, -np.inf), complex(np.nan, 0)])
+def test_a_complex_argument_that_is_not_finite_is_named(bad):
+    assert first_nonfinite(lambda z: 2 * z)(np.complex64([1, bad])).source == "z"
+
+
 def test_an_argument_that_is_not_used_is_not_named():
     assert first_nonfinite(lambda x, y: x)(EYE, np.full(2, np.inf)) is None
     assert first_nonfinite(lambda x, y: jnp.exp(x))(X, np.full(2, np.nan)).primitive == "exp"
@@ -829,6 +834,20 @@ def test_a_long_loop_is_entered_where_it_fails(monkeypatch):
     ws[[110, 111]] = 1e30
     found = first_nonfinite(lambda x, ws: lax.scan(step, x, ws)[0])(jnp.float32(1), ws)
     assert (line(found), found.primitive, found.iteration) == (planted("long loop"), "mul", (111,))
+
+
+def test_results_of_iterations_are_stacked_on_the_host(monkeypatch):
+    monkeypatch.setattr(jnp, "stack", pytest.fail)  # thousands of operands, which take minutes to compile
+    found = first_nonfinite(lambda x: lax.scan(lambda x, _: (x * 1e30, x), x, None, 3)[1])(jnp.float32(1))
+    assert (found.primitive, found.iteration) == ("mul", (1,))
+
+
+def test_iterations_may_return_keys():
+    def step(key, x):
+        return jax.random.split(key)[0], (key, jnp.log(x))  # planted: keys of iterations
+
+    found = first_nonfinite(lambda key, x: lax.scan(step, key, x))(jax.random.key(0), jnp.zeros(2))
+    assert (line(found), found.iteration) == (planted("keys of iterations"), (0,))
 
 
 # Arguments of other types

@@ -246,15 +246,11 @@ class ErrorBudget(Plot):
         found = _sums(self.rows, *FIELDS)
         if rest := found[_SHOWN:]:
             found[_SHOWN:] = [dataclasses.replace(_sum(rest), primitive=f"{len(rest)} more")]
-        rows = [
-            (
-                format_percent(x.share),
-                f"{x.error:.1e}",
-                f"{x.primitive or '-'}{f': {x.flips} flips' if x.decides else ''}",
-                *(getattr(x, field) or "-" for field in FIELDS[1:]),
-            )
-            for x in found
-        ]
+        rows: list[tuple[str, ...]] = [_COLUMNS]
+        for x in found:
+            op = f"{x.primitive or '-'}{f': {x.flips} flips' if x.decides else ''}"
+            where = (getattr(x, field) or "-" for field in FIELDS[1:])
+            rows.append((format_percent(x.share), f"{x.error:.1e}", op, *where))
         count = sum(not x.decides for x in self.rows)
         notes = [f"{count} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
         if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
@@ -265,7 +261,7 @@ class ErrorBudget(Plot):
         cure = "`amp.debug.first_nonfinite` finds the cause."
         notes += [f"Overflow, in no share: {x}. {cure}" for x in dict.fromkeys(over)]
         notes += [f"Not seen: roundings in {x}." for x in self.opaque]
-        return f"Gradient error in {self.dtype}: {self.total:.1e}", [_COLUMNS, *rows], notes
+        return f"Gradient error in {self.dtype}: {self.total:.1e}", rows, notes
 
     def _draw(self, figure: Any) -> None:
         titles = {"source": "By line of code", "module": "By module"}

@@ -83,7 +83,7 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
 
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
-    node, name, reads = e.node, e.node.primitive, [x for x in _reads(e) if x.number is not None]
+    node, name, reads = e.node, e.node.primitive, _reads(e)
     if name in _MATRICES:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
     text = f"{derivative}`{name}`{_of(reads)}{_at(e.at)} is "
@@ -168,8 +168,6 @@ def _reads(e: Element) -> list[Element]:
         return [Element(node.source, (*slices, *index))]
     if node.eqn is None and node.operands:  # the results of iterations are stacked
         return [Element(node.operands[index[0]], index[1:])]
-    if node.eqn is None:
-        return []
     if not _is_known(node):
         return []
     rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
@@ -201,7 +199,7 @@ def _terms(e: Element) -> list[Element]:
 
 def _exact(e: Element) -> Any:
     """Returns what the op computes of the same operands in float64; None if that is not known."""
-    if not e.node.eqn or not _is_known(e.node):
+    if not _is_known(e.node):
         return None
     out = _run_wide(e.node, _wide(e.node))
     return None if out is None else np.asarray(out)[e.at].item()
@@ -215,7 +213,7 @@ def _independent(elements: Sequence[Element]) -> dict[Node, Element]:
 
 def _needs(e: Element, nodes: Collection[Node]) -> bool:
     """Whether a number changes with each of several values that its op reads, none of which is a constant."""
-    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not e.node.eqn or not _is_known(e.node):
+    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not _is_known(e.node):
         return False
     moved = ([x + (y is node) for x, y in zip(_wide(e.node), e.node.operands, strict=True)] for node in nodes)
     outs = [_run_wide(e.node, operands) for operands in moved]
@@ -235,13 +233,14 @@ def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
     """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
     with precise(FLOAT64):
         arrays = [*map(jnp.asarray, operands)]
-        outs = evaluate_in(FLOAT64, node.place, arrays, None if node.is_floating else node.held.dtype)
+        outs = evaluate_in(FLOAT64, node.eqn, arrays, None if node.is_floating else node.held.dtype)
     return outs and outs[node.index[0]]
 
 
 def _is_known(node: Node) -> bool:
-    """Whether the arrays of an op and its operands are held; keys are no arrays."""
-    return all(isinstance(getattr(x.held, "dtype", None), np.dtype) for x in (*node.operands, node))
+    """Whether an op computed a value, and its array and those of the operands are held; keys are no arrays."""
+    held = [x.held for x in (*node.operands, node)]
+    return node.eqn is not None and all(isinstance(getattr(x, "dtype", None), np.dtype) for x in held)
 
 
 def _of_matrix(e: Element) -> str:
@@ -264,8 +263,7 @@ def _at(index: tuple[int, ...]) -> str:
 
 
 def _of(reads: Sequence[Element]) -> str:
-    numbers = [f"{x.number:.4g}" for x in reads if x.number is not None]
-    return f" of {' and '.join(numbers)}" if numbers else ""
+    return f" of {' and '.join(f'{x.number:.4g}' for x in reads)}" if reads else ""
 
 
 def _range(node: Node, which: str = "largest finite") -> str:

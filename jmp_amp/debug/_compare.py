@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,11 @@ from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
-from jmp_amp.debug._nodes import Place, is_low
+from jmp_amp.debug._nodes import Place, reads_low
 from jmp_amp.debug._report import Plot, as_jit_takes, check_without_autocast, flat_on_host, module_name
-
-R = TypeVar("R")
 
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 
-NO_GRADIENTS = (
-    "there are no floating arrays to differentiate with respect to; "
-    "set `argnums` to the arguments that hold the parameters"
-)
 _COMPREHENSION = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|setcomp|dictcomp)>")
 
 
@@ -42,20 +36,17 @@ def floating_value_and_grad(fun: Callable, **options: Any) -> Callable:
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args, is_leaf=_is_none)
+        leaves, tree = jax.tree.flatten(args)
+        is_float = [isinstance(x, jax.Array) and jx.is_floating(x) for x in leaves]
 
         def of_floats(*floats: Any) -> Any:
-            pairs = zip(jax.tree.leaves(floats, is_leaf=_is_none), leaves, strict=True)
-            return fun(*jax.tree.unflatten(tree, [x if f is None else f for f, x in pairs]), **kwargs)
+            combined = jx.combine(is_float, jax.tree.leaves(floats), leaves)
+            return fun(*jax.tree.unflatten(tree, combined), **kwargs)
 
-        floats = [x if isinstance(x, jax.Array) and jx.is_floating(x) else None for x in leaves]
-        return jax.value_and_grad(of_floats, **options)(*jx.with_leaves(args, floats, _is_none))
+        floats = [x if ok else None for x, ok in zip(leaves, is_float, strict=True)]
+        return jax.value_and_grad(of_floats, **options)(*jx.with_leaves(args, floats))
 
     return evaluate
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 @transformation
@@ -134,17 +125,14 @@ def compare(
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
         args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
-        wide = np.dtype(reference) if _reads_low(fun, args, kwargs) else None
-        exact, _ = run_exactly(measure, fun, args, kwargs, reference, loss_scale=1.0, wide=wide, **options)
-        if not all_grads(exact).size:
-            raise TypeError(NO_GRADIENTS)
-        check_finite(exact.values(), reference)
+        program, _, _ = jx.trace_call(fun, args, kwargs)
+        wide = np.dtype(reference) if reads_low(program) else None
+        exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **options)
+        check_finite((x for (kind, _), x in exact.items() if kind != "activation"), reference)
         measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
-        expected = exact | run_exactly(activations, fun, args, kwargs, reference, wide=wide)
-        found = {name: x | activations(programs[name], args, kwargs) for name, (x, _) in measured.items()}
         rows = []
-        for key, x in expected.items():
-            others = {name: results.get(key, np.empty(0)) for name, results in found.items()}
+        for key, x in exact.items():
+            others = {name: results.get(key, np.empty(0)) for name, (results, _) in measured.items()}
             if all(other.size == x.size for other in others.values()):
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
@@ -158,8 +146,7 @@ def compare(
 def _apply_policy(fun: Callable, policy: Any) -> Callable:
     if isinstance(policy, Mapping):
         return autocast(fun, **policy)
-    # `jnp.float16` and NumPy's scalar types are callable dtypes.
-    if callable(policy) and not isinstance(policy, type) and not hasattr(policy, "dtype"):
+    if callable(policy) and not isinstance(policy, type):  # `jnp.float16` and NumPy's scalar types are classes
         return policy
     return autocast(fun, policy)
 
@@ -315,7 +302,7 @@ def measure(
     wide: Any = None,
     **options: Any,
 ) -> tuple[Arrays, float]:
-    """Returns the loss, the unscaled gradients by the module of their parameters, and the loss scale.
+    """Returns the loss, the unscaled gradients by the module of their parameters, the activations, and the loss scale.
 
     Args:
         fun: the loss function.
@@ -325,33 +312,36 @@ def measure(
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         **options: the options of `amp.value_and_grad`.
     """
-    return unscaled(*gradient_program(fun, args, kwargs, wide, **options), loss_scale)
-
-
-def gradient_program(
-    fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide: Any = None, **options: Any
-) -> tuple[Any, list[Any]]:
-    """Returns a jitted function of arrays and a loss scale that returns the loss and scaled gradients; and the arrays.
-
-    The arguments are those of `measure`.
-    """
     arrays, rebuild = jx.split_arrays((args, kwargs))
-    has_aux = options.get("has_aux", False)
+    run = jax.jit(_in_wide(functools.partial(loss_and_grads, fun, rebuild, **options), wide))
+    results, scale = unscaled(run, arrays, loss_scale)
+    return results | _activations(_in_wide(fun, wide), args, kwargs), scale
 
-    def evaluate(arrays: list[Any], scale: jax.Array) -> tuple[Any, Any]:
-        args, kwargs = rebuild(arrays)
-        value, grads = value_and_grad(fun, loss_scale=scale, **options)(*args, **kwargs)
-        return (value[0] if has_aux else value), grads
 
-    return jax.jit(_in_wide(evaluate, wide)), arrays
+def loss_and_grads(
+    fun: Callable, rebuild: Callable, arrays: Sequence[Any], scale: jax.Array, has_aux: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """Returns the loss, without `aux`, and the scaled gradients of the call whose arguments `rebuild(arrays)` are.
+
+    Raises:
+        TypeError: there are no floating gradients.
+    """
+    args, kwargs = rebuild(arrays)
+    value, grads = value_and_grad(fun, loss_scale=scale, has_aux=has_aux, **options)(*args, **kwargs)
+    if not sum(x.size for x in jax.tree.leaves(grads) if jx.is_floating(x)):
+        raise TypeError(
+            "there are no floating arrays to differentiate with respect to; "
+            "set `argnums` to the arguments that hold the parameters"
+        )
+    return (value[0] if has_aux else value), grads
 
 
 def unscaled(run: Callable, arrays: list[Any], loss_scale: float | None) -> tuple[Arrays, float]:
-    """Runs a `gradient_program`. Returns the loss, the unscaled gradients by module, and the loss scale.
+    """Runs a gradient. Returns the loss, the unscaled gradients by module, and the loss scale.
 
     Args:
-        run: the program.
-        arrays: its arrays.
+        run: `loss_and_grads`, of arrays and a loss scale.
+        arrays: the arrays.
         loss_scale: multiplies the loss. None starts at 2^16 and halves the scale until the loss and the gradients are
             finite, or the scale is 1.
     """
@@ -359,7 +349,7 @@ def unscaled(run: Callable, arrays: list[Any], loss_scale: float | None) -> tupl
         loss, grads = run(arrays, jnp.float32(scale))
         results = {("loss", ""): flat_on_host(loss)}
         for path, leaf in jax.tree.leaves_with_path(grads):
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            if jx.is_floating(leaf):
                 key = "gradient", module_name(path)
                 results[key] = np.append(results.get(key, []), flat_on_host(leaf) / scale)
         if all(np.isfinite(x).all() for x in results.values()):
@@ -381,16 +371,14 @@ def check_finite(results: Iterable[np.ndarray], dtype: str) -> None:
         )
 
 
-def run_exactly(
-    tool: Callable[..., R], fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any
-) -> R:
-    """Returns `tool(fun, args, kwargs, **options)` in float32 or float64, with `precision="highest"`."""
+def _measure_exactly(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any) -> Arrays:
+    """Returns what `measure` returns in float32 or float64, with `precision="highest"` and without a loss scale."""
     with precise(np.dtype(dtype)):
         if dtype == "float32":
-            return tool(fun, args, kwargs, **options)
+            return measure(fun, args, kwargs, 1.0, **options)[0]
         with jax.numpy_dtype_promotion("standard"):
             args, kwargs = cast_floating((args, kwargs), np.float64)
-            return tool(fun, args, kwargs, **options)
+            return measure(fun, args, kwargs, 1.0, **options)[0]
 
 
 def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
@@ -402,12 +390,6 @@ def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
         return math.inf
     difference, norm = float(np.linalg.norm(x - reference)), float(np.linalg.norm(reference))
     return difference / norm if norm else (math.inf if difference else 0.0)
-
-
-def _reads_low(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function reads values of less than 32 bits."""
-    program, _, _ = jx.trace_call(fun, args, kwargs)
-    return jx.holds(program, lambda _, *avals, **params: any(map(is_low, avals)))
 
 
 def _in_wide(fun: Callable, wide: Any) -> Callable:
@@ -422,8 +404,7 @@ def _in_wide(fun: Callable, wide: Any) -> Callable:
     return evaluate
 
 
-@emulated()
-def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide: Any = None) -> Arrays:
+def _activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Arrays:
     """Evaluates a function and returns the last floating-point result of each module, in program order.
 
     A module is a named scope, such as a Flax or Haiku module, or a scope around it. An op outside of all scopes belongs
@@ -433,7 +414,7 @@ def activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wide
     Returns:
         The result of each module, `"encoder/Dense_0"`, or function, `"model.py:attention"`.
     """
-    program, arrays, _ = jx.trace_call(_in_wide(fun, wide), args, kwargs)
+    program, arrays, _ = jx.trace_call(fun, args, kwargs)
     names = dict[str, None]()
 
     def record(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp.debug._evaluation import FLOAT64, evaluate_in, precise, widened
-from jmp_amp.debug._nodes import Node
+from jmp_amp.debug._nodes import Node, nearest
 
 _MOST_CUTS, _MOST_INPUTS, _MOST_ELEMENTS = 40, 5, 2**20
 
@@ -54,9 +54,8 @@ class Part:
     """
 
     def __init__(self, root: Node, x: Node) -> None:
-        self.root, self.x, self.nodes, self.draw = root, x, [root], functools.cache(self._draw)
-        for node in self.nodes:
-            self.nodes += [y for y in node.reads if y.eqn and y not in (*self.nodes, x)]
+        self.root, self.x, self.draw = root, x, functools.cache(self._draw)
+        self.nodes = [*nearest([root], lambda node: [y for y in node.reads if y.eqn and y is not x])]
         rng, constants = np.random.default_rng(0), [y for z in self.nodes for y in z.operands if y.is_constant]
         numbers = dict.fromkeys(y.summary.min for y in constants if y.summary.min)
         edges = [[0.0], [0.0, 1.0, -1.0], [6.0, -6.0, 3.0], *([y / 2, y, 2 * y] for y in numbers)]
@@ -69,7 +68,7 @@ class Part:
                 found = {self.x: jnp.asarray(self.samples[i])}
                 for node in sorted(self.nodes, key=lambda x: x.number):
                     operands = [found[x] if x in found else widened(jnp.asarray(x.held), FLOAT64) for x in node.reads]
-                    outs = evaluate_in(FLOAT64, node.place, operands) or ()  # an op may not run in float64
+                    outs = evaluate_in(FLOAT64, node.eqn, operands) or ()  # an op may not run in float64
                     found[node] = outs[node.index[0]]
                 return np.asarray(found[self.root])
         except Exception:

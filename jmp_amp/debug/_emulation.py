@@ -22,11 +22,10 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast_with, flops_of, parse_settings
 from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
-from jmp_amp._loss_scale import value_and_grad
 from jmp_amp._ops import OpClass, ResultKind, rule_of
-from jmp_amp.debug._compare import NO_GRADIENTS, check_finite
+from jmp_amp.debug._compare import check_finite, loss_and_grads
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
-from jmp_amp.debug._nodes import Id, Place, is_low
+from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
@@ -182,18 +181,14 @@ class Emulation:
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
 
         def gradient(fun: Callable, arrays: Sequence[Any], scale: jax.Array) -> list[Any]:
-            args, kwargs = rebuild(arrays)
-            value, grads = value_and_grad(fun, loss_scale=scale, **grad_options)(*args, **kwargs)
-            loss = value[0] if grad_options["has_aux"] else value
-            return [loss, *(g for g in jax.tree.leaves(grads) if jx.is_floating(g))]
+            loss, grads = loss_and_grads(fun, rebuild, arrays, scale, **grad_options)
+            return [loss, *filter(jx.is_floating, jax.tree.leaves(grads))]
 
         with emulated():
             functions = (functools.partial(gradient, f) for f in (fun, autocast_with(fun, settings)))
             programs = (jx.trace(f, (self._arrays, jnp.float32(1))) for f in functions)
             exact, self._program = map(jx.versions.without_dead_code, programs)
         self._size = sum(x.size for x in self._program.out_avals[1:])
-        if not self._program.out_avals[1:]:
-            raise TypeError(NO_GRADIENTS)
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
         atoms = [atom for *_, eqn in jx.equations_in(exact) for atom in eqn.invars]
         numbers = [np.asarray(x.val) for x in atoms if isinstance(x, Literal) and jx.dtype_of(x) == FLOAT32]
@@ -202,21 +197,22 @@ class Emulation:
         equations = [eqn for *_, eqn in jx.equations_in(self._program)]
         largest = max([1, self._size, *(math.prod(jx.shape_of(x) or ()) for eqn in equations for x in eqn.outvars)])
         self._count = min(self._size, max(_SMALL // largest, 1))
-        self._most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches
-        on = jax.ShapeDtypeStruct((self._most,), FLOAT32)
+        most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches; the trace tells how many
+        on = jax.ShapeDtypeStruct((most,), FLOAT32)
         call = lambda on, *args: self._gradient((on, on), *args)[1][1]  # noqa: E731
         self._decisions = jax.eval_shape(call, on, self._arrays, jnp.float32(1))
         found = list(self._found.values())
-        self._most, self.rows = len(found), [x.row for x in found]
+        self.rows = [x.row for x in found]
         self.default = np.array([not row.decides for row in self.rows], np.float32)
-        costs = [(x.flops, x.row.size, x.row.primitive not in ("convert_element_type", "constant", "")) for x in found]
-        self.work = np.array([[flops * is_op, size * is_op] for flops, size, is_op in costs]).reshape(-1, 2)
+        is_op = [row.primitive not in ("convert_element_type", "constant") for row in self.rows]
+        costs = [(x.flops, x.row.size) if ok else (0, 0) for x, ok in zip(found, is_op, strict=True)]
+        self.work = np.array(costs).reshape(-1, 2)
         lines = [x.lines for x in found]
         self.lines = [each - frozenset.intersection(*lines) for each in lines]  # without those that call the program
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
-        self._switches = [lax.split(each, (1,) * self._most) for each in on]
+        self._switches = [lax.split(each, (1,) * len(each)) for each in on]
         self._tape = Tape(replayed=dict(decisions))
         self._found.clear()
         self._decided_by.clear()
@@ -241,7 +237,7 @@ class Emulation:
             largest = lax.select(largest > 0, largest, jnp.ones_like(largest))
             return jnp.where(jnp.isfinite(loss), grads, jnp.nan), largest, jax.vmap(pull)(vectors / largest), recorded
 
-        on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in ((self._most,), (self._count, self._size)))
+        on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in (self.default.shape, (self._count, self._size)))
         inputs = on, self._arrays, jnp.float32(1), vectors, self._decisions
         return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS)
 
@@ -258,16 +254,14 @@ class Emulation:
         normal = np.random.default_rng(seed).standard_normal((self._size, self._count), np.float32)
         # Orthogonal: with as many as there are gradients, the mean is exact.
         vectors = np.linalg.qr(normal)[0].T * self._size**0.5
-        switches = np.zeros(self._most, np.float32)
-        switches[: len(on)] = on
         decisions = decisions or jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._decisions)
-        *results, decided = self._run(switches, self._arrays, jnp.float32(scale), vectors, decisions)
+        *results, decided = self._run(on.astype(np.float32), self._arrays, jnp.float32(scale), vectors, decisions)
         grads, size, signed, squares = (np.asarray(x, np.float64) for x in jax.tree.leaves(jax.device_get(results)))
         flips = np.zeros(len(self._found), int)
         for key, x in decided.items():
             flips[self._decided_by[key]] += int(np.sum(x.flips))
         with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
-            signed, squares = (np.mean(x, 0)[: len(on)] * size**2 for x in (signed**2, squares))
+            signed, squares = (np.mean(x, 0) * size**2 for x in (signed**2, squares))
             vectors = self._count * self._size / (self._size + 1 - self._count)
             return Probe(grads, signed, squares, vectors, decided, flips)
 
@@ -295,14 +289,14 @@ class Emulation:
             args: its other arguments.
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
-        row = _row(place, name, jnp.dtype(to).name, size=place.times * math.prod(jnp.shape(x)))
+        row = _row(place, name, jnp.dtype(to).name, math.prod(jnp.shape(x)))
         number = self._switch((*place.key, index), row, place).number
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
     def _switch(self, key: Any, row: Rounding, place: Place) -> "_Switch":
         """Returns the switch of a row, a new one if its key is new."""
-        new = _Switch(len(self._found), row, place.times * flops_of(place.eqn), _lines(place))
+        new = _Switch(len(self._found), row, row.runs * flops_of(place.eqn), _lines(place))
         return self._found.setdefault(key, new)
 
     def _decided(
@@ -311,15 +305,13 @@ class Emulation:
         """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
         key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
         line, own = (row.module, row.source), result(x)
-        switch, other = self._switch(line, row, place), self._tape.replayed.get(key)
+        none = Decision(x, jnp.bool_(False), jnp.bool_(False))  # in the first trace, there is no other run
+        switch, other = self._switch(line, row, place), self._tape.replayed.get(key, none)
         if key not in self._decided_by:  # a body may be traced twice
             self._decided_by[key] = switch.number
             names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
-            total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + place.times * own.size)
+            total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + row.runs * own.size)
             self._found[line] = switch._replace(row=total)
-        if other is None:
-            self._tape.recorded[key] = Decision(x, jnp.bool_(True), jnp.zeros(own.shape, bool))
-            return own
         on, others = lax.squeeze(self._switches[0][switch.number], (0,)), lax.stop_gradient(result(other.values))
         self._tape.recorded[key] = Decision(x, jnp.bool_(True), (own != others) & other.ran)
         return lax.select((on != 0) & other.ran, others, own)
@@ -331,7 +323,7 @@ class Emulation:
             return operands
         if name == "reduce_precision":  # `jax.checkpoint` rounds what is low already
             return operands if is_low(eqn.invars[0]) else jx.bind(eqn, operands)
-        operands = [self._exact(place, i, x) for i, x in enumerate(operands)]
+        operands = [self._operand(place, i, x) for i, x in enumerate(operands)]
         if name in _FLOAT8:
 
             def low(_: Any, *args: Any) -> jax.Array:
@@ -355,7 +347,7 @@ class Emulation:
                 outs[i] = self._round(outs[i], jx.dtype_of(var), place, i)
         return outs
 
-    def _exact(self, place: Place, i: int, x: Any) -> Any:
+    def _operand(self, place: Place, i: int, x: Any) -> Any:
         """Returns an operand; a number in the program in float32, with its rounding."""
         atom = place.eqn.invars[i]
         if not (isinstance(atom, Literal) and is_low(atom)):
@@ -366,9 +358,8 @@ class Emulation:
 
     def _opaque(self, place: Place, args: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Runs an op in its own dtypes; an error of its operands passes through if JAX can differentiate it."""
-        inside = jx.inner_jaxprs(place.eqn)
-        is_rounded = any(jx.holds(inner, lambda _, *avals, **params: any(map(is_low, avals))) for inner in inside)
-        if is_rounded or any(map(is_low, (*place.eqn.invars, *place.eqn.outvars))):
+        is_rounded = any(map(is_low, (*place.eqn.invars, *place.eqn.outvars)))
+        if is_rounded or any(map(reads_low, jx.inner_jaxprs(place.eqn))):
             self.opaque[f"{place.eqn.primitive.name} {place.site.where}"] = None
         if place.eqn.primitive.name != "while":  # has no derivative in reverse, which JAX says too late
             with contextlib.suppress(Exception):  # what has no derivative raises any error
@@ -399,8 +390,9 @@ def _lines(place: Place) -> frozenset[jx.Frame]:
 
 
 def _row(place: Place, primitive: str, dtype: str, size: int = 0) -> Rounding:
-    site = vars(jx.Site.at(place.eqns)) | {"primitive": primitive, "runs": place.times}
-    return Rounding(**site, dtype=dtype, size=size)
+    """Returns the row of an op, each run of which rounds an array of a size."""
+    site = dataclasses.replace(jx.Site.at(place.eqns), primitive=primitive)
+    return Rounding(**vars(site), dtype=dtype, size=site.runs * size)
 
 
 class Probe(NamedTuple):

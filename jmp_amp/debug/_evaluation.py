@@ -242,10 +242,10 @@ class Evaluation:
 
     def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
         """Traces a branch or a loop whose jaxprs this evaluation changes."""
-        tape, times = self.evaluator.tape, (structure.length or 1) if isinstance(structure, jx.Loop) else 1
+        tape = self.evaluator.tape
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return self._run_body(jaxpr, args, place.body(k)._replace(times=place.times * times))
+            return self._run_body(jaxpr, args, place.body(k))
 
         def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
@@ -285,17 +285,15 @@ class Evaluation:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
         if self.wide is None:
-            return self._as_traced(eqn, operands)
+            return jx.apply_as_traced(eqn, operands)
         region = self.evaluator.region
         is_wide = region is None or region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
-        outs = evaluate_in(self.wide, place, operands) if is_wide else None
-        return [self._in_dtype(x) for x in self._as_traced(eqn, as_traced(eqn, operands))] if outs is None else outs
-
-    def _as_traced(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-        return jx.apply_as_traced(eqn, operands)
+        if is_wide and (outs := evaluate_in(self.wide, eqn, operands)) is not None:
+            return outs
+        return [self._in_dtype(x) for x in jx.apply_as_traced(eqn, as_traced(eqn, operands))]
 
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
@@ -349,15 +347,13 @@ class Interpretation(Evaluation):
 
     def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
-        reads = [x.node for x in operands]
+        reads, eqns = [x.node for x in operands], place.eqns if place else ()
         value = super()._renamed(value, place, index) if place else value
         node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
-        reads_nothing = place is not None and bool(place.eqns) and not place.eqn.invars  # as an `iota`
+        reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
         node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
-        node.is_backward = any(x.is_backward for x in reads) or (
-            place is not None and jx.direction_of(place.eqns) == "backward"
-        )
+        node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
         for x in reads:
             x.readers.append(node)
         self.nodes.append(node)
@@ -370,7 +366,7 @@ class Interpretation(Evaluation):
     def _argument(self, x: Any, i: int) -> Cell:
         summary, cause = summary_of(x), argument_id(i)
         # -inf is often intended, as in a mask.
-        is_bad = not summary.is_finite and bool(summary.nans or np.isposinf(np.asarray(x)).any())
+        is_bad = not summary.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
         if is_bad and not self._is_allowed(cause):
             return self._cell(_zero_nonfinite(x), (), Place(), cause)
         return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
@@ -392,7 +388,7 @@ class Interpretation(Evaluation):
             case jx.Branches(jaxprs, inputs) if np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
-            case jx.Loop() as loop:
+            case jx.Loop() as loop if loop.length != 0:
                 is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
                 is_long = is_long and not self._is_split(place)
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
@@ -401,7 +397,8 @@ class Interpretation(Evaluation):
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
-                return run(loop, operands, place, self._compiled_body if is_long else self._run_body)
+                outs = run(loop, operands, place, self._compiled_body if is_long else self._run_body)
+                return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
         return self._op(operands, place)
 
     def _cells(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
@@ -420,12 +417,11 @@ class Interpretation(Evaluation):
         self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
 
-    def _as_traced(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-        apply: Callable[..., Any] = functools.partial(super()._as_traced, eqn)
-        # JAX would evaluate a `shard_map` op by op.
-        return (
-            jax.jit(apply, compiler_options=QUICK)(operands) if eqn.primitive.name == "shard_map" else apply(operands)
-        )
+    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+        if place.eqn.primitive.name != "shard_map":
+            return super()._computed(place, operands)
+        # JAX would evaluate it op by op.
+        return jax.jit(functools.partial(super()._computed, place), compiler_options=QUICK)(operands)
 
     def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
@@ -447,11 +443,9 @@ class Interpretation(Evaluation):
             slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), 0, False)) for x in xs]
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
-        if not ys:
-            return self._op(operands, place)
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._cell(jnp.stack([y.value for y in column]), column) for column in columns]
-        return [self._renamed(x, place, (k,)) for k, x in enumerate([*carry, *stacked])]
+        stacked = [self._cell(_stacked([y.value for y in column]), column) for column in columns]
+        return [*carry, *stacked]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry = operands[loop.carry]
@@ -464,7 +458,12 @@ class Interpretation(Evaluation):
             new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             flags, pairs = predicate.value, zip(new, carry, strict=True)
             carry = [self._cell(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
-        return [self._renamed(x, place, (k,)) for k, x in enumerate(carry)]
+        return carry
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    """Stacks arrays. On the host: to compile a concatenation of thousands of arrays takes minutes."""
+    return jnp.asarray(np.stack(arrays)) if isinstance(arrays[0].dtype, np.dtype) else jnp.stack(arrays)  # keys
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
@@ -484,20 +483,15 @@ def _zero_nonfinite(x: Any) -> jax.Array:
 @contextlib.contextmanager
 def precise(wide: Any) -> Any:
     """A context in which JAX computes in a wide dtype."""
-    with contextlib.ExitStack() as stack:
-        if wide is not None:
-            stack.enter_context(jax.default_matmul_precision("highest"))
-        if wide == FLOAT64:
-            stack.enter_context(jax.enable_x64(True))
+    products = contextlib.nullcontext() if wide is None else jax.default_matmul_precision("highest")
+    with products, jax.enable_x64(True) if wide == FLOAT64 else contextlib.nullcontext():
         yield
 
 
 def _wider(dtype: Any, wide: Any) -> Any:
     """Returns `wide`, or the complex dtype of its precision, for a narrower floating dtype; else `dtype`."""
-    if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.complexfloating):
-        return np.dtype(np.complex128) if wide == FLOAT64 else dtype
-    is_narrow = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < wide.itemsize
-    return wide if is_narrow else dtype
+    is_inexact = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+    return np.promote_types(dtype, wide) if is_inexact else dtype
 
 
 def widened(x: Any, wide: Any) -> Any:
@@ -518,9 +512,8 @@ def keeps_dtypes(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _KEEP_DTYPES or rule.is_kernel or has_program
 
 
-def evaluate_in(wide: Any, place: Place, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
+def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any = None) -> list[Any] | None:
     """Evaluates an op in a wide dtype, also in place of the dtype `narrow`; None if the op does not run in it."""
-    eqn = place.eqn
     if eqn.primitive.name == "reduce_precision":
         return [widened(operands[0], wide)]
     if keeps_dtypes(eqn):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast, parse_settings
 from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp.debug import _compare
@@ -95,22 +96,22 @@ def fastest(
         check_concrete((args, kwargs), "fastest")
         args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
         clock, pool, runs = Clock(max_seconds), futures.ThreadPoolExecutor(), _RUNS * (jax.default_backend() != "cpu")
-        texts, same, compiling, exact = set[str](), list[Any](), list[Any](), np.empty(0)
+        texts, same, compiling = set[str](), list[Any](), list[Any]()
+        arrays, rebuild = jx.split_arrays((args, kwargs))
 
-        def lower(program: Callable) -> tuple[Any, list[Any]]:
-            run, arrays = _compare.gradient_program(program, args, kwargs, **grad_options)
-            return run.lower(arrays, jnp.float32(1)), arrays
+        def lower(program: Callable) -> Any:
+            run = functools.partial(_compare.loss_and_grads, program, rebuild, **grad_options)
+            return jax.jit(run).lower(arrays, jnp.float32(1))
 
         with precise(FLOAT32):
-            lowered, arrays = lower(fun)  # raises what `fun` raises
-        reference = pool.submit(lowered.compile)
+            reference = pool.submit(lower(fun).compile)  # raises what `fun` raises
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for each, program in programs:
                 try:
                     if clock.is_late:
                         raise TimeoutError
-                    lowered, _ = lower(program)
+                    lowered = lower(program)
                     if (text := lowered.as_text()) in texts:
                         same.append(each)
                         continue
@@ -126,12 +127,11 @@ def fastest(
         idle = dict.fromkeys(part for each in same for part in _written(each) if part not in listed)
         notes = [f"Not listed, since they change no program: {'; '.join(idle)}."] if idle else []
         notes += dict.fromkeys(str(x.message) for x in caught)
-        first, results = _timing(arrays, clock, {}, reference, 1.0, exact, 0)
+        first, results = _timing(arrays, clock, {}, reference, 1.0, np.empty(0), 0)
         if first.reason:
             notes.append(f"No errors, since the gradient in float32 is not known: {first.reason}.")
-        elif not (exact := _compare.all_grads(results)).size:
-            raise TypeError(_compare.NO_GRADIENTS)
         _compare.check_finite(results.values(), "float32")
+        exact = _compare.all_grads(results)
         rows = [_timing(arrays, clock, each, x, loss_scale, exact, runs)[0] for each, x in compiling]
         rows.sort(key=lambda x: (bool(x.reason), x.seconds if runs else x.peak_bytes))
         return Timings(tuple(rows), jax.devices()[0].device_kind, bool(runs), tolerance, tuple(notes))

@@ -77,12 +77,10 @@ def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
     x = x.astype(np.float32) if is_low(x) else x
     counts = [xp.sum(flags, dtype=np.int32) for flags in (x == 0, xp.isinf(x), xp.isnan(x))]
     inf, finite = np.asarray(np.inf, x.real.dtype), xp.isfinite(x)
-    low, high = xp.where(finite, x.real, inf), xp.where(finite, x.real, -inf)
-    return counts, (xp.min(low, initial=inf), xp.max(high, initial=-inf))
+    return counts, (xp.min(x.real, initial=inf, where=finite), xp.max(x.real, initial=-inf, where=finite))
 
 
 Id = tuple[int, ...]
-_ARGUMENT = -1
 
 
 class Place(NamedTuple):
@@ -92,13 +90,11 @@ class Place(NamedTuple):
         key: the position in the program: the index of each equation in `eqns` within its jaxpr, and of the jaxprs.
         eqns: the equations that contain this one, outermost first, and the equation itself.
         iteration: the index of the iteration of each loop that contains the equation, outermost first.
-        times: how often it runs in a traced evaluation, which evaluates a loop once.
     """
 
     key: Id = ()
     eqns: tuple[JaxprEqn, ...] = ()
     iteration: tuple[int, ...] = ()
-    times: int = 1
 
     @property
     def id(self) -> Id:
@@ -126,7 +122,7 @@ class Place(NamedTuple):
 
 def argument_id(i: int) -> Id:
     """Returns the id of argument `i` of the program, which differs from the id of every equation."""
-    return _ARGUMENT, i
+    return -1, i
 
 
 @dataclasses.dataclass(eq=False)
@@ -233,6 +229,11 @@ def is_low(x: Any) -> bool:
     """Whether a variable, a literal, a type or an array has a floating dtype of less than 32 bits."""
     dtype = jx.dtype_of(x)
     return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def reads_low(jaxpr: Any) -> bool:
+    """Whether an op of a jaxpr, or of one inside it, reads values of less than 32 bits."""
+    return any(is_low(atom) for *_, eqn in jx.equations_in(jaxpr) for atom in eqn.invars)
 
 
 def nearest(

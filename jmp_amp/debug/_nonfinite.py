@@ -18,6 +18,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp._float8 import emulated
 from jmp_amp._ops import rule_of
+from jmp_amp._trees import all_finite
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluator, Interpretation, applies_loss_scale
@@ -186,14 +187,10 @@ class NonFinite(jx.Site):
         }
         if self.primitive in heads:
             return heads[self.primitive]
-        parts = [
-            f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self.where}",
-            f"in {self.library}" if self.library else "",
-            f"scope {self.module}" if self.module else "",
-            f"iteration {', '.join(map(str, self.iteration))}" if self.iteration else "",
-            f"hidden by {self.hidden_by}" if self.hidden_by else "",
-        ]
-        return ", ".join(filter(None, parts))
+        head = f"`{self.primitive}` produced {'NaN' if self.result.nans else 'inf'} {self.where}"
+        texts = self.library, self.module, ", ".join(map(str, self.iteration)), self.hidden_by
+        named = zip(("in", "scope", "iteration", "hidden by"), texts, strict=True)
+        return ", ".join([head, *(f"{name} {text}" for name, text in named if text)])
 
 
 def _wrapped(text: str) -> str:
@@ -254,14 +251,13 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
         return outs
 
     @functools.partial(jax.jit, compiler_options=QUICK)
-    def run(arrays: Sequence[Any]) -> list[jax.Array]:
-        results = dataclasses.replace(evaluator, arrays=arrays, around=marked).trace().results
-        return [jnp.all(jnp.isfinite(x)) for x in results if jx.is_inexact(x)]
+    def run(arrays: Sequence[Any]) -> jax.Array:
+        return all_finite(dataclasses.replace(evaluator, arrays=arrays, around=marked).trace().results)
 
     try:
         lowered = run.lower(evaluator.arrays)
-        ends = lambda: list(map(bool, lowered.compile()(evaluator.arrays)))  # noqa: E731
-        is_finite = all(clock.wait_for(ends, "the program is compiled as a whole", limit))
+        ends = lambda: bool(lowered.compile()(evaluator.arrays))  # noqa: E731
+        is_finite = clock.wait_for(ends, "the program is compiled as a whole", limit)
     except Exception:  # the time is over, or a custom primitive does not run inside of `jit`: its error tells its line
         return False
     jax.effects_barrier()
@@ -332,7 +328,7 @@ def _differ(x: Any, exact: Any) -> bool:
     slack = float(info.smallest_subnormal if is_low(x) else info.tiny)
     x, exact = (np.asarray(y).astype(np.complex128) for y in (x, exact))
     known = np.isfinite(x) & np.isfinite(exact)
-    return bool((np.abs(x - exact) > 0.1 * np.abs(exact) + slack)[known].any())
+    return not np.allclose(x[known], exact[known], 0.1, slack)
 
 
 def _cause(evaluation: Interpretation) -> Id | None:
@@ -401,7 +397,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
 def _smaller_loss_scale(evaluation: Interpretation, node: Node) -> int | None:
     """Returns the power of two by which the loss scale must be divided so that all results are finite, if one is."""
     scales = [x.operands[1].summary.max or 0.0 for x in nearest([node]) if x.eqn and applies_loss_scale(x.eqn)]
-    steps = range(1, math.floor(math.log2(max(*scales, 1.0, 1.0))) + 1)
+    steps = range(1, math.floor(math.log2(max([1.0, *scales]))) + 1)
     if not node.is_backward or not steps:
         return None
 

@@ -309,14 +309,13 @@ class _Candidate:
         """
         by_line = self._lines(limit) if self.value == "full" else []
         has_modules = any(isinstance(key, str) for key in self.keys)
-        if by_line and not has_modules and sum(self._work(by_line)) < 1:
+        if by_line and not has_modules and self._work(by_line) < 1:
             yield by_line
             yield self.choose(self.keys, limit)
             return
         by_rule = self.choose(self.keys, limit)
         factor = 0.5 if all(isinstance(key, str) for key in by_rule) else 1.0
-        # Of the FLOPs and of the elements together, which are 2.
-        costs_less = by_line and sum(self._work(by_line)) <= factor * (sum(self._work(by_rule)) - 0.25)
+        costs_less = by_line and self._work(by_line) <= factor * (self._work(by_rule) - 0.25)
         yield from [by_line, by_rule] if costs_less else [by_rule, by_line]
 
     def _lines(self, limit: float) -> list[Any]:
@@ -325,8 +324,8 @@ class _Candidate:
         chosen = self.choose(lines, limit)
         if self.error(chosen) > limit:
             return []
-        on, work = self._on(chosen), sum(self._work(chosen))
-        callers = [x for x in lines if (self._on([x]) <= on).all() and sum(self._work([x])) <= 1.01 * work]
+        on, work = self._on(chosen), self._work(chosen)
+        callers = [x for x in lines if (self._on([x]) <= on).all() and self._work([x]) <= 1.01 * work]
         return callers[:1] or chosen  # one line may call the others, and little else
 
     def choose(self, candidates: Sequence[Any], limit: float) -> list[Any]:
@@ -337,7 +336,7 @@ class _Candidate:
             error = self.error(keys)
         if not limit:
             return keys
-        for key in sorted(keys, key=lambda key: sum(self._work([key])), reverse=True):
+        for key in sorted(keys, key=lambda key: self._work([key]), reverse=True):
             rest = [x for x in keys if x != key]
             keys = rest if self.error(rest) <= max(limit, error) else keys
         # Modules that differ in numbers only have one pattern, `layer_*/norm`.
@@ -348,7 +347,7 @@ class _Candidate:
     def _best(self, candidates: Sequence[Any], on: np.ndarray) -> Any:
         """Returns the rule that removes the largest part of the error for its work; None if none removes any."""
         left = (key for key in candidates if not self.clock.is_late)
-        gains = {key: self._gain(key, on) / max(sum(self._work([key])), 1e-9) for key in left}
+        gains = {key: self._gain(key, on) / max(self._work([key]), 1e-9) for key in left}
         return max((key for key in gains if gains[key] > 0), key=lambda key: gains[key], default=None)
 
     def _gain(self, key: Any, on: np.ndarray) -> float:
@@ -363,14 +362,15 @@ class _Candidate:
         return (first + max(every - others, 0)) / 2
 
     @functools.cached_property
-    def ops(self) -> Sequence[OpSite]:
-        """Those of the forward pass, without rules."""
-        return self.report((), "full").select(direction="forward").rows
+    def low_ops(self) -> list[OpSite]:
+        """The ops of the forward pass that are in low precision without rules."""
+        ops = self.report((), "full").select(direction="forward").rows
+        return [op for op in ops if op.compute != "float32"]
 
     @functools.cached_property
     def keys(self) -> list[Any]:
         """The modules of the ops that rules change, and their primitives except those that only move values."""
-        ops = [op for op in self.ops if op.compute != "float32" and op.why not in _INDEPENDENT_OF_RULES]
+        ops = [op for op in self.low_ops if op.why not in _INDEPENDENT_OF_RULES]
         if self.value != "full":  # a class is no dtype, so a primitive cannot have a rule with the base dtype
             return [*dict.fromkeys(op.module for op in ops if op.module and op.compute.startswith("float8"))]
         moves = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.moves}
@@ -408,11 +408,14 @@ class _Candidate:
         known = math.sqrt(squares @ self.emulation.default) / (np.linalg.norm(self._exact.grads) or 1.0)
         return squares if known >= 0.8 * self.error([]) else None
 
-    def _work(self, keys: Iterable[Any]) -> np.ndarray:
-        """Returns the shares of the FLOPs and of the elements in the forward pass that rules compute in float32."""
+    def _work(self, keys: Iterable[Any]) -> float:
+        """Returns the sum of the shares of the FLOPs and of the elements that rules compute in float32; 2 is all.
+
+        Those of the forward pass count.
+        """
         forward = np.array([row.direction == "forward" for row in self.emulation.rows], bool)
         work = self.emulation.work * (self._is_free & forward)[:, None]
-        return work[self._removed(keys)].sum(0) / np.maximum(work.sum(0), 1)
+        return float(np.sum(work[self._removed(keys)].sum(0) / np.maximum(work.sum(0), 1)))
 
     def _on(self, keys: Iterable[Any]) -> np.ndarray:
         return self.emulation.default * ~self._removed(keys)
@@ -423,9 +426,7 @@ class _Candidate:
     @functools.cached_property
     def _is_free(self) -> np.ndarray:
         """Which roundings rules may remove, bool[n]."""
-        fixed = {
-            (op.module, op.source) for op in self.ops if op.compute != "float32" and op.why in _INDEPENDENT_OF_RULES
-        }
+        fixed = {(op.module, op.source) for op in self.low_ops if op.why in _INDEPENDENT_OF_RULES}
         rows = self.emulation.rows
         is_low = np.array([self.value == "full" or row.dtype.startswith("float8") for row in rows], bool)
         return is_low & np.array([(row.module, row.source) not in fixed for row in rows], bool)

@@ -212,7 +212,6 @@ class Underflow(Plot):
         axes.set(yticks=[])
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
         zeros = counts.get(None, 0) / size
-        axes.text(
-            0.005, 0.9, f"{format_percent(zeros)} zeros" if zeros else "", transform=axes.transAxes, va="top", size=8
-        )
+        text = f"{format_percent(zeros)} zeros" if zeros else ""
+        axes.text(0.005, 0.9, text, transform=axes.transAxes, va="top", size=8)
         axes.spines["left"].set_visible(False)
