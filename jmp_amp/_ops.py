@@ -37,6 +37,7 @@ class ResultKind(enum.StrEnum):
     TAKEN = "taken"  # the elements at given indices, such as a diagonal
     CHOSEN = "chosen"  # some of the elements, or their negatives
     SELECTED = "selected"  # elements of several operands, chosen by a condition
+    ORDERED = "ordered"  # some of the elements, chosen or placed by their order
     SUM = "sum"  # sums of two elements; one may be a bias
     DIFFERENCE = "difference"  # differences of two elements
     COTANGENT = "cotangent"  # sums of two cotangents
@@ -178,6 +179,11 @@ class Rule(NamedTuple):
         return self.op_class is OpClass.LOWER or (self.is_product and self.op_class is OpClass.PROMOTE)
 
     @property
+    def is_decomposition(self) -> bool:
+        """Whether the op decomposes a matrix, or solves equations."""
+        return self.demand == Demand.MATRIX
+
+    @property
     def is_cast(self) -> bool:
         """Whether the op converts a dtype."""
         return self.dtype_params == _CAST.dtype_params
@@ -209,6 +215,7 @@ _FOLLOW = Rule(OpClass.FOLLOW)
 _LOWER = Rule(
     OpClass.LOWER, ResultKind.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",)
 )
+_ORDERED = Rule(OpClass.FOLLOW, ResultKind.ORDERED, keeps_unit=True)
 _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
 _LOGARITHM = Rule(OpClass.FULL, ResultKind.LOGARITHM, Demand.RANGE)
@@ -356,7 +363,7 @@ def _sort(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     """What is sorted beside the keys is chosen by them, as the indices of `argsort`."""
     n_keys = params["num_keys"]
     demand = Demand.RANK if len(avals) > n_keys else Demand.NONE
-    return _FOLLOW._replace(keeps_unit=True, demand=demand, keys=n_keys)
+    return _ORDERED._replace(demand=demand, keys=n_keys)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -477,11 +484,11 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "floor ceil round": _ELEMENTWISE._replace(kind=ResultKind.ROUNDED),
     "tanh logistic erf erfc one_minus_square": _ELEMENTWISE._replace(kind=ResultKind.BOUNDED),
     "argmax argmin": _FOLLOW._replace(drops_unit=True),
-    "cummax cummin": _FOLLOW._replace(keeps_unit=True),
+    "cummax cummin": _ORDERED,
     "sort": _sort,
-    "top_k": _FOLLOW._replace(keeps_unit=True, demand=Demand.RANK),
+    "top_k": _ORDERED._replace(demand=Demand.RANK),
     "approx_top_k": _FOLLOW._replace(demand=Demand.RANK),
-    "reduce_window_max reduce_window_min": _FOLLOW._replace(stores=True),
+    "reduce_window_max reduce_window_min": _ORDERED._replace(stores=True),
     "psum psum_invariant": _FOLLOW._replace(kind=ResultKind.TOTAL),
     "pmax pmin reduce_scatter all_to_all": _FOLLOW._replace(keeps_unit=True),
     "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,

@@ -89,7 +89,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             moment=_moment(info, operands),
             is_constant=all(known.is_constant for known in operands),
             is_whole=_is_whole(info, read),
-            is_solution=is_solution or rule.demand == Demand.MATRIX,
+            is_solution=is_solution or rule.is_decomposition,
             carry=carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else 0,
             multiplies_slices=any(k.multiplies_slices for k in read) if rule.moves else info.multiplies_slices,
             adds_matrix=rule.passes_on and (any(k.adds_matrix for k in read) or _adds_matrix(info, operands)),

@@ -80,7 +80,7 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         rule, path = info.rule, Path.OTHER
         if rule.kind is ResultKind.TOTAL:
             path = Path.PRODUCT | Path.TOTAL
-        elif rule.is_product or rule.demand == Demand.MATRIX:
+        elif rule.is_product or rule.is_decomposition:
             path = Path.PRODUCT
         elif rule.is_polynomial:
             path = Path.ARITHMETIC

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._ops import Demand, OpClass, ResultKind, Rule, rule_of
+from jmp_amp._ops import OpClass, ResultKind, Rule, rule_of
 
 # What a value was computed from: messages of errors, and marks, as these two and `UNSCALE`.
 Origins = frozenset[str]
@@ -167,7 +167,7 @@ class UnitAnalysis:
         predicate = _PREDICATES.get(eqn.primitive.name, f"applies `{eqn.primitive.name}` to {{}}")
         if rule.passes_on or rule.kind is ResultKind.TOTAL or rule.is_cast or rule.keeps_unit:
             return self._unify(units, predicate)
-        if rule.demand == Demand.MATRIX and units[0].is_scaled:
+        if rule.is_decomposition and units[0].is_scaled:
             return Unit(is_data_free=False)  # the factors of a decomposition have different units
         scaled = [unit for unit in units if any(unit.powers or ())]
         if scaled and rule.op_class is OpClass.ORIGINAL:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._ops import rule_of
+from jmp_amp._ops import ResultKind, rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Interpretation, evaluate_in, precise
 from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
@@ -21,7 +21,6 @@ _AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "windo
 _DEPTH, _MOST_BYTES = 24, 2**30  # of the values that are looked at
 _LOGARITHMS, _QUOTIENTS = {"log", "log2", "log1p"}, {"div", "rsqrt", "pow", "integer_pow", "rem"}
 _WITH_POLES = {*_LOGARITHMS, "atanh", "erf_inv", "lgamma", "digamma"}
-_MATRICES = {"cholesky", "lu", "triangular_solve", "eigh", "eig", "svd", "geqrf", "householder_product", "schur"}
 
 
 class Cause(NamedTuple):
@@ -84,7 +83,7 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
     node, name, reads = e.node, e.node.primitive, _reads(e)
-    if name in _MATRICES:
+    if rule_of(node.eqn).is_decomposition:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
     text = f"{derivative}`{name}`{_of(reads)}{_at(e.at)} is "
     zeros = [x for x in reads if x.number == 0 and name in _QUOTIENTS]
@@ -171,7 +170,7 @@ def _reads(e: Element) -> list[Element]:
     if not _is_known(node):
         return []
     rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
-    is_moved = (rule.moves and not rule.fold) or node.primitive in ("select_n", *_MATRICES)
+    is_moved = (rule.moves and not rule.fold) or rule.kind is ResultKind.SELECTED or rule.is_decomposition
     is_broadcast = all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in arrays)
     if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
         return _terms(e)
@@ -245,8 +244,8 @@ def _is_known(node: Node) -> bool:
 
 def _of_matrix(e: Element) -> str:
     matrix = np.asarray(e.node.operands[0].held, np.float64)
-    matrix, is_triangular = matrix[e.at[: matrix.ndim - 2]], e.node.primitive == "triangular_solve"
-    if not np.isfinite(matrix).all() or matrix.shape[0] != matrix.shape[1]:
+    matrix, is_triangular = matrix[e.at[: max(matrix.ndim - 2, 0)]], e.node.primitive == "triangular_solve"
+    if not np.isfinite(matrix).all() or matrix.ndim < 2 or matrix.shape[0] != matrix.shape[1]:
         return f"the matrix that `{e.node.primitive}` reads is not finite, or not square"
     values = np.abs(np.diagonal(matrix)) if is_triangular else np.linalg.eigvals(matrix).real
     name = "diagonal of the triangular matrix is" if is_triangular else "eigenvalues of the matrix are"

@@ -32,8 +32,7 @@ _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
 _COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 # Besides the ops that move values.
-_EXACT = {"sort", "top_k", "cummax", "cummin", "reduce_window_max", "reduce_window_min"}
-_MOVES = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED}
+_EXACT = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, ResultKind.ORDERED}
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
 _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare what they read second
 _SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
@@ -339,8 +338,8 @@ class Emulation:
         for i in _decisions_of(eqn):
             outs[i] = self._decided(outs[i], place, i)
         # A sum by scatter is `CHOSEN` and in float32; what reads nothing is a placeholder.
-        moves = rule.kind in _MOVES and rule.op_class is not OpClass.FULL and not rule.is_cast
-        if name in _EXACT or moves or not operands:
+        is_exact = rule.kind in _EXACT and rule.op_class is not OpClass.FULL and not rule.is_cast
+        if is_exact or not operands:
             return outs
         for i, var in enumerate(eqn.outvars):
             if is_low(var) and not (rule.is_cast and jx.dtype_of(eqn.invars[0]) == jx.dtype_of(var)):
