@@ -128,16 +128,30 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
     return _with_products(jax.vmap(functools.partial(lax.dot_general_p.bind, **params), axes), args)[0], 0
 
 
+def primitive_as(name: str, fun: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Primitive:
+    """Returns a primitive whose result has the type that a function returns; outside of `jit` it is compiled.
+
+    Args:
+        name: its name.
+        fun: takes arrays and the parameters of the primitive, and returns an array.
+        batch: its rule for `jax.vmap`, in place of that of `fun`.
+    """
+
+    def batch_fun(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+        return jax.vmap(functools.partial(fun, **params), axes)(*args), 0
+
+    primitive = Primitive(name)
+    primitive.def_impl(lambda *args, **params: _jitted(primitive, **params)(*args))
+    primitive.def_abstract_eval(lambda *avals, **params: jx.trace(functools.partial(fun, **params), avals).out_avals[0])
+    batching.primitive_batchers[primitive] = batch or batch_fun
+    return primitive
+
+
 @functools.cache
-def _jitted(**params: Any) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(PRIMITIVE.bind, **params))
+def _jitted(primitive: Primitive, **params: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(primitive.bind, **params))
 
 
-PRIMITIVE = Primitive(lax.dot_general_p.name)
-PRIMITIVE.def_impl(lambda *args, **params: _jitted(**params)(*args))
-PRIMITIVE.def_abstract_eval(
-    lambda *avals, **params: jx.trace(functools.partial(lax.dot_general_p.bind, **params), avals).out_avals[0]
-)
+PRIMITIVE = primitive_as(lax.dot_general_p.name, lax.dot_general_p.bind, _batch)
 ad.defbilinear(PRIMITIVE, _gradient(0), _gradient(1))
-batching.primitive_batchers[PRIMITIVE] = _batch
 mlir.register_lowering(PRIMITIVE, _lower)

@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._aligned import padded, padding_for
+from jmp_amp._aligned import padded, padding_for, primitive_as
 from jmp_amp._calls import warn
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
 from jmp_amp._float8._quantize import (
@@ -120,11 +120,6 @@ def bind_plain(*args: Any, **params: Any) -> jax.Array:
     return plain(*args, **params)
 
 
-def abstract_eval(*avals: Any, **params: Any) -> Any:
-    """Returns the type of the product."""
-    return jx.trace(functools.partial(in_base, **params), avals).out_avals[0]
-
-
 def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
     blocks, platforms = params["blocks"], jx.versions.lowering_platforms(ctx)
@@ -148,7 +143,7 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
             pair = [jx.with_dtype(x, dtype) for (x, _), dtype in zip((lhs, rhs), params["operands"], strict=True)]
             zeros = padding_for(ctx, pair, params)
         return _lower_casts(ctx, inputs, casts, functools.partial(_of_tensors, zeros=zeros, **params), rest)
-    axes, out = params["dimension_numbers"][0], abstract_eval(*ctx.avals_in, **params)
+    axes, (out,) = params["dimension_numbers"][0], ctx.avals_out
     casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
     inputs = [[(jax.core.ShapedArray(aval.shape, aval.dtype), value) for aval, value in each] for each in inputs]
@@ -334,7 +329,7 @@ def _swapped(eqn: JaxprEqn) -> dict[str, Any]:
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     """Adds the rows of a batch to those of the product. Otherwise it runs in the base dtype."""
     if None not in axes[:2] or params["out_sharding"] is not None:
-        return batch_in_base(args, axes, **params)
+        return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
     pairs = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
     args, exponents = _split_exponents(pairs, params["scaled"])
     i = int(axes[0] is None)
@@ -348,20 +343,15 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
     return bind_product(_PRODUCTS[params["blocks"]], args, exponents, params | {"dimension_numbers": numbers}), axis
 
 
-def batch_in_base(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    """Computes a batch of products in the base dtype."""
-    return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
-
-
-def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[..., Any] = batch_in_base) -> Primitive:
+def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Primitive:
     """Returns a primitive of products on float8 operands, which is linear in the first two.
 
     Args:
         name: its name.
         gradient: `gradient(i, cotangent, args, exponents, **params)` returns the gradient of operand `i`.
-        batch: its rule for `jax.vmap`.
+        batch: its rule for `jax.vmap`; without one, a batch runs in the base dtype.
     """
-    primitive = _primitive(name, abstract_eval, batch)
+    primitive = primitive_as(name, in_base, batch)
     mlir.register_lowering(primitive, lower, cacheable=False)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -387,40 +377,14 @@ def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[.
     return primitive
 
 
-def _primitive(name: str, abstract_eval: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
-    primitive = Primitive(name)
-
-    @functools.cache
-    def eager(**params: Any) -> Callable[..., jax.Array]:
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    primitive.def_impl(lambda *args, **params: eager(**params)(*args))
-    primitive.def_abstract_eval(abstract_eval)
-    batching.primitive_batchers[primitive] = batch
-    return primitive
-
-
 def is_float8_scale(primitive: Primitive, *args: Any, **params: Any) -> bool:
     """Whether an equation computes the scale of a weight; a policy for `jax.checkpoint` and `jx.hoist`."""
     return primitive is _scale_p
 
 
-def _scale() -> Primitive:
-    """Returns a primitive that computes `scale_exponent`."""
-
-    def abstract_eval(x: Any, dtype: Any) -> Any:
-        return jx.trace(functools.partial(scale_exponent, dtype=dtype), [x]).out_avals[0]
-
-    def batch(args: Sequence[Any], axes: Sequence[Any], dtype: Any) -> tuple[Any, int]:
-        return jax.vmap(functools.partial(scale_exponent, dtype=dtype), axes)(*args), 0
-
-    primitive = _primitive(SCALE_PRIMITIVE, abstract_eval, batch)
-    mlir.register_lowering(primitive, mlir.lower_fun(scale_exponent, multiple_results=False))
-    ad.defjvp(primitive, None)
-    return primitive
-
-
-_scale_p = _scale()
+_scale_p = primitive_as(SCALE_PRIMITIVE, scale_exponent)
+mlir.register_lowering(_scale_p, mlir.lower_fun(scale_exponent, multiple_results=False))
+ad.defjvp(_scale_p, None)
 
 # By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
 _PRODUCTS = {
