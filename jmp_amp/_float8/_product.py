@@ -34,6 +34,7 @@ from pallas_kernels import fastest_implementation
 from pallas_kernels import quantize as quantize_matrix
 
 PRIMITIVE = "float8_dot_general"
+PLAIN_PRIMITIVE = "ragged_dot_general"  # that of JAX
 SCALE_PRIMITIVE = "float8_scale"
 
 
@@ -278,40 +279,43 @@ def _of_blocks(
     return lax.dot_general(*wide, (((1,), (1,)), ((), ()))).astype(dtype).reshape(shape)
 
 
-def _gradient(i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[Any], **params: Any) -> Any:
-    """Returns the gradient of an operand, by a product of the cotangent and the other operand."""
-    unknown, known = args[i], args[1 - i]
-    base, formats = params["base"], params["operands"]
+def _gradient(
+    primitive: Primitive, i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[Any], **params: Any
+) -> Any:
+    """Returns the gradient of an operand, by a product of the cotangent and the other operand.
 
-    def transposed(cotangent: Any, known: Any) -> Any:
+    Its partial sums are float32. It is on float8 operands if a device multiplies these.
+    """
+    unknown, known, rest, base = args[i], args[1 - i], args[2:], params["base"]
+
+    def transposed(cotangent: Any, known: Any, *rest: Any) -> Any:
         def product(x: Any) -> Any:
-            return bind_plain(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
+            pair = (x, known) if i == 0 else (known, x)
+            return bind_plain(*pair, *rest, **params | {"preferred_element_type": base})
 
         return jax.linear_transpose(product, jx.with_dtype(unknown.aval, base))(cotangent)[0]
 
-    program = jx.trace(transposed, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base)])
+    program = jx.trace(transposed, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base), *rest])
     # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.
-    is_swapped = any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)
+    is_swapped = not rest and any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)
 
     def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         if is_swapped and _is_matrix_transpose(eqn):
             return args
-        if eqn.primitive is not lax.dot_general_p:
+        if eqn.primitive.name not in (lax.dot_general_p.name, PLAIN_PRIMITIVE):
             return jx.bind(eqn, args)
         own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
-        operands, scales = [params["cotangents"], formats[1 - i]], [None, exponents[1 - i]]
+        operands, scales = (params["cotangents"], params["operands"][1 - i]), (None, exponents[1 - i])
         if is_swapped:
-            args, operands, scales, own = args[::-1], operands[::-1], scales[::-1], own | _swapped(eqn)
-        return [bind_gradient(_PRODUCTS[params["blocks"]], args, scales, own | {"operands": tuple(operands)})]
+            args, own = args[::-1], own | _swapped(eqn)
+        if is_swapped or (rest and i == 1):  # the cotangent is the second operand, as of rows and their cotangents
+            operands, scales = operands[::-1], scales[::-1]
+        own["operands"] = operands
+        if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative
+            return [in_base(*args, **own | {"scaled": ()})]
+        return [bind_product(primitive, args, scales, own | {"precision": lax.Precision.HIGHEST})]
 
-    return jx.evaluate(program, [cotangent, known], apply)[0]
-
-
-def bind_gradient(primitive: Primitive, args: Sequence[Any], exponents: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Computes a gradient by a product with float32 partial sums, on float8 operands if a device multiplies these."""
-    if all(dtype == jnp.float8_e5m2 for dtype in params["operands"]):  # a second derivative
-        return in_base(*args, **params | {"scaled": ()})
-    return bind_product(primitive, args, exponents, params | {"precision": lax.Precision.HIGHEST})
+    return jx.evaluate(program, [cotangent, known, *rest], apply)[0]
 
 
 def _is_matrix_transpose(eqn: JaxprEqn) -> bool:
@@ -343,12 +347,11 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
     return bind_product(_PRODUCTS[params["blocks"]], args, exponents, params | {"dimension_numbers": numbers}), axis
 
 
-def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Primitive:
+def product_primitive(name: str, batch: Callable[..., Any] | None = None) -> Primitive:
     """Returns a primitive of products on float8 operands, which is linear in the first two.
 
     Args:
         name: its name.
-        gradient: `gradient(i, cotangent, args, exponents, **params)` returns the gradient of operand `i`.
         batch: its rule for `jax.vmap`; without one, a batch runs in the base dtype.
     """
     primitive = primitive_as(name, in_base, batch)
@@ -370,7 +373,10 @@ def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[.
         if type(cotangent) is ad.Zero:
             return [None] * len(args)
         linear = map(ad.is_undefined_primal, args)
-        return [gradient(i, cotangent, operands, exponents, **params) if x else None for i, x in enumerate(linear)]
+        return [
+            _gradient(primitive, i, cotangent, operands, exponents, **params) if x else None
+            for i, x in enumerate(linear)
+        ]
 
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
@@ -388,6 +394,6 @@ ad.defjvp(_scale_p, None)
 
 # By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
 _PRODUCTS = {
-    False: product_primitive(PRIMITIVE, _gradient, _batch),
-    True: jx.versions.lowered_for_devices(product_primitive(PRIMITIVE, _gradient, _batch)),
+    False: product_primitive(PRIMITIVE, _batch),
+    True: jx.versions.lowered_for_devices(product_primitive(PRIMITIVE, _batch)),
 }
