@@ -69,16 +69,17 @@ def float8_dot(
             `base`. With `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast
             accumulation").
     """
-    params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
-    own = {"base": base, "operands": operands, "cotangents": cotangents, "blocks": blocks, "emulated": is_emulated()}
-    exponents = [None, None] if blocks else scales_of_weights((lhs, rhs), operands, is_weight)
-    return bind_product(_PRODUCTS[blocks], [lhs, rhs], exponents, params | own)
+    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents, "blocks": blocks}
+    return bind_float8(_PRODUCTS[blocks], [lhs, rhs], is_weight, params | own)
 
 
-def scales_of_weights(args: Sequence[Any], dtypes: Sequence[Any], is_weight: Sequence[bool]) -> list[Any]:
-    """Returns the exponents of the scales of the operands that are weights; None for others."""
-    triples = zip(args, dtypes, is_weight, strict=True)
-    return [_scale_p.bind(x, dtype=dtype) if scales else None for x, dtype, scales in triples]
+def bind_float8(primitive: Primitive, args: Sequence[Any], is_weight: Sequence[bool], params: dict[str, Any]) -> Any:
+    """Applies a product; the scales of weights, which are among its first two operands, are equations of their own."""
+    params["preferred_element_type"] = params["preferred_element_type"] or params["base"]
+    has_scale = [weight and not params["blocks"] for weight in is_weight]
+    triples = zip(args[:2], params["operands"], has_scale, strict=True)
+    exponents = [_scale_p.bind(x, dtype=dtype) if is_scaled else None for x, dtype, is_scaled in triples]
+    return bind_product(primitive, args, exponents, params | {"emulated": is_emulated()})
 
 
 def bind_product(primitive: Primitive, args: Sequence[Any], exponents: Sequence[Any], params: dict[str, Any]) -> Any:

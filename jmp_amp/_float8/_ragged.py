@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_amp._float8._devices import is_emulated
-from jmp_amp._float8._product import bind_product, product_primitive, scales_of_weights
+from jmp_amp._float8._product import bind_float8, product_primitive
 
 RAGGED_PRIMITIVE = "float8_ragged_dot_general"
 
@@ -43,14 +42,11 @@ def float8_ragged_dot(
         is_weight: likewise.
         **params: those of `lax.ragged_dot_general`, without batches or an offset.
     """
-    params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
     (axis,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents}
-    own |= {"blocks": False, "emulated": is_emulated()}
+    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents, "blocks": False}
     # The scale is that of all rows, so rows beyond the groups, and their cotangents, must be 0.
     lhs = _in_groups(lhs, axis, group_sizes)
-    exponents = scales_of_weights((lhs, rhs), operands, is_weight)
-    product = bind_product(_ragged_dot_p, [lhs, rhs, group_sizes], exponents, params | own)
+    product = bind_float8(_ragged_dot_p, [lhs, rhs, group_sizes], is_weight, params | own)
     return _in_groups(product, 0, group_sizes)
 
 
