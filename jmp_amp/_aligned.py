@@ -109,19 +109,31 @@ def _with_products(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     return jx.evaluate(jx.trace(fun, list(map(jax.typeof, args))), args, apply)
 
 
-def _gradient(i: int) -> Callable[..., Any]:
-    """Returns the rule of the gradient of an operand, in which the product is linear."""
+def transposed(product: Callable[..., jax.Array], i: int, aval: Any) -> Callable[..., jax.Array]:
+    """Returns a function that computes the gradient of operand `i` of a product, in which the product is linear.
 
-    def gradient(cotangent: Any, *operands: Any, **params: Any) -> Any:
-        def transposed(cotangent: Any, known: Any) -> Any:
-            def product(x: Any) -> Any:
-                return lax.dot_general_p.bind(*((x, known) if i == 0 else (known, x)), **params)
+    Args:
+        product: a function of two operands, and of more that have no gradient.
+        i: 0 or 1.
+        aval: the type of operand `i`.
 
-            return jax.linear_transpose(product, operands[i].aval)(cotangent)
+    Returns:
+        A function of the cotangent, the other operand and those without a gradient.
+    """
 
-        return _with_products(transposed, [cotangent, operands[1 - i]])[0]
+    def gradient(cotangent: Any, known: Any, *rest: Any) -> Any:
+        def linear(x: Any) -> Any:
+            return product(*((x, known) if i == 0 else (known, x)), *rest)
+
+        return jax.linear_transpose(linear, aval)(cotangent)[0]
 
     return gradient
+
+
+def _gradient(i: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
+    """Returns the gradient of an operand, by an aligned product."""
+    gradient = transposed(functools.partial(lax.dot_general_p.bind, **params), i, operands[i].aval)
+    return _with_products(gradient, [cotangent, operands[1 - i]])[0]
 
 
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
@@ -153,5 +165,5 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., jax.Array]:
 
 
 PRIMITIVE = primitive_as(lax.dot_general_p.name, lax.dot_general_p.bind, _batch)
-ad.defbilinear(PRIMITIVE, _gradient(0), _gradient(1))
+ad.defbilinear(PRIMITIVE, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
 mlir.register_lowering(PRIMITIVE, _lower)

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, mlir
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._aligned import padded, padding_for, primitive_as
+from jmp_amp._aligned import padded, padding_for, primitive_as, transposed
 from jmp_amp._calls import warn
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
 from jmp_amp._float8._quantize import (
@@ -288,15 +288,9 @@ def _gradient(
     Its partial sums are float32. It is on float8 operands if a device multiplies these.
     """
     unknown, known, rest, base = args[i], args[1 - i], args[2:], params["base"]
-
-    def transposed(cotangent: Any, known: Any, *rest: Any) -> Any:
-        def product(x: Any) -> Any:
-            pair = (x, known) if i == 0 else (known, x)
-            return bind_plain(*pair, *rest, **params | {"preferred_element_type": base})
-
-        return jax.linear_transpose(product, jx.with_dtype(unknown.aval, base))(cotangent)[0]
-
-    program = jx.trace(transposed, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base), *rest])
+    product = functools.partial(bind_plain, **params | {"preferred_element_type": base})
+    gradient = transposed(product, i, jx.with_dtype(unknown.aval, base))
+    program = jx.trace(gradient, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base), *rest])
     # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.
     is_swapped = not rest and any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)
 
