@@ -323,14 +323,8 @@ def _accumulated(path: Any, total: Any, x: Any) -> jax.Array:
 
 def _fold_keys(tree: Any, number: jax.Array) -> Any:
     """Returns a tree with the number of the micro-batch folded into its typed random keys."""
-
-    def fold(x: Any) -> Any:
-        if not _is_key(x):
-            return x
-        flat = jax.vmap(jax.random.fold_in, (0, None))(jnp.reshape(x, (-1,)), number)
-        return jnp.reshape(flat, jnp.shape(x))
-
-    return jax.tree.map(fold, tree)
+    fold = jnp.vectorize(jax.random.fold_in)
+    return jax.tree.map(lambda x: fold(x, number) if _is_key(x) else x, tree)
 
 
 def _is_key(x: Any) -> bool:
