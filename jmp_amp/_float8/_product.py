@@ -303,7 +303,7 @@ def _gradient(
         operands, scales = (params["cotangents"], params["operands"][1 - i]), (None, exponents[1 - i])
         if is_swapped:
             args, own = args[::-1], own | _swapped(eqn)
-        if is_swapped or (rest and i == 1):  # the cotangent is the second operand, as of rows and their cotangents
+        if is_swapped or (rest and i == 1):  # JAX has the cotangent first, and second for the matrices of groups
             operands, scales = operands[::-1], scales[::-1]
         own["operands"] = operands
         if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative
