@@ -125,6 +125,7 @@ def bind_plain(*args: Any, **params: Any) -> jax.Array:
 def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
     blocks, platforms = params["blocks"], jx.versions.lowering_platforms(ctx)
+    plain = functools.partial(in_base, **params)
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
     if lacking and not params["emulated"]:
         units = "units for blocks of float8" if blocks else "float8 units"
@@ -134,7 +135,7 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
             f'write dtype="{"float8" if has_float8 else np.dtype(params["base"])}" for this device, or '
             f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does"
         )
-        return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, *args)
+        return mlir.lower_fun(plain, multiple_results=False)(ctx, *args)
     (lhs, rhs, *rest), exponents = _split_exponents(list(zip(ctx.avals_in, args, strict=True)), params["scaled"])
     inputs = [[x] if exponent is None else [x, exponent] for x, exponent in zip((lhs, rhs), exponents, strict=True)]
     if not blocks:
@@ -145,7 +146,7 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
             pair = [jx.with_dtype(x, dtype) for (x, _), dtype in zip((lhs, rhs), params["operands"], strict=True)]
             zeros = padding_for(ctx, pair, params)
         return _lower_casts(ctx, inputs, casts, functools.partial(_of_tensors, zeros=zeros, **params), rest)
-    axes, (out,) = params["dimension_numbers"][0], ctx.avals_out
+    axes, (out,) = params["dimension_numbers"][0], jx.trace(plain, ctx.avals_in).out_avals
     casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
     inputs = [[(jax.core.ShapedArray(aval.shape, aval.dtype), value) for aval, value in each] for each in inputs]
