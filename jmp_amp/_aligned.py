@@ -109,35 +109,61 @@ def _with_products(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     return jx.evaluate(jx.trace(fun, list(map(jax.typeof, args))), args, apply)
 
 
-def _gradient(i: int) -> Callable[..., Any]:
-    """Returns the rule of the gradient of an operand, in which the product is linear."""
+def transposed(product: Callable[..., jax.Array], i: int, aval: Any) -> Callable[..., jax.Array]:
+    """Returns a function that computes the gradient of operand `i` of a product, in which the product is linear.
 
-    def gradient(cotangent: Any, *operands: Any, **params: Any) -> Any:
-        def transposed(cotangent: Any, known: Any) -> Any:
-            def product(x: Any) -> Any:
-                return lax.dot_general_p.bind(*((x, known) if i == 0 else (known, x)), **params)
+    Args:
+        product: a function of two operands, and of more that have no gradient.
+        i: 0 or 1.
+        aval: the type of operand `i`.
 
-            return jax.linear_transpose(product, operands[i].aval)(cotangent)
+    Returns:
+        A function of the cotangent, the other operand and those without a gradient.
+    """
 
-        return _with_products(transposed, [cotangent, operands[1 - i]])[0]
+    def gradient(cotangent: Any, known: Any, *rest: Any) -> Any:
+        def linear(x: Any) -> Any:
+            return product(*((x, known) if i == 0 else (known, x)), *rest)
+
+        return jax.linear_transpose(linear, aval)(cotangent)[0]
 
     return gradient
+
+
+def _gradient(i: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
+    """Returns the gradient of an operand, by an aligned product."""
+    gradient = transposed(functools.partial(lax.dot_general_p.bind, **params), i, operands[i].aval)
+    return _with_products(gradient, [cotangent, operands[1 - i]])[0]
 
 
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     return _with_products(jax.vmap(functools.partial(lax.dot_general_p.bind, **params), axes), args)[0], 0
 
 
+def primitive_as(name: str, fun: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Primitive:
+    """Returns a primitive whose result has the type that a function returns; outside of `jit` it is compiled.
+
+    Args:
+        name: its name.
+        fun: takes arrays and the parameters of the primitive, and returns an array.
+        batch: its rule for `jax.vmap`, in place of that of `fun`.
+    """
+
+    def batch_fun(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+        return jax.vmap(functools.partial(fun, **params), axes)(*args), 0
+
+    primitive = Primitive(name)
+    primitive.def_impl(lambda *args, **params: _jitted(primitive, **params)(*args))
+    primitive.def_abstract_eval(lambda *avals, **params: jx.trace(functools.partial(fun, **params), avals).out_avals[0])
+    batching.primitive_batchers[primitive] = batch or batch_fun
+    return primitive
+
+
 @functools.cache
-def _jitted(**params: Any) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(PRIMITIVE.bind, **params))
+def _jitted(primitive: Primitive, **params: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(primitive.bind, **params))
 
 
-PRIMITIVE = Primitive(lax.dot_general_p.name)
-PRIMITIVE.def_impl(lambda *args, **params: _jitted(**params)(*args))
-PRIMITIVE.def_abstract_eval(
-    lambda *avals, **params: jx.trace(functools.partial(lax.dot_general_p.bind, **params), avals).out_avals[0]
-)
-ad.defbilinear(PRIMITIVE, _gradient(0), _gradient(1))
-batching.primitive_batchers[PRIMITIVE] = _batch
+PRIMITIVE = primitive_as(lax.dot_general_p.name, lax.dot_general_p.bind, _batch)
+ad.defbilinear(PRIMITIVE, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
 mlir.register_lowering(PRIMITIVE, _lower)

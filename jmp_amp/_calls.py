@@ -20,7 +20,15 @@ C = TypeVar("C", bound=type)
 
 # The functions and classes that have an option, by its name. One is of the function that a tool returns.
 _OWNERS: dict[str, list[str]] = {"tol": ["debug.suggest_rules(fun)"]}
-_OTHER_NAMES = {"policy": "dtype"}  # of options, which users may know from elsewhere
+# The names that options have in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp.
+_OTHER_NAMES = {
+    "policy": "dtype",
+    **dict.fromkeys(("scale", "loss_scale", "initial_scale"), "init_scale"),
+    **dict.fromkeys(("scale_window", "dynamic_growth_steps", "period"), "growth_interval"),
+    **dict.fromkeys(("minimum_scale", "min_loss_scale"), "min_scale"),
+    "max_loss_scale": "max_scale",
+    "delayed_shift": "hysteresis",
+}
 
 
 def takes_options(call: Callable[P, R], name: str | None = None) -> Callable[P, R]:

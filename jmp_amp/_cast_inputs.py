@@ -117,10 +117,6 @@ def _call_as_traced(avals: Sequence[Any], fun: Callable, dtype: Any) -> jx.Call:
         raise
 
 
-def _abstract_eval(*avals: Any, fun: Callable, dtype: Any) -> Sequence[Any]:
-    return _call_as_traced(avals, fun, dtype).jaxpr.out_avals
-
-
 def _batch(args: Sequence[Any], axes: Sequence[Any], *, fun: Callable, dtype: Any) -> tuple[Sequence[Any], list[int]]:
     outs = _cast_inputs_p.bind(*args, fun=jax.vmap(fun, tuple(axes)), dtype=dtype)
     return outs, [0] * len(outs)
@@ -135,7 +131,7 @@ def _run(*args: Any, fun: Callable, dtype: Any) -> Any:
 
 
 _cast_inputs_p.def_impl(_run)
-_cast_inputs_p.def_abstract_eval(_abstract_eval)
+_cast_inputs_p.def_abstract_eval(lambda *avals, **params: _call_as_traced(avals, **params).jaxpr.out_avals)
 batching.primitive_batchers[_cast_inputs_p] = _batch
 ad.primitive_jvps[_cast_inputs_p] = _jvp
 mlir.register_lowering(_cast_inputs_p, mlir.lower_fun(_run, multiple_results=True), cacheable=False)

@@ -1,7 +1,7 @@
 """Low-precision parameters: casts of parameters, and the transformation that trains them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -299,12 +299,11 @@ def _master(param: jax.Array, stored: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((upper - went_up.astype(jnp.uint32) << 16) + lower, jnp.float32)
 
 
-def _split(params: Any, masters: Any) -> tuple[Any, Any]:
+def _split(params: Sequence[Any], masters: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Returns the upper and the lower halves of the masters of bfloat16 parameters, and other masters twice."""
-    tree: Any = jax.tree.structure(params)
-    pairs = zip(jax.tree.leaves(params), tree.flatten_up_to(masters), strict=True)
+    pairs = zip(params, masters, strict=True)
     halves = [_halves(master) if _is_bfloat16(param) else (master, master) for param, master in pairs]
-    return tree.unflatten([upper for upper, _ in halves]), tree.unflatten([lower for _, lower in halves])
+    return [upper for upper, _ in halves], [lower for _, lower in halves]
 
 
 def _reached(param: jax.Array, update: jax.Array, upper: jax.Array, lower: jax.Array) -> jax.Array:

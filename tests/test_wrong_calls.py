@@ -142,15 +142,19 @@ CALLS = {
     ),
     "flax's name of the scale": (
         lambda: amp.LossScale.flax(scale=8),
-        r"a preset takes the arguments of `LossScale` \(init_scale, .*\), got `scale=8`; write `init_scale=8`",
+        r"`LossScale` has no option `scale`; write `init_scale=...`",
     ),
     "apex's name of the window": (
         lambda: amp.LossScale.apex(scale_window=8),
-        r"\(init_scale, .*\), got `scale_window=8`; write `growth_interval=8`",
+        r"`LossScale` has no option `scale_window`; write `growth_interval=...`",
+    ),
+    "jmp's name of the window": (
+        lambda: amp.LossScale(period=8),
+        r"`LossScale` has no option `period`; write `growth_interval=...`",
     ),
     "a name of no library": (
         lambda: amp.LossScale.torch(speed=8),
-        r"\(init_scale, growth_factor, .*, clamp_growth\), got `speed=8`$",
+        r"`LossScale` has no option `speed`; its options are `init_scale`, `growth_factor`, .*, `clamp_growth`$",
     ),
     "no loss scale": (lambda: update(amp.unscale_and_check()), NO_SCALE),
     "no loss scale in a chain": (

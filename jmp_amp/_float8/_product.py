@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._aligned import padded, padding_for
+from jmp_amp._aligned import padded, padding_for, primitive_as, transposed
 from jmp_amp._calls import warn
 from jmp_amp._float8._devices import EMULATE, is_emulated, without_float8
 from jmp_amp._float8._quantize import (
@@ -34,6 +34,7 @@ from pallas_kernels import fastest_implementation
 from pallas_kernels import quantize as quantize_matrix
 
 PRIMITIVE = "float8_dot_general"
+PLAIN_PRIMITIVE = "ragged_dot_general"  # that of JAX
 SCALE_PRIMITIVE = "float8_scale"
 
 
@@ -68,16 +69,17 @@ def float8_dot(
             `base`. With `precision=HIGHEST` every partial sum is float32; without, a GPU may round some ("fast
             accumulation").
     """
-    params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
-    own = {"base": base, "operands": operands, "cotangents": cotangents, "blocks": blocks, "emulated": is_emulated()}
-    exponents = [None, None] if blocks else scales_of_weights((lhs, rhs), operands, is_weight)
-    return bind_product(_PRODUCTS[blocks], [lhs, rhs], exponents, params | own)
+    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents, "blocks": blocks}
+    return bind_float8(_PRODUCTS[blocks], [lhs, rhs], is_weight, params | own)
 
 
-def scales_of_weights(args: Sequence[Any], dtypes: Sequence[Any], is_weight: Sequence[bool]) -> list[Any]:
-    """Returns the exponents of the scales of the operands that are weights; None for others."""
-    triples = zip(args, dtypes, is_weight, strict=True)
-    return [_scale_p.bind(x, dtype=dtype) if scales else None for x, dtype, scales in triples]
+def bind_float8(primitive: Primitive, args: Sequence[Any], is_weight: Sequence[bool], params: dict[str, Any]) -> Any:
+    """Applies a product; the scales of weights, which are among its first two operands, are equations of their own."""
+    params["preferred_element_type"] = params["preferred_element_type"] or params["base"]
+    has_scale = [weight and not params["blocks"] for weight in is_weight]
+    triples = zip(args[:2], params["operands"], has_scale, strict=True)
+    exponents = [_scale_p.bind(x, dtype=dtype) if is_scaled else None for x, dtype, is_scaled in triples]
+    return bind_product(primitive, args, exponents, params | {"emulated": is_emulated()})
 
 
 def bind_product(primitive: Primitive, args: Sequence[Any], exponents: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -120,14 +122,10 @@ def bind_plain(*args: Any, **params: Any) -> jax.Array:
     return plain(*args, **params)
 
 
-def abstract_eval(*avals: Any, **params: Any) -> Any:
-    """Returns the type of the product."""
-    return jx.trace(functools.partial(in_base, **params), avals).out_avals[0]
-
-
 def lower(ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers a product for the device: on float8 operands, or in the base dtype with a warning."""
     blocks, platforms = params["blocks"], jx.versions.lowering_platforms(ctx)
+    plain = functools.partial(in_base, **params)
     lacking = [device for each in platforms if (device := without_float8(each, blocks=blocks)) is not None]
     if lacking and not params["emulated"]:
         units = "units for blocks of float8" if blocks else "float8 units"
@@ -137,7 +135,7 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
             f'write dtype="{"float8" if has_float8 else np.dtype(params["base"])}" for this device, or '
             f"set the environment variable {EMULATE}=1 to compute them as a device with {units} does"
         )
-        return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, *args)
+        return mlir.lower_fun(plain, multiple_results=False)(ctx, *args)
     (lhs, rhs, *rest), exponents = _split_exponents(list(zip(ctx.avals_in, args, strict=True)), params["scaled"])
     inputs = [[x] if exponent is None else [x, exponent] for x, exponent in zip((lhs, rhs), exponents, strict=True)]
     if not blocks:
@@ -148,7 +146,7 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
             pair = [jx.with_dtype(x, dtype) for (x, _), dtype in zip((lhs, rhs), params["operands"], strict=True)]
             zeros = padding_for(ctx, pair, params)
         return _lower_casts(ctx, inputs, casts, functools.partial(_of_tensors, zeros=zeros, **params), rest)
-    axes, out = params["dimension_numbers"][0], abstract_eval(*ctx.avals_in, **params)
+    axes, (out,) = params["dimension_numbers"][0], jx.trace(plain, ctx.avals_in).out_avals
     casts = [_Cast(dtype, tuple(along)) for dtype, along in zip(params["operands"], axes, strict=True)]
     product = functools.partial(_of_blocks, is_native=not lacking, shape=out.shape, dtype=out.dtype)
     inputs = [[(jax.core.ShapedArray(aval.shape, aval.dtype), value) for aval, value in each] for each in inputs]
@@ -283,40 +281,37 @@ def _of_blocks(
     return lax.dot_general(*wide, (((1,), (1,)), ((), ()))).astype(dtype).reshape(shape)
 
 
-def _gradient(i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[Any], **params: Any) -> Any:
-    """Returns the gradient of an operand, by a product of the cotangent and the other operand."""
-    unknown, known = args[i], args[1 - i]
-    base, formats = params["base"], params["operands"]
+def _gradient(
+    primitive: Primitive, i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[Any], **params: Any
+) -> Any:
+    """Returns the gradient of an operand, by a product of the cotangent and the other operand.
 
-    def transposed(cotangent: Any, known: Any) -> Any:
-        def product(x: Any) -> Any:
-            return bind_plain(*((x, known) if i == 0 else (known, x)), **params | {"preferred_element_type": base})
-
-        return jax.linear_transpose(product, jx.with_dtype(unknown.aval, base))(cotangent)[0]
-
-    program = jx.trace(transposed, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base)])
+    Its partial sums are float32. It is on float8 operands if a device multiplies these.
+    """
+    unknown, known, rest, base = args[i], args[1 - i], args[2:], params["base"]
+    product = functools.partial(bind_plain, **params | {"preferred_element_type": base})
+    gradient = transposed(product, i, jx.with_dtype(unknown.aval, base))
+    program = jx.trace(gradient, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base), *rest])
     # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.
-    is_swapped = any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)
+    is_swapped = not rest and any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)
 
     def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
         if is_swapped and _is_matrix_transpose(eqn):
             return args
-        if eqn.primitive is not lax.dot_general_p:
+        if eqn.primitive.name not in (lax.dot_general_p.name, PLAIN_PRIMITIVE):
             return jx.bind(eqn, args)
         own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
-        operands, scales = [params["cotangents"], formats[1 - i]], [None, exponents[1 - i]]
+        operands, scales = (params["cotangents"], params["operands"][1 - i]), (None, exponents[1 - i])
         if is_swapped:
-            args, operands, scales, own = args[::-1], operands[::-1], scales[::-1], own | _swapped(eqn)
-        return [bind_gradient(_PRODUCTS[params["blocks"]], args, scales, own | {"operands": tuple(operands)})]
+            args, own = args[::-1], own | _swapped(eqn)
+        if is_swapped or (rest and i == 1):  # JAX has the cotangent first, and second for the matrices of groups
+            operands, scales = operands[::-1], scales[::-1]
+        own["operands"] = operands
+        if all(dtype == jnp.float8_e5m2 for dtype in operands):  # a second derivative
+            return [in_base(*args, **own | {"scaled": ()})]
+        return [bind_product(primitive, args, scales, own | {"precision": lax.Precision.HIGHEST})]
 
-    return jx.evaluate(program, [cotangent, known], apply)[0]
-
-
-def bind_gradient(primitive: Primitive, args: Sequence[Any], exponents: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Computes a gradient by a product with float32 partial sums, on float8 operands if a device multiplies these."""
-    if all(dtype == jnp.float8_e5m2 for dtype in params["operands"]):  # a second derivative
-        return in_base(*args, **params | {"scaled": ()})
-    return bind_product(primitive, args, exponents, params | {"precision": lax.Precision.HIGHEST})
+    return jx.evaluate(program, [cotangent, known, *rest], apply)[0]
 
 
 def _is_matrix_transpose(eqn: JaxprEqn) -> bool:
@@ -334,7 +329,7 @@ def _swapped(eqn: JaxprEqn) -> dict[str, Any]:
 def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     """Adds the rows of a batch to those of the product. Otherwise it runs in the base dtype."""
     if None not in axes[:2] or params["out_sharding"] is not None:
-        return batch_in_base(args, axes, **params)
+        return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
     pairs = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
     args, exponents = _split_exponents(pairs, params["scaled"])
     i = int(axes[0] is None)
@@ -348,20 +343,14 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
     return bind_product(_PRODUCTS[params["blocks"]], args, exponents, params | {"dimension_numbers": numbers}), axis
 
 
-def batch_in_base(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    """Computes a batch of products in the base dtype."""
-    return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
-
-
-def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[..., Any] = batch_in_base) -> Primitive:
+def product_primitive(name: str, batch: Callable[..., Any] | None = None) -> Primitive:
     """Returns a primitive of products on float8 operands, which is linear in the first two.
 
     Args:
         name: its name.
-        gradient: `gradient(i, cotangent, args, exponents, **params)` returns the gradient of operand `i`.
-        batch: its rule for `jax.vmap`.
+        batch: its rule for `jax.vmap`; without one, a batch runs in the base dtype.
     """
-    primitive = _primitive(name, abstract_eval, batch)
+    primitive = primitive_as(name, in_base, batch)
     mlir.register_lowering(primitive, lower, cacheable=False)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -373,30 +362,20 @@ def product_primitive(name: str, gradient: Callable[..., Any], batch: Callable[.
 
         out = primitive.bind(*primals, **params)
         terms = [term(i) for i in (0, 1) if type(tangents[i]) is not ad.Zero]
-        return out, functools.reduce(lax.add, terms) if terms else jx.versions.zero_cotangent(jax.typeof(out))
+        return out, functools.reduce(lax.add, terms)
 
     def transpose(cotangent: Any, *args: Any, **params: Any) -> list[Any]:
         operands, exponents = _split_exponents(args, params["scaled"])
         if type(cotangent) is ad.Zero:
             return [None] * len(args)
         linear = map(ad.is_undefined_primal, args)
-        return [gradient(i, cotangent, operands, exponents, **params) if x else None for i, x in enumerate(linear)]
+        return [
+            _gradient(primitive, i, cotangent, operands, exponents, **params) if x else None
+            for i, x in enumerate(linear)
+        ]
 
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
-    return primitive
-
-
-def _primitive(name: str, abstract_eval: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
-    primitive = Primitive(name)
-
-    @functools.cache
-    def eager(**params: Any) -> Callable[..., jax.Array]:
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    primitive.def_impl(lambda *args, **params: eager(**params)(*args))
-    primitive.def_abstract_eval(abstract_eval)
-    batching.primitive_batchers[primitive] = batch
     return primitive
 
 
@@ -405,25 +384,12 @@ def is_float8_scale(primitive: Primitive, *args: Any, **params: Any) -> bool:
     return primitive is _scale_p
 
 
-def _scale() -> Primitive:
-    """Returns a primitive that computes `scale_exponent`."""
-
-    def abstract_eval(x: Any, dtype: Any) -> Any:
-        return jx.trace(functools.partial(scale_exponent, dtype=dtype), [x]).out_avals[0]
-
-    def batch(args: Sequence[Any], axes: Sequence[Any], dtype: Any) -> tuple[Any, int]:
-        return jax.vmap(functools.partial(scale_exponent, dtype=dtype), axes)(*args), 0
-
-    primitive = _primitive(SCALE_PRIMITIVE, abstract_eval, batch)
-    mlir.register_lowering(primitive, mlir.lower_fun(scale_exponent, multiple_results=False))
-    ad.defjvp(primitive, None)
-    return primitive
-
-
-_scale_p = _scale()
+_scale_p = primitive_as(SCALE_PRIMITIVE, scale_exponent)
+mlir.register_lowering(_scale_p, mlir.lower_fun(scale_exponent, multiple_results=False))
+ad.defjvp(_scale_p, None)
 
 # By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
 _PRODUCTS = {
-    False: product_primitive(PRIMITIVE, _gradient, _batch),
-    True: jx.versions.lowered_for_devices(product_primitive(PRIMITIVE, _gradient, _batch)),
+    False: product_primitive(PRIMITIVE, _batch),
+    True: jx.versions.lowered_for_devices(product_primitive(PRIMITIVE, _batch)),
 }

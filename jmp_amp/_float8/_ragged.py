@@ -11,14 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 
-from jmp_amp import _jaxpr as jx
-from jmp_amp._float8._devices import is_emulated
-from jmp_amp._float8._product import OWN, bind_gradient, bind_plain, bind_product, product_primitive, scales_of_weights
+from jmp_amp._float8._product import bind_float8, product_primitive
 
 RAGGED_PRIMITIVE = "float8_ragged_dot_general"
-PLAIN_PRIMITIVE = "ragged_dot_general"
 
 
 def float8_ragged_dot(
@@ -46,14 +42,11 @@ def float8_ragged_dot(
         is_weight: likewise.
         **params: those of `lax.ragged_dot_general`, without batches or an offset.
     """
-    params["preferred_element_type"] = params["preferred_element_type"] or np.dtype(base)
     (axis,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents}
-    own |= {"blocks": False, "emulated": is_emulated()}
+    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents, "blocks": False}
     # The scale is that of all rows, so rows beyond the groups, and their cotangents, must be 0.
     lhs = _in_groups(lhs, axis, group_sizes)
-    exponents = scales_of_weights((lhs, rhs), operands, is_weight)
-    product = bind_product(_ragged_dot_p, [lhs, rhs, group_sizes], exponents, params | own)
+    product = bind_float8(_ragged_dot_p, [lhs, rhs, group_sizes], is_weight, params | own)
     return _in_groups(product, 0, group_sizes)
 
 
@@ -63,29 +56,4 @@ def _in_groups(x: jax.Array, axis: int, group_sizes: jax.Array) -> jax.Array:
     return lax.select(is_in_group, x, jnp.zeros_like(x))
 
 
-def _gradient(i: int, cotangent: Any, args: Sequence[Any], exponents: Sequence[Any], **params: Any) -> Any:
-    """Returns the gradient of an operand, by a ragged product of the cotangent and the other operand."""
-    unknown, known, group_sizes = args[i], args[1 - i], args[2]
-    base, formats = params["base"], params["operands"]
-
-    def transposed(cotangent: Any, known: Any, group_sizes: Any) -> Any:
-        def product(x: Any) -> Any:
-            pair = (x, known) if i == 0 else (known, x)
-            return bind_plain(*pair, group_sizes, **params | {"preferred_element_type": base})
-
-        return jax.linear_transpose(product, jx.with_dtype(unknown.aval, base))(cotangent)[0]
-
-    avals = jx.with_dtype(cotangent, base), jx.with_dtype(known, base), group_sizes
-    operands = (params["cotangents"], formats[1]) if i == 0 else (formats[0], params["cotangents"])
-    scales = [None, exponents[1]] if i == 0 else [exponents[0], None]
-
-    def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name != PLAIN_PRIMITIVE:
-            return jx.bind(eqn, args)
-        own = eqn.params | {name: params[name] for name in OWN} | {"preferred_element_type": unknown.aval.dtype}
-        return [bind_gradient(_ragged_dot_p, args, scales, own | {"operands": operands})]
-
-    return jx.evaluate(jx.trace(transposed, avals), [cotangent, known, group_sizes], apply)[0]
-
-
-_ragged_dot_p = product_primitive(RAGGED_PRIMITIVE, _gradient)
+_ragged_dot_p = product_primitive(RAGGED_PRIMITIVE)

@@ -323,14 +323,8 @@ def _accumulated(path: Any, total: Any, x: Any) -> jax.Array:
 
 def _fold_keys(tree: Any, number: jax.Array) -> Any:
     """Returns a tree with the number of the micro-batch folded into its typed random keys."""
-
-    def fold(x: Any) -> Any:
-        if not _is_key(x):
-            return x
-        flat = jax.vmap(jax.random.fold_in, (0, None))(jnp.reshape(x, (-1,)), number)
-        return jnp.reshape(flat, jnp.shape(x))
-
-    return jax.tree.map(fold, tree)
+    fold = jnp.vectorize(jax.random.fold_in)
+    return jax.tree.map(lambda x: fold(x, number) if _is_key(x) else x, tree)
 
 
 def _is_key(x: Any) -> bool:
@@ -375,14 +369,13 @@ def _is_single_key(tree: Any) -> bool:
 
 def _check_first_axes(args: dict[int, Any], steps: int) -> None:
     """Raises ValueError if arrays that would be split have no first axis of one size, as some are no batch."""
-    sizes = {i: {path: jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(tree)} for i, tree in args.items()}
-    counts = collections.Counter(size for each in sizes.values() for size in each.values())
+    shapes = [(i, path, jnp.shape(x)) for i, tree in args.items() for path, x in jax.tree.leaves_with_path(tree)]
+    counts = collections.Counter(shape[:1] for *_, shape in shapes)
     if len(counts) < 2 or _modules.holds_modules(args):
         return
     common = max(counts, key=lambda size: (len(size), counts[size]))
-    i, path = next((i, path) for i, each in sizes.items() for path, size in each.items() if size != common)
-    shape = jnp.shape(dict(jax.tree.leaves_with_path(args[i]))[path])
-    batch = tuple(j for j, each in sizes.items() if common in each.values())
+    i, path, shape = next(each for each in shapes if each[2][:1] != common)
+    batch = tuple(dict.fromkeys(j for j, _, shape in shapes if shape[:1] == common))
     move = "pass it as an argument of its own, and " if i in batch else ""
     raise ValueError(
         f"accumulate_steps={steps} splits the first axes of arguments {list(args)}, most of which have the size "

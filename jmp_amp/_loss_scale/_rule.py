@@ -12,7 +12,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, quote, shorten, warn, with_options
+from jmp_amp._calls import check_type, quote, warn, with_options
 from jmp_amp._loss_scale._gradients import UNSCALE, with_overwritten, without_overwritten
 from jmp_amp._loss_scale._scaled_grads import SCALE, check_scaled
 from jmp_amp._trees import multiply_wide
@@ -230,12 +230,12 @@ class LossScale:
     @classmethod
     def torch(cls, **overrides: Any) -> Self:
         """The rule of `torch.amp.GradScaler`."""
-        return cls._preset(overrides, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
+        return cls(**{"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE} | overrides)
 
     @classmethod
     def apex(cls, **overrides: Any) -> Self:
         """The rule of apex's `amp.LossScaler`: torch's rule, clamped to at most 2^24."""
-        return cls._preset(overrides, min_scale=SMALLEST_SCALE, clamp_growth=True)
+        return cls(**{"min_scale": SMALLEST_SCALE, "clamp_growth": True} | overrides)
 
     @classmethod
     def deepspeed(cls, **overrides: Any) -> Self:
@@ -244,7 +244,8 @@ class LossScale:
         It tolerates one overflow between growths. The first growth after the start or an overflow takes one step more
         than later growths.
         """
-        return cls._preset(overrides, growth_interval=1000, max_scale=LARGEST_SCALE, hysteresis=2, overflow_delay=1)
+        preset = {"growth_interval": 1000, "max_scale": LARGEST_SCALE, "hysteresis": 2, "overflow_delay": 1}
+        return cls(**preset | overrides)
 
     @classmethod
     def deepspeed_consecutive(cls, **overrides: Any) -> Self:
@@ -254,7 +255,8 @@ class LossScale:
     @classmethod
     def megatron(cls, **overrides: Any) -> Self:
         """The rule of Megatron-LM's `DynamicGradScaler`."""
-        return cls._preset(overrides, init_scale=2.0**32, growth_interval=1000, max_scale=LARGEST_SCALE, hysteresis=2)
+        preset = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE, "hysteresis": 2}
+        return cls(**preset | overrides)
 
     @classmethod
     def keras(cls, **overrides: Any) -> Self:
@@ -269,28 +271,7 @@ class LossScale:
     @classmethod
     def jmp(cls, **overrides: Any) -> Self:
         """The rule of jmp's `DynamicLossScale`, with an initial scale of 2^15; jmp has no default."""
-        return cls._preset(overrides, init_scale=2.0**15, max_scale=LARGEST_SCALE)
-
-    @classmethod
-    def _preset(cls, overrides: dict[str, Any], **preset: Any) -> Self:
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name, value in overrides.items():
-            if name not in names:
-                cures = [
-                    f"; write `{ours}={quote(value)}`" for ours, others in _NAMES_ELSEWHERE.items() if name in others
-                ]
-                got = f"`{shorten(name)}={quote(value)}`{''.join(cures)}"
-                raise TypeError(f"a preset takes the arguments of `LossScale` ({', '.join(names)}), got {got}")
-        return cls(**preset | overrides)
-
-
-_NAMES_ELSEWHERE = {  # in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp
-    "init_scale": ("scale", "loss_scale", "initial_scale"),
-    "growth_interval": ("scale_window", "dynamic_growth_steps", "period"),
-    "min_scale": ("minimum_scale", "min_loss_scale"),
-    "max_scale": ("max_loss_scale",),
-    "hysteresis": ("delayed_shift",),
-}
+        return cls(**{"init_scale": 2.0**15, "max_scale": LARGEST_SCALE} | overrides)
 
 
 def check_rule(value: Any) -> None:

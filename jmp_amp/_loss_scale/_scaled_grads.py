@@ -257,13 +257,11 @@ def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_ins
         if is_constant:
             constants |= {id(x): "computed" for x in eqn.outvars}
         structure = jx.structure_of(eqn)
-        if isinstance(structure, jx.Loop):  # in every iteration
-            inside: list[Any] = [(structure.body, range(structure.consts.start, structure.consts.stop))]
-        else:
-            inside = [(jaxpr, structure.operands) for jaxpr in structure.jaxprs] if structure else []
-        for jaxpr, indices in inside:
+        if isinstance(structure, jx.Loop):  # carries and slices differ between iterations
+            values[structure.carry.start :] = [None] * (len(values) - structure.carry.start)
+        for jaxpr, places in jx.entries(structure) if structure else ():
             opened, _ = jx.open_jaxpr(jaxpr)
-            known = {id(x): values[i] for x, i in zip(opened.invars, indices, strict=False) if values[i] is not None}
+            known = {id(x): values[i] for x, i in zip(opened.invars, places, strict=True) if values[i] is not None}
             yield from _has_constant_factors(opened.eqns, known, is_inner)
 
 

@@ -183,8 +183,7 @@ class UnitAnalysis:
         known = [unit for unit in known if not unit.is_small] or known
         if not known:
             return Unit(is_data_free=is_data_free, origins=origins)
-        different = {unit.powers: unit for unit in known}
-        if len(different) > 1 and not is_data_free:
+        if len({unit.powers for unit in known}) > 1 and not is_data_free:
             scaled, *_, other = sorted(known, key=lambda unit: not any(unit.powers or ()))
             origins |= self.add_error(predicate, scaled, other)
         is_small = all(unit.is_small for unit in known)

@@ -48,8 +48,8 @@ _WIDE = 23  # an octave a code: for blocks that were 0
 _FIRST_SIGNED, _FIRST_UNSIGNED, _TINY = 65 << 8 | _WIDE << 1 | 1, 1 << 8 | _WIDE << 1, 1 << 8 | _WIDE << 1 | 1
 _ANY = 1 << 8 | 24 << 1 | 1  # two octaves a code
 _FINE, _TAIL_SHIFT = 224, 24  # an eighth of the codes is the tail
-_NEGATIVE = 1  # the code of negative values where codes have no sign
 _NEAREST = np.uint32(1 << 31)
+_LARGEST = np.uint32(0x7F7FFFFF)  # the bits of the largest finite float32
 
 
 def noise(shape: tuple[int, ...], leaf: int, step: jax.Array) -> jax.Array:
@@ -129,25 +129,21 @@ def encode(x: jax.Array, formats: jax.Array, noise: Any, nearest: bool = False) 
     """
     if formats.size == 0:
         return lax.bitcast_convert_type((_bits(x) + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
-    formats = _spread(formats, x.shape)
-    form = _parse(formats)
+    form = _parse(_spread(formats, x.shape))
     if nearest:
         noise = jnp.where(form.sign == 1, _NEAREST, noise)
-    above = _bits(jnp.abs(x) + _float(form.least)) - form.least
-    fine = jnp.minimum(above, form.fine << form.shift)
-    count = (fine + (noise >> 32 - form.shift) >> form.shift) + (above - fine + (noise >> 8) >> _TAIL_SHIFT)
-    smallest, largest = _ends(formats)
-    count = jnp.clip(count, jnp.where(x == 0, 0, smallest), largest)
+    count = _count(_bits(jnp.abs(x) + _float(form.least)), form, noise)
+    smallest = jnp.where(x == 0, 0, 2 - 2 * form.sign)  # without a sign, 1 is for negative values
+    largest = jnp.minimum(_count(_LARGEST, form, np.uint32(0)), 255 >> form.sign)
+    count = jnp.clip(count, smallest, largest)
     return jnp.where(x < 0, count * form.sign | 1 << 7 * form.sign, count).astype(jnp.uint8)
 
 
-def _ends(formats: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the smallest code of what is not 0, and the largest one that is finite."""
-    form = _parse(formats)
-    above = np.uint32(0x7F7FFFFF) - form.least
+def _count(bits: Any, form: _Format, noise: Any) -> jax.Array:
+    """Returns the code, but for the sign, of a number that is given by the bits of its sum with `least`."""
+    above = bits - form.least
     fine = jnp.minimum(above, form.fine << form.shift)
-    largest = jnp.minimum((fine >> form.shift) + (above - fine >> _TAIL_SHIFT), 255 >> form.sign)
-    return 2 - 2 * form.sign, largest
+    return (fine + (noise >> 32 - form.shift) >> form.shift) + (above - fine + (noise >> 8) >> _TAIL_SHIFT)
 
 
 def next_formats(leaves: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:

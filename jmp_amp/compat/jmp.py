@@ -77,7 +77,7 @@ def get_policy(policy_name: str) -> Policy:
     except ValueError as error:
         fact = str(error)
         raise ValueError(fact[0].upper() + fact[1:]) from None  # the message of jmp begins with "Unknown dtype"
-    return Policy(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)})
+    return Policy(**vars(policy))
 
 
 def cast_to_half(tree: T) -> T:
