@@ -272,8 +272,7 @@ def _is_fresh(inner_state: Any) -> bool:
     """Whether nothing in the state of an optimizer has been counted, and it has moments that are all zero."""
     leaves = [x for x in jax.tree.leaves(inner_state) if isinstance(x, jax.Array | np.ndarray)]
     counts = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
-    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: hasattr(x, "count"))
-    moments = [y for x in nodes if hasattr(x, "count") for y in jax.tree.leaves(x) if is_inexact(y) and jnp.ndim(y)]
+    moments = [x for x in leaves if is_inexact(x) and jnp.ndim(x)]
     return bool(moments) and not any(jnp.any(x != 0) for x in counts + moments)
 
 
