@@ -102,6 +102,12 @@ def test_a_gradient_is_a_product_of_the_quantized_cotangent():
     assert max(map(error, grads, want)) < 1e-6
 
 
+def test_the_linear_transpose_of_a_product_is_its_gradient():
+    fun, w = float8(lambda w: X @ w), PARAMS["w"]
+    out, pull = jax.vjp(fun, w)
+    np.testing.assert_array_equal(jax.linear_transpose(fun, w)(out)[0], pull(out)[0])
+
+
 def test_one_huge_element_does_not_make_the_others_wrong():
     x = normal(32, 64).at[3, 5].set(1e4)
     got, want = dot(x, PARAMS["w"], (1, 0)), x @ PARAMS["w"]

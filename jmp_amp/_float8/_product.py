@@ -368,10 +368,11 @@ def product_primitive(name: str, batch: Callable[..., Any] | None = None) -> Pri
         operands, exponents = _split_exponents(args, params["scaled"])
         if type(cotangent) is ad.Zero:
             return [None] * len(args)
-        linear = map(ad.is_undefined_primal, args)
+        # The scale of an operand has no derivative.
+        is_linear = [i < 2 and ad.is_undefined_primal(x) for i, x in enumerate(args)]
         return [
             _gradient(primitive, i, cotangent, operands, exponents, **params) if x else None
-            for i, x in enumerate(linear)
+            for i, x in enumerate(is_linear)
         ]
 
     ad.primitive_jvps[primitive] = jvp
@@ -387,6 +388,7 @@ def is_float8_scale(primitive: Primitive, *args: Any, **params: Any) -> bool:
 _scale_p = primitive_as(SCALE_PRIMITIVE, scale_exponent)
 mlir.register_lowering(_scale_p, mlir.lower_fun(scale_exponent, multiple_results=False))
 ad.defjvp(_scale_p, None)
+ad.primitive_transposes[_scale_p] = lambda cotangent, x, **params: [None]
 
 # By `blocks`. JAX needs devices to lower `scaled_matmul`, so it could not lower other products for an abstract mesh.
 _PRODUCTS = {
