@@ -278,3 +278,13 @@ def test_a_large_mask_is_finite_and_its_op_float32(name, kind, around):
 def test_a_product_with_a_large_mask_of_ones_counts():
     fun = amp.autocast(lambda x: np.tri(T, dtype=np.float32) @ (x > 0.5).astype(jnp.float32), "bfloat16")
     np.testing.assert_array_equal(fun(jnp.ones((T, 2)))[:, 0], np.arange(1, T + 1))
+
+
+def test_large_integers_stay_integers_in_loops_and_branches():
+    def fun(x):
+        n, x = lax.fori_loop(0, 3, lambda i, c: (c[0] + i, jnp.tanh(c[1] @ W)), (jnp.asarray([-(10**9), 70_000]), x))
+        return lax.cond(x[0, 0] > 9, lambda: (n, x @ W), lambda: (jnp.asarray([10**9, 0]), x))
+
+    n, x = jax.jit(amp.autocast(fun))(X)
+    assert (n.dtype, x.dtype) == (jnp.int32, jnp.float32)
+    assert n.tolist() == [10**9, 0]

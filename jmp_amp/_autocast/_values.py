@@ -131,7 +131,12 @@ class ValueFacts(NamedTuple):
 
 @functools.cache
 def _limits(dtype: np.dtype) -> tuple[float, float, float]:
-    """Returns the largest number of a dtype, its smallest normal one, and its smallest one."""
+    """Returns the largest number of a dtype, its smallest normal one, and its smallest one.
+
+    An integer is held by its own dtype, whichever that is.
+    """
+    if not jnp.issubdtype(dtype, np.inexact):
+        return math.inf, 0.0, 0.0
     info = jnp.finfo(dtype)
     return float(info.max), float(info.tiny), float(info.smallest_subnormal)
 
