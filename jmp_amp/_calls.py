@@ -20,7 +20,7 @@ C = TypeVar("C", bound=type)
 
 # The functions and classes that have an option, by its name. One is of the function that a tool returns.
 _OWNERS: dict[str, list[str]] = {"tol": ["debug.suggest_rules(fun)"]}
-# The names that options have in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp.
+# The names that options have elsewhere, as in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp.
 _OTHER_NAMES = {
     "policy": "dtype",
     **dict.fromkeys(("scale", "loss_scale", "initial_scale"), "init_scale"),

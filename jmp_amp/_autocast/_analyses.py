@@ -65,7 +65,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
         eqn, rule, scalars = info.eqn, info.rule, [known.scalar for known in operands]
-        if rule.is_cast and not jx.is_inexact(eqn.invars[0]):
+        if rule.is_cast and not jx.is_inexact(eqn.invars[0]):  # of integers or flags
             return [operands[0]._replace(is_whole=True)]
         # `-1e9` is known however it was written: `-jnp.float32(10) ** 9`, or `jnp.finfo(x.dtype).min / 2`.
         if rule.fold is not None and None not in scalars and jx.is_floating(eqn.outvars[0]):
@@ -194,7 +194,7 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
 
 
 def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
-    """Whether the result of an op holds whole numbers; `read` is what is known of its floating operands."""
+    """Whether the result of an op holds whole numbers; `read` is what is known of its operands."""
     rule = info.rule
     if not read:
         return not info.eqn.invars

@@ -74,7 +74,7 @@ class Forward(_Analysis[E, T]):
         return outs
 
     def widen(self, start: T, old: T, new: T) -> T:
-        """Returns what is known of a carry that is not settled after two iterations, from what was at their start."""
+        """Returns what is known of a carry that two iterations do not settle; `start` is the fact before them."""
         return new
 
     def find(self, jaxpr: Any, inputs: Sequence[T]) -> Mapping[Var, T]:

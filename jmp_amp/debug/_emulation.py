@@ -31,7 +31,7 @@ from jmp_amp.debug._report import as_jit_takes
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 # A run takes longer than to compile without any optimization saves.
 _COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
-# Besides the ops that move values.
+# The kinds of ops whose results are elements of their operands.
 _EXACT = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, ResultKind.ORDERED}
 _FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
 _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare what they read second
