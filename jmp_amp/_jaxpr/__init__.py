@@ -46,7 +46,6 @@ from jmp_amp._jaxpr._trace import (
     retyped,
     shape_of,
     split_arrays,
-    trace,
     trace_call,
     tracers_behind,
     with_dtype,
@@ -59,4 +58,5 @@ from jmp_amp._jaxpr._versions import (
     is_recomputed,
     open_jaxpr,
     spans_of,
+    trace,
 )

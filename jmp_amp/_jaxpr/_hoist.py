@@ -2,16 +2,25 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_amp._jaxpr._structures import Body, Call, Loop, holds, inner_jaxprs, structure_of
-from jmp_amp._jaxpr._trace import apply_as_traced, bind, evaluate, nbytes_of, trace, with_last_reads
-from jmp_amp._jaxpr._versions import has_effects, open_jaxpr, split_known, with_constants_as_inputs, with_loop_constants
+from jmp_amp._jaxpr._structures import Body, Call, Loop, holds, inner_jaxprs, structure_of, with_checkpointed
+from jmp_amp._jaxpr._trace import apply_as_traced, bind, evaluate, nbytes_of, with_last_reads
+from jmp_amp._jaxpr._versions import (
+    has_effects,
+    open_jaxpr,
+    split_known,
+    trace,
+    with_constants_as_inputs,
+    with_loop_constants,
+    without_dead_code,
+)
 
 
 def hoist(
@@ -33,11 +42,64 @@ def hoist(
     is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
     if holds(jaxpr, selects) and not has_effects(opened):
         whole = with_constants_as_inputs(jaxpr)
-        before, after = split_known(whole, [True] * len(consts) + is_known, selects)
+        before, after = _split(whole, [True] * len(consts) + is_known, selects)
         moved = _evaluate_once(before, [*consts, *[x for x in known if x is not None]])
         if math.isinf(growth) or _peak(after, moved) <= growth * _peak(whole):
             return ClosedJaxpr(after, ()), [*moved, *consts]
     return jaxpr, []
+
+
+def _split(jaxpr: Jaxpr, known: Sequence[bool], selects: Callable[..., bool]) -> tuple[Jaxpr, Jaxpr]:
+    """Splits an open jaxpr into the selected ops that depend on known inputs alone, and the others.
+
+    JAX's partial evaluation does this, too, and reads all that the jaxpr holds, several times if loops are nested. So
+    it only splits equations here that hold selected ops.
+
+    Returns:
+        A jaxpr from the known inputs to the results of these ops, and one from these results and all inputs to the
+        results of `jaxpr`.
+    """
+    available, clean = set(compress(jaxpr.invars, known)), lambda part: part
+    before, after, saved = list[JaxprEqn](), list[JaxprEqn](), list[Var]()
+    for eqn in jaxpr.eqns:
+        given = [isinstance(x, Literal) or x in available for x in eqn.invars]
+        is_split = any(given) and any(holds(inner, selects) for inner in inner_jaxprs(eqn))
+        if is_split and eqn.primitive.name == "remat2":
+            first, rest = _split(eqn.params["jaxpr"], given, selects)
+            results = [Var(var.aval) for var in first.outvars]
+            before.append(with_checkpointed(eqn, first).replace(invars=[*compress(eqn.invars, given)], outvars=results))
+            after.append(with_checkpointed(eqn, rest).replace(invars=[*results, *eqn.invars]))
+        elif is_split and (parts := split_known(eqn, given, selects)) is not None:
+            first_eqns, rest_eqns, known_results, results = parts
+            before += first_eqns
+            after += rest_eqns
+            available.update(known_results)
+            clean = without_dead_code  # it reads what equations hold, too
+        else:
+            is_known, avals = all(given), [atom.aval for atom in eqn.invars]
+            results = eqn.outvars if is_known and selects(eqn.primitive, *avals, **eqn.params) else []
+            if is_known:
+                before.append(eqn)
+                available.update(eqn.outvars)
+            if not results:
+                after.append(eqn)
+        saved += results
+    after, read = _live(after, jaxpr.outvars)
+    made = {*jaxpr.invars, *[var for eqn in after for var in eqn.outvars]}
+    saved = [var for var in dict.fromkeys(saved) if var in read - made]
+    before, _ = _live(before, saved)
+    first = jaxpr.replace(invars=[*compress(jaxpr.invars, known)], outvars=saved, eqns=before)
+    return clean(first), clean(jaxpr.replace(invars=[*saved, *jaxpr.invars], eqns=after))
+
+
+def _live(eqns: Sequence[JaxprEqn], results: Iterable[Any]) -> tuple[list[JaxprEqn], set[Var]]:
+    """Returns the equations that results depend on, and the variables that these read, results among them."""
+    read, live = {atom for atom in results if isinstance(atom, Var)}, []
+    for eqn in reversed(eqns):
+        if not read.isdisjoint(eqn.outvars):
+            live.append(eqn)
+            read |= {atom for atom in eqn.invars if isinstance(atom, Var)}
+    return live[::-1], read
 
 
 def _evaluate_once(jaxpr: Any, args: Sequence[Any]) -> list[Any]:

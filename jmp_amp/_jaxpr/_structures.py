@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
-from jmp_amp._jaxpr._trace import Cache, bind, split_arrays, trace
+from jmp_amp._jaxpr._trace import Cache, bind, split_arrays
 from jmp_amp._jaxpr._versions import (
     hi_kind,
     hi_primitive,
@@ -17,6 +17,7 @@ from jmp_amp._jaxpr._versions import (
     open_jaxpr,
     params_of,
     scan_sizes,
+    trace,
     with_constants_as_inputs,
     with_params,
 )
@@ -274,14 +275,18 @@ def _run_cond(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Seq
     return bind(eqn, args, branches=tuple(body.jaxpr for body in bodies))
 
 
-def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
-    _, consts = open_jaxpr(bodies[0].jaxpr)
-    jaxpr = with_constants_as_inputs(bodies[0].jaxpr)
+def with_checkpointed(eqn: JaxprEqn, jaxpr: Any) -> JaxprEqn:
+    """Returns a `jax.checkpoint` of another open jaxpr, which may have more inputs in front of the others."""
     new: dict[str, Any] = {"jaxpr": jaxpr if hi_primitive(eqn) is None else ClosedJaxpr(jaxpr, ())}
     prevent_cse = params_of(eqn).get("prevent_cse")
     if isinstance(prevent_cse, tuple):  # one for each operand
-        new["prevent_cse"] = (False,) * len(consts) + prevent_cse
-    return bind(with_params(eqn, **new), [*consts, *args])
+        new["prevent_cse"] = (False,) * (len(jaxpr.invars) - len(prevent_cse)) + prevent_cse
+    return with_params(eqn, **new)
+
+
+def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
+    _, consts = open_jaxpr(bodies[0].jaxpr)
+    return bind(with_checkpointed(eqn, with_constants_as_inputs(bodies[0].jaxpr)), [*consts, *args])
 
 
 def _run_hi_primitive(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:

@@ -25,6 +25,7 @@ from jmp_amp._jaxpr._versions import (
     open_jaxpr,
     parent_of,
     source_of,
+    trace,
     tracers_read,
 )
 
@@ -106,11 +107,6 @@ class Cache:
             while key not in values and len(values) >= self._limit:
                 del values[next(iter(values))]
             return values.setdefault(key, value)
-
-
-def trace(fun: Callable, args: Sequence[Any]) -> Any:
-    """Traces a flat function to a closed jaxpr."""
-    return jax.make_jaxpr(fun)(*args)
 
 
 def split_arrays(tree: Any, *also: type) -> tuple[list[Any], Callable[..., Any]]:

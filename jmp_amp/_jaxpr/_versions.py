@@ -18,8 +18,9 @@ import jax
 from jax._src.xla_metadata_lib import current_xla_metadata  # no public function says what is set
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
-from jax.interpreters import ad
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
+from jax.extend.linear_util import wrap_init
+from jax.interpreters import ad, partial_eval
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -81,6 +82,18 @@ def with_constants_as_inputs(jaxpr: Any) -> Jaxpr:
     from jax._src.interpreters import partial_eval as pe
 
     return pe.convert_constvars_jaxpr(open_jaxpr(jaxpr)[0])
+
+
+def trace(fun: Callable, args: Sequence[Any]) -> Any:
+    """Traces a function of arrays to a closed jaxpr, given the arrays or their types.
+
+    `jax.make_jaxpr` does the same by four times as many calls, which is most of the time for the body of a small loop.
+    """
+    debug_info = DebugInfo("jit", getattr(fun, "__name__", "<unknown>"), None, None)
+    flat = wrap_init(lambda *args: jax.tree.leaves(fun(*args)), debug_info=debug_info)
+    avals = [x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in args]
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(flat, avals)
+    return ClosedJaxpr(jaxpr, consts)
 
 
 def call_of(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -293,23 +306,29 @@ def has_effects(jaxpr: Jaxpr) -> bool:
     return any(not isinstance(effect, NamedAxisEffect) for effect in jaxpr.effects)
 
 
-def split_known(jaxpr: Jaxpr, known: Sequence[bool], moves: Callable[..., bool]) -> tuple[Jaxpr, Jaxpr]:
-    """Splits what an open jaxpr computes from known inputs alone from the rest.
+def split_known(
+    eqn: JaxprEqn, known: Sequence[bool], selects: Callable[..., bool]
+) -> tuple[list[JaxprEqn], list[JaxprEqn], list[Any], list[Any]] | None:
+    """Splits the selected ops in an equation that depend on known operands alone from the others.
 
     Args:
-        jaxpr: without constants or effects.
-        known: whether each input is known.
-        moves: selects results by primitive, types and parameters, as the policies of `jax.checkpoint` do.
+        eqn: an equation that holds jaxprs.
+        known: whether each operand is known.
+        selects: selects ops by primitive, types and parameters, as the policies of `jax.checkpoint` do.
 
     Returns:
-        A jaxpr from the known inputs to the selected results, and one from these results and all inputs to the results
-        of `jaxpr`.
+        The equations that compute the selected ops, and those of the rest; the results of `eqn` that the former
+        compute; and the variables of theirs that the latter may read. None if JAX cannot split it.
     """
     from jax._src.interpreters import partial_eval as pe
 
-    parts = pe.partial_eval_jaxpr_custom(jaxpr, [not x for x in known], True, True, True, moves)[:2]
-    before, after = [pe.dce_jaxpr(part, [True] * len(part.outvars), instantiate=True)[0] for part in parts]
-    return before, after
+    rule = pe.partial_eval_jaxpr_custom_rules.get(eqn.primitive)
+    if rule is None:
+        return None
+    first, rest, unknown, is_computed, saved = rule(selects, [not x for x in known], [True] * len(known), eqn)
+    results = [(var, computed) for var, out, computed in zip(eqn.outvars, unknown, is_computed, strict=True) if not out]
+    saved = [*saved, *[var for var, computed in results if not computed]]
+    return [*filter(None, [first])], [*filter(None, [rest])], [var for var, _ in results], saved
 
 
 def without_dead_code(program: Any) -> Any:

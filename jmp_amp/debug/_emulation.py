@@ -185,7 +185,7 @@ class Emulation:
 
         with emulated():
             functions = (functools.partial(gradient, f) for f in (fun, autocast_with(fun, settings)))
-            programs = (jx.trace(f, (self._arrays, jnp.float32(1))) for f in functions)
+            programs = (jax.make_jaxpr(f)(self._arrays, jnp.float32(1)) for f in functions)
             exact, self._program = map(jx.versions.without_dead_code, programs)
         self._size = sum(x.size for x in self._program.out_avals[1:])
         # Autocast rounds the numbers in a program as it traces. What they were is known from what they became.
