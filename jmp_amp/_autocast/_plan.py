@@ -61,6 +61,7 @@ class Op:
         return [x if dtype is None else convert(x, dtype) for convert, x, dtype in triples]
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)  # traced once for all arrays of one type
 def _cast_once(x: jax.Array, dtype: Any) -> jax.Array:
     """Casts an array that a loop does not change: the loop casts it once, and sums its gradient in its own dtype.
 
