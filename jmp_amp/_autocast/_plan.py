@@ -46,7 +46,7 @@ class Op:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Evaluates the op on operands that are not cast yet."""
-        return self.apply(self.cast(args)) if self.rewrite is None else self.rewrite(self, args)
+        return self.apply(self.cast(args)) if self.rewrite is None else _rewritten(self, *args)
 
     def apply(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to operands that are cast."""
@@ -61,7 +61,12 @@ class Op:
         return [x if dtype is None else convert(x, dtype) for convert, x, dtype in triples]
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)  # traced once for all arrays of one type
+@functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)  # it is traced once for equal ops
+def _rewritten(op: Op, *args: Any) -> list[Any]:
+    return op.rewrite(op, args)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)  # it is traced once for all arrays of a type
 def _cast_once(x: jax.Array, dtype: Any) -> jax.Array:
     """Casts an array that a loop does not change: the loop casts it once, and sums its gradient in its own dtype.
 
