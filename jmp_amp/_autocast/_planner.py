@@ -244,10 +244,10 @@ class _PlanBuilder:
 
     def plan(self) -> Plan:
         """Decides all equations."""
-        for i in range(len(self._contexts)):
-            pending = [i]
-            while pending:
-                pending += self._decide(pending.pop())
+        pending = {other for i in range(len(self._contexts)) for other in self._decide(i)}
+        while pending:
+            pending.remove(last := max(pending))
+            pending.update(self._decide(last))
         values = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
         steps = list(filter(None, self._steps))

@@ -20,8 +20,8 @@ from jmp_amp._jaxpr._children import with_leaves
 from jmp_amp._jaxpr._versions import (
     apply,
     context_of,
+    debug_info_of,
     is_constant,
-    name_trace,
     open_jaxpr,
     parent_of,
     source_of,
@@ -165,26 +165,19 @@ def trace_call(
     """
     arrays, with_arrays = split_arrays((args, kwargs), *also)
     rebuild: Callable[..., Any]
-    named: Any = fun
-    while isinstance(named, functools.partial):
-        named = named.func
 
-    @functools.wraps(named if hasattr(named, "__code__") else type(named).__call__, updated=())
-    def call(*args: Any, **kwargs: Any) -> list[Any]:
+    def call(*arrays: Any) -> list[Any]:
         nonlocal rebuild
-        name_trace(name)
-        args, kwargs = with_arrays(jax.tree.leaves((args, kwargs)))
+        args, kwargs = with_arrays(arrays)
         results, rebuild = split_arrays(fun(*args, **kwargs), jax.core.Tracer)
         return results
 
     def traced(x: Any) -> Any:
         return cast(x) if _is_array(x, ()) else x if _is_array(x, also) else None
 
-    with contextlib.suppress(TypeError, ValueError):  # a builtin has none
-        call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
     # Only arrays are leaves of these; JAX names them as in the call.
-    args, kwargs = with_leaves((args, kwargs), map(traced, jax.tree.leaves((args, kwargs))))
-    return jax.make_jaxpr(call)(*args, **kwargs), arrays, rebuild
+    given = with_leaves((args, kwargs), map(traced, jax.tree.leaves((args, kwargs))))
+    return trace(call, jax.tree.leaves(given), debug_info_of(name, fun, *given)), arrays, rebuild
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:

@@ -84,16 +84,27 @@ def with_constants_as_inputs(jaxpr: Any) -> Jaxpr:
     return pe.convert_constvars_jaxpr(open_jaxpr(jaxpr)[0])
 
 
-def trace(fun: Callable, args: Sequence[Any]) -> Any:
+def trace(fun: Callable, args: Sequence[Any], debug_info: Any = None) -> Any:
     """Traces a function of arrays to a closed jaxpr, given the arrays or their types.
 
     `jax.make_jaxpr` does the same by four times as many calls, which is most of the time for the body of a small loop.
     """
-    debug_info = DebugInfo("jit", getattr(fun, "__name__", "<unknown>"), None, None)
+    debug_info = debug_info or DebugInfo("jit", getattr(fun, "__name__", "<unknown>"), None, None)
     flat = wrap_init(lambda *args: jax.tree.leaves(fun(*args)), debug_info=debug_info)
     avals = [x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in args]
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(flat, avals)
     return ClosedJaxpr(jaxpr, consts)
+
+
+def debug_info_of(name: str, fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what JAX's errors say of a function and its arguments, and that it is traced for `name`."""
+    from jax._src import api_util
+
+    named: Any = fun
+    while isinstance(named, functools.partial):
+        named = named.func
+    source = api_util.fun_sourceinfo(named if hasattr(named, "__code__") else type(named).__call__)
+    return api_util.debug_info(name, fun, args, kwargs, sourceinfo=source)
 
 
 def call_of(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -136,15 +147,6 @@ def is_differentiated() -> bool:
     from jax._src.interpreters.ad import LinearizeTrace
 
     return isinstance(trace_ctx.trace, ad.JVPTrace | LinearizeTrace)
-
-
-def name_trace(name: str) -> None:
-    """Lets JAX's errors about what is traced here say that it is traced for `name`, in place of `jit`."""
-    from jax._src.core import trace_ctx
-
-    frame: Any = getattr(trace_ctx.trace, "frame", None)
-    if hasattr(getattr(frame, "debug_info", None), "traced_for"):
-        frame.debug_info = frame.debug_info._replace(traced_for=name)
 
 
 def is_compiled() -> bool:
