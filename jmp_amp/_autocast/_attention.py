@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Var
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._pattern import AsWrittenError, Attention, Match, call_of, match
@@ -329,9 +330,7 @@ def _try(op: _Op, attention: Attention, reads: Sequence[Var]) -> tuple[Any, str]
     jaxpr, call = None, call_of(attention)
     try:
         jaxpr = _traced(op, call, reads)
-        if jx.holds(
-            jaxpr, lambda primitive, *_, **params: primitive.name not in _DIFFERENTIABLE
-        ):  # it takes as long to trace as the kernel
+        if jx.holds(jaxpr, _may_raise):  # it takes as long to trace as the kernel
             _traced(op, functools.partial(_gradients, call), reads)
         return jaxpr, ""
     except Exception as error:
@@ -412,11 +411,20 @@ def _traced(op: _Op, fun: Callable, operands: Sequence[Any]) -> Any:
 
 def _may_have_attention(jaxpr: Any) -> bool:
     """Whether a jaxpr, or one inside it, has products and exponentials."""
-    return all(_holds(jaxpr, names) for names in ({"dot_general"}, EXPONENTIALS))
+    return jx.holds(jaxpr, _is_product) and jx.holds(jaxpr, _is_exponential)
 
 
-def _holds(jaxpr: Any, names: Collection[str]) -> bool:
-    return jx.holds(jaxpr, lambda primitive, *_, **params: primitive.name in names)
+def _is_product(primitive: Primitive, *args: Any, **params: Any) -> bool:
+    return primitive is lax.dot_general_p
+
+
+def _is_exponential(primitive: Primitive, *args: Any, **params: Any) -> bool:
+    return primitive.name in EXPONENTIALS
+
+
+def _may_raise(primitive: Primitive, *args: Any, **params: Any) -> bool:
+    """Whether the derivative of an op is not JAX's own, which refuses none."""
+    return primitive.name not in _DIFFERENTIABLE
 
 
 _programs = jx.Cache()

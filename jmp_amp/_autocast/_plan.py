@@ -63,6 +63,7 @@ class Op:
 
 @functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)  # it is traced once for equal ops
 def _rewritten(op: Op, *args: Any) -> list[Any]:
+    assert op.rewrite is not None
     return op.rewrite(op, args)
 
 

@@ -1,8 +1,5 @@
 """Traces functions of pytrees to jaxprs, evaluates jaxprs, and keeps what is found out about them."""
 
-import contextlib
-import functools
-import inspect
 import math
 import threading
 import weakref

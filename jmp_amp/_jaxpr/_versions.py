@@ -96,7 +96,7 @@ def trace(fun: Callable, args: Sequence[Any], debug_info: Any = None) -> Any:
     return ClosedJaxpr(jaxpr, consts)
 
 
-def debug_info_of(name: str, fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def debug_info_of(name: str, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Returns what JAX's errors say of a function and its arguments, and that it is traced for `name`."""
     from jax._src import api_util
 
