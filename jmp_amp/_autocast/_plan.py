@@ -258,7 +258,7 @@ def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
 
     def cast(*args: Any) -> list[Any]:
         return [
-            x if out.dtype is None or jax.numpy.result_type(x) == out.dtype else lax.convert_element_type(x, out.dtype)
+            x if out.dtype is None or jx.dtype_of(x) == out.dtype else lax.convert_element_type(x, out.dtype)
             for x, out in zip(fun(*args), outs, strict=True)
         ]
 
