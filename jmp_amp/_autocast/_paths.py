@@ -40,20 +40,14 @@ class Paths(jx.Forward[EqnInfo, Sources]):
 
         An accumulator is a sum of itself and others, or such a sum is added to it. For a recurrence, see `_recurs`.
         """
-        carries = range(loop.n_consts, loop.n_consts + loop.n_carry)
-        after = [[(i - carries.start, path) for i, path in paths if i in carries] for paths in self._carried(loop)[0]]
-        added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in after]
-        adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
-        reads_sum = [any(adds_up[i] for i, _ in paths) for paths in added]
-        recurs = [_recurs([path for i, path in paths if i == k]) for k, paths in enumerate(after)]
-        return [Demand.TERM * a | Demand.RECURRENCE * b for a, b in zip(reads_sum, recurs, strict=True)]
+        return self._carried(loop)[0]
 
-    def _carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
-        """Returns what reaches the carries of a loop in one or more iterations, and its results."""
+    def _carried(self, loop: jx.Loop) -> tuple[list[int], list[Sources]]:
+        """Returns `carries(loop)`, and what reaches the results of the loop in one or more iterations."""
         body, _ = jx.open_jaxpr(loop.body)
         return self._carries(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
 
-    def _find_carried(self, loop: jx.Loop) -> tuple[list[Sources], list[Sources]]:
+    def _find_carried(self, loop: jx.Loop) -> tuple[list[int], list[Sources]]:
         n, first, last = len(jx.open_jaxpr(loop.body)[0].invars), loop.n_consts, loop.n_consts + loop.n_carry
         kinds = [0] * first + [Path.CARRY] * loop.n_carry + [Path.SLICE] * (n - last)
         inputs = [frozenset({pair}) for pair in enumerate(kinds)]
@@ -63,7 +57,13 @@ class Paths(jx.Forward[EqnInfo, Sources]):
             before = reached
             after = [_composed(before, paths) for paths in outs]
             reached = [*inputs[:first], *map(self.join, inputs[first:last], after), *inputs[last:]]
-        return after[: loop.n_carry], [*reached[first:last], *after[loop.n_carry :]]
+        paths_of = [[(i - first, path) for i, path in paths if first <= i < last] for paths in after[: loop.n_carry]]
+        added = [[(i, path) for i, path in paths if not path & ~_ADDS] for paths in paths_of]
+        adds_up = [any(i == k and path & Path.ARITHMETIC for i, path in paths) for k, paths in enumerate(added)]
+        reads_sum = [any(adds_up[i] for i, _ in paths) for paths in added]
+        recurs = [_recurs([path for i, path in paths if i == k]) for k, paths in enumerate(paths_of)]
+        carries = [Demand.TERM * a | Demand.RECURRENCE * b for a, b in zip(reads_sum, recurs, strict=True)]
+        return carries, [*reached[first:last], *after[loop.n_carry :]]
 
     def _through(self, equation: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
         if not isinstance(loop := equation.enters, jx.Loop):
