@@ -46,7 +46,7 @@ class Op:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Evaluates the op on operands that are not cast yet."""
-        return self.apply(self.cast(args)) if self.rewrite is None else _rewritten(self, *args)
+        return self.apply(self.cast(args)) if self.rewrite is None else self.rewrite(self, args)
 
     def apply(self, args: Sequence[Any]) -> list[Any]:
         """Applies the primitive to operands that are cast."""
@@ -54,17 +54,16 @@ class Op:
             return [bind_product(args, dict(self.params))]
         return jx.versions.apply(self.primitive, dict(self.params), args)
 
+    @property
+    def without_casts(self) -> "Op":
+        """The op on operands that are cast."""
+        return dataclasses.replace(self, casts=(None,) * len(self.casts))
+
     def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:
         """Casts the operands; see `_cast_once` for those that a loop does not change."""
         casts = [_cast_once if save and i in self.saved else lax.convert_element_type for i in range(len(args))]
         triples = zip(casts, args, self.casts, strict=True)
         return [x if dtype is None else convert(x, dtype) for convert, x, dtype in triples]
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)  # it is traced once for equal ops
-def _rewritten(op: Op, *args: Any) -> list[Any]:
-    assert op.rewrite is not None
-    return op.rewrite(op, args)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=jx.versions.INLINE)  # it is traced once for all arrays of a type

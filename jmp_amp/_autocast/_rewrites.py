@@ -6,6 +6,7 @@ where an operand is not cast or shares its cast with other ops.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,13 +69,14 @@ def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
 
 
 def _take_label_logit(op: Op, args: Sequence[Any]) -> list[Any]:
-    def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        x, indices = primals
-        # An index out of bounds equals none, so its tangent is 0.
-        is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices.reshape(*x.shape[:-1], 1)
-        return [jnp.sum(jnp.where(is_label, tangents[0], 0), -1, keepdims=True)]
+    return _with_tangent(op.without_casts, _tangent_of_label_logit, *op.cast(args))
 
-    return _with_tangent(op.apply, tangent, op.cast(args))
+
+def _tangent_of_label_logit(op: Op, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    x, indices = primals
+    # An index out of bounds equals none, so its tangent is 0.
+    is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices.reshape(*x.shape[:-1], 1)
+    return [jnp.sum(jnp.where(is_label, tangents[0], 0), -1, keepdims=True)]
 
 
 def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
@@ -90,24 +92,29 @@ def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
 
 
 def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
-    def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        x, indices = primals
-
-        def in_float32(x: Any) -> list[Any]:
-            return [lax.convert_element_type(op.apply([lax.convert_element_type(x, FLOAT32), indices])[0], x.dtype)]
-
-        return jax.jvp(in_float32, [x], [tangents[0]])[1]
-
-    return _with_tangent(op.apply, tangent, op.cast(args))
+    return _with_tangent(op.without_casts, _tangent_in_float32, *op.cast(args))
 
 
-def _with_tangent(fun: Callable[[Sequence[Any]], list[Any]], tangent: Callable, args: Sequence[Any]) -> list[Any]:
-    """Applies a function whose tangents are `tangent(primals, tangents)`."""
-    call = jax.custom_jvp(lambda *args: fun(args))
+def _tangent_in_float32(op: Op, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    x, indices = primals
+
+    def in_float32(x: Any) -> list[Any]:
+        return [lax.convert_element_type(op.apply([lax.convert_element_type(x, FLOAT32), indices])[0], x.dtype)]
+
+    return jax.jvp(in_float32, [x], [tangents[0]])[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)  # it is traced once for equal ops
+def _with_tangent(op: Op, tangent: Callable, *args: Any) -> list[Any]:
+    """Evaluates an op whose tangents are `tangent(op, primals, tangents)`."""
+
+    @jax.custom_jvp
+    def call(*args: Any) -> list[Any]:
+        return op.apply(op.cast(args))
 
     @call.defjvp
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return call(*primals), tangent(primals, tangents)
+        return call(*primals), tangent(op, primals, tangents)
 
     return call(*args)
 
@@ -239,11 +246,15 @@ def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
 
 
 def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
+    return _with_tangent(op, _tangent_of_broadcast, *args)
+
+
+def _tangent_of_broadcast(op: Op, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Differentiates the op as if the operands were broadcast before they are cast.
 
     The op itself casts first: the large array would be kept in front of a loop, and read in every iteration.
     """
-    shape = jnp.broadcast_shapes(*map(np.shape, args))
+    shape = jnp.broadcast_shapes(*map(np.shape, primals))
 
     def broadcast(x: Any, dtype: Any) -> Any:
         is_smaller = dtype is not None and np.shape(x) != shape
@@ -252,10 +263,7 @@ def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
     def broadcast_first(*args: Any) -> list[Any]:
         return op.apply(op.cast(list(map(broadcast, args, op.casts))))
 
-    def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        return jax.jvp(broadcast_first, primals, tangents)[1]
-
-    return _with_tangent(lambda args: op.apply(op.cast(args)), tangent, args)
+    return jax.jvp(broadcast_first, primals, tangents)[1]
 
 
 _REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)

@@ -17,12 +17,12 @@ from jmp_amp._jaxpr._children import with_leaves
 from jmp_amp._jaxpr._versions import (
     apply,
     context_of,
-    debug_info_of,
     is_constant,
     open_jaxpr,
     parent_of,
     source_of,
     trace,
+    trace_named,
     tracers_read,
 )
 
@@ -174,7 +174,7 @@ def trace_call(
 
     # Only arrays are leaves of these; JAX names them as in the call.
     given = with_leaves((args, kwargs), map(traced, jax.tree.leaves((args, kwargs))))
-    return trace(call, jax.tree.leaves(given), debug_info_of(name, fun, *given)), arrays, rebuild
+    return trace_named(name, fun, call, *given), arrays, rebuild
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:

@@ -96,15 +96,31 @@ def trace(fun: Callable, args: Sequence[Any], debug_info: Any = None) -> Any:
     return ClosedJaxpr(jaxpr, consts)
 
 
-def debug_info_of(name: str, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns what JAX's errors say of a function and its arguments, and that it is traced for `name`."""
+def trace_named(name: str, fun: Callable, call: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Traces a call to a closed jaxpr; JAX's errors name `fun` and its arguments, and say that `name` traces it.
+
+    Args:
+        name: the name.
+        fun: the function.
+        call: calls it, given the leaves of its arguments.
+        args: its arguments: pytrees of arrays, types and references.
+        kwargs: likewise.
+    """
     from jax._src import api_util
 
     named: Any = fun
     while isinstance(named, functools.partial):
         named = named.func
     source = api_util.fun_sourceinfo(named if hasattr(named, "__code__") else type(named).__call__)
-    return api_util.debug_info(name, fun, args, kwargs, sourceinfo=source)
+    debug_info = api_util.debug_info(name, fun, args, kwargs, sourceinfo=source)
+    leaves = jax.tree.leaves((args, kwargs))
+    has_references = any(isinstance(x, jax.Ref) for x in leaves)
+    if has_references:
+        api_util.check_no_aliased_ref_args(lambda: debug_info, map(jax.typeof, leaves), leaves)
+    program = trace(call, leaves, debug_info)
+    if has_references:
+        api_util._check_no_aliased_closed_over_refs(debug_info, open_jaxpr(program)[1], leaves)
+    return program
 
 
 def call_of(eqn: JaxprEqn) -> tuple[Any, ...]:
