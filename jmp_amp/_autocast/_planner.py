@@ -244,7 +244,9 @@ class _PlanBuilder:
 
     def plan(self) -> Plan:
         """Decides all equations."""
-        pending = {other for i in range(len(self._contexts)) for other in self._decide(i)}
+        pending = set[int]()
+        for i in range(len(self._contexts)):
+            pending.update(self._decide(i))
         while pending:
             pending.remove(last := max(pending))
             pending.update(self._decide(last))
