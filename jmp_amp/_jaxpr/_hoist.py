@@ -115,8 +115,8 @@ def _evaluate_once(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             return evaluate(structure.jaxpr, [operands[i] for i in structure.operands], apply)
         if isinstance(structure, Loop) and structure.cond is None and not structure.n_carry and operands[structure.xs]:
             axes = [None] * structure.n_consts + [0] * len(operands[structure.xs])
-            body = functools.partial(jax.core.eval_jaxpr, *open_jaxpr(structure.body))
-            return evaluate(trace(jax.vmap(body, axes), operands), operands, apply)
+            slices = jax.vmap(lambda *args: evaluate(structure.body, args, apply), axes)
+            return evaluate(trace(slices, operands), operands, apply)
         if eqn.primitive is not lax.convert_element_type_p:
             return apply_as_traced(eqn, operands)
         key = id(operands[0]), *eqn.params.values()
