@@ -148,12 +148,12 @@ class Planner:
         return Step(eqn, op.region, shared, outs, run, changed, reads, why)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Variable:
-    """A variable, and how the equations that are decided so far read it. Equations are named by their indices.
+    """A variable or a literal, and how the equations that are decided so far read it, which are named by their indices.
 
     Attributes:
-        value: what is known of it; None until its equation is decided.
+        value: what is known of it, a `Value`; None until its equation is decided.
         producer: the equation that computes it; None for an input.
         demand: how its readers read it.
         stream: how it is read as a residual stream.
@@ -161,10 +161,10 @@ class _Variable:
         returned: in which dtype the results of the jaxpr that it is are read.
     """
 
-    value: Value | None
-    producer: int | None
-    demand: int
-    stream: int
+    value: Any
+    producer: int | None = None
+    demand: int = Demand.NONE
+    stream: int = Stream.NONE
     readers: dict[int, int] = dataclasses.field(default_factory=dict)
     returned: int = Reads.UNREAD
 
@@ -208,23 +208,28 @@ class _PlanBuilder:
             )
             for var in (*given, *producers)
         }
+        self._outs = [[self._variables[var] for var in each.eqn.outvars] for each in infos]
+        self._operands = [[self._variable(atom) for atom in each.eqn.invars] for each in infos]
         for i, each in enumerate(infos):
-            is_dead = each.is_dead([self._variables[var].demand for var in each.eqn.outvars])
-            for var in each.operands:
-                self._variables[var].readers[i] = Reads.UNREAD if is_dead else Reads.LOW
+            is_dead = each.is_dead([out.demand for out in self._outs[i]])
+            for operand in self._operands[i]:
+                operand.readers[i] = Reads.UNREAD if is_dead else Reads.LOW
         for use, atom in zip(uses, opened.outvars, strict=True):
             if isinstance(atom, Var) and use.demand != Demand.NONE:
                 is_float32 = use.demand == Demand.RETURNED or use.demand & Demand.SENSITIVE
                 result = self._variables[atom]
                 result.returned = min(result.returned, Reads.FUSED if is_float32 else use.reads)
-        self._contexts = list(map(self._context, infos))
+        self._contexts = [self._context(i, each) for i, each in enumerate(infos)]
         self._steps: list[Step | None] = [None] * len(infos)
 
-    def _context(self, info: EqnInfo) -> Context:
+    def _variable(self, atom: Any) -> _Variable:
+        return _Variable(constant(atom.val)) if isinstance(atom, Literal) else self._variables[atom]
+
+    def _context(self, i: int, info: EqnInfo) -> Context:
         """Returns what is known of an equation before its operands are decided."""
         eqn, rule = info.eqn, info.rule
         region = self._planner.enter(self._region, eqn)
-        outs = [self._variables[var].demand for var in eqn.outvars]
+        outs = [out.demand for out in self._outs[i]]
         demand, is_in_code = joined(outs), region.why == IN_CODE
         inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
@@ -238,7 +243,7 @@ class _PlanBuilder:
         results = self._planner.knowledge.of(self._facts, eqn.outvars)
         leaves_range = any(known.leaves(region.format.dtype) for known in results)
         is_ranked = bool(demand & Demand.RANK) and not is_in_code
-        stream = stream_of(self._variables[eqn.outvars[0]].stream) if rule.kind is ResultKind.SUM else Stream.NONE
+        stream = stream_of(self._outs[i][0].stream) if rule.kind is ResultKind.SUM else Stream.NONE
         rule = rule if region.format.is_low else ORIGINAL
         return Context(info, rule, region, self._planner.options, leaves_range, is_ranked, stream, inside)
 
@@ -257,32 +262,27 @@ class _PlanBuilder:
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
-        signature, outs = self._jaxpr.replace(eqns=[]), tuple(map(self._read, self._jaxpr.outvars))
+        signature, outs = self._jaxpr.replace(eqns=[]), tuple([self._variable(x).value for x in self._jaxpr.outvars])
         return Plan(signature, self._consts, values, steps, outs, reads, self._region, scopes, opaque)
-
-    def _read(self, atom: Any) -> Value:
-        if isinstance(atom, Literal):
-            return constant(atom.val)
-        return self._variables[atom].value  # type: ignore[return-value] # the equation that computes it is decided
 
     def _decide(self, i: int) -> list[int]:
         """Decides an equation, and returns those to decide again because of it."""
         old, old_step = self._contexts[i], self._steps[i]
         info, eqn, rule = old.info, old.info.eqn, old.info.rule
-        outs = [self._variables[var] for var in eqn.outvars]
+        operands, outs = self._operands[i], self._outs[i]
         uses = tuple([Use(o.demand, o.stream, o.reads) for o in outs]) if info.structure is not None else ()
         if old_step is not None:  # a result that is float32 already stays so, whoever reads it
             pairs = zip(uses, old.neighbours.uses, old_step.outs, eqn.outvars, strict=False)
             uses = tuple([was if out.dtype == jx.dtype_of(var) else use for use, was, out, var in pairs])
-        values = tuple([self._read(atom) for atom in eqn.invars])
+        values = tuple([operand.value for operand in operands])
         if info.uses_copies:
-            values = tuple([self._with_copy(a, value, i) for a, value in zip(eqn.invars, values, strict=True)])
+            values = tuple([self._with_copy(*pair, i) for pair in zip(eqn.invars, operands, strict=True)])
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
         needs_float32 = reads == Reads.FUSED and (
             rule.fuses or (rule.moves and any(v.has_float32_copy for v in values))
         )
         is_stored = reads == Reads.STORED and (rule.moves or rule.arithmetic)
-        neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(info, values), uses)
+        neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(operands), uses)
         if old_step is not None and neighbours == old.neighbours:
             return []
         op = old._replace(neighbours=neighbours)
@@ -296,35 +296,31 @@ class _PlanBuilder:
             affected += [reader for out in outs for reader in out.readers]
         return [each for each in affected if self._steps[each] is not None]
 
-    def _with_copy(self, atom: Any, value: Value, reader: int) -> Value:
+    def _with_copy(self, atom: Any, operand: _Variable, reader: int) -> Value:
         """Returns what is known of an operand, and whether another equation reads it in float32."""
+        value = operand.value
         if (value.data_dtype or value.dtype) == jx.dtype_of(atom):
             return value
-        variable = self._variables[atom]
-        has_copy = any(reads == Reads.FUSED for i, reads in variable.readers.items() if i != reader)
+        has_copy = any(reads == Reads.FUSED for i, reads in operand.readers.items() if i != reader)
         return value._replace(has_float32_copy=True) if has_copy else value
 
     def _affected(self, i: int, step: Step) -> Iterator[int]:
         """Records the operands that an equation reads in float32, and yields the equations to decide again."""
-        reads = dict[Var, int]()
-        for atom, each in zip(step.eqn.invars, step.reads, strict=True):
-            if isinstance(atom, Var):
-                reads[atom] = min(each, reads.get(atom, each))
-        for var, each in reads.items():
-            operand = self._variables[var]
+        reads = dict[_Variable, int]()
+        for operand, each in zip(self._operands[i], step.reads, strict=True):
+            reads[operand] = min(each, reads.get(operand, each))
+        for operand, each in reads.items():
             if each > operand.readers[i]:
                 operand.readers[i] = each
-                if operand.reads > Reads.LOW and operand.producer is not None:
+                if operand.producer is not None and operand.reads > Reads.LOW:
                     yield operand.producer
                 yield from [reader for reader in operand.readers if self._contexts[reader].info.uses_copies]
 
-    def _reads_stored_norm(self, info: EqnInfo, values: tuple[Value, ...]) -> bool:
+    def _reads_stored_norm(self, operands: Sequence[_Variable]) -> bool:
         """Whether an equation reads a norm of low-precision data that a product reads too.
 
         The norm is float32, but the product stores it in low precision. If a residual sum read it in float32, it would
         be stored twice: `h = norm(x); h + mlp(h)`.
         """
-        pairs = zip(info.eqn.invars, values, strict=True)
-        norms = [atom for atom, value in pairs if value.data_dtype is not None and value.data_dtype != value.dtype]
-        readers = [i for atom in norms if isinstance(atom, Var) for i in self._variables[atom].readers]
-        return any(self._contexts[i].info.rule.stores for i in readers)
+        norms = [x for x in operands if x.value.data_dtype is not None and x.value.data_dtype != x.value.dtype]
+        return bool(norms) and any(self._contexts[i].info.rule.stores for x in norms for i in x.readers)

@@ -1,6 +1,5 @@
 """Computes before a loop what the loop computes from arrays that it does not change."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
