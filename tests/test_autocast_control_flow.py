@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import dtypes, equations, read_low
+from jax.experimental.ode import odeint
+from jaxprs import dtypes, equations, inner_equations, number_of_calls, read_low, row
 
 import jmp_amp as amp
 
@@ -302,6 +303,46 @@ class TestCalls:
         for _ in range(3):
             step(X)
         assert len(traces) == 1
+
+
+def scan_in_scans(x):
+    def twice(step):
+        return lambda x: lax.scan(lambda x, _: (step(x), None), x, length=2)[0]
+
+    return twice(twice(twice(lambda x: jnp.tanh(x @ W))))(x)
+
+
+@jax.grad
+def solved(x):
+    """A solver of loops in loops, and its adjoint."""
+    return jnp.sum(odeint(lambda y, t: jnp.tanh(y @ W) * jnp.exp(-t), x, jnp.array([0.0, 1.0])))
+
+
+@pytest.mark.parametrize("fun", [scan_in_scans, pytest.param(solved, marks=pytest.mark.long)])
+def test_loops_in_loops_take_little_more_than_their_tracing(fun):
+    def calls(transform):
+        def trace():  # a new function each time, which JAX has not traced before
+            jax.make_jaxpr(transform(lambda x: fun(x)))(X)
+
+        trace()  # what is computed once in a process
+        return number_of_calls(trace)
+
+    assert calls(amp.autocast) < 5 * calls(lambda fun: fun)
+
+
+def test_a_loop_casts_a_constant_before_it_and_slices_of_one_before_the_loop_around_it():
+    def fun(ws, w, xs):
+        def step(x, _):
+            x = lax.scan(lambda x, each: (jnp.tanh(x @ each @ w), None), x, ws)[0]
+            return x, None
+
+        return lax.scan(step, xs, length=2)[0]
+
+    rows = [row(eqn) for eqn in jax.make_jaxpr(amp.autocast(fun))(jnp.stack([W] * 3), W, X).eqns]
+    assert rows.count("float32 -> float16") == 2
+    (outer,) = [eqn for eqn in equations(amp.autocast(fun), jnp.stack([W] * 3), W, X) if eqn.params.get("length") == 2]
+    weights = [eqn for eqn in inner_equations(outer) if eqn.primitive.name == "convert_element_type"]
+    assert all(eqn.invars[0].aval.shape == X.shape for eqn in weights)
 
 
 @pytest.mark.parametrize("wide", [0, 1])

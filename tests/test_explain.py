@@ -1,10 +1,8 @@
 """What `explain` says of programs whose decisions are known."""
 
-import cProfile
 import dataclasses
 import functools
 import json
-import pstats
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxprs import read_low
+from jaxprs import number_of_calls, read_low
 from models import gpt_case
 
 import jmp_amp as amp
@@ -272,13 +270,7 @@ def test_shapes_are_enough_and_nothing_is_compiled_or_run():
 
 @pytest.mark.long
 def test_six_layers_take_little_more_than_their_tracing():
-    """In calls of functions, which load does not change."""
     loss_fn, args = gpt_case(None, layers=6)
-
-    def number_of_calls(fun):
-        profile = cProfile.Profile()
-        profile.runcall(fun)
-        return pstats.Stats(profile).total_calls
 
     def explain():
         return amp.explain(loss_fn)(*args)
