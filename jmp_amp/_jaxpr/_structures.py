@@ -189,13 +189,12 @@ def equations_in(jaxpr: Any, *outer: JaxprEqn) -> Iterator[tuple[JaxprEqn, ...]]
 
 def holds(jaxpr: Any, selects: Callable[..., bool]) -> bool:
     """Whether a jaxpr, or one inside it, has an equation whose primitive, types and parameters are selected."""
+    opened, _ = open_jaxpr(jaxpr)
 
     def is_found() -> bool:
-        inside = (inner for eqn in opened.eqns for inner in inner_jaxprs(eqn))
         here = (selects(e.primitive, *[atom.aval for atom in e.invars], **e.params) for e in opened.eqns)
-        return any(here) or any(holds(inner, selects) for inner in inside)
+        return any(here) or any(holds(inner, selects) for e in opened.eqns for inner in inner_jaxprs(e))
 
-    opened, _ = open_jaxpr(jaxpr)
     return _found(opened, selects, is_found)
 
 
