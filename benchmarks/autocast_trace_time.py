@@ -93,7 +93,7 @@ on these models with JAX 0.10.2 and 0.12.0.
 
 - Tracing takes longer than with jmp and mpx. They cast once in front of the model; autocast traces the model and
   evaluates each of its ops. This takes a fraction of a second, and compiling takes several.
-- Tracing loops in loops with a custom derivative, as of an ODE solver, takes 2.5 to 3.7 times as long as plain JAX does:
+- Tracing loops in loops with a custom derivative, as of an ODE solver, takes 2.5 to 3.7 times as long as plain JAX:
   autocast plans the body of a loop until the dtypes of its carries settle, and traces the derivative once more. With
   jmp and mpx, which cast the state and not the times, the solver raises.
 - Compiling a scan: by default (`save="matmuls"`) the backward pass recomputes everything but products, so the program
