@@ -97,9 +97,9 @@ on these models with JAX 0.10.2 and 0.12.0.
   autocast plans the body of a loop until the dtypes of its carries settle, and traces the derivative once more. With
   jmp and mpx, which cast the state and not the times, the solver raises.
 - Compiling a scan: by default (`save="matmuls"`) the backward pass recomputes everything but products, so the program
-  is as large as one with `jax.checkpoint`, which alone compiles 1.6 times as long as the plain scan; autocast adds a
-  fifth to that. In return it saves [memory](autocast_cost.md). With `save="all"` nothing is recomputed: 1.1 times
-  plain, and by hand 1.3 times.
+  is as large as one with `jax.checkpoint`, which alone compiles 1.5 times as long as the plain scan; autocast adds an
+  eighth to that. In return it saves [memory](autocast_cost.md). With `save="all"` nothing is recomputed: 1.2 times
+  plain, as by hand.
 - Compiling a Transformer takes longer than with jmp and mpx, and a ViT takes longer than by hand. The time grows with
   the number of fused norms and softmaxes. XLA fuses float32 norms and softmaxes, and those that read a float32 residual
   stream, with more of the ops around them. It leaves float16 ones in parts, so jmp and mpx compile faster than plain.
