@@ -314,7 +314,7 @@ class _PlanBuilder:
                 operand.readers[i] = each
                 if operand.producer is not None and operand.reads > Reads.LOW:
                     yield operand.producer
-                yield from [reader for reader in operand.readers if self._contexts[reader].info.uses_copies]
+                yield from [j for j in operand.readers if j != i and self._contexts[j].info.uses_copies]
 
     def _reads_stored_norm(self, operands: Sequence[_Variable]) -> bool:
         """Whether an equation reads a norm of low-precision data that a product reads too.

@@ -1,5 +1,6 @@
 """Computes before a loop what the loop computes from arrays that it does not change."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
@@ -114,8 +115,8 @@ def _evaluate_once(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             return evaluate(structure.jaxpr, [operands[i] for i in structure.operands], apply)
         if isinstance(structure, Loop) and structure.cond is None and not structure.n_carry and operands[structure.xs]:
             axes = [None] * structure.n_consts + [0] * len(operands[structure.xs])
-            slices = jax.vmap(lambda *args: evaluate(structure.body, args, apply), axes)
-            return evaluate(trace(slices, operands), operands, apply)
+            body = functools.partial(jax.core.eval_jaxpr, *open_jaxpr(structure.body))
+            return evaluate(trace(jax.vmap(body, axes), operands), operands, apply)
         if eqn.primitive is not lax.convert_element_type_p:
             return apply_as_traced(eqn, operands)
         key = id(operands[0]), *eqn.params.values()
