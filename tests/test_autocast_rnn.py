@@ -116,10 +116,17 @@ def decode_by_layers(w, x):
     return lax.scan(lambda h, _: (lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0], None), x, length=10)[0]
 
 
+def decode_by_layers_and_a_constant(w, x):
+    def step(h, _):
+        return lax.scan(lambda h, layer: (jnp.tanh(h @ layer @ w), None), h, jnp.stack([w, w.T]))[0], None
+
+    return lax.scan(step, x, length=10)[0]
+
+
 W, X = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)), jnp.ones((BATCH, WIDTH))
 
 
-@pytest.mark.parametrize("fun", [decode, decode_until, decode_by_layers])
+@pytest.mark.parametrize("fun", [decode, decode_until, decode_by_layers, decode_by_layers_and_a_constant])
 def test_a_loop_that_is_not_differentiated_casts_a_weight_once(fun):
     (loop,) = [eqn for eqn in jax.make_jaxpr(amp.autocast(fun))(W, X).eqns if eqn.primitive.name in ("scan", "while")]
     casts = [eqn for eqn in inner_equations(loop) if eqn.primitive.name == "convert_element_type"]
