@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._derivatives import with_rule
-from jmp_amp._autocast._plan import Plan, Region, Run, Step, is_loop_invariant
+from jmp_amp._autocast._plan import Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
 from jmp_amp._float8 import as_products
@@ -113,12 +113,15 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
     stored = dict(zip(results, carry, strict=False))
     stacked = [stored.get(var, out).dtype for var, out in zip(results, plan.outs, strict=True)][loop.n_carry :]
     outs = (*carry, *map(Value, stacked))
+    if loop.cond is None:  # JAX adds up the cotangents of a constant over the iterations in its dtype: float32
+        consts = tuple(value.as_float32() if value.is_half else value for value in consts)
     cast = (*values[loop.cond_consts], *consts, *carry, *values[loop.xs])
     of_inputs = list(plan.reads)
     of_inputs[loop.body_carry] = [Reads.FUSED if value.dtype == FLOAT32 else Reads.LOW for value in carry]
     reads = _stored([each for cond in conds for each in cond.reads[loop.cond_consts]] + of_inputs)
     keeper = _keeper(planner, plan, body, op.region) if loop.cond is None else None
-    bodies = [*[cond.body() for cond in conds], plan.body(outs, planner.is_saved if keeper == "autocast" else None)]
+    policy = planner.is_saved if keeper == "autocast" else None
+    bodies = [*[cond.body() for cond in conds], plan.body(outs, policy, (*consts, *plan.inputs[loop.n_consts :]))]
     return _step(op, cast, reads, outs, [*conds, plan], bodies)._replace(keeper=keeper)
 
 
@@ -235,7 +238,7 @@ def _step(
     """Returns the decision for an equation: casts to its `new` operands, and other bodies if a plan changes one."""
     eqn, entry = op.info.eqn, jx.HIGHER_ORDER[op.info.eqn.primitive.name]
     casts = tuple(n.dtype if n.dtype != v.dtype else None for v, n in zip(op.values, new, strict=True))
-    changed = any(plan.changed for plan in plans)
+    changed = any(plan.changed for plan in plans) or differs(zip(eqn.invars, new, strict=True))
     run: Run = functools.partial(jx.bind, eqn)
     if changed and bodies and entry.run is not None:
         run = functools.partial(entry.run, eqn, bodies)

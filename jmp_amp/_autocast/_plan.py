@@ -21,7 +21,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._aligned import bind_product
 from jmp_amp._autocast._values import Value, ValueFacts
 from jmp_amp._float8 import is_float8_scale
-from jmp_amp._formats import Format
+from jmp_amp._formats import FLOAT32, Format
 
 SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
 
@@ -134,6 +134,7 @@ class Step(NamedTuple):
         why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
         inner: the plans of its jaxprs.
         keeper: who decides what the backward pass of a `scan` keeps, as `explain` names it.
+        sums: the operands in 16 bits that many other steps read, too: JAX adds up their cotangents in float32.
     """
 
     eqn: JaxprEqn
@@ -146,6 +147,7 @@ class Step(NamedTuple):
     why: str = ""
     inner: "tuple[Plan, ...]" = ()
     keeper: str | None = None
+    sums: tuple[int, ...] = ()
 
 
 # A jaxpr of an equation, what is known of its inputs, and how its results are read.
@@ -198,7 +200,10 @@ class Plan:
         def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
             step = next(waiting)
             with jx.versions.context_of(eqn):
-                return step.run(list(map(cast_once, eqn.invars, operands, step.casts)))
+                args = list(map(cast_once, eqn.invars, operands, step.casts))
+                for i in step.sums:
+                    args[i] = _own_read(cast_once(eqn.invars[i], operands[i], FLOAT32), args[i])
+                return step.run(args)
 
         jaxpr = self.signature.replace(eqns=[step.eqn for step in steps])
         return jx.evaluate(ClosedJaxpr(jaxpr, self.consts), args, apply)
@@ -214,30 +219,41 @@ class Plan:
 
     @functools.cached_property
     def changed(self) -> bool:
-        """Whether a dtype in it differs from the traced one."""
-        return differs(zip(self.signature.invars, self.inputs, strict=True)) or any(step.changed for step in self.steps)
+        """Whether a dtype in it, or in which JAX adds up cotangents, differs from the traced one."""
+        is_other = differs(zip(self.signature.invars, self.inputs, strict=True))
+        return is_other or any(step.changed or step.sums for step in self.steps)
 
-    def body(self, outs: Sequence[Value] = (), policy: Callable[..., bool] | None = None) -> jx.Body:
+    def body(
+        self,
+        outs: Sequence[Value] = (),
+        policy: Callable[..., bool] | None = None,
+        inputs: Sequence[Value] = (),
+    ) -> jx.Body:
         """Returns the plan as a function in place of its jaxpr, the same one for the same arguments.
 
         Args:
             outs: what the results are cast to; those of the plan by default.
             policy: says what `jax.checkpoint` saves of it; None for no `jax.checkpoint`.
+            inputs: its arguments, the first of which, of another dtype than those of the plan, are cast once for all
+                iterations of a loop; those of the plan by default.
         """
-        key = tuple(out.dtype for out in outs or self.outs), policy
+        inputs = inputs or self.inputs
+        dtypes = tuple(value.dtype for value in inputs)
+        key = tuple(out.dtype for out in outs or self.outs), policy, dtypes
         if key not in self.bodies:
             fun: Callable[..., list[Any]] = with_results(self, outs) if outs else self
             if policy is not None:
                 fun = jax.checkpoint(fun, policy=policy, prevent_cse=False)
-            pairs = zip(self.signature.invars, self.inputs, strict=True)
-            self.bodies[key] = jx.Body(fun, [jx.with_dtype(var.aval, value.dtype) for var, value in pairs])
+            fun = _with_inputs(fun, dtypes, self.inputs)
+            avals = [var.aval for var in self.signature.invars]
+            self.bodies[key] = jx.Body(fun, list(map(jx.with_dtype, avals, dtypes)))
         return self.bodies[key]
 
     @property
     def decisions(self) -> tuple[Any, ...]:
         """All that it does; plans of one jaxpr that are equal in this are the same function."""
         dtypes = tuple([value.dtype for value in (*self.inputs, *self.outs)])
-        return dtypes, *[(step.casts, _identity(step.run)) for step in self.steps]
+        return dtypes, *[(step.casts, step.sums, _identity(step.run)) for step in self.steps]
 
 
 def _identity(run: Any) -> Any:
@@ -250,6 +266,16 @@ def _identity(run: Any) -> Any:
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:
     """Whether a variable or literal has another dtype than it was traced in."""
     return any(value.dtype != jx.dtype_of(atom) for atom, value in known)
+
+
+def _with_inputs(fun: Callable[..., Any], dtypes: Sequence[Any], values: Sequence[Value]) -> Callable[..., Any]:
+    """Returns `fun` with the inputs whose `dtypes` are not those of `values` cast to these; see `_cast_once`."""
+    casts = [None if dtype == value.dtype else value.dtype for dtype, value in zip(dtypes, values, strict=True)]
+
+    def cast(*args: Any) -> Any:
+        return fun(*[x if dtype is None else _cast_once(x, dtype) for x, dtype in zip(args, casts, strict=True)])
+
+    return cast if any(casts) else fun
 
 
 def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:
@@ -281,7 +307,7 @@ def _grouped(steps: Sequence[Step], results: Sequence[Any]) -> list[Step]:
 
 def _call_key(step: Step) -> tuple[Any, ...] | None:
     """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
-    if not isinstance(step.run, Op) or step.eqn.effects or not _is_hashable(step.run):
+    if not isinstance(step.run, Op) or step.sums or step.eqn.effects or not _is_hashable(step.run):
         return None
     return jx.versions.call_of(step.eqn)
 
@@ -330,5 +356,11 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
     return steps[0]._replace(eqn=eqn, casts=casts, run=lambda args: _run(*group, *args))
 
 
-# Likewise, JAX differentiates all casts of the same types once.
+# Likewise, JAX differentiates all casts of the same types once, and all reads of one type.
 _shared_cast = jax.jit(lax.convert_element_type, static_argnums=1, inline=jx.versions.INLINE)
+
+
+@functools.partial(jax.jit, inline=jx.versions.INLINE)
+def _own_read(wide: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x`, with the derivative of its float32 copy `wide`, in which JAX adds up the cotangents of all reads."""
+    return _with_derivative_of(wide, lax.stop_gradient(x))

@@ -174,6 +174,10 @@ class _Variable:
         return Reads.FUSED if self.demand & Demand.GATE else min([self.returned, *self.readers.values()])
 
 
+# JAX adds up the cotangents of a value in its dtype. In bfloat16, the sum of so many is as exact as a product.
+_FEW = 8
+
+
 class _PlanBuilder:
     """A plan in the making.
 
@@ -257,13 +261,18 @@ class _PlanBuilder:
             pending.update(self._decide(last))
         values = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
-        steps = list(filter(None, self._steps))
+        steps = [step._replace(sums=self._sums(i, step)) for i, step in enumerate(self._steps) if step is not None]
         inner = [plan for step in steps for plan in step.inner]
         scopes = frozenset({op.region.path for op in self._contexts}.union(*[plan.scopes for plan in inner]))
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
         signature, outs = self._jaxpr.replace(eqns=[]), tuple([self._variable(x).value for x in self._jaxpr.outvars])
         return Plan(signature, self._consts, values, steps, outs, reads, self._region, scopes, opaque)
+
+    def _sums(self, i: int, step: Step) -> tuple[int, ...]:
+        """Returns the operands that an equation reads in 16 bits, as many others do."""
+        places = enumerate(zip(self._operands[i], step.casts, strict=True))
+        return tuple([j for j, (x, cast) in places if cast is None and len(x.readers) > _FEW and x.value.is_half])
 
     def _decide(self, i: int) -> list[int]:
         """Decides an equation, and returns those to decide again because of it."""

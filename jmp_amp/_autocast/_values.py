@@ -182,6 +182,11 @@ class Value(NamedTuple):
     filled: bool = False
     known: ValueFacts = NOTHING
 
+    @property
+    def is_half(self) -> bool:
+        """Whether it is a floating value in 16 bits."""
+        return jx.is_floating(self) and self.dtype.itemsize == 2
+
     def as_data(self) -> "Value":
         """Returns the value as it would be in the dtype of its data."""
         return self._replace(dtype=self.data_dtype or self.dtype)
