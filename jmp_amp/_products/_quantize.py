@@ -1,4 +1,4 @@
-"""Casts arrays to float8 with scales that are powers of two: one for an array, or one for each block of 32 elements.
+"""Casts arrays to float8, each with one scale, a power of two.
 
 A power of two rounds nothing, so a scaled array has the same float8 numbers, and the gradients of a scaled loss are the
 scaled gradients, bit for bit. A scale is computed from the elements that it scales ("current scaling"), so no state is
@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 32  # elements that share a scale, in the MX formats of the Open Compute Project
-
-_BIAS = 127  # of the exponent of a float32, and of a `float8_e8m0fnu`, which is that exponent
+_BIAS = 127  # of the exponent of a float32
 _MANTISSA = 23  # bits
 _LARGEST = 126  # the exponents -126 to 126: the scale and its inverse are normal numbers
 _NOT_FINITE = 128  # the exponent of inf and NaN
@@ -43,40 +41,6 @@ def quantize(x: jax.Array, dtype: Any, exponent: jax.Array | None = None) -> tup
     return _scaled(x, -exponent, dtype), exponent
 
 
-def quantize_blocks(x: jax.Array, dtype: Any, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Casts a matrix to a float8 dtype, with a scale for each block of 32 elements along an axis.
-
-    Args:
-        x: floating, `(n, m)`, where the size of `axis` is a multiple of 32.
-        dtype: the float8 dtype.
-        axis: 0 or 1.
-
-    Returns:
-        `x / scales` in `dtype`, where the largest magnitude of a block is at most the largest finite number of
-        `dtype`, and the scales, `float8_e8m0fnu`. Blocks are along the last axis of both: `(n, m)` and `(n, m / 32)`
-        for axis 1, `(m, n)` and `(m, n / 32)` for axis 0. A scale is `2**ceil(log2(largest of the block / largest of
-        the dtype))`: rounded up, so that no element is clipped (Mishra et al., Recipes for pre-training LLMs with
-        MXFP8, 2025, https://arxiv.org/abs/2506.08027).
-    """
-    blocks = x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
-    if axis == 1:
-        scales = lax.reduce_max(_bytes(_bits(blocks), dtype), [2])
-    else:  # the same; XLA would store the bytes of all elements, and transpose them
-        scales = _bytes(_bits(lax.reduce_max(lax.abs(blocks), [1])), dtype)
-    exponents = jnp.expand_dims(scales.astype(jnp.int32) - _BIAS, axis + 1)
-    low, scales = (
-        _scaled(blocks, exponents, dtype).reshape(x.shape),
-        lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu),
-    )
-    return (low, scales) if axis == 1 else (low.T, scales.T)
-
-
-def dequantize_blocks(low: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns what `quantize_blocks` rounded, as float32."""
-    blocks = low.astype(jnp.float32).reshape(*scales.shape, BLOCK)
-    return (blocks * scales.astype(jnp.float32)[..., None]).reshape(low.shape)
-
-
 def _bits(x: jax.Array) -> jax.Array:
     """Returns the bits of the magnitudes, as float32. They have the order of the magnitudes, and NaN is the largest."""
     return lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
@@ -92,10 +56,6 @@ def _exponents(bits: jax.Array, dtype: Any) -> jax.Array:
     exponents = (bits - limit + (2**_MANTISSA - 1)) >> _MANTISSA  # rounded up
     is_finite = bits >> _MANTISSA < _NOT_FINITE + _BIAS
     return jnp.where(is_finite, jnp.clip(exponents, -_LARGEST, _LARGEST), _NOT_FINITE)
-
-
-def _bytes(bits: jax.Array, dtype: Any) -> jax.Array:
-    return (_exponents(bits, dtype) + _BIAS).astype(jnp.uint8)
 
 
 def _scaled(x: jax.Array, exponent: jax.Array, dtype: Any) -> jax.Array:
