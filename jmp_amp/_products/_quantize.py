@@ -21,7 +21,15 @@ _NOT_FINITE = 128  # the exponent of inf and NaN
 
 def scale_exponent(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns the exponent of the scale that makes an array use the range of a float8 dtype, an int32 scalar."""
-    return -lax.reduce_max(_exponents(_bits(x), dtype), range(x.ndim))
+    # The bits of magnitudes have the order of the magnitudes, and NaN is the largest.
+    bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
+    limit = np.float32(jnp.finfo(dtype).max).view(np.int32)
+    # Those of the least powers of two that divide each into the range. They grow with the magnitudes, so the largest is
+    # that of the largest. As the maximum of exponents, it comes out of one kernel.
+    exponents = (bits - limit + (2**_MANTISSA - 1)) >> _MANTISSA  # rounded up
+    is_finite = bits >> _MANTISSA < _NOT_FINITE + _BIAS
+    exponents = jnp.where(is_finite, jnp.clip(exponents, -_LARGEST, _LARGEST), _NOT_FINITE)
+    return -lax.reduce_max(exponents, range(x.ndim))
 
 
 def quantize(x: jax.Array, dtype: Any, exponent: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -34,34 +42,13 @@ def quantize(x: jax.Array, dtype: Any, exponent: jax.Array | None = None) -> tup
 
     Returns:
         `x * 2**exponent` in `dtype`, whose largest magnitude is between half of the largest finite number of
-        `dtype` and that number; and `exponent`, an int32 scalar.
+        `dtype` and that number; and `exponent`, an int32 scalar. The result is NaN if an element is not finite, for
+        `dtype` may have no infinity.
     """
     if exponent is None:
         exponent = scale_exponent(x, dtype)
-    return _scaled(x, -exponent, dtype), exponent
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of the magnitudes, as float32. They have the order of the magnitudes, and NaN is the largest."""
-    return lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
-
-
-def _exponents(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the exponent of the least power of two that divides a magnitude into the range of `dtype`.
-
-    It grows with the magnitude, so the largest exponent is that of the largest magnitude. As the maximum of exponents,
-    it comes out of one kernel.
-    """
-    limit = np.float32(jnp.finfo(dtype).max).view(np.int32)
-    exponents = (bits - limit + (2**_MANTISSA - 1)) >> _MANTISSA  # rounded up
-    is_finite = bits >> _MANTISSA < _NOT_FINITE + _BIAS
-    return jnp.where(is_finite, jnp.clip(exponents, -_LARGEST, _LARGEST), _NOT_FINITE)
-
-
-def _scaled(x: jax.Array, exponent: jax.Array, dtype: Any) -> jax.Array:
-    """Returns `x / 2**exponent` in `dtype`, which has no infinity: NaN where the exponent is that of one."""
-    scale = jnp.where(exponent == _NOT_FINITE, jnp.nan, power_of_two(-exponent))
-    return lax.convert_element_type(x.astype(jnp.float32) * scale, dtype)
+    scale = jnp.where(exponent == -_NOT_FINITE, jnp.nan, power_of_two(exponent))
+    return lax.convert_element_type(x.astype(jnp.float32) * scale, dtype), exponent
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
