@@ -63,7 +63,7 @@ continues: with seeds 0 to 2, float32 ends there between 2.78 and 3.10, mixed_fl
 TITLES = {"float8": "Float8", "stream": "The residual stream in 16 bits"}
 GPT_NOTES = {
     "float8": """
-`train_gpt.py --layers 2 --batch 32 --context 32`: float8 or mxfp8 in the layers, of width 64, computed as a device with
+`train_gpt.py --layers 2 --batch 32 --context 32`: float8 in the layers, of width 64, computed as a device with
 such units does (`JMP_AMP_EMULATE_FLOAT8=1`), and no loss scale. Losses are those of 1024 windows that are not trained
 on, the same for each seed. "Not scaled" casts the operands of the same products to float8_e4m3fn, and their cotangents
 to float8_e5m2, as they are, and sums in float32.
@@ -126,7 +126,6 @@ GPT_RUNS = {  # by section, a run of `train_gpt.py`, options of `autocast`, and 
         "mixed_bfloat16": ("mixed_bfloat16", {}),
         "float32": ("float32", {}),
         "float8": ("float8", {}),
-        "mxfp8": ("mxfp8", {}),
         "float8, not scaled": ("mixed_bfloat16", {}, dense_of_casts),
     },
     "stream": {

@@ -1,7 +1,6 @@
 """What float8 costs on an H200, by the compiler: products in float8, kernels, bytes and memory, beside other libraries.
 
     python benchmarks/float8.py [--out docs/benchmarks/float8.md]
-    python benchmarks/float8.py --only b200     # prints the table of one layer on a B200, in a minute
 
 Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. Flax, Keras and qwix are compared where they are
 installed. All of it takes 10 minutes of CPU time.
@@ -9,22 +8,23 @@ installed. All of it takes 10 minutes of CPU time.
 
 import collections
 import functools
-from unittest import mock
+import os
 
 import gpu_aot  # first: it sets the platform
 import hlo
 import jax
 import jax.numpy as jnp
 from collectives import on_the_wire, spread
-from float8_libraries import BY_KERNEL, DIM, HIDDEN, LAYERS, LIBRARIES, TOKENS
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import experts_case, gpt_case, llama_case, mlp_case
+from models import F32, Shape, experts_case, gpt_case, llama_case, mlp_case
 from report import arguments, head, report, row
 
 import jmp_amp as amp
-from pallas_kernels import _measured
 
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+TOKENS, DIM, HIDDEN = 8192, 4096, 16384
 FLAGS = {"default": {}, "no Triton products": {"xla_gpu_enable_triton_gemm": False}}
 GPT = functools.partial(gpt_case, None, layers=4, dim=2048, heads=16, vocab=32000, batch=4, scan=True)
 MODELS = {
@@ -54,22 +54,7 @@ the gradients are those of both. The Llama block has the sizes of Llama 3 8B and
 and a vocabulary of 32000. The experts are two layers, 2048-8192-2048, for 8192 tokens that are sorted by their expert
 (`lax.ragged_dot`). Shares are of the FLOPs of products, forward and backward, those of a loop times its
 iterations; the rest is attention. FSDP is the MLP on 8 GPUs, its weights sharded along their first axis; MB (10^6
-bytes) are what one GPU sends, counted as in [Collectives](collectives.md). The layer on a B200 multiplies 8192 x 4096
-by 4096 x 4096: the input, the result and their gradients are bfloat16, the weight and its gradient float32.
-
-## MXFP8
-
-Cast by XLA, as by default, mxfp8 moves almost twice the bytes of bfloat16, so expect it not to pay: each array is read
-three times and written twice, in blocks along its rows and along its columns. `autocast(fun, "mxfp8")` needs 4 kernels
-and 6% of the bytes less than `jax.nn.scaled_dot_general`, whose products are the same three of cuDNN. Float8 with one
-scale a tensor moves 28% less than mxfp8. qwix also has mxfp8, but chooses the product by the device of the process, so
-it cannot be compiled for a B200 that is absent.
-
-With a kernel (`pallas_kernels.quantize`), which reads an array once and writes both casts, `autocast` needs 12 kernels
-and 0.64 times those bytes. At least 749 MB must move: the input and the cotangent are read in bfloat16 and the weight
-in float32 (201 MB); two casts of each are written and read, at 1 + 1/32 bytes an element (346 MB); and the three
-results are written (201 MB). It moves 1.01 times that. Of the 12, 6 arrange the scales for cuDNN. `autocast` runs the
-kernel where `python -m pallas_kernels tune` measured that it is faster.
+bytes) are what one GPU sends, counted as in [Collectives](collectives.md).
 
 ## Where the memory of a scanned GPT goes
 
@@ -118,6 +103,72 @@ float8 half as large, so experts move 0.68 and 0.61 times the bytes of bfloat16 
 """
 
 
+def autocast(dtype):
+    loss_fn, args = mlp_case(None, TOKENS, DIM, HIDDEN)
+    return amp.autocast(loss_fn, dtype), args
+
+
+def linen_mlp(**options):
+    from flax import linen as nn
+
+    class MLP(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, **options)
+            return dense(DIM)(jax.nn.relu(dense(HIDDEN)(x)))
+
+    return MLP()
+
+
+def linen(model):
+    x = Shape((TOKENS, DIM), F32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    return lambda variables, x: mean_square(model.apply(variables, x)), (variables, x)
+
+
+def flax_float8(name):
+    from flax.linen import fp8_ops
+
+    return linen(linen_mlp(dot_general_cls=getattr(fp8_ops, name)))
+
+
+def qwix_float8():
+    import qwix
+
+    rule = qwix.QtRule(**dict.fromkeys(["weight_qtype", "act_qtype", "bwd_qtype"], jnp.float8_e4m3fn))
+    return linen(qwix.quantize_model(linen_mlp(), qwix.QtProvider([rule])))
+
+
+def keras_float8():
+    import keras
+
+    dense = functools.partial(keras.layers.Dense, use_bias=False, dtype="mixed_bfloat16")
+    model = keras.Sequential([keras.Input((DIM,)), dense(HIDDEN, activation="relu"), dense(DIM)])
+    model.quantize("float8")
+    params = [Shape(x.shape, x.dtype) for x in model.trainable_variables]
+
+    def loss_fn(params, x):
+        return mean_square(model.stateless_call(params, [], x, training=True)[0])
+
+    return loss_fn, (params, Shape((TOKENS, DIM), F32))
+
+
+def mean_square(x):
+    return jnp.mean(jnp.square(x.astype(F32)))
+
+
+# An MLP of two layers without biases by each library that has float8, as `(loss_fn, args)`, the arguments as shapes;
+# one whose library is missing raises `ImportError`.
+LIBRARIES = {
+    "autocast, bfloat16": lambda: autocast("bfloat16"),
+    "autocast, float8": lambda: autocast("float8"),
+    "qwix, a scale for each channel": qwix_float8,
+    "Flax, `Fp8DirectDotGeneralOp`": lambda: flax_float8("Fp8DirectDotGeneralOp"),
+    "Flax, `Fp8DotGeneralOp`": lambda: flax_float8("Fp8DotGeneralOp"),
+    'Keras, `quantize("float8")`': keras_float8,
+}
+
+
 def lower(loss_fn, args, target="H200", micro_batches=1):
     """Lowers loss and gradients of all arguments that are floating, for one GPU."""
     gradients = jax.value_and_grad
@@ -162,46 +213,6 @@ def library_table():
                 f"{moved / moved_in_bfloat16.setdefault(flags, moved):.3f}",
             ]
             yield row(*cells, f"{cost['temp_bytes'] / 1e9:.3f}")
-
-
-def compiled_layer(layer, kernel=None):
-    """Compiles a layer of 8192 x 4096 x 4096 and both of its gradients for one B200.
-
-    With a kernel, as if `python -m pallas_kernels tune` had measured that it casts faster than XLA there.
-    """
-    shapes, dtypes = [(TOKENS, DIM), (DIM, DIM), (TOKENS, DIM)], [jnp.bfloat16, jnp.float32, jnp.bfloat16]
-    args = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
-
-    def with_gradients(x, w, cotangent):
-        y, pull = jax.vjp(layer, x, w)
-        return y, *pull(cotangent)
-
-    entries = dict.fromkeys((16, 32), _measured.Measured(kernel, 1)) if kernel else {}
-    with mock.patch.object(_measured, "measurements", return_value={"quantize_blocks": entries}):
-        return gpu_aot.compile_for(with_gradients, *gpu_aot.struct(gpu_aot.mesh("B200"), args))
-
-
-def block_products(program):
-    """Returns how many products of blocks with scales cuDNN computes in the program."""
-    return program.as_text().count('custom_call_target="__cudnn$blockScaledDot"')
-
-
-def layer_table():
-    """Yields a row for each way to compute one layer and both of its gradients on a B200."""
-    yield from head("layer on a B200", "products in float8", "kernels", "MB moved", "x bfloat16", "temporary MB")
-    in_bfloat16 = None
-    for name, library in LAYERS.items():
-        try:
-            layer = library()
-        except ImportError:
-            yield row(name, "not installed", *[""] * 4)
-            continue
-        program = compiled_layer(layer, "mosaic_gpu" if name == BY_KERNEL else None)
-        count, cost, in_blocks = products(program)[0], gpu_aot.cost(program), block_products(program)
-        in_bfloat16 = in_bfloat16 or cost["bytes_moved"]
-        cells = [f"{count['float8'] + in_blocks} of {count.total() + in_blocks}", cost["kernels"]]
-        moved = cost["bytes_moved"]
-        yield row(name, *cells, f"{moved / 1e6:.0f}", f"{moved / in_bfloat16:.3f}", f"{cost['temp_bytes'] / 1e6:.0f}")
 
 
 def model_table():
@@ -257,23 +268,16 @@ def scalar_all_reduces(program):
 
 
 def table():
-    """Yields the lines of the four tables."""
+    """Yields the lines of the three tables."""
     yield from library_table()
     yield ""
     yield from model_table()
     yield ""
     yield from sharded_table()
-    yield ""
-    yield from layer_table()
 
 
 def main():
-    parser = arguments(__doc__)
-    parser.add_argument("--only", choices=["b200"], help="this table alone, printed")
-    options = parser.parse_args()
-    if options.only:
-        print(*layer_table(), sep="\n")
-        return
+    options = arguments(__doc__).parse_args()
     by = f"Compiled for NVIDIA H200s with JAX {jax.__version__}, by `benchmarks/float8.py`."
     report("Float8", f"{WHY}\n\n{by}", table(), NOTES, options.out)
 

@@ -77,7 +77,6 @@ VARIANTS = {  # what is trained, and the precision of float32 products
     "jmp_amp, float8": ("autocast float8", "default"),  # the precision of float8 products, too
     "jmp_amp, float8, cuDNN's attention": ("autocast float8 cudnn", "default"),
     'jmp_amp, float8, attention="cudnn"': ("autocast float8 attention", "default"),
-    "jmp_amp, mxfp8": ("autocast mxfp8", "default"),  # for Blackwell; elsewhere the row says what the device lacks
     'jmp_amp, float16, implementation="mosaic_gpu"': ("autocast float16 mosaic_gpu", "tensorfloat32"),
     "torch, float32, TF32 off": ("torch float32", ""),
     "torch, float16": ("torch float16", ""),
@@ -100,10 +99,10 @@ and loss in float32, under the same loss scale. Torch trains the same models, `a
 AdamW, its attention by `scaled_dot_product_attention`. The models in JAX write the scores of their attention to
 memory, but for the rows with cuDNN's attention: there `jax.nn.dot_product_attention(implementation="cudnn")` reads
 queries, keys and values in 16 bits, by a decorator in the model. With `attention="cudnn"` the model has no decorator.
-Peak memory is what each framework's allocator counts. With float8 or mxfp8, GPT-2 small and ResNet-50 are as with
-bfloat16: none of their products is large enough to gain. A row that is missing was not measured; mxfp8 needs a
-Blackwell GPU. Compare rows of one table: each is of one run on one GPU, but for the row with a decorator on an H100,
-which is of another. Where the host is late, as in some steps of ResNet-50, a row says so by its spread.
+Peak memory is what each framework's allocator counts. With float8, GPT-2 small and ResNet-50 are as with
+bfloat16: none of their products is large enough to gain. A row that is missing was not measured. Compare rows of one
+table: each is of one run on one GPU, but for the row with a decorator on an H100, which is of another. Where the host
+is late, as in some steps of ResNet-50, a row says so by its spread.
 
 ## Sizes that matrix units read
 
@@ -176,7 +175,7 @@ def jax_step(case, sizes, what):
         loss_fn = amp.autocast(loss_fn, dtype, attention=attention, residual_stream=stream)
     if kind == "jmp":
         loss_fn = models.cast_whole(loss_fn)
-    rule = amp.LossScale.none() if dtype in ("float32", "bfloat16", "float8", "mxfp8") else amp.LossScale()
+    rule = amp.LossScale.none() if dtype in ("float32", "bfloat16", "float8") else amp.LossScale()
     tx = amp.dynamic_loss_scale(optax.adamw(1e-4), rule, implementation=next(iter({"mosaic_gpu"} & set(options)), None))
     params, *batch = (random_arrays(tree, seed) for seed, tree in enumerate(shapes))
 
@@ -219,7 +218,7 @@ def measure(model, variant, tiny):
     wait_for_turn = compile_beside_others()
     if not tiny:
         # The row would be one of bfloat16, or of the attention of the model.
-        warnings.filterwarnings("error", ".* has no (float8 units|units for blocks of float8)|.* refuses attention")
+        warnings.filterwarnings("error", ".* has no float8 units|.* refuses attention")
     if what.startswith("torch"):
         import torch_models
 

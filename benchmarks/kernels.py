@@ -1,11 +1,11 @@
 """The kernels next to XLA: launches and bytes by the compiler for an H200, and times where there is a GPU.
 
-    python benchmarks/kernels.py [--only "GPT|one"] [--layer] [--out docs/benchmarks/kernels.md]
+    python benchmarks/kernels.py [--only "GPT|one"] [--out docs/kernels.md]
     python benchmarks/kernels.py --interpret
 
 Without a GPU it compiles (see `gpu_aot.py` for what that needs) and measures nothing. With one it measures, and torch
 too where that is installed, and compiles only with `--compile-only`; it needs `ptxas` on the PATH. `--out` replaces the
-sections that were run and keeps the others. `--interpret` runs all that measures on any machine, at tiny sizes and with
+section of the page that was run. `--interpret` runs all that measures on any machine, at tiny sizes and with
 the kernels in Pallas' interpreter, and fails where a result is wrong: for CI.
 """
 
@@ -16,6 +16,7 @@ import itertools
 import math
 import os
 import re
+import statistics
 import sys
 import time
 from functools import partial
@@ -28,13 +29,12 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import optax
-from report import arguments, head, report, row
+from jax import lax
+from report import arguments, head, row
 from trees import TREES, Shape
 
 import jmp_amp as amp
 from pallas_kernels import check_finite, unscale_check
-from pallas_kernels._measured import fastest_implementation
-from pallas_kernels._tune import keep_results, median_seconds, repeated
 
 try:
     import torch
@@ -67,39 +67,7 @@ STEPS = {
 MODEL = "GPT of 2 layers"
 LATEST = 300  # seconds after which nothing more is lowered, so that a run ends within 8 minutes
 
-COMPILED, QUANTIZED, MEASURED = "Compiled for an H200", "A layer in float8", "On a GPU"
-WHY = """How many launches and bytes the kernels save, and how fast they are. For you: without
-`python -m pallas_kernels tune` they are not used, and a train step loses nothing that was seen on an H100. On an H200
-they check the gradients of GPT-2 small in 0.28 to 0.34 times the time of XLA, and unscale them in 0.49 to 0.53."""
-NOTES = """## What the figures are
-
-In the layer, "MB at least" is what must be read and written ([sum](../design/kernels.md#bytes-of-a-layer-in-float8)):
-with one scale each operand twice, with blocks once; two float8 copies of it, each read by one product; and the results.
-XLA moves less where it writes one copy: its Triton products read float8 along either axis. cuBLASLt (before Blackwell)
-and products of blocks read along the contracting axis only. cuDNN's product of blocks (`jax.nn.scaled_matmul`) reads
-scales in another order, so XLA rearranges them: 6 of its 12 kernels.
-
-Launches are the kernels of one call. GB are the bytes that they read and write, counted by one rule for all programs
-(`gpu_aot.cost`; for a `cond`, those of the more expensive branch). Plain JAX checks 16 small leaves of one shape in a
-kernel, and a large one in two or three; the Pallas kernels read up to 250 leaves in one launch, and two or three
-small kernels add up the results.
-
-The steps update donated float32 parameters and the state of AdamW; the gradients are an argument. Scaled, they read the
-gradients twice, because the flag and the norm must be known before the first write. So plain AdamW needs at least 28
-bytes a parameter, and a scaled or clipped step 32.
-
-In a whole train step the kernel needs the gradients in memory, in float32 where autocast casts them to it. XLA can read
-them before the cast. So a kernel has fewer launches, and 0.1 to 0.5% more bytes.
-
-`implementation=None` is XLA until times were measured on your GPU: fewer launches do not prove a shorter time. On a
-machine with an NVIDIA GPU, `python -m pallas_kernels tune` measures and chooses; `python benchmarks/kernels.py --out
-docs/benchmarks/kernels.md` fills the section above. An op of JAX is timed as a train step runs it: 20 calls in one
-program, each of which overwrites the results of the one before (called by itself, it takes the time that the host needs
-to create a buffer for each leaf). Steps, and the ops of torch, which work in place, are queued back to back. A time is
-the median of 11 batches, on random data. The error is that of the sum of squares against float64; of a step,
-the distance of the parameters from those of the plain one. GB/s counts the bytes of the floor, "of copy" is the share
-of a device-to-device copy in the same run.
-"""
+COMPILED, MEASURED = "Compiled for an H200", "On a GPU"  # sections of the page
 
 
 def optimizer_step(tx, params):
@@ -159,13 +127,6 @@ def compiled(only):
         yield from rows(f"{MODEL} | {weights}", steps)
 
 
-def quantized_layer():
-    """Yields what the compiler says of a layer in float8."""
-    import quantized_layer  # here, for it sets the platform
-
-    yield from quantized_layer.table()
-
-
 @dataclasses.dataclass
 class Run:
     """What is measured: programs of `calls` of an op, batches of `steps`; one to warm up, `repeats` for the median."""
@@ -222,15 +183,47 @@ def build(run, trees):
     return built
 
 
-def wait(out):
-    jax.block_until_ready(out)
-    if TORCH:
-        getattr(torch, TORCH).synchronize()
+def repeated(call, args, calls):
+    """Returns a program that evaluates a call many times, as train steps do: without the host, into the same buffers.
+
+    Called by itself, an op with hundreds of results takes the time that the host needs to create their buffers. The
+    program is a function of results, which it overwrites, and `args`; the shapes of the results come with it.
+    """
+
+    def program(results, args):
+        def again(_, results):
+            now, _ = lax.optimization_barrier((args, results))  # else the compiler moves the call out of the loop
+            return call(*now)
+
+        return lax.fori_loop(0, calls, again, results)
+
+    return jax.jit(program, donate_argnums=0), jax.eval_shape(call, *args)
+
+
+def keep_results(program, shapes):
+    """Returns a function of `args` that calls a `repeated` program. Its next call overwrites the results."""
+    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def run(*args):
+        nonlocal results
+        results = program(results, args)
+        return results
+
+    return run
 
 
 def median(run, calls, call):
-    """Returns the seconds of a call."""
-    return median_seconds(call, calls=calls, batches=run.repeats, wait=wait)
+    """Returns the seconds of a call: the median of batches that are queued back to back, after one to warm up."""
+    times = []
+    for _ in range(run.repeats + 1):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)
+        if TORCH:
+            getattr(torch, TORCH).synchronize()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])
 
 
 def brief(error):
@@ -289,9 +282,8 @@ def op_rows(run, tree, dtype, built):
 
     for op in OPS:
         moved = read + (4 * size if op == "unscale_check" else 0)
-        taken = fastest_implementation(op, [dtype], len(leaves))
-        ways = {"xla": "xla", "xla again": "xla", f"None ({taken})": taken, **{by: by for by in KERNELS}}
-        for by, way in ways.items():
+        for by in ("xla", "xla again", *KERNELS):
+            way = by.removesuffix(" again")
             yield measured_row(run, (tree, dtype, op, by), moved, "xla", partial(measure, op, way))
     if TORCH:
         grads = to_torch(leaves)
@@ -438,18 +430,9 @@ def measured(run, only=""):
     yield from () if run.interpret else lines
 
 
-def kept(title, out):
-    """Returns the text of a section of the page as it stands."""
-    page = out.read_text() if out and out.exists() else ""
-    found = re.search(rf"^## {title}\n\n(.*?)\n*^## ", page, re.M | re.S)
-    return found.group(1) if found else "Not measured: no GPU." if title == MEASURED else "Not compiled."
-
-
-def section(title, lines, out):
-    """Yields a section of the page; without lines, what stands there so far."""
-    yield from (f"## {title}", "")
-    yield from kept(title, out).splitlines() if lines is None else lines
-    yield ""
+def section(title, page):
+    """Returns where the text of a section of the page begins and ends."""
+    return re.search(rf"^## {title}\n\n(.*?)\n*(?=^## |\Z)", page, re.M | re.S).span(1)
 
 
 def beside_others(lines, text):
@@ -464,7 +447,6 @@ def beside_others(lines, text):
 def main():
     parser = arguments(__doc__, "the trees and models in whose names this regular expression is found")
     parser.add_argument("--interpret", action="store_true", help="run what measures, in Pallas' interpreter, for CI")
-    parser.add_argument("--layer", action="store_true", help="compile the layer in float8 only")
     parser.add_argument("--compile-only", action="store_true", help="compile, though there is a GPU")
     options = parser.parse_args()
     if options.interpret:
@@ -472,14 +454,16 @@ def main():
         run = Run(trees, calls=2, steps=2, repeats=1, copied=2**12, interpret=True)
         print(*measured(run), sep="\n")
         sys.exit(f"failed: {run.failed}" if run.failed else 0)
-    gpu = jax.default_backend() == "gpu" and not (options.compile_only or options.layer)
-    lines = {
-        COMPILED: None if gpu or options.layer else compiled(options.only),
-        QUANTIZED: None if gpu else quantized_layer(),
-        MEASURED: beside_others(measured(Run(TREES), options.only), kept(MEASURED, options.out)) if gpu else None,
-    }
-    sections = itertools.chain(*(section(title, lines[title], options.out) for title in lines))
-    report("Kernels", WHY, sections, NOTES, options.out)
+    is_measured = jax.default_backend() == "gpu" and not options.compile_only
+    lines = []
+    for line in measured(Run(TREES), options.only) if is_measured else compiled(options.only):
+        print(line, flush=True)
+        lines.append(line)
+    if options.out:
+        page = options.out.read_text()
+        start, end = section(MEASURED if is_measured else COMPILED, page)
+        lines = beside_others(lines, page[start:end]) if is_measured else lines
+        options.out.write_text(page[:start] + "\n".join(lines) + page[end:])
 
 
 if __name__ == "__main__":

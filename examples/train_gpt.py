@@ -45,7 +45,6 @@ RUNS = {  # what autocast gets, and how the curve is drawn
     "mixed_bfloat16": ({"dtype": "bfloat16"}, {"color": "C2"}),
     # In the layers, and at any size; the head stays bfloat16.
     "float8": ({"dtype": "bfloat16", "rules": {"layer": "float8"}}, {"color": "C4"}),
-    "mxfp8": ({"dtype": "bfloat16", "rules": {"layer": "mxfp8"}}, {"color": "C5"}),
 }
 COMPARED = {
     "compare": ("float32", "float16_unscaled", "mixed_float16"),
@@ -70,7 +69,7 @@ class Config:
     batch: int = option(32, "sequences a step")
     context: int = option(256, "bytes a sequence")
     layers: int = option(4, "transformer layers")
-    dim: int = option(64, f"width, a multiple of the {HEADS} heads, of 16 for float8, of 32 for mxfp8")
+    dim: int = option(64, f"width, a multiple of the {HEADS} heads, of 16 for float8")
     lr: float = option(6e-3, "peak learning rate")
     init_scale: float = option(2.0**16, "first loss scale")
     growth_interval: int = option(50, "finite steps after which the loss scale doubles")
@@ -338,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.context >= len(text[1]):
         raise SystemExit(f"--context {config.context}: there are only {len(text[1])} bytes of text to validate on")
     runs, params = {name: [] for name in compared(config)}, None
-    if {"float8", "mxfp8"} & set(runs):  # where a device has no such units: computes what one with them does
+    if "float8" in runs:  # where a device has no such units: computes what one with them does
         os.environ.setdefault("JMP_AMP_EMULATE_FLOAT8", "1")
     try:
         with ctrl_c_after_the_step() as stop:

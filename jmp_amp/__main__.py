@@ -1,4 +1,4 @@
-"""`python -m jmp_amp` prints the facts for a bug report: versions, devices, and the kernel that each device uses."""
+"""`python -m jmp_amp` prints the facts for a bug report: versions and devices."""
 
 import collections
 import contextlib
@@ -7,8 +7,6 @@ import platform
 from collections.abc import Iterator
 
 import jax
-
-from pallas_kernels._measured import fastest_implementation, measurements
 
 _PACKAGES = ("jmp-amp", "jax", "jaxlib", "optax", "chex", "numpy", "flax", "equinox", "dm-haiku", "keras")
 
@@ -21,9 +19,7 @@ def facts() -> Iterator[str]:
             yield f"{package} {importlib.metadata.version(package)}"
     devices = collections.Counter((device.platform, device.device_kind) for device in jax.devices())
     for (backend, kind), count in sorted(devices.items()):
-        implementation = fastest_implementation("check_finite", ["float32"], 100, kind)
-        reason = "fastest in measurements" if measurements(kind) else "default, no measurements on this device"
-        yield f"{count} x {kind} ({backend}); finite check by {implementation} ({reason})"
+        yield f"{count} x {kind} ({backend})"
 
 
 if __name__ == "__main__":

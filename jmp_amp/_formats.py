@@ -88,8 +88,7 @@ class Float8(NamedTuple):
     Attributes:
         operands: the dtype of the operands.
         cotangents: the dtype of the cotangent, in the products that compute the gradients.
-        blocks: whether each 32 terms of a sum have a scale; otherwise each operand has one.
-        multiple: the number that the three sizes of a ragged product, or of one with blocks, must be multiples of.
+        multiple: the number that the three sizes of a ragged product must be multiples of.
         min_rows: the least number of rows.
         min_size: the least number of terms, and of columns.
         min_weight: the least number of elements of the weight.
@@ -97,7 +96,6 @@ class Float8(NamedTuple):
 
     operands: np.dtype = jnp.dtype(jnp.float8_e4m3fn)
     cotangents: np.dtype = jnp.dtype(jnp.float8_e5m2)
-    blocks: bool = False
     multiple: int = 16
     min_rows: int = 512
     min_size: int = 1024
@@ -164,11 +162,6 @@ FORMATS = {
     "float8": _FLOAT8,
     "float8_bfloat16": _FLOAT8,
     "float8_float16": Format("float8_float16", jnp.dtype("float16"), Float8()),
-    # In blocks, the range of e4m3 suffices for cotangents, and its third bit of mantissa is of use (Mishra et al.,
-    # Recipes for pre-training LLMs with MXFP8, 2025, https://arxiv.org/abs/2506.08027).
-    "mxfp8": Format(
-        "mxfp8", jnp.dtype("bfloat16"), Float8(cotangents=jnp.dtype(jnp.float8_e4m3fn), blocks=True, multiple=32)
-    ),
     # float32 products on matrix units: as several products of bfloat16 parts (Henry, Tang and Heinecke, Leveraging the
     # bfloat16 artificial intelligence datatype for higher-precision computations, 2019), or with 10 bits of mantissa.
     "bfloat16_x3": Format("bfloat16_x3", FLOAT32, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3),

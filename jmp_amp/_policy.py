@@ -166,7 +166,6 @@ def get_policy(name: str | Policy) -> Policy:
     | `mixed_float16`, `O1` | float32 | float16 | float32 |
     | `mixed_bfloat16` | float32 | bfloat16 | float32 |
     | `mixed_float8`, or `p=f32,c=float8,o=f32` | float32 | bfloat16, float8 in products with a weight | float32 |
-    | `mixed_mxfp8`, or `p=f32,c=mxfp8,o=f32` | float32 | the same, with a scale for each 32 elements | float32 |
     | `O2`, for use with `low_precision_params` | float16 | float16 | float32 |
     | `float32`, `O0` | float32 | float32 | float32 |
     | `float16`, `O3`; a single dtype sets all three | float16 | float16 | float16 |

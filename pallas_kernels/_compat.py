@@ -1,7 +1,6 @@
 """Code that depends on the JAX version, or on deprecated or private parts of JAX."""
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,38 +30,18 @@ def mosaic_gpu_kernel(body: Callable[..., None], interpret: bool, **options: Any
     return plgpu.kernel(body, compiler_params=params, interpret=interpreter, **options)
 
 
-def mosaic_gpu_load(ref: Any, layout: Any) -> jax.Array:
-    """Loads from shared memory in a layout, with whatever bank conflicts it has."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    index = inspect.signature(plgpu.load).parameters.get("idx")
-    indices = ((),) if index and index.default is inspect.Parameter.empty else ()  # until JAX 0.10
-    return plgpu.load(ref, *indices, layout=layout, optimized=False)
-
-
-def mosaic_gpu_store(ref: Any, x: jax.Array) -> None:
-    """Stores to global memory, where newer versions refuse less than a cache line unless asked."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
-
-
 def define_primitive(
-    name: str, plain: Callable[..., Function], lowered: Callable[..., Function], platform: str, linear: bool = False
+    name: str, plain: Callable[..., Function], lowered: Callable[..., Function], platform: str
 ) -> Primitive:
     """Returns a primitive whose implementation is chosen when a program is lowered.
 
     Args:
         name: the name in jaxprs.
         plain: `plain(reason, **params)` returns the function in plain JAX, which is batched and differentiated in place
-            of the primitive. With a reason, it may raise an error that quotes the reason.
+            of the primitive. With a reason, it raises an error that quotes the reason, unless the function is linear.
         lowered: `lowered(context, on_platform, **params)` returns the function to compile. The context is the
             `module_context` of a lowering rule.
         platform: the platform for which `on_platform` is True.
-        linear: whether the function is linear. Then only the tangents are computed in plain JAX.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -77,8 +56,7 @@ def define_primitive(
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         fun = plain("does not support differentiation", **params)
-        tangents = tuple(map(ad.instantiate_zeros, tangents))
-        return (primitive.bind(*primals), fun(*tangents)) if linear else jax.jvp(fun, tuple(primals), tangents)
+        return primitive.bind(*primals, **params), fun(*map(ad.instantiate_zeros, tangents))
 
     def lower(on_platform: bool, ctx: Any, *args: Any, **params: Any) -> Any:
         from jax._src import config

@@ -1,22 +1,19 @@
-"""Which implementation of an op runs: the one that the caller passed, or the fastest as measured; and where none can.
+"""The implementation of an op that the caller passed: plain JAX, or a kernel; and where a kernel cannot run.
 
-Some programs cannot use a kernel: those that are batched, differentiated, partitioned over devices, or compiled for
-another platform. JAX determines this while it transforms or lowers a program, so the rules of a kernel's primitive
-choose the implementation. They use the reference, or raise an error if the caller passed the kernel as
-`implementation`.
+No kernel runs in programs that are batched, differentiated, partitioned over devices, or compiled for another platform.
+JAX determines this while it transforms or lowers a program, so the rules of a kernel's primitive raise the error.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels._compat import define_primitive, is_partitioned
-from pallas_kernels._measured import compute_capability, fastest_implementation, target_device
+from pallas_kernels._devices import compute_capability, target_device
 
 
 class Generation(NamedTuple):
@@ -26,7 +23,7 @@ class Generation(NamedTuple):
     capability: float
 
 
-AMPERE, ADA, HOPPER = Generation("Ampere", 8.0), Generation("Ada", 8.9), Generation("Hopper", 9.0)
+AMPERE, HOPPER = Generation("Ampere", 8.0), Generation("Hopper", 9.0)
 
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))  # that the kernels read
 
@@ -39,13 +36,11 @@ class Kernel(NamedTuple):
     Attributes:
         package: the folder of the op.
         name: the file of the kernel there, which is the `implementation` that a caller passes.
-        forced: whether the caller passed it. Then a `NotImplementedError` is raised where it cannot run.
         interpret: whether Pallas' interpreter runs it.
     """
 
     package: str
     name: str
-    forced: bool
     interpret: bool
 
     def load(self) -> Callable[..., Sequence[jax.Array]]:
@@ -56,10 +51,9 @@ class Kernel(NamedTuple):
         """
         return importlib.import_module(f"{self.package}.{self.name}").run
 
-    def refuse(self, reason: str) -> None:
-        """Raises a `NotImplementedError` if the caller passed the kernel, which cannot run."""
-        if self.forced:
-            raise NotImplementedError(f'implementation="{self.name}" {reason}')
+    def refusal(self, reason: str) -> NotImplementedError:
+        """Returns the error that says why the kernel cannot run."""
+        return NotImplementedError(f'implementation="{self.name}" {reason}')
 
 
 class Kernels(NamedTuple):
@@ -73,51 +67,45 @@ class Kernels(NamedTuple):
     package: str
     oldest: Mapping[str, Generation]
 
-    def check_arguments(self, op: str, implementation: str | None, interpret: bool) -> None:
-        """Raises a `ValueError` if there is no such implementation, or if it cannot be interpreted."""
+    def choose(self, op: str, implementation: str | None, interpret: bool) -> Kernel | None:
+        """Returns the kernel that the caller passed; `None` is plain JAX.
+
+        Raises:
+            ValueError: there is no such implementation, or it cannot be interpreted.
+            NotImplementedError: JAX has removed the backend of the kernel, or the GPU is too old for it.
+        """
         if implementation not in (None, "xla", *self.oldest):
             allowed = ", ".join(map(repr, (None, "xla", *self.oldest)))
             raise ValueError(f"{op}: `implementation` must be one of {allowed}, got {implementation!r:.80}")
-        if interpret and implementation not in self.oldest:
-            cure = "pass implementation=" + " or ".join(map(repr, self.oldest))
-            raise ValueError(f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; {cure}")
-
-    def choose(
-        self, op: str, implementation: str | None, interpret: bool, dtypes: Iterable[DTypeLike], size: int
-    ) -> Kernel | None:
-        """Returns the kernel that the caller passed, or the fastest for these arrays; `None` is plain JAX.
-
-        Raises:
-            NotImplementedError: JAX has removed the backend of the kernel that the caller passed, or the GPU is too old
-                for it.
-        """
-        name = implementation or fastest_implementation(op, dtypes, size)
-        if name == "xla":
+        if implementation is None or implementation == "xla":
+            if interpret:
+                cure = "pass implementation=" + " or ".join(map(repr, self.oldest))
+                raise ValueError(
+                    f"{op}: `interpret=True` needs a kernel, got implementation={implementation!r}; {cure}"
+                )
             return None
-        kernel = Kernel(self.package, name, implementation is not None, interpret)
+        kernel = Kernel(self.package, implementation, interpret)
         try:
             kernel.load()
         except ImportError as error:
-            kernel.refuse(
+            raise kernel.refusal(
                 f"needs a backend that JAX {jax.__version__} does not have ({error}); pass another implementation, or "
                 "`implementation=None`"
-            )
-            return None
-        device, oldest = target_device(), self.oldest[name]
+            ) from error
+        device, oldest = target_device(), self.oldest[implementation]
         capability = compute_capability(device)
         if not interpret and capability is not None and capability < oldest.capability:
             others = [other for other, generation in self.oldest.items() if capability >= generation.capability]
-            kernel.refuse(
+            raise kernel.refusal(
                 f"needs a GPU of compute capability {oldest.capability} ({oldest.name}) or newer, but "
                 f"{device.device_kind} has {capability}; pass "
                 f"{' or '.join(f'`implementation={other!r}`' for other in (*others, None))}"
             )
-            return None
         return kernel
 
 
 def define_kernel(name: str, plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs a kernel, and plain JAX in programs that cannot use it.
+    """Returns a function that runs a kernel, and raises a `NotImplementedError` in programs that cannot use it.
 
     Args:
         name: the name of its primitive in jaxprs.
@@ -125,22 +113,20 @@ def define_kernel(name: str, plain: Callable[..., Any], run: Callable[..., Any])
         run: the kernel, `run(*args, **params)`. The parameters include `kernel`, a `Kernel`.
     """
 
-    def fallback(reason: str | None, kernel: Kernel, **params: Any) -> Any:
+    def typed(reason: str | None, kernel: Kernel, **params: Any) -> Any:
         if reason:
-            cure = 'pass `implementation=None`, which falls back to plain JAX, or `"xla"`, which is always plain JAX'
-            kernel.refuse(f"{reason}; {cure}")
+            raise kernel.refusal(f'{reason}; pass `implementation=None` or `"xla"`, which are plain JAX')
         return functools.partial(plain, **params)
 
     def lowered(context: Any, on_cuda: bool, **params: Any) -> Any:
         if not on_cuda:
             platforms = ", ".join(context.platforms)
-            return fallback(f"needs an NVIDIA GPU, but the program is compiled for {platforms}", **params)
+            return typed(f"needs an NVIDIA GPU, but the program is compiled for {platforms}", **params)
         if is_partitioned(context):
-            reason = "cannot be partitioned over devices by the compiler, call it inside `jax.shard_map`"
-            return fallback(reason, **params)
+            return typed("cannot be partitioned over devices by the compiler, call it inside `jax.shard_map`", **params)
         return functools.partial(run, **params)
 
-    primitive = define_primitive(name, fallback, lowered, "cuda")
+    primitive = define_primitive(name, typed, lowered, "cuda")
 
     def call(*args: Any, kernel: Kernel, **params: Any) -> Any:
         apply = run if kernel.interpret else primitive.bind  # the interpreters have effects

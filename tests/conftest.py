@@ -146,19 +146,6 @@ def emulated(monkeypatch):
 
 
 @pytest.fixture
-def fastest(monkeypatch):
-    """Makes `None` choose a kernel, as it would on a GPU on which that was measured to be fastest."""
-    from pallas_kernels import _measured
-
-    def choose(implementation, least_size=1):
-        entries = dict.fromkeys((16, 32), _measured.Measured(implementation, least_size))
-        measured = dict.fromkeys(("check_finite", "unscale_check", "quantize", "quantize_blocks"), entries)
-        monkeypatch.setattr(_measured, "measurements", lambda kind: measured)
-
-    return choose
-
-
-@pytest.fixture
 def cudnn(monkeypatch):
     """JAX asks for cuDNN's version before it traces cuDNN's attention; XLA compiles it without the library."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91300)

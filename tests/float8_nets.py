@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from rounding import error
 
-from jmp_amp._float8._product import SCALE_PRIMITIVE
 from jmp_amp._jaxpr import equations_in, runs_of
+from jmp_amp._products._float8 import FLOAT8_SCALE
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -29,5 +29,5 @@ def assert_agrees(low, fun, args, value, gradient):
 
 def scales_computed(jaxpr):
     """Returns how often scales of weights are computed; those in a `while`, 100 times."""
-    found = [eqns for eqns in equations_in(jaxpr) if eqns[-1].primitive.name == SCALE_PRIMITIVE]
+    found = [eqns for eqns in equations_in(jaxpr) if eqns[-1].primitive.name == FLOAT8_SCALE]
     return sum(runs_of(eqns) * 100 ** sum(eqn.primitive.name == "while" for eqn in eqns) for eqns in found)

@@ -10,8 +10,8 @@ from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
-from jmp_amp import _aligned
 from jmp_amp import _jaxpr as jx
+from jmp_amp._products import _aligned, _primitives
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PLAIN = {"precision": None, "preferred_element_type": BF16, "out_sharding": None}
@@ -65,7 +65,7 @@ def aligned(monkeypatch):
     """Pads products of any size, on every device."""
     monkeypatch.setattr(_aligned, "_LEAST_INTENSITY", 1e-9)
     monkeypatch.setattr(_aligned, "padding_for", lambda ctx, avals, params: _aligned.padding(avals, params))
-    _aligned._jitted.cache_clear()
+    _primitives._jitted.cache_clear()
     jax.clear_caches()
     yield
     jax.clear_caches()

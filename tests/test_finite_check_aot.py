@@ -128,12 +128,9 @@ def test_a_leaf_too_large_for_int32_is_one_launch(kernel, op):
 
 
 @for_every_kernel
-def test_a_leaf_that_no_kernel_can_index_is_plain_jax(kernel, fastest):
-    fastest(kernel)
+def test_a_leaf_that_no_kernel_can_index_is_named(kernel):
     leaves = [Shape((2**31 + 11,), jnp.float16), Shape((1000,), jnp.float32)]
     assert launch.rows(leaves[0].size) is None
-    assert launches(cost(run("check_finite", None), leaves)) == 1
-    assert launches(cost(run("check_finite", None), leaves[:1])) == 0
     with pytest.raises(NotImplementedError, match=r"leaf\[0\] is float16\[2147483659\]"):
         cost(run("check_finite", kernel), leaves)
 
@@ -170,7 +167,6 @@ def psum_of_shards(op, devices, **options):
 
 
 @for_both_ops
-@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [
@@ -180,9 +176,8 @@ def psum_of_shards(op, devices, **options):
         ("triton", {"check_vma": False}),
     ],
 )
-def test_inside_shard_map_each_device_runs_the_kernel_on_its_shard(kernel, options, by_name, op, fastest):
-    fastest(kernel)
-    fun = psum_of_shards(run(op, kernel if by_name else None), mesh(8), **options)
+def test_inside_shard_map_each_device_runs_the_kernel_on_its_shard(kernel, options, op):
+    fun = psum_of_shards(run(op, kernel), mesh(8), **options)
     figures = cost(fun, SHARDED, devices=8, spec=DATA)
     assert launches(figures) == 1
     assert figures["collectives"] == ["all-reduce f32[]"]
@@ -190,9 +185,8 @@ def test_inside_shard_map_each_device_runs_the_kernel_on_its_shard(kernel, optio
 
 @for_every_kernel
 @for_both_ops
-def test_what_the_compiler_partitions_is_plain_jax_with_one_collective(kernel, op, fastest):
-    fastest(kernel)
-    assert launches(cost(run(op, None), SHARDED)) == 1  # on one device
+def test_what_the_compiler_partitions_has_one_collective_and_no_kernel(kernel, op):
+    assert launches(cost(run(op, kernel), SHARDED)) == 1  # on one device
     figures = cost(run(op, None), SHARDED, devices=8, spec=DATA)
     assert launches(figures) == 0
     assert figures["collectives"] == ["all-reduce f32[]"]
@@ -201,8 +195,7 @@ def test_what_the_compiler_partitions_is_plain_jax_with_one_collective(kernel, o
 
 
 @for_every_kernel
-def test_a_shard_map_that_leaves_an_axis_to_the_compiler_is_plain_jax(kernel, fastest):
-    fastest(kernel)
+def test_a_shard_map_that_leaves_an_axis_to_the_compiler_has_no_kernel(kernel):
     grid = Mesh(mesh(8).devices.reshape(2, 4), ("data", "model"))
     (inv_scale,) = gpu_aot.struct(grid, [Shape((), jnp.float32)])
     leaves = gpu_aot.struct(grid, [Shape((64, 64), jnp.float32)], PartitionSpec("data", "model"))

@@ -17,8 +17,8 @@ from jaxprs import dtypes, equations
 from rounding import error
 
 import jmp_amp as amp
-from jmp_amp._float8 import EMULATE, PRIMITIVE, float8_dot, quantize
 from jmp_amp._formats import FORMATS
+from jmp_amp._products import EMULATE, FLOAT8_DOT, float8_dot, quantize
 
 pytestmark = pytest.mark.usefixtures("users_code", "emulated")
 EVERYWHERE = {"*": "float8"}  # products of every size
@@ -33,7 +33,7 @@ def float8(fun, **options):
 
 
 def used(fun, *args):
-    return [eqn for eqn in equations(fun, *args) if eqn.primitive.name == PRIMITIVE]
+    return [eqn for eqn in equations(fun, *args) if eqn.primitive.name == FLOAT8_DOT]
 
 
 # Scales.
@@ -236,7 +236,7 @@ def test_explain_gives_the_flops_of_each_format():
     summary = amp.explain(program, "float8")(*map(STRUCT, [(2048, 2048), (2048, 1024 + 1), (512, 2048)])).summary()
     assert summary["dtype"] == "float8"
     assert summary["matmul_flops"] == pytest.approx({"float8": 2048 / 3073, "bfloat16": 1025 / 3073})
-    backward = amp.explain(float8(loss_fn))(PARAMS, X).select(direction="backward", primitive=PRIMITIVE).rows
+    backward = amp.explain(float8(loss_fn))(PARAMS, X).select(direction="backward", primitive=FLOAT8_DOT).rows
     assert {row.compute for row in backward} == {"float8_e5m2 float8_e4m3fn", "float8_e4m3fn float8_e5m2"}
 
 
@@ -505,7 +505,7 @@ def test_underflow_scales_each_gradient_to_float8():
 def test_first_nonfinite_names_a_float8_product(monkeypatch):
     monkeypatch.delenv(EMULATE)
     report = amp.debug.first_nonfinite(float8(lambda w, x: x @ w))(jnp.full((64, 48), 1e30), jnp.full((32, 64), 1e30))
-    assert report.primitive == PRIMITIVE
+    assert report.primitive == FLOAT8_DOT
 
 
 def test_a_product_of_complex_numbers_is_not_float8():

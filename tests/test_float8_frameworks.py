@@ -10,7 +10,7 @@ from float8_nets import scales_computed
 from jaxprs import equations
 
 import jmp_amp as amp
-from jmp_amp._float8 import PRIMITIVE
+from jmp_amp._products import FLOAT8_DOT
 
 pytestmark = pytest.mark.usefixtures("users_code")
 X = jax.random.normal(jax.random.key(0), (32, 64))
@@ -66,7 +66,7 @@ def test_trains_in_float8(make, monkeypatch):
         return jnp.mean((apply(params, x) - 1) ** 2)
 
     low = amp.autocast(loss_fn, "float8", rules={"*": "float8"})
-    products = [eqn for eqn in equations(jax.grad(low), params, X) if eqn.primitive.name == PRIMITIVE]
+    products = [eqn for eqn in equations(jax.grad(low), params, X) if eqn.primitive.name == FLOAT8_DOT]
     assert len(products) == 5  # two forward, three backward: nothing asks for the gradient of `X`
     got, want = jax.jit(jax.grad(low))(params, X), jax.grad(loss_fn)(params, X)
     got, want = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)]) for grads in (got, want))

@@ -10,7 +10,7 @@ from jaxprs import equations
 from rounding import error
 
 import jmp_amp as amp
-from jmp_amp._float8 import EMULATE, RAGGED_PRIMITIVE, float8_ragged_dot, quantize
+from jmp_amp._products import EMULATE, FLOAT8_RAGGED_DOT, float8_ragged_dot, quantize
 
 pytestmark = pytest.mark.usefixtures("users_code", "emulated")
 EVERYWHERE = {"*": "float8"}  # products of every size
@@ -31,7 +31,7 @@ def float8(fun, **options):
 
 
 def used(fun, *args):
-    return [eqn for eqn in equations(fun, *args) if eqn.primitive.name == RAGGED_PRIMITIVE]
+    return [eqn for eqn in equations(fun, *args) if eqn.primitive.name == FLOAT8_RAGGED_DOT]
 
 
 def numbers(lhs, rhs):
@@ -220,10 +220,10 @@ def test_explain_counts_a_product_with_one_matrix_for_each_row():
 
     report = amp.explain(both, "float8", rules=EVERYWHERE)(PARAMS, X, X.T)
     products = [row for row in report.rows if row.flops]
-    assert {row.flops for row in products if row.primitive in ("ragged_dot_general", RAGGED_PRIMITIVE)} == {
+    assert {row.flops for row in products if row.primitive in ("ragged_dot_general", FLOAT8_RAGGED_DOT)} == {
         2 * 64 * 32 * 48
     }
     assert {row.flops for row in products if row.primitive == "dot_general"} == {2 * 64 * 32 * 64}
-    backward = report.select(direction="backward", primitive=RAGGED_PRIMITIVE).rows
+    backward = report.select(direction="backward", primitive=FLOAT8_RAGGED_DOT).rows
     assert {row.compute for row in backward} == {"float8_e5m2 float8_e4m3fn", "float8_e4m3fn float8_e5m2"}
     assert report.summary()["matmul_flops"] == {"float8": 1.0}

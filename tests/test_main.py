@@ -12,12 +12,12 @@ import jmp_amp as amp
 from jmp_amp.__main__ import facts
 
 
-def test_a_bug_report_says_versions_devices_and_kernels():
+def test_a_bug_report_says_versions_and_devices():
     done = subprocess.run([sys.executable, "-m", "jmp_amp"], capture_output=True, text=True, check=True)
     assert f"jax {jax.__version__}\n" in done.stdout
     assert f"optax {optax.__version__}\n" in done.stdout
     assert f"jmp-amp {amp.__version__}" in done.stdout or "jmp-amp" not in done.stdout  # from a checkout
-    assert "x cpu (cpu); finite check by xla (default, no measurements on this device)" in done.stdout
+    assert "x cpu (cpu)\n" in done.stdout
     assert done.stderr == ""
 
 

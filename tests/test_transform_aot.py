@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from trees import gpt2_small
 
 import jmp_amp as amp
-from pallas_kernels._tune import gpt2_small
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 ADAMW = optax.adamw(1e-3)

@@ -81,12 +81,11 @@ def autocast(
             as `fun`, are updated in place, as without autocast. Leave it out to use `autocast` as a decorator.
         dtype: `"float16"`, `"bfloat16"`, or `"float32"`, which returns `fun` as it is. `"float8"` is bfloat16 in which
             large products with a weight (an input of `fun`) read float8 operands, each with a scale of its own; also
-            `"float8_bfloat16"` and `"float8_float16"`. `"mxfp8"`, for Blackwell GPUs, has a scale for each 32 elements.
-            Devices without such units run the base dtype and warn. Or a policy, as a `Policy` or as its string, such as
-            `"O2"`: ops compute in its `compute_dtype`, and floating results are cast to its `output_dtype`. If its
-            `param_dtype` is float16 or bfloat16, arguments of that dtype are parameters: `fun` is traced as if they
-            were float32, and each op casts them to its own dtype. The default is `"float16"`; the name of a dtype is
-            one here, and no policy.
+            `"float8_bfloat16"` and `"float8_float16"`. Devices without such units run the base dtype and warn. Or a
+            policy, as a `Policy` or as its string, such as `"O2"`: ops compute in its `compute_dtype`, and floating
+            results are cast to its `output_dtype`. If its `param_dtype` is float16 or bfloat16, arguments of that dtype
+            are parameters: `fun` is traced as if they were float32, and each op casts them to its own dtype. The
+            default is `"float16"`; the name of a dtype is one here, and no policy.
         rules: overrides, added to those of a policy. A primitive maps to a class, `{lax.tanh_p: "full"}`; the others
             are "lower", "promote", "follow" and "original". This also registers a primitive of your own. A pattern of
             named scopes, such as the modules of Flax and Haiku, maps to "full" or a compute dtype:

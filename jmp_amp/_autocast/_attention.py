@@ -18,7 +18,7 @@ from jmp_amp._autocast._softmax import EXPONENTIALS, Expressions
 from jmp_amp._calls import quote, warn
 from jmp_amp._formats import Format
 from jmp_amp._ops import RULES, OpClass, Rule
-from pallas_kernels._measured import target_device
+from pallas_kernels._devices import target_device
 
 
 class Found(NamedTuple):

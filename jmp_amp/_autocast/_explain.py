@@ -13,7 +13,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._aligned import padding
 from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._attention import Found
@@ -22,10 +21,10 @@ from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._calls import quote, shorten
-from jmp_amp._float8 import PLAIN_PRIMITIVE, PRIMITIVE, RAGGED_PRIMITIVE
 from jmp_amp._formats import Format
 from jmp_amp._modules import unbound
 from jmp_amp._ops import RULES, OpClass, ResultKind, Rule, product_axes
+from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, RAGGED_DOT, padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ REASONS = {
     "readers": "all readers of its result read float32, and it fuses with them",
     "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
     "no weight": "float8 is for products with a weight, which is an argument of the function",
-    "multiple": "a product of experts in float8 needs sizes that are multiples of 16, one with blocks of 32",
+    "multiple": "a product of experts in float8 needs sizes that are multiples of 16",
     "size": "the product is too small to gain by float8",
     "precision": "the program asks for float32 by `precision`",
     "region": "it is in a region: `full_precision` or `precision(dtype)`",
@@ -236,7 +235,7 @@ def _backward_site(planner: Planner, eqns: Sequence[Any]) -> OpSite | None:
     if not results or jx.inner_jaxprs(eqn):
         return None
     inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_inexact(atom)]
-    if eqn.primitive.name in (PRIMITIVE, RAGGED_PRIMITIVE):
+    if eqn.primitive.name in (FLOAT8_DOT, FLOAT8_RAGGED_DOT):
         compute = " ".join(map(str, dict.fromkeys(eqn.params["operands"])))
     else:
         compute = str(_widest(inputs or [dtype for _, dtype in results]))
@@ -256,7 +255,7 @@ def _op_site(site: jx.Site, eqn: Any, rule: Rule, why: str, inputs: Any, compute
 
 def _padding(eqn: Any, compute: str) -> str:
     """Returns the sizes of a product that are padded; `compute` is the dtype of its operands, or two."""
-    if eqn.primitive.name not in ("dot_general", PRIMITIVE):
+    if eqn.primitive.name not in ("dot_general", FLOAT8_DOT):
         return ""
     avals = [jx.with_dtype(atom.aval, jnp.dtype(compute.split()[0])) for atom in eqn.invars[:2]]
     zeros = padding(avals, eqn.params) or []
@@ -269,7 +268,7 @@ def flops_of(eqn: Any) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel) // max(kernel[out_features], 1))
-    if eqn.primitive.name not in ("dot_general", PRIMITIVE, PLAIN_PRIMITIVE, RAGGED_PRIMITIVE):
+    if eqn.primitive.name not in ("dot_general", FLOAT8_DOT, RAGGED_DOT, FLOAT8_RAGGED_DOT):
         return 0
     contracting, _, groups = product_axes(eqn.params)
     sums_rows = "ragged_dot_dimension_numbers" in eqn.params and not groups[1]  # each group its own

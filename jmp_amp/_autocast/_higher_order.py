@@ -10,9 +10,9 @@ from jmp_amp._autocast._derivatives import with_rule
 from jmp_amp._autocast._plan import Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, ValueFacts, join
-from jmp_amp._float8 import as_products
 from jmp_amp._formats import AS_TRACED, FLOAT32
 from jmp_amp._ops import Demand
+from jmp_amp._products import as_products
 
 
 def plan_higher_order(planner: Planner, op: Context) -> Step:

@@ -18,10 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._aligned import bind_product
 from jmp_amp._autocast._values import Value, ValueFacts
-from jmp_amp._float8 import is_float8_scale
 from jmp_amp._formats import FLOAT32, Format
+from jmp_amp._products import bind_product, is_float8_scale
 
 SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward pass, for `jax.checkpoint`
 

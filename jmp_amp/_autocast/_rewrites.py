@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
 from jmp_amp._autocast._plan import Op, Rewrite
-from jmp_amp._float8 import PLAIN_PRIMITIVE, float8_dot, float8_ragged_dot
 from jmp_amp._formats import FLOAT32, Float8
 from jmp_amp._ops import OpClass, ResultKind, free_sizes, product_axes
+from jmp_amp._products import RAGGED_DOT, float8_dot, float8_ragged_dot
 
 Dtypes = tuple[Any, ...]
 
@@ -136,8 +136,8 @@ def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> s
         is_input: whether each operand is an input of the program, moved or not, so that it may be a weight.
         float8: the sizes.
     """
-    is_ragged = eqn.primitive.name == PLAIN_PRIMITIVE
-    if not (_has_rows_of_groups(eqn) and not float8.blocks if is_ragged else eqn.primitive is lax.dot_general_p):
+    is_ragged = eqn.primitive.name == RAGGED_DOT
+    if not (_has_rows_of_groups(eqn) if is_ragged else eqn.primitive is lax.dot_general_p):
         return "no matrix product"
     contracting, batch, groups = product_axes(eqn.params)
     if batch[0] or len(contracting[0]) != 1:
@@ -147,7 +147,7 @@ def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> s
         return "no weight"
     avals: list[Any] = [atom.aval for atom in eqn.invars[:2]]
     terms, (rows, columns) = avals[0].shape[contracting[0][0]], map(math.prod, free_sizes(avals, contracting, groups))
-    if (float8.blocks or is_ragged) and any(n % float8.multiple for n in (terms, rows, columns)):
+    if is_ragged and any(n % float8.multiple for n in (terms, rows, columns)):
         return "multiple"
     # The rows and the columns of the product, if the first or the second operand is the weight.
     sizes = zip(is_input, ((columns, rows), (rows, columns)), strict=False)
@@ -178,7 +178,7 @@ class Float8Product:
         dtypes = (self.float8.operands,) * 2, self.float8.cotangents
         own: dict[str, Any] = {**dict(op.params), "is_weight": self.is_weight}
         if len(args) == 2:
-            return [float8_dot(args[0], args[1], self.base, *dtypes, blocks=self.float8.blocks, **own)]
+            return [float8_dot(args[0], args[1], self.base, *dtypes, **own)]
         return [float8_ragged_dot(args[0], args[1], args[2], self.base, *dtypes, **own)]
 
 

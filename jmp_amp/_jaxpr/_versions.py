@@ -459,15 +459,6 @@ def stored_order(ctx: Any, aval: Any, value: Any) -> tuple[int, ...] | None:
     return tuple(sorted(axes, key=axes.__getitem__))
 
 
-def lowered_for_devices(primitive: Primitive) -> Primitive:
-    """Returns a primitive whose lowering rule gets the devices of the program, as `jax.nn.scaled_matmul` needs them."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src import dispatch
-
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
-    return primitive
-
-
 SITE_PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
 
 # Where JAX cannot differentiate an op, and does not raise `NotImplementedError`: a loop, a callback, an FFI call, an op

@@ -16,11 +16,11 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp import _modules
 from jmp_amp._calls import describe, quote, transformation
-from jmp_amp._float8 import is_float8_scale
 from jmp_amp._loss_scale._gradients import is_overwritten, multiply
 from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
 from jmp_amp._loss_scale._scaled_grads import mark_scaled
 from jmp_amp._loss_scale._state import find_state
+from jmp_amp._products import is_float8_scale
 from jmp_amp._trees import wide_dtype
 
 MICRO_BATCHES = "micro_batches"  # marks the loop over them, for `check_loss_scaling`

@@ -16,9 +16,9 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
 from jmp_amp._calls import check_concrete, quote, transformation
-from jmp_amp._float8 import emulated
 from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
+from jmp_amp._products import emulated
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, reads_low

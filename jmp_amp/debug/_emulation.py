@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast_with, flops_of, parse_settings
-from jmp_amp._float8 import PRIMITIVE, RAGGED_PRIMITIVE, emulated, in_base
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._ops import OpClass, ResultKind, rule_of
+from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, emulated, in_base
 from jmp_amp.debug._compare import check_finite, loss_and_grads
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
@@ -33,7 +33,7 @@ _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
 _COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
 # The kinds of ops whose results are elements of their operands.
 _EXACT = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, ResultKind.ORDERED}
-_FLOAT8 = {PRIMITIVE, RAGGED_PRIMITIVE}
+_FLOAT8 = {FLOAT8_DOT, FLOAT8_RAGGED_DOT}
 _POOLING = {"select_and_scatter_add", "select_and_gather_add"}  # they compare what they read second
 _SMALL = 2**12  # elements; a program of smaller arrays runs with several random vectors at once
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, transformation
-from jmp_amp._float8 import emulated
 from jmp_amp._ops import rule_of
+from jmp_amp._products import emulated
 from jmp_amp._trees import all_finite
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds

@@ -29,8 +29,7 @@ def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> "Und
         loss_scale: the scale that multiplied the loss of these gradients; 1 for unscaled gradients, such as those of a
             float32 run.
         dtype: as for `autocast`. With `"float8"`, each gradient is scaled to the range of float8_e5m2, whatever the
-            loss scale is, as the cotangents of float8 products are. With `"mxfp8"` the range is that of
-            float8_e4m3fn; its blocks have scales of their own, so fewer elements underflow than the report says.
+            loss scale is, as the cotangents of float8 products are.
 
     Returns:
         An `Underflow`; `print` it or call `plot()`.

@@ -24,10 +24,9 @@ def check_finite(
         tree: arrays of any shape. Floating and complex leaves, including float64, are read. All other leaves count as
             finite.
         inv_scale: float32[], the reciprocal of the loss scale. Every value is multiplied by it before the check.
-        implementation: `"xla"` is plain JAX. `"mosaic_gpu"` (NVIDIA Hopper and newer) and `"triton"` (NVIDIA Ampere and
-            newer) are kernels that read hundreds of leaves in one launch. `None` is the fastest one on the device, as
-            measured by `python -m pallas_kernels tune`. It is plain JAX on other devices, under `vmap` and
-            differentiation, for float64, complex and 8-bit leaves, and in programs that the compiler partitions over
+        implementation: `None` and `"xla"` are plain JAX. `"mosaic_gpu"` (NVIDIA Hopper and newer) and `"triton"`
+            (NVIDIA Ampere and newer) are kernels that read hundreds of leaves in one launch. They support neither
+            `vmap` nor differentiation, float64, complex or 8-bit leaves, nor programs that the compiler partitions over
             devices.
         interpret: runs the kernel in Pallas' interpreter, which is slow but works on any device. Use it for tests.
 
@@ -105,20 +104,18 @@ def unscale_check(
 def _run(
     op: str, tree: Any, inv_scale: ArrayLike, out_dtype: Any, implementation: str | None, interpret: bool
 ) -> tuple[Any, jax.Array, jax.Array]:
-    launch.KERNELS.check_arguments(op, implementation, interpret)
+    kernel = launch.KERNELS.choose(op, implementation, interpret)
     if jnp.shape(inv_scale):
         raise ValueError(f"{op}: `inv_scale` must be a scalar, got shape {jnp.shape(inv_scale)}")
     factor = jnp.asarray(inv_scale, jnp.float32)
     paths, structure = jax.tree.flatten_with_path(tree)
     leaves = [x for _, x in paths]
     floating = {k: jnp.asarray(x) for k, x in enumerate(leaves) if _is_floating(x)}
-    dtypes = [x.dtype for x in floating.values() if x.dtype in DTYPES]
-    kernel = launch.KERNELS.choose(op, implementation, interpret, dtypes, len(floating))
     supported = {k: x for k, x in floating.items() if kernel is not None and launch.is_supported(x)}
     rest = {k: x for k, x in floating.items() if k not in supported}
     for k, x in rest.items():
         if kernel is not None and x.size != 0:
-            kernel.refuse(
+            raise kernel.refusal(
                 f"supports leaves of dtype {_ALLOWED} with fewer than 2^31 elements (or up to 64 equal rows of "
                 f"fewer, of a length that is a multiple of 8), but the leaf{jax.tree_util.keystr(paths[k][0])} is "
                 f"{x.dtype.name}{list(x.shape)}; pass `implementation=None`, which reads such leaves in plain JAX"

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import JaxprEqn
+from jax.interpreters import ad, mlir
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._products._primitives import primitive_as, transposed
 
 # Multiplications and additions per byte, above which the matrix unit of a V100 limits a product, and not its memory;
 # newer GPUs need more. See "Matrix Multiplication Background" in NVIDIA's Deep Learning Performance Guide.
@@ -27,7 +28,7 @@ _LEAST_INTENSITY = 139
 def bind_product(args: Sequence[Any], params: dict[str, Any]) -> jax.Array:
     """Computes `lax.dot_general` of operands of any dtype, aligned if it is large and its rows are not."""
     is_aligned = padding(list(map(jax.typeof, args)), params) is None
-    return (lax.dot_general_p if is_aligned else PRIMITIVE).bind(*args, **params)
+    return (lax.dot_general_p if is_aligned else _aligned_dot_p).bind(*args, **params)
 
 
 def padding(avals: Sequence[Any], params: dict[str, Any], n_devices: int = 1) -> list[dict[int, int]] | None:
@@ -109,27 +110,6 @@ def _with_products(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     return jx.evaluate(jx.trace(fun, list(map(jax.typeof, args))), args, apply)
 
 
-def transposed(product: Callable[..., jax.Array], i: int, aval: Any) -> Callable[..., jax.Array]:
-    """Returns a function that computes the gradient of operand `i` of a product, in which the product is linear.
-
-    Args:
-        product: a function of two operands, and of more that have no gradient.
-        i: 0 or 1.
-        aval: the type of operand `i`.
-
-    Returns:
-        A function of the cotangent, the other operand and those without a gradient.
-    """
-
-    def gradient(cotangent: Any, known: Any, *rest: Any) -> Any:
-        def linear(x: Any) -> Any:
-            return product(*((x, known) if i == 0 else (known, x)), *rest)
-
-        return jax.linear_transpose(linear, aval)(cotangent)[0]
-
-    return gradient
-
-
 def _gradient(i: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
     """Returns the gradient of an operand, by an aligned product."""
     gradient = transposed(functools.partial(lax.dot_general_p.bind, **params), i, operands[i].aval)
@@ -140,30 +120,6 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
     return _with_products(jax.vmap(functools.partial(lax.dot_general_p.bind, **params), axes), args)[0], 0
 
 
-def primitive_as(name: str, fun: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Primitive:
-    """Returns a primitive whose result has the type that a function returns; outside of `jit` it is compiled.
-
-    Args:
-        name: its name.
-        fun: takes arrays and the parameters of the primitive, and returns an array.
-        batch: its rule for `jax.vmap`, in place of that of `fun`.
-    """
-
-    def batch_fun(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-        return jax.vmap(functools.partial(fun, **params), axes)(*args), 0
-
-    primitive = Primitive(name)
-    primitive.def_impl(lambda *args, **params: _jitted(primitive, **params)(*args))
-    primitive.def_abstract_eval(lambda *avals, **params: jx.trace(functools.partial(fun, **params), avals).out_avals[0])
-    batching.primitive_batchers[primitive] = batch or batch_fun
-    return primitive
-
-
-@functools.cache
-def _jitted(primitive: Primitive, **params: Any) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(primitive.bind, **params))
-
-
-PRIMITIVE = primitive_as(lax.dot_general_p.name, lax.dot_general_p.bind, _batch)
-ad.defbilinear(PRIMITIVE, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
-mlir.register_lowering(PRIMITIVE, _lower)
+_aligned_dot_p = primitive_as(lax.dot_general_p.name, lax.dot_general_p.bind, _batch)
+ad.defbilinear(_aligned_dot_p, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
+mlir.register_lowering(_aligned_dot_p, _lower)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_amp._float8._product import bind_float8, product_primitive
+from jmp_amp._products._float8 import bind_float8, product_primitive
 
-RAGGED_PRIMITIVE = "float8_ragged_dot_general"
+FLOAT8_RAGGED_DOT = "float8_ragged_dot_general"
 
 
 def float8_ragged_dot(
@@ -43,10 +43,10 @@ def float8_ragged_dot(
         **params: those of `lax.ragged_dot_general`, without batches or an offset.
     """
     (axis,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents, "blocks": False}
+    own = {"base": np.dtype(base), "operands": operands, "cotangents": cotangents}
     # The scale is that of all rows, so rows beyond the groups, and their cotangents, must be 0.
     lhs = _in_groups(lhs, axis, group_sizes)
-    product = bind_float8(_ragged_dot_p, [lhs, rhs, group_sizes], is_weight, params | own)
+    product = bind_float8(_float8_ragged_dot_p, [lhs, rhs, group_sizes], is_weight, params | own)
     return _in_groups(product, 0, group_sizes)
 
 
@@ -56,4 +56,4 @@ def _in_groups(x: jax.Array, axis: int, group_sizes: jax.Array) -> jax.Array:
     return lax.select(is_in_group, x, jnp.zeros_like(x))
 
 
-_ragged_dot_p = product_primitive(RAGGED_PRIMITIVE)
+_float8_ragged_dot_p = product_primitive(FLOAT8_RAGGED_DOT)

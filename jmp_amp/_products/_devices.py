@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from pallas_kernels._measured import compute_capability, target_device
+from pallas_kernels._devices import compute_capability, target_device
 
 EMULATE = "JMP_AMP_EMULATE_FLOAT8"
 
@@ -28,28 +28,24 @@ def is_emulated() -> bool:
     return _is_emulated.get() or os.environ.get(EMULATE, "0") not in ("", "0")
 
 
-# Parts of the names of GPUs and TPUs. A GPU that is not named here has the units: for one scale a tensor all do since
-# Ada (sm_89), of 2022; for blocks all do since Blackwell (sm_100), of 2024.
-_BEFORE_ADA = r"P100|V100|TITAN|T4|Quadro|A100|A30|A40|A10|A16|RTX [23]0|RTX A"
-_ADA_OR_HOPPER = r"L4|L20|L2\b|H100|H20|H800|RTX 40|Ada"
-_GPUS_WITHOUT = {False: re.compile(_BEFORE_ADA), True: re.compile(f"{_BEFORE_ADA}|{_ADA_OR_HOPPER}")}
-_LEAST_CAPABILITY = {False: 8.9, True: 10.0}
+# Parts of the names of GPUs and TPUs. A GPU that is not named here has the units, as all do since Ada, of 2022.
+_GPUS_WITHOUT = re.compile(r"P100|V100|TITAN|T4|Quadro|A100|A30|A40|A10|A16|RTX [23]0|RTX A")
+_ADA = 8.9  # compute capability
 _TPUS_WITH = re.compile("TPU7|TPU v7")
 
 
-def without_float8(platform: str, *, blocks: bool = False) -> str | None:
+def without_float8(platform: str) -> str | None:
     """Returns the name of the device that a program for a platform runs on, or None if it has float8 units.
 
     Args:
         platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
-        blocks: whether the units must take a scale for each block of an operand.
     """
     device = target_device()
     is_present = device.platform == {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     kind = device.device_kind if is_present else ""  # a program can be lowered for a platform that is not here
     if platform == "cuda":
         capability = compute_capability(device)
-        named = bool(_GPUS_WITHOUT[blocks].search(kind))
-        return kind if (named if capability is None else capability < _LEAST_CAPABILITY[blocks]) else None
-    has_units = platform == "tpu" and _TPUS_WITH.search(kind) and not blocks
+        named = bool(_GPUS_WITHOUT.search(kind))
+        return kind if (named if capability is None else capability < _ADA) else None
+    has_units = platform == "tpu" and _TPUS_WITH.search(kind)
     return None if has_units else kind or platform

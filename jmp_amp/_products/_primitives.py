@@ -1,0 +1,58 @@
+"""How the primitives of products are defined, and transposed."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+
+from jmp_amp import _jaxpr as jx
+
+RAGGED_DOT = "ragged_dot_general"  # JAX's primitive of ragged products, which has no public name
+
+
+def primitive_as(name: str, fun: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Primitive:
+    """Returns a primitive whose result has the type that a function returns; outside of `jit` it is compiled.
+
+    Args:
+        name: its name.
+        fun: takes arrays and the parameters of the primitive, and returns an array.
+        batch: its rule for `jax.vmap`, in place of that of `fun`.
+    """
+
+    def batch_fun(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+        return jax.vmap(functools.partial(fun, **params), axes)(*args), 0
+
+    primitive = Primitive(name)
+    primitive.def_impl(lambda *args, **params: _jitted(primitive, **params)(*args))
+    primitive.def_abstract_eval(lambda *avals, **params: jx.trace(functools.partial(fun, **params), avals).out_avals[0])
+    batching.primitive_batchers[primitive] = batch or batch_fun
+    return primitive
+
+
+@functools.cache
+def _jitted(primitive: Primitive, **params: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def transposed(product: Callable[..., jax.Array], i: int, aval: Any) -> Callable[..., jax.Array]:
+    """Returns a function that computes the gradient of operand `i` of a product, in which the product is linear.
+
+    Args:
+        product: a function of two operands, and of more that have no gradient.
+        i: 0 or 1.
+        aval: the type of operand `i`.
+
+    Returns:
+        A function of the cotangent, the other operand and those without a gradient.
+    """
+
+    def gradient(cotangent: Any, known: Any, *rest: Any) -> Any:
+        def linear(x: Any) -> Any:
+            return product(*((x, known) if i == 0 else (known, x)), *rest)
+
+        return jax.linear_transpose(linear, aval)(cotangent)[0]
+
+    return gradient

@@ -1,1 +1,0 @@
-"""An op that casts a matrix to float8 by rows and by columns, in one pass."""
