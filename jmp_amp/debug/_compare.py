@@ -124,7 +124,7 @@ def compare(
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
-        args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
+        args, kwargs = as_jit_takes(args, kwargs)
         program, _, _ = jx.trace_call(fun, args, kwargs)
         wide = np.dtype(reference) if reads_low(program) else None
         exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **options)

@@ -175,7 +175,7 @@ class Emulation:
         self._found: dict[Any, _Switch] = {}
         self._decided_by: dict[Id, int] = {}  # the switch of each decision
         self.opaque = dict[str, None]()
-        self._arrays, rebuild = jx.split_arrays(as_jit_takes(fun, args, kwargs, if_needed=True))
+        self._arrays, rebuild = jx.split_arrays(as_jit_takes(args, kwargs))
         settings = parse_settings(**{**options, "save": "all"})
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
@@ -90,7 +89,7 @@ def explain(
         def explain_again(**options: Any) -> PrecisionReport:
             return explain(fun, argnums=argnums, **options)(*args, **kwargs)
 
-        args, kwargs = as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
+        args, kwargs = as_jit_takes(args, kwargs)
         fields = explain_call(fun, settings, args, kwargs, argnums)
         return PrecisionReport(**fields, dtype=settings.format.name, _explain_again=explain_again)
 

@@ -94,7 +94,7 @@ def fastest(
     @functools.wraps(fun, updated=())
     def measured(*args: Any, **kwargs: Any) -> Timings:
         check_concrete((args, kwargs), "fastest")
-        args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
+        args, kwargs = as_jit_takes(args, kwargs)
         clock, pool, runs = Clock(max_seconds), futures.ThreadPoolExecutor(), _RUNS * (jax.default_backend() != "cpu")
         texts, same, compiling = set[str](), list[Any](), list[Any]()
         arrays, rebuild = jx.split_arrays((args, kwargs))

@@ -63,7 +63,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects. Python
             numbers in them, such as a count of steps, are arrays, as in `jax.jit`. An argument that is a number stays
-            one, unless `fun` raises for it.
+            one, and so do numbers beside functions and strings, as in an Equinox module under `equinox.filter_jit`.
         max_seconds: after so many seconds, no more ops are evaluated and no more cures tried; the report names what was
             left out. If no op made a value non-finite until then, it says how many of the ops were seen. An op, a
             compiled loop or a cure that has begun is finished. Progress is shown on stderr after 5 seconds.
@@ -99,7 +99,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         clock = Clock(max_seconds)
         with emulated():
-            args, kwargs = as_jit_takes(fun, args, kwargs, np.floating)
+            args, kwargs = as_jit_takes(args, kwargs)
             program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(

@@ -1,7 +1,6 @@
 """What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
 import html
-import math
 import os
 import re
 from collections import defaultdict
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import finished, new_figure
 
 T = TypeVar("T")
@@ -31,40 +29,22 @@ def check_without_autocast(fun: Any, name: str, cure: str = "") -> None:
         raise TypeError(f"`fun` is already under `autocast`; pass the function without it to `{name}`{cure}")
 
 
-def as_jit_takes(
-    fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *also: type, if_needed: bool = False
-) -> tuple[Any, Any]:
+def as_jit_takes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns the arguments of a call as `jax.jit` takes them: Python numbers in them, but for bools, are arrays.
 
-    An argument that is a number itself stays one, as with `static_argnums`, unless `fun` raises for it. All numbers
-    stay if `fun` raises for these arrays, too, as for the size of a shape.
-
-    Args:
-        fun: the function. If there are numbers, it is traced.
-        args: its arguments.
-        kwargs: likewise.
-        also: more types of leaves that count as arrays.
-        if_needed: whether the numbers stay if `fun` takes them.
+    An argument that is a number itself stays one, as with `static_argnums`. All numbers stay in an argument that
+    `jax.jit` does not take, with a string, a function or a module that can be called, as in `equinox.filter_jit`.
     """
+    return [*map(_as_jit_takes, args)], {name: _as_jit_takes(x) for name, x in kwargs.items()}
 
-    def is_number(x: Any) -> bool:
-        return isinstance(x, int | float | complex | np.number) and not isinstance(x, bool)
 
-    if not any(map(is_number, jax.tree.leaves((args, kwargs)))):
-        return args, kwargs
-    # A path has an entry for `args` or `kwargs`, one for the argument, and others for what is inside of it.
-    for depth in (math.inf, 2, 1) if if_needed else (2, 1):
-        try:
-            changed = jax.tree.map_with_path(
-                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x, (args, kwargs)
-            )
-            jx.trace_call(fun, *changed, *also)
-            return changed
-        except (ArithmeticError, AttributeError, TypeError):  # of numbers, or of arrays in their place
-            pass
-        except Exception:
-            break
-    return args, kwargs
+def _as_jit_takes(arg: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arg, is_leaf=callable)
+    is_number = [isinstance(x, int | float | complex | np.number) and not isinstance(x, bool) for x in leaves]
+    is_taken = [not callable(x) and (hasattr(x, "dtype") or isinstance(x, int | float | complex)) for x in leaves]
+    if jax.tree_util.treedef_is_leaf(tree) or not any(is_number) or not all(is_taken):
+        return arg
+    return jax.tree.unflatten(tree, [jnp.asarray(x) if ok else x for x, ok in zip(leaves, is_number, strict=True)])
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
