@@ -169,7 +169,7 @@ def nested_jit(w, x):
 CASES = {
     mlp: ((np.stack([EYE, 100 * EYE, 198 + 0 * EYE, EYE]), X), "dot_general", (), "full"),
     attention_logits: ((100 + EYE, 900 + EYE, EYE), "dot_general", (), "full_precision"),
-    softmax_by_hand: ((EYE[:4, :4], X[:, :4]), "exp", (), "`jax.nn.softmax(scores, axis=1)` in place of"),
+    softmax_by_hand: ((EYE[:4, :4], X[:, :4]), "exp", (), "2.688e+43, beyond float32"),
     eps_below_float16: ((EYE[0], X * 1e-7), "div", (), "1e-08 is 0 in float16, whose smallest positive value is 6e-8"),
     log_of_probability: ((EYE, X * [1, 0.8, *[1] * 6]), "log", (), "full_precision"),
     scan_over_layers: ((LAYERS, X), "dot_general", (2,), "`layers[2, 0, 0]` is 1e+04"),
@@ -286,7 +286,6 @@ def test_the_gradient_of_a_square_root_of_zero():
     assert line(found) == planted("distance")
     assert (found.primitive, found.direction) == ("div", "forward")
     assert "in the derivative, `div` of 0.5 and 0 is inf; `x[0]` is 0" in found.cause
-    assert found.cure == "use `optax.safe_norm(x, 0.0)` in place of `jnp.sqrt(jnp.sum(x**2))`"
 
 
 def a_norm_by_hand(x, y):

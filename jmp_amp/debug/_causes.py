@@ -1,8 +1,10 @@
 """What was seen at a non-finite op: which element of which value is 0, outside of the domain or too large, and why."""
 
 import dataclasses
+import linecache
 import math
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,6 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._ops import ResultKind, rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Interpretation, evaluate_in, precise
-from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 
 CONSTANT = "a-constant-that-float16-cannot-hold"
@@ -21,6 +22,7 @@ _AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "windo
 _DEPTH, _MOST_BYTES = 24, 2**30  # of the values that are looked at
 _LOGARITHMS, _QUOTIENTS = {"log", "log2", "log1p"}, {"div", "rsqrt", "pow", "integer_pow", "rem"}
 _WITH_POLES = {*_LOGARITHMS, "atanh", "erf_inv", "lgamma", "digamma"}
+_NUMBER = r"(-?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?)"
 
 
 class Cause(NamedTuple):
@@ -149,7 +151,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
 def _written(reader: Node, constant: Element) -> str:
     """Returns which number of the code at a reader the dtype of a constant makes 0 or infinite; empty if none."""
     dtype = np.dtype(constant.node.summary.dtype or np.float32)
-    for name, number in numbers_in(reader) if dtype.itemsize < 8 else ():
+    for name, number in _numbers_in(reader) if dtype.itemsize < 8 else ():
         with np.errstate(all="ignore"):
             rounded = abs(float(np.asarray(number).astype(dtype)))
         if rounded in (0, math.inf) and rounded == abs(constant.number) != abs(number):
@@ -157,6 +159,27 @@ def _written(reader: Node, constant: Element) -> str:
             which = "largest finite" if rounded else "smallest positive"
             return f"{text} is {constant.number:.4g} in {_range(constant.node, which)}"
     return ""
+
+
+def _numbers_in(node: Node) -> Iterator[tuple[str, float]]:
+    """Yields the numbers in the user's expressions that compute a value, and those that the file gives to their names.
+
+    A number has the name that it is given to; an empty one if the expression itself has it.
+    """
+    spans = (span for eqn in reversed(node.place.eqns if node.place else ()) for span in jx.spans_of(eqn))
+    for file, first, start, last, end in spans:
+        if jx.Frame(file, 0, "").is_of_library:
+            continue
+        lines = linecache.getlines(file)
+        written = [line.encode() for line in lines[first - 1 : last]]  # columns are those of bytes
+        if not written:
+            continue
+        written[-1] = written[-1][:end]
+        code = b"".join([written[0][start:], *written[1:]]).decode(errors="ignore")
+        yield from (("", float(x)) for x in re.findall(rf"(?<![\w.]){_NUMBER}", code))
+        for name in re.findall(r"\b[^\W\d]\w*", code):
+            given = re.findall(rf"\b{name}(?:: *\w+)? *= *{_NUMBER}", "".join(lines))
+            yield from ((name, float(x)) for x in given)
 
 
 def _reads(e: Element) -> list[Element]:

@@ -1,4 +1,4 @@
-"""Evaluates a program: as it was traced, in a wider dtype, or with a function in place of a part of it.
+"""Evaluates a program: as it was traced, in a wider dtype, or with each op as a function evaluates it.
 
 `Evaluation` does so as a part of a program that JAX traces, `Interpretation` op by op.
 """
@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, is_low, summary_of
+from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, summary_of
 
 R = TypeVar("R")
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -30,20 +30,6 @@ _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_c
 _LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-
-
-class Replacement(NamedTuple):
-    """A function that computes one value of a program in another way.
-
-    Attributes:
-        root: the key of the value.
-        read: the key of the value that the function reads.
-        function: the function.
-    """
-
-    root: Id
-    read: Id
-    function: Callable[..., Any]
 
 
 @dataclasses.dataclass
@@ -123,8 +109,6 @@ class Evaluator:
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
         as_one: names of primitives that a traced evaluation evaluates as one op, although they hold ops.
-        replacements: compute values in another way.
-        keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
         until: the id of the last op to evaluate; None evaluates all.
         clock: is told of each op, and says when to stop.
@@ -140,8 +124,6 @@ class Evaluator:
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
     as_one: Collection[str] = ()
-    replacements: Sequence[Replacement] = ()
-    keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
     until: Id | None = None
     clock: Clock = dataclasses.field(default_factory=Clock)
@@ -171,21 +153,18 @@ class Evaluation:
     Attributes:
         evaluator: the program, and how it is evaluated.
         results: the results of the program.
-        kept: the values that are kept, by their key.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.wide = evaluator, evaluator.wide
         self.results: list[Any] = []
-        self.kept: dict[Id, Any] = {}
-        self._replacements = {x.root: x for x in evaluator.replacements}
-        self._keys = {*evaluator.keeps, *self._replacements, *(x.read for x in evaluator.replacements)}
+        self._changes_ops = evaluator.wide is not None or evaluator.around is not None
 
     def run(self) -> Self:
         """Evaluates the whole program."""
         with precise(self.wide), contextlib.suppress(_DoneError):
-            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.evaluator.arrays)]
-            self.results = self._run(self.evaluator.program, args, Place())
+            args = map(self._in_dtype, self.evaluator.arrays)
+            self.results = self._run(self.evaluator.program, self._arguments(args), Place())
         return self
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
@@ -200,52 +179,31 @@ class Evaluation:
 
         return jx.evaluate(jaxpr, args, apply, self._constant, literal)
 
-    def _run_body(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
-        """Evaluates the jaxpr of a loop or a branch; a part that is replaced is inside or outside."""
-        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
-
-    def _argument(self, x: Any, i: int) -> Any:
-        return self._renamed(x, Place(), argument_id(i))
+    def _arguments(self, arrays: Iterable[Any]) -> list[Any]:
+        """Returns the arguments of the program as values of this evaluation."""
+        return list(arrays)
 
     def _constant(self, x: Any, is_literal: bool = False) -> Any:
         return self._in_dtype(x)
 
-    def _renamed(self, x: Any, place: Place, index: Id) -> Any:
-        """Returns a value under a name: an argument of a body, or the result of an op; or what replaces it."""
-        if (key := (*place.key, *index)) in self._keys:
-            self.kept[key] = x
-            if replacement := self._replacements.get(key):
-                # Autocast reads low precision where it computes the value in float32.
-                read = self.kept[replacement.read]
-                read = read.astype(x.dtype) if is_low(read) else read
-                self.kept[key] = x = replacement.function(read).astype(x.dtype)
-        return x
-
     def _equation(self, operands: list[Any], place: Place) -> Sequence[Any]:
-        structure, is_split = jx.structure_of(place.eqn), self._is_split(place)
+        structure, is_one = jx.structure_of(place.eqn), place.eqn.primitive.name in self.evaluator.as_one
         is_entered = structure is not None and self.wide is not None
         with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
             match structure:
-                # A derivative rule is kept unless a part of the function is replaced.
-                case jx.Call(jaxpr, inputs, True, rule) if not rule or is_split:
+                # A derivative rule is kept unless ops are evaluated otherwise.
+                case jx.Call(jaxpr, inputs, True, rule) if not rule or self._changes_ops:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
-                case jx.Branches() | jx.Loop() if is_split and place.eqn.primitive.name not in self.evaluator.as_one:
-                    outs = self._traced(structure, operands, place)
-                case _:
-                    outs = list(self._applied(operands, place))
-            return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
-
-    def _is_split(self, place: Place) -> bool:
-        """Whether this evaluation changes something inside of an equation."""
-        depth, changes_all = len(place.key), self.wide is not None or self.evaluator.around is not None
-        return changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+                case jx.Branches() | jx.Loop() if self._changes_ops and not is_one:
+                    return self._traced(structure, operands, place)
+            return self._applied(operands, place)
 
     def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
         """Traces a branch or a loop whose jaxprs this evaluation changes."""
         tape = self.evaluator.tape
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return self._run_body(jaxpr, args, place.body(k))
+            return self._run(jaxpr, args, place.body(k))
 
         def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
@@ -338,6 +296,10 @@ class Interpretation(Evaluation):
         cell.node.held, cell.node.is_constant = cell.value, is_literal
         return cell
 
+    def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+        """Evaluates the jaxpr of a loop or a branch."""
+        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+
     def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
         """Returns a value under another name: an argument of a body, or a result of a loop."""
         cell = self._cell(x.value, (), place, index)._replace(causes=x.causes)
@@ -348,7 +310,6 @@ class Interpretation(Evaluation):
     def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads, eqns = [x.node for x in operands], place.eqns if place else ()
-        value = super()._renamed(value, place, index) if place else value
         node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
         reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
@@ -362,6 +323,9 @@ class Interpretation(Evaluation):
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.evaluator.allowed is None or cause in self.evaluator.allowed
+
+    def _arguments(self, arrays: Iterable[Any]) -> list[Cell]:
+        return [self._argument(x, i) for i, x in enumerate(arrays)]
 
     def _argument(self, x: Any, i: int) -> Cell:
         summary, cause = summary_of(x), argument_id(i)
@@ -390,7 +354,7 @@ class Interpretation(Evaluation):
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if loop.length != 0:
                 is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
-                is_long = is_long and not self._is_split(place)
+                is_long = is_long and not self._changes_ops
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts:
                     results = self._cells(operands, place)
