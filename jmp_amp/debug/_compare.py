@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -49,16 +49,32 @@ def floating_value_and_grad(fun: Callable, **options: Any) -> Callable:
     return evaluate
 
 
+class GradOptions(TypedDict, total=False):
+    """The options of the gradient that a tool measures, as `compare` describes them."""
+
+    loss_scale: float | None
+    argnums: int | Sequence[int]
+    has_aux: bool
+    transform: Callable[..., Any]
+
+
+def parse_grad_options(
+    loss_scale: float | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    transform: Callable = floating_value_and_grad,
+) -> tuple[float | None, dict[str, Any]]:
+    """Returns the loss scale, and the options of `amp.value_and_grad`."""
+    return loss_scale, {"argnums": argnums, "has_aux": has_aux, "transform": transform}
+
+
 @transformation
 def compare(
     fun: Callable,
     policies: Sequence[Any] | Mapping[str, Any] = ("float16", "bfloat16"),
     *,
     reference: str = "float32",
-    loss_scale: float | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    transform: Callable = floating_value_and_grad,
+    **options: Unpack[GradOptions],
 ) -> "Callable[..., Comparison]":
     """Returns a function that compares `fun` in several precisions with `fun` in float32 or float64.
 
@@ -78,12 +94,10 @@ def compare(
             `jax.enable_x64`; arrays that `fun` explicitly creates in float32 stay float32. What `fun` itself casts to
             16 bits is computed in the dtype of the reference, and the table says so. Products of the reference run with
             `precision="highest"`.
-        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the gradients overflow, down to
-            1.
-        argnums: as in `jax.value_and_grad`.
-        has_aux: as in `jax.value_and_grad`.
-        transform: as in `amp.value_and_grad`, such as `nnx.value_and_grad`. The default differentiates with respect to
-            the floating arrays and passes all other leaves of the arguments through, as `autocast` does.
+        **options: those of the gradient. `loss_scale` multiplies the loss; the default, None, starts at 2^16 and halves
+            the scale while the gradients overflow, down to 1. `argnums` and `has_aux` are as in `jax.value_and_grad`.
+            `transform` is as in `amp.value_and_grad`, such as `nnx.value_and_grad`; the default differentiates with
+            respect to the floating arrays and passes all other leaves of the arguments through, as `autocast` does.
 
     Returns:
         A function with the signature of `fun` that returns a `Comparison`; `print` it or call `plot()`.
@@ -119,7 +133,7 @@ def compare(
     if not policies:
         raise ValueError('`policies` is empty; pass at least one, such as ("float16", "bfloat16")')
     programs = {name: _apply_policy(fun, policy) for name, policy in policies.items()}
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
+    loss_scale, grad_options = parse_grad_options(**options)
 
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
@@ -127,17 +141,17 @@ def compare(
         args, kwargs = as_jit_takes(args, kwargs)
         program, _, _ = jx.trace_call(fun, args, kwargs)
         wide = np.dtype(reference) if reads_low(program) else None
-        exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **options)
+        exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **grad_options)
         check_finite((x for (kind, _), x in exact.items() if kind != "activation"), reference)
-        measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
+        runs = {name: measure(program, args, kwargs, loss_scale, **grad_options) for name, program in programs.items()}
         rows = []
         for key, x in exact.items():
-            others = {name: results.get(key, np.empty(0)) for name, (results, _) in measured.items()}
+            others = {name: results.get(key, np.empty(0)) for name, (results, _) in runs.items()}
             if all(other.size == x.size for other in others.values()):
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
-        gradient = {name: relative_error(all_grads(x), all_grads(exact)) for name, (x, _) in measured.items()}
-        scales = {name: scale for name, (_, scale) in measured.items()}
+        gradient = {name: relative_error(all_grads(x), all_grads(exact)) for name, (x, _) in runs.items()}
+        scales = {name: scale for name, (_, scale) in runs.items()}
         return Comparison(tuple(rows), gradient, scales, reference, wide is not None)
 
     return compared
