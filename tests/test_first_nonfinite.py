@@ -345,6 +345,14 @@ def test_a_singular_matrix():
     assert "eigenvalues of the matrix are from -1 to -1" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cause
 
 
+def test_of_equal_values_the_first_is_named():
+    def model(x):
+        weight = x - 1  # planted: first of equal values
+        return weight * jnp.log(x - 1)
+
+    assert f"test_first_nonfinite.py:{planted('first of equal values')} " in first_nonfinite(model)(X[0] * 0 + 1).cause
+
+
 def test_no_eps_is_advised_where_the_result_depends_on_it():
     low = lambda x: jnp.log(x.astype(jnp.float8_e5m2).astype(jnp.float32))  # noqa: E731
     for fun, x in ((jnp.log, np.complex64([0, 1])), (jnp.log, 0 * X), (low, 0 * X)):

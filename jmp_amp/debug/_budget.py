@@ -15,7 +15,7 @@ from jmp_amp._calls import check_concrete, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import relative_error, scales_to_try
 from jmp_amp.debug._emulation import Emulation, EmulationOptions, Probe, Rounding, split_options
-from jmp_amp.debug._report import Plot, check_without_autocast, format_percent, grouped
+from jmp_amp.debug._report import Content, Plot, Table, check_without_autocast, format_percent, grouped
 
 FIELDS = ("primitive", "direction", "module", "source")
 _COLUMNS = ("share", "error", "op", "pass", "module", "source")
@@ -234,7 +234,7 @@ class ErrorBudget(Plot):
         rows = [{name: _finite(x) for name, x in vars(row).items()} for row in self.rows]
         return json.dumps({**fields, "rows": rows}, **options)
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         found = _sums(self.rows, *FIELDS)
         if rest := found[_SHOWN:]:
             found[_SHOWN:] = [dataclasses.replace(_sum(rest), primitive=f"{len(rest)} more")]
@@ -253,7 +253,7 @@ class ErrorBudget(Plot):
         cure = "`amp.debug.first_nonfinite` finds the cause."
         notes += [f"Overflow, in no share: {x}. {cure}" for x in dict.fromkeys(over)]
         notes += [f"Not seen: roundings in {x}." for x in self.opaque]
-        return f"Gradient error in {self.dtype}: {self.total:.1e}", rows, notes
+        return f"Gradient error in {self.dtype}: {self.total:.1e}", [Table(rows)], notes
 
     def _draw(self, figure: Any) -> None:
         titles = {"source": "By line of code", "module": "By module"}

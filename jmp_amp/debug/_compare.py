@@ -22,7 +22,7 @@ from jmp_amp._policy import Policy
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, reads_low
-from jmp_amp.debug._report import Plot, as_jit_takes, check_without_autocast, flat_on_host, module_name
+from jmp_amp.debug._report import Content, Plot, Table, as_jit_takes, check_without_autocast, flat_on_host, module_name
 
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 
@@ -259,7 +259,7 @@ class Comparison(Plot):
     def _is_rounding(self, row: ErrorRow) -> bool:
         return row.kind == "gradient" and row.norm < 1e-5 * math.hypot(*(row.norm for row in self._of("gradient")))
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         policies = list(self.gradient)
         worst = {policy: self.worst(policy) for policy in policies}
         rows: list[tuple[str, ...]] = [(f"error against {self.reference}", "norm", *policies)]
@@ -274,7 +274,7 @@ class Comparison(Plot):
         notes = [f"* where the error increases most. Loss scale: {scales}."]
         if self.is_lifted:
             notes.append(f"The program casts to 16 bits; the reference computes what it casts in {self.reference}.")
-        return "", rows, notes
+        return "", [Table(rows)], notes
 
     def _draw(self, figure: Any) -> None:
         titles = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}

@@ -172,7 +172,7 @@ class Evaluation:
         indices = itertools.count()
 
         def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-            return self._equation(operands, place.of(next(indices), eqn))
+            return self._visit(operands, place.of(next(indices), eqn))
 
         def literal(atom: Any) -> Any:
             return self._constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)
@@ -186,7 +186,8 @@ class Evaluation:
     def _constant(self, x: Any, is_literal: bool = False) -> Any:
         return self._in_dtype(x)
 
-    def _equation(self, operands: list[Any], place: Place) -> Sequence[Any]:
+    def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
+        """Evaluates an equation: enters it, or applies it as one op."""
         structure, is_one = jx.structure_of(place.eqn), place.eqn.primitive.name in self.evaluator.as_one
         is_entered = structure is not None and self.wide is not None
         with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
@@ -196,7 +197,7 @@ class Evaluation:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
                 case jx.Branches() | jx.Loop() if self._changes_ops and not is_one:
                     return self._traced(structure, operands, place)
-            return self._applied(operands, place)
+            return self._apply(operands, place)
 
     def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
         """Traces a branch or a loop whose jaxprs this evaluation changes."""
@@ -231,15 +232,15 @@ class Evaluation:
         args = lambda carry: jnp.any(flags(carry)), following, values[structure.carry]
         return tape.record({}, lax.while_loop, *args)[0]
 
-    def _applied(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
-        """Returns the results of an op."""
-        compute, around = functools.partial(self._computed, place), self.evaluator.around
+    def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
+        """Returns the results of an op, as `around` evaluates it."""
+        compute, around = functools.partial(self._apply_in_dtype, place), self.evaluator.around
         outs = compute(operands) if around is None else around(place, operands, compute)
         if self.evaluator.loss_factor != 1 and applies_loss_scale(place.eqn):
             outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
         return outs
 
-    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
         if self.wide is None:
@@ -292,7 +293,7 @@ class Interpretation(Evaluation):
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
     def _constant(self, x: Any, is_literal: bool = False) -> Cell:
-        cell = self._cell(super()._constant(x))
+        cell = self._track(super()._constant(x))
         cell.node.held, cell.node.is_constant = cell.value, is_literal
         return cell
 
@@ -302,12 +303,12 @@ class Interpretation(Evaluation):
 
     def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
         """Returns a value under another name: an argument of a body, or a result of a loop."""
-        cell = self._cell(x.value, (), place, index)._replace(causes=x.causes)
+        cell = self._track(x.value, (), place, index)._replace(causes=x.causes)
         cell.node.source, cell.node.is_backward = x.node, x.node.is_backward
         x.node.readers.append(cell.node)
         return cell
 
-    def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
+    def _track(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads, eqns = [x.node for x in operands], place.eqns if place else ()
         node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
@@ -332,20 +333,21 @@ class Interpretation(Evaluation):
         # -inf is often intended, as in a mask.
         is_bad = not summary.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
         if is_bad and not self._is_allowed(cause):
-            return self._cell(_zero_nonfinite(x), (), Place(), cause)
-        return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
+            return self._track(_zero_nonfinite(x), (), Place(), cause)
+        return self._track(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
-    def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _visit(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
         if self.evaluator.clock.is_late:
             self.is_stopped = True
             raise _DoneError
         self.evaluator.clock.tick("ops evaluated")
-        outs = self._evaluated(operands, place)
+        outs = self._enter(operands, place)
         if place.id == self.evaluator.until:
             raise _DoneError
         return outs
 
-    def _evaluated(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _enter(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        """Evaluates what is inside of an equation, or an op."""
         match jx.structure_of(place.eqn):
             case jx.Call(jaxpr, inputs, True):
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
@@ -357,35 +359,36 @@ class Interpretation(Evaluation):
                 is_long = is_long and not self._changes_ops
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts:
-                    results = self._cells(operands, place)
+                    results = self._apply_tracked(operands, place)
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
                 outs = run(loop, operands, place, self._compiled_body if is_long else self._run_body)
                 return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
-        return self._op(operands, place)
+        return self._apply_checked(operands, place)
 
-    def _cells(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
-        outs = self._applied([x.value for x in operands], place)
-        return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
+    def _apply_tracked(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
+        outs = self._apply([x.value for x in operands], place)
+        return [self._track(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
-    def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
-        outs = self._cells(operands, place)
+    def _apply_checked(self, operands: list[Cell], place: Place) -> list[Cell]:
+        """Applies an op, and notes whether it made its results non-finite."""
+        outs = self._apply_tracked(operands, place)
         if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
             return outs
         reads_nan, gives_nan = (any(x.node.summary.nans for x in cells) for cells in (operands, outs))
         if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
             return outs
         if not self._is_allowed(place.id):
-            return [self._cell(_zero_nonfinite(x.value), operands, place, x.node.index) for x in outs]
+            return [self._track(_zero_nonfinite(x.value), operands, place, x.node.index) for x in outs]
         self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
 
-    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         if place.eqn.primitive.name != "shard_map":
-            return super()._computed(place, operands)
+            return super()._apply_in_dtype(place, operands)
         # JAX would evaluate it op by op.
-        return jax.jit(functools.partial(super()._computed, place), compiler_options=QUICK)(operands)
+        return jax.jit(functools.partial(super()._apply_in_dtype, place), compiler_options=QUICK)(operands)
 
     def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
@@ -393,7 +396,7 @@ class Interpretation(Evaluation):
             run = functools.partial(Evaluation(self.evaluator)._run, jaxpr, place=place)
             self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
         n_nodes, outs = len(self.nodes), self._bodies[place.key]([x.value for x in args])
-        cells = [self._cell(x, args, place, (k,)) for k, x in enumerate(outs)]
+        cells = [self._track(x, args, place, (k,)) for k, x in enumerate(outs)]
         if all(x.is_finite for x in cells) or any(x.causes for x in args):
             return cells
         del self.nodes[n_nodes:]
@@ -408,7 +411,7 @@ class Interpretation(Evaluation):
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._cell(_stacked([y.value for y in column]), column) for column in columns]
+        stacked = [self._track(_stacked([y.value for y in column]), column) for column in columns]
         return [*carry, *stacked]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
@@ -421,7 +424,7 @@ class Interpretation(Evaluation):
                 break
             new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             flags, pairs = predicate.value, zip(new, carry, strict=True)
-            carry = [self._cell(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
+            carry = [self._track(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
         return carry
 
 

@@ -19,7 +19,7 @@ from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp.debug import _compare
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, precise
-from jmp_amp.debug._report import Report, as_jit_takes, check_without_autocast
+from jmp_amp.debug._report import Content, Report, Table, as_jit_takes, check_without_autocast
 
 _OPTIONS: list[dict[str, str]] = [{}, {"attention": "cudnn"}, {"residual_stream": "low"}]
 _OPTIONS.append(_OPTIONS[1] | _OPTIONS[2])  # the plainest are compiled first
@@ -234,7 +234,7 @@ class Timings(Report):
         """
         return next((row for row in self.rows if row.error <= (self.tolerance or -1)), None)
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         base = next((row.seconds for row in self.rows if row.options == {"dtype": "float32"}), math.nan)
         head = "setting", "ms", "x float32", "peak GB", "temporary GB", "gradient error"
         rows, notes = list[tuple[str, ...]]([head]), list[str]()
@@ -252,4 +252,4 @@ class Timings(Report):
             notes.append(f"No setting was found to have an error of at most {self.tolerance:g}.")
         if not self.is_timed:
             notes.append("Times mean nothing without an accelerator; run this on the device that you train on.")
-        return f"A gradient on {self.device}", rows, [*notes, *self.notes]
+        return f"A gradient on {self.device}", [Table(rows)], [*notes, *self.notes]

@@ -5,7 +5,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -84,23 +84,41 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
+class Table(NamedTuple):
+    """A table of a report: its rows, the first of which is the head, and its title."""
+
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+Content = tuple[str, Sequence[Table], Sequence[str]]
+
+
 class Report:
-    """A report that `print` and notebooks show as a title, a table and notes. A subclass has this `_content`."""
+    """A report that `print` and notebooks show as a title, tables and notes. A subclass has this `_content`."""
 
-    _aligns_right = False  # the columns of the table, as for numbers
+    _aligns_right = False  # the columns of the tables, as for numbers
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
-        """Returns the title, the rows of the table, the first of which is its head, and the notes."""
+    def _content(self) -> Content:
+        """Returns the title, the tables, and the notes."""
         raise NotImplementedError
 
+    def _content_of_notebook(self) -> Content:
+        """Returns what a notebook shows, whose tables can be folded."""
+        return self._content()
+
     def __str__(self) -> str:
-        title, rows, notes = self._content()
-        return "\n".join(filter(None, [title, format_table(rows, self._aligns_right) if rows else "", *notes]))
+        title, tables, notes = self._content()
+        lines = [title] * bool(title)
+        for table in tables:
+            lines += ["", table.title] if table.title else []
+            lines.append(format_table(table.rows, self._aligns_right))
+        return "\n".join([*lines, *[""] * any(table.title for table in tables), *notes])
 
     def _repr_html_(self) -> str:
-        title, rows, notes = self._content()
-        first, *rest = [f"<p>{html.escape(line)}</p>" for line in (title, *notes)]
-        return "".join([first * bool(title), html_table(rows[0], rows[1:]) if rows else "", *rest])
+        title, tables, notes = self._content_of_notebook()
+        first, last = ("".join(f"<p>{html.escape(x)}</p>" for x in lines) for lines in (title.splitlines(), notes))
+        return "".join([first, *map(_html_table, tables), last])
 
 
 class Plot(Report):
@@ -126,10 +144,12 @@ class Plot(Report):
         return finished(figure, path)
 
 
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns rows of equal length as a table in HTML."""
+def _html_table(table: Table) -> str:
+    """Returns a table in HTML; one with a title can be unfolded."""
+    head, *rows = table.rows
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table>{''.join(f'<th>{column}</th>' for column in head)}{cells}</table>"
+    text = f"<table>{''.join(f'<th>{column}</th>' for column in head)}{cells}</table>"
+    return f"<details><summary>{html.escape(table.title)}</summary>{text}</details>" if table.title else text
 
 
 def without_numbers(module: str) -> str:

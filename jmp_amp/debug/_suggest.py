@@ -21,7 +21,7 @@ from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import relative_error
 from jmp_amp.debug._emulation import Emulation, EmulationOptions, Probe, split_options
 from jmp_amp.debug._explain import PrecisionReport, explain, low_share
-from jmp_amp.debug._report import Plot, check_without_autocast, format_percent, without_numbers
+from jmp_amp.debug._report import Content, Plot, Table, check_without_autocast, format_percent, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _MOST = 2  # compilations with rules
@@ -203,7 +203,7 @@ class SuggestionReport(Plot):
         """The lines to put `with amp.full_precision():` around."""
         return tuple(str(row.key) for row in self.rows if isinstance(row.key, jx.Frame)) if self.tol is not None else ()
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         title, rows = f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules", self.rows[1:]
         if self.tol is not None and rows:
             title += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
@@ -218,7 +218,8 @@ class SuggestionReport(Plot):
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
                 "and `precision` regions, and the gradients for overflow at every loss scale."
             )
-        return title, [(f"{self.value}, added", "low FLOPs", "error"), *cells] if rows else [], notes
+        head = f"{self.value}, added", "low FLOPs", "error"
+        return title, [Table([head, *cells])] if rows else [], notes
 
     def _draw(self, figure: Any) -> None:
         axes = figure.subplots()
