@@ -84,22 +84,22 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
 
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
-    node, name, reads = e.node, e.node.primitive, _reads(e)
+    node, name, operands = e.node, e.node.primitive, _operands(e)
     if rule_of(node.eqn).is_decomposition:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
-    text = f"{derivative}`{name}`{_of(reads)}{_at(e.at)} is "
-    zeros = [x for x in reads if x.number == 0 and name in _QUOTIENTS]
-    if infinite := [x for x in reads if not np.isfinite(x.number)]:
+    text = f"{derivative}`{name}`{_of(operands)}{_at(e.at)} is "
+    zeros = [x for x in operands if x.number == 0 and name in _QUOTIENTS]
+    if infinite := [x for x in operands if not np.isfinite(x.number)]:
         text, section = f"{text}{e.number:.4g}", "an-infinity-meets-another"
         origin = _origin(infinite[0], node, lambda x, _: not np.isfinite(x), names)
-    elif zeros or (reads and (np.isnan(e.number) or name in _WITH_POLES)):
-        guilty, text = [*reads[:1], *zeros][-1], f"{text}{e.number:.4g}"
+    elif zeros or (operands and (np.isnan(e.number) or name in _WITH_POLES)):
+        guilty, text = [*operands[:1], *zeros][-1], f"{text}{e.number:.4g}"
         section = "the-logarithm-of-0" if name in _LOGARITHMS else "a-division-by-0"
         section = "outside-of-the-domain" if guilty.number else section
         section = "a-derivative-that-is-not-finite" if derivative else section
         origin = _origin(guilty, node, lambda x, y: x == y, names)
     else:
-        is_cast, large = name == "convert_element_type", max(reads, key=lambda x: abs(x.number), default=None)
+        is_cast, large = name == "convert_element_type", max(operands, key=lambda x: abs(x.number), default=None)
         exact = None if is_cast else _exact(e)
         text += f"{e.number if exact is None else exact:.4g}, beyond {_range(node)}"
         if is_cast and large and large.node.is_constant:
@@ -112,7 +112,7 @@ def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
 
 def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names: Sequence[str]) -> Cause:
     """Follows a number to where it comes from; the section is empty unless that tells it."""
-    same, reads = [e], list[Element]()
+    same, operands = [e], list[Element]()
     while True:
         written = (_written(reader, x) for x in same if x.node.is_constant)
         if text := next(filter(None, written), ""):
@@ -126,8 +126,8 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         if exact is not None and not jnp.iinfo(dtype).min <= exact <= jnp.iinfo(dtype).max:
             text = f"is {exact:.4g}, more than {dtype} holds, and wraps around"
             return Cause("an-integer-that-wraps-around", f"`{e.node.primitive}` {_where(e.node)} {text}")
-        reader, reads = e.node, _reads(e)
-        same = [x for x in reads if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
+        reader, operands = e.node, _operands(e)
+        same = [x for x in operands if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
         if e.number == 0 and _needs(e, several := _independent(same)):
             # One alone is not why, unless it was rounded to 0.
             origins = (_origin(x, reader, is_same, names) for x in several.values())
@@ -140,7 +140,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
     if not e.node.eqn:
         is_known = all(x.is_constant for x in (*filter(None, [e.node.source]), *e.node.operands))
         return Cause("", f"{value} is a constant of the program" if is_known else f"where {value} is from is not known")
-    text = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is"
+    text = f"`{e.node.primitive}`{_of(operands)} {_where(e.node)} is"
     exact = _exact(e) if e.node.is_floating and e.number == 0 else None
     if exact and abs(exact) < jnp.finfo(e.node.summary.dtype).smallest_subnormal:
         text = f"{text} {exact:.4g}{_at(e.at)}, which is 0 in {_range(e.node, 'smallest positive')}"
@@ -182,7 +182,7 @@ def _numbers_in(node: Node) -> Iterator[tuple[str, float]]:
             yield from ((name, float(x)) for x in given)
 
 
-def _reads(e: Element) -> list[Element]:
+def _operands(e: Element) -> list[Element]:
     """Returns the elements that an element was computed from, as far as that is known."""
     node, index = e.node, e.at
     if node.source:
@@ -284,8 +284,8 @@ def _at(index: tuple[int, ...]) -> str:
     return f" at [{', '.join(map(str, index))}]" if index else ""
 
 
-def _of(reads: Sequence[Element]) -> str:
-    return f" of {' and '.join(f'{x.number:.4g}' for x in reads)}" if reads else ""
+def _of(operands: Sequence[Element]) -> str:
+    return f" of {' and '.join(f'{x.number:.4g}' for x in operands)}" if operands else ""
 
 
 def _range(node: Node, which: str = "largest finite") -> str:
