@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import jax
@@ -163,8 +163,8 @@ class Evaluation:
     def run(self) -> Self:
         """Evaluates the whole program."""
         with precise(self.wide), contextlib.suppress(_DoneError):
-            args = map(self._in_dtype, self.evaluator.arrays)
-            self.results = self._run(self.evaluator.program, self._arguments(args), Place())
+            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.evaluator.arrays)]
+            self.results = self._run(self.evaluator.program, args, Place())
         return self
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
@@ -179,9 +179,9 @@ class Evaluation:
 
         return jx.evaluate(jaxpr, args, apply, self._constant, literal)
 
-    def _arguments(self, arrays: Iterable[Any]) -> list[Any]:
-        """Returns the arguments of the program as values of this evaluation."""
-        return list(arrays)
+    def _argument(self, x: Any, i: int) -> Any:
+        """Returns an argument of the program as a value of this evaluation."""
+        return x
 
     def _constant(self, x: Any, is_literal: bool = False) -> Any:
         return self._in_dtype(x)
@@ -324,9 +324,6 @@ class Interpretation(Evaluation):
 
     def _is_allowed(self, cause: Id) -> bool:
         return self.evaluator.allowed is None or cause in self.evaluator.allowed
-
-    def _arguments(self, arrays: Iterable[Any]) -> list[Cell]:
-        return [self._argument(x, i) for i, x in enumerate(arrays)]
 
     def _argument(self, x: Any, i: int) -> Cell:
         summary, cause = summary_of(x), argument_id(i)
