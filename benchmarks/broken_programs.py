@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python benchmarks/broken_programs.py [--out docs/benchmarks/broken_programs.md] [--only NAME,NAME]
 
-The programs are those of `tests/broken_models.py` and `tests/broken_kinds.py`; `tests/cured.py` judges. It takes about
+The programs are those of `tests/broken_models.py` and `tests/broken_kinds.py`; `tests/judge.py` judges. It takes about
 four minutes.
 """
 
@@ -23,7 +23,7 @@ import broken_kinds
 import jax
 import numpy as np
 from broken_models import MODELS
-from cured import assert_cure_is_right, is_cause_right, is_line_right
+from judge import assert_cure_is_right, is_cause_right, is_line_right
 from report import arguments, head, report, row
 
 from jmp_amp.debug import first_nonfinite
@@ -34,15 +34,14 @@ norms at 0, logarithms of probabilities, exponentials of large logits, quotients
 divergences with zeros, optimizers, rare classes, loops, scanned layers, `vmap`, Flax NNX, Equinox and Keras. Each
 stands in the tests beside its correct form, with the lines at fault and parts of the cause that the report must name.
 
-The *line* is right if it is one of those lines, the *cause* if it names all parts. A *cure* is applied to the source as
-it is printed: it is right if value and gradient are finite, and those of the correct form in float64. Where the cell is
-empty, the report gives the cause alone. The time is the CPU time of one call, which finds compiled what the programs
-above it have in common with it.
+The *line* is right if it is one of those lines, the *cause* if it names all parts. A *cure*, lines in float32 or a
+smaller loss scale, is applied to the source: it is right if value and gradient are finite, and those of the correct
+form in float64. Where the cell is empty, the report gives the cause alone. The time is the CPU time of one call, which
+finds compiled what the programs above it have in common with it.
 """
 NOTES = """
-Where there is no cure, no formula of the tool's table is equal to a part of the program, none of those that are makes
-it finite, or the names are not known, as inside of `vmap`. The cause is then the whole answer, with a link to the usual
-choices. The tool was built on these programs, so the figures of others may be worse.
+Where there is no cure, float32 is not enough. The cause is then the whole answer, with a link to the formulas and to
+the usual choices. The tool was built on these programs, so the figures of others may be worse.
 """
 
 
@@ -71,10 +70,8 @@ def said(found):
     if found is None:
         return "None"
     hidden = f"hidden by {re.sub(r' at .*', '', found.hidden_by)}: " if found.hidden_by else ""
-    written = "; ".join(f"`{new}`" for new in re.findall(r"use `([^`]*)`", found.cure))
-    written = written or ("in float32" if "in float32" in found.cure else "")
     text = re.sub(r" (at|in the backward pass of) [\w/.]*:\d+ \([^)]*\)(, iteration [\d, ]*\d)?", "", found.cause)
-    return (hidden + text + (f". Cure: {written}" if written else "")).replace("|", "\\|")
+    return (hidden + text + (". Cure: in float32" if found.cure else "")).replace("|", "\\|")
 
 
 def table(names, jobs):

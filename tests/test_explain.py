@@ -291,6 +291,7 @@ def test_a_diff_shows_what_another_policy_changes():
     diff = report.diff(rules={lax.tanh_p: "full"})
     assert [(a.primitive, a.compute, b.compute, b.why) for a, b in diff.changes] == [("tanh", F16, F32, "override")] * 2
     assert "tanh  f16 -> f32  override  2      -" in str(diff)
+    assert "<td>f16 -&gt; f32</td>" in diff._repr_html_()
     changed = {a.primitive for a, b in report.diff(dtype="bfloat16").changes}
     assert changed == {"dot_general", "tanh"}
     assert report.diff(report).changes == []

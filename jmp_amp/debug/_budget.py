@@ -10,12 +10,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from jmp_amp._autocast import AutocastOptions, parse_settings
+from jmp_amp._autocast import parse_settings
 from jmp_amp._calls import check_concrete, transformation
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._compare import floating_value_and_grad, relative_error, scales_to_try
-from jmp_amp.debug._emulation import Emulation, Probe, Rounding
-from jmp_amp.debug._report import Plot, check_without_autocast, format_percent, grouped
+from jmp_amp.debug._compare import relative_error, scales_to_try
+from jmp_amp.debug._emulation import Emulation, EmulationOptions, Probe, Rounding, split_options
+from jmp_amp.debug._report import Content, Plot, Table, check_without_autocast, format_percent, grouped
 
 FIELDS = ("primitive", "direction", "module", "source")
 _COLUMNS = ("share", "error", "op", "pass", "module", "source")
@@ -28,12 +28,8 @@ def error_budget(
     dtype: Any = None,
     *,
     probes: int = 1,
-    loss_scale: float | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    transform: Callable = floating_value_and_grad,
     max_seconds: float = 60.0,
-    **options: Unpack[AutocastOptions],
+    **options: Unpack[EmulationOptions],
 ) -> "Callable[..., ErrorBudget]":
     """Returns a function that estimates how much each rounding of `autocast` adds to the error of the gradient.
 
@@ -64,13 +60,10 @@ def error_budget(
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
         dtype: the compute dtype, as for `autocast`.
         probes: how often the estimate is made, with other random vectors. Each takes a run.
-        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the backward pass overflows.
-        argnums: as in `jax.value_and_grad`.
-        has_aux: as in `jax.value_and_grad`.
-        transform: as in `amp.debug.compare`.
         max_seconds: after so many seconds, the decisions of the lines that are left are measured together, and each
             line has a part in proportion to its flips.
-        **options: other options of `autocast`: `rules`, `weight_grad_dtype`, `residual_stream`.
+        **options: `loss_scale`, `argnums`, `has_aux` and `transform` of the gradient, as in `amp.debug.compare`; and
+            other options of `autocast`: `rules`, `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and returns an `ErrorBudget`; `print` it or call `plot()`.
@@ -95,25 +88,24 @@ def error_budget(
         ('rest', True)
     """
     check_without_autocast(fun, "error_budget")
-    given: dict[str, Any] = {"dtype": dtype, **options}
-    form = parse_settings(**given).format
+    autocast_options, grad_options = split_options(options)
+    form = parse_settings(dtype, **autocast_options).format
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"`probes` must be an integer of at least 1, got {probes!r}")
     check_seconds(max_seconds)
-    grad_options = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
     def budget(*args: Any, **kwargs: Any) -> ErrorBudget:
         check_concrete((args, kwargs), "error_budget")
         clock = Clock(max_seconds)
-        emulation = Emulation(fun, args, kwargs, given, grad_options)
+        emulation = Emulation(fun, args, kwargs, {"dtype": dtype, **autocast_options}, grad_options)
         if not emulation.rows:
             seen = f" outside of {', '.join(emulation.opaque)}, which cannot be seen into" if emulation.opaque else ""
             raise ValueError(
                 f"nothing in `fun` is rounded to {form.name}{seen}; "
                 "`print(amp.explain(fun, dtype)(*args))` says why each op is in its dtype"
             )
-        low, scale, overflows = run_scaled(emulation, emulation.default, loss_scale)
+        low, scale, overflows = run_scaled(emulation, emulation.default)
         exact = [emulation.exact(scale, seed, low.decisions) for seed in range(probes)]
         errors = errors_alone(emulation, exact, low, scale, clock)
         flips = exact[0].flips * low.is_finite
@@ -132,14 +124,14 @@ def error_budget(
     return budget
 
 
-def run_scaled(emulation: Emulation, on: np.ndarray, loss_scale: float | None) -> tuple[Probe, float, np.ndarray]:
+def run_scaled(emulation: Emulation, on: np.ndarray) -> tuple[Probe, float, np.ndarray]:
     """Runs an emulation with the largest loss scale at which the backward pass does not overflow.
 
     Returns:
         The run, the scale, and for each rounding whether it overflows; none does if the gradient is finite.
     """
     backward = np.array([row.direction == "backward" for row in emulation.rows], bool)
-    for scale in scales_to_try(loss_scale):
+    for scale in scales_to_try(emulation.loss_scale):
         run, overflows = emulation(on, scale), np.zeros(len(on), bool)
         if run.is_finite:
             break
@@ -242,7 +234,7 @@ class ErrorBudget(Plot):
         rows = [{name: _finite(x) for name, x in vars(row).items()} for row in self.rows]
         return json.dumps({**fields, "rows": rows}, **options)
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         found = _sums(self.rows, *FIELDS)
         if rest := found[_SHOWN:]:
             found[_SHOWN:] = [dataclasses.replace(_sum(rest), primitive=f"{len(rest)} more")]
@@ -261,7 +253,7 @@ class ErrorBudget(Plot):
         cure = "`amp.debug.first_nonfinite` finds the cause."
         notes += [f"Overflow, in no share: {x}. {cure}" for x in dict.fromkeys(over)]
         notes += [f"Not seen: roundings in {x}." for x in self.opaque]
-        return f"Gradient error in {self.dtype}: {self.total:.1e}", rows, notes
+        return f"Gradient error in {self.dtype}: {self.total:.1e}", [Table(rows)], notes
 
     def _draw(self, figure: Any) -> None:
         titles = {"source": "By line of code", "module": "By module"}

@@ -1,8 +1,10 @@
 """What was seen at a non-finite op: which element of which value is 0, outside of the domain or too large, and why."""
 
 import dataclasses
+import linecache
 import math
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,6 @@ import numpy as np
 from jmp_amp import _jaxpr as jx
 from jmp_amp._ops import ResultKind, rule_of
 from jmp_amp.debug._evaluation import FLOAT64, Interpretation, evaluate_in, precise
-from jmp_amp.debug._expressions import numbers_in
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 
 CONSTANT = "a-constant-that-float16-cannot-hold"
@@ -21,6 +22,7 @@ _AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "windo
 _DEPTH, _MOST_BYTES = 24, 2**30  # of the values that are looked at
 _LOGARITHMS, _QUOTIENTS = {"log", "log2", "log1p"}, {"div", "rsqrt", "pow", "integer_pow", "rem"}
 _WITH_POLES = {*_LOGARITHMS, "atanh", "erf_inv", "lgamma", "digamma"}
+_NUMBER = r"(-?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?)"
 
 
 class Cause(NamedTuple):
@@ -82,22 +84,22 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
 
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
-    node, name, reads = e.node, e.node.primitive, _reads(e)
+    node, name, operands = e.node, e.node.primitive, _operands(e)
     if rule_of(node.eqn).is_decomposition:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
-    text = f"{derivative}`{name}`{_of(reads)}{_at(e.at)} is "
-    zeros = [x for x in reads if x.number == 0 and name in _QUOTIENTS]
-    if infinite := [x for x in reads if not np.isfinite(x.number)]:
+    text = f"{derivative}`{name}`{_of(operands)}{_at(e.at)} is "
+    zeros = [x for x in operands if x.number == 0 and name in _QUOTIENTS]
+    if infinite := [x for x in operands if not np.isfinite(x.number)]:
         text, section = f"{text}{e.number:.4g}", "an-infinity-meets-another"
         origin = _origin(infinite[0], node, lambda x, _: not np.isfinite(x), names)
-    elif zeros or (reads and (np.isnan(e.number) or name in _WITH_POLES)):
-        guilty, text = [*reads[:1], *zeros][-1], f"{text}{e.number:.4g}"
+    elif zeros or (operands and (np.isnan(e.number) or name in _WITH_POLES)):
+        guilty, text = [*operands[:1], *zeros][-1], f"{text}{e.number:.4g}"
         section = "the-logarithm-of-0" if name in _LOGARITHMS else "a-division-by-0"
         section = "outside-of-the-domain" if guilty.number else section
         section = "a-derivative-that-is-not-finite" if derivative else section
         origin = _origin(guilty, node, lambda x, y: x == y, names)
     else:
-        is_cast, large = name == "convert_element_type", max(reads, key=lambda x: abs(x.number), default=None)
+        is_cast, large = name == "convert_element_type", max(operands, key=lambda x: abs(x.number), default=None)
         exact = None if is_cast else _exact(e)
         text += f"{e.number if exact is None else exact:.4g}, beyond {_range(node)}"
         if is_cast and large and large.node.is_constant:
@@ -110,7 +112,7 @@ def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
 
 def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names: Sequence[str]) -> Cause:
     """Follows a number to where it comes from; the section is empty unless that tells it."""
-    same, reads = [e], list[Element]()
+    same, operands = [e], list[Element]()
     while True:
         written = (_written(reader, x) for x in same if x.node.is_constant)
         if text := next(filter(None, written), ""):
@@ -124,8 +126,8 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         if exact is not None and not jnp.iinfo(dtype).min <= exact <= jnp.iinfo(dtype).max:
             text = f"is {exact:.4g}, more than {dtype} holds, and wraps around"
             return Cause("an-integer-that-wraps-around", f"`{e.node.primitive}` {_where(e.node)} {text}")
-        reader, reads = e.node, _reads(e)
-        same = [x for x in reads if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
+        reader, operands = e.node, _operands(e)
+        same = [x for x in operands if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
         if e.number == 0 and _needs(e, several := _independent(same)):
             # One alone is not why, unless it was rounded to 0.
             origins = (_origin(x, reader, is_same, names) for x in several.values())
@@ -138,7 +140,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
     if not e.node.eqn:
         is_known = all(x.is_constant for x in (*filter(None, [e.node.source]), *e.node.operands))
         return Cause("", f"{value} is a constant of the program" if is_known else f"where {value} is from is not known")
-    text = f"`{e.node.primitive}`{_of(reads)} {_where(e.node)} is"
+    text = f"`{e.node.primitive}`{_of(operands)} {_where(e.node)} is"
     exact = _exact(e) if e.node.is_floating and e.number == 0 else None
     if exact and abs(exact) < jnp.finfo(e.node.summary.dtype).smallest_subnormal:
         text = f"{text} {exact:.4g}{_at(e.at)}, which is 0 in {_range(e.node, 'smallest positive')}"
@@ -149,7 +151,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
 def _written(reader: Node, constant: Element) -> str:
     """Returns which number of the code at a reader the dtype of a constant makes 0 or infinite; empty if none."""
     dtype = np.dtype(constant.node.summary.dtype or np.float32)
-    for name, number in numbers_in(reader) if dtype.itemsize < 8 else ():
+    for name, number in _numbers_in(reader) if dtype.itemsize < 8 else ():
         with np.errstate(all="ignore"):
             rounded = abs(float(np.asarray(number).astype(dtype)))
         if rounded in (0, math.inf) and rounded == abs(constant.number) != abs(number):
@@ -159,7 +161,28 @@ def _written(reader: Node, constant: Element) -> str:
     return ""
 
 
-def _reads(e: Element) -> list[Element]:
+def _numbers_in(node: Node) -> Iterator[tuple[str, float]]:
+    """Yields the numbers in the user's expressions that compute a value, and those that the file gives to their names.
+
+    A number has the name that it is given to; an empty one if the expression itself has it.
+    """
+    spans = (span for eqn in reversed(node.place.eqns if node.place else ()) for span in jx.spans_of(eqn))
+    for file, first, start, last, end in spans:
+        if jx.Frame(file, 0, "").is_of_library:
+            continue
+        lines = linecache.getlines(file)
+        written = [line.encode() for line in lines[first - 1 : last]]  # columns are those of bytes
+        if not written:
+            continue
+        written[-1] = written[-1][:end]
+        code = b"".join([written[0][start:], *written[1:]]).decode(errors="ignore")
+        yield from (("", float(x)) for x in re.findall(rf"(?<![\w.]){_NUMBER}", code))
+        for name in re.findall(r"\b[^\W\d]\w*", code):
+            given = re.findall(rf"\b{name}(?:: *\w+)? *= *{_NUMBER}", "".join(lines))
+            yield from ((name, float(x)) for x in given)
+
+
+def _operands(e: Element) -> list[Element]:
     """Returns the elements that an element was computed from, as far as that is known."""
     node, index = e.node, e.at
     if node.source:
@@ -261,8 +284,8 @@ def _at(index: tuple[int, ...]) -> str:
     return f" at [{', '.join(map(str, index))}]" if index else ""
 
 
-def _of(reads: Sequence[Element]) -> str:
-    return f" of {' and '.join(f'{x.number:.4g}' for x in reads)}" if reads else ""
+def _of(operands: Sequence[Element]) -> str:
+    return f" of {' and '.join(f'{x.number:.4g}' for x in operands)}" if operands else ""
 
 
 def _range(node: Node, which: str = "largest finite") -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jmp_amp._products import emulated
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluator, Tape, precise
 from jmp_amp.debug._nodes import Place, reads_low
-from jmp_amp.debug._report import Plot, as_jit_takes, check_without_autocast, flat_on_host, module_name
+from jmp_amp.debug._report import Content, Plot, Table, as_jit_takes, check_without_autocast, flat_on_host, module_name
 
 Arrays = dict[tuple[str, str], np.ndarray]  # float64[size] by kind and name, as in an `ErrorRow`
 
@@ -49,16 +49,32 @@ def floating_value_and_grad(fun: Callable, **options: Any) -> Callable:
     return evaluate
 
 
+class GradOptions(TypedDict, total=False):
+    """The options of the gradient that a tool measures, as `compare` describes them."""
+
+    loss_scale: float | None
+    argnums: int | Sequence[int]
+    has_aux: bool
+    transform: Callable[..., Any]
+
+
+def parse_grad_options(
+    loss_scale: float | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    transform: Callable = floating_value_and_grad,
+) -> tuple[float | None, dict[str, Any]]:
+    """Returns the loss scale, and the options of `amp.value_and_grad`."""
+    return loss_scale, {"argnums": argnums, "has_aux": has_aux, "transform": transform}
+
+
 @transformation
 def compare(
     fun: Callable,
     policies: Sequence[Any] | Mapping[str, Any] = ("float16", "bfloat16"),
     *,
     reference: str = "float32",
-    loss_scale: float | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    transform: Callable = floating_value_and_grad,
+    **options: Unpack[GradOptions],
 ) -> "Callable[..., Comparison]":
     """Returns a function that compares `fun` in several precisions with `fun` in float32 or float64.
 
@@ -78,12 +94,10 @@ def compare(
             `jax.enable_x64`; arrays that `fun` explicitly creates in float32 stay float32. What `fun` itself casts to
             16 bits is computed in the dtype of the reference, and the table says so. Products of the reference run with
             `precision="highest"`.
-        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the gradients overflow, down to
-            1.
-        argnums: as in `jax.value_and_grad`.
-        has_aux: as in `jax.value_and_grad`.
-        transform: as in `amp.value_and_grad`, such as `nnx.value_and_grad`. The default differentiates with respect to
-            the floating arrays and passes all other leaves of the arguments through, as `autocast` does.
+        **options: those of the gradient. `loss_scale` multiplies the loss; the default, None, starts at 2^16 and halves
+            the scale while the gradients overflow, down to 1. `argnums` and `has_aux` are as in `jax.value_and_grad`.
+            `transform` is as in `amp.value_and_grad`, such as `nnx.value_and_grad`; the default differentiates with
+            respect to the floating arrays and passes all other leaves of the arguments through, as `autocast` does.
 
     Returns:
         A function with the signature of `fun` that returns a `Comparison`; `print` it or call `plot()`.
@@ -119,25 +133,25 @@ def compare(
     if not policies:
         raise ValueError('`policies` is empty; pass at least one, such as ("float16", "bfloat16")')
     programs = {name: _apply_policy(fun, policy) for name, policy in policies.items()}
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
+    loss_scale, grad_options = parse_grad_options(**options)
 
     @functools.wraps(fun, updated=())
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         check_concrete((args, kwargs), "compare")
-        args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
+        args, kwargs = as_jit_takes(args, kwargs)
         program, _, _ = jx.trace_call(fun, args, kwargs)
         wide = np.dtype(reference) if reads_low(program) else None
-        exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **options)
+        exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **grad_options)
         check_finite((x for (kind, _), x in exact.items() if kind != "activation"), reference)
-        measured = {name: measure(program, args, kwargs, loss_scale, **options) for name, program in programs.items()}
+        runs = {name: measure(program, args, kwargs, loss_scale, **grad_options) for name, program in programs.items()}
         rows = []
         for key, x in exact.items():
-            others = {name: results.get(key, np.empty(0)) for name, (results, _) in measured.items()}
+            others = {name: results.get(key, np.empty(0)) for name, (results, _) in runs.items()}
             if all(other.size == x.size for other in others.values()):
                 errors = {name: relative_error(other, x) for name, other in others.items()}
                 rows.append(ErrorRow(*key, float(np.linalg.norm(x)), errors))
-        gradient = {name: relative_error(all_grads(x), all_grads(exact)) for name, (x, _) in measured.items()}
-        scales = {name: scale for name, (_, scale) in measured.items()}
+        gradient = {name: relative_error(all_grads(x), all_grads(exact)) for name, (x, _) in runs.items()}
+        scales = {name: scale for name, (_, scale) in runs.items()}
         return Comparison(tuple(rows), gradient, scales, reference, wide is not None)
 
     return compared
@@ -245,7 +259,7 @@ class Comparison(Plot):
     def _is_rounding(self, row: ErrorRow) -> bool:
         return row.kind == "gradient" and row.norm < 1e-5 * math.hypot(*(row.norm for row in self._of("gradient")))
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         policies = list(self.gradient)
         worst = {policy: self.worst(policy) for policy in policies}
         rows: list[tuple[str, ...]] = [(f"error against {self.reference}", "norm", *policies)]
@@ -260,7 +274,7 @@ class Comparison(Plot):
         notes = [f"* where the error increases most. Loss scale: {scales}."]
         if self.is_lifted:
             notes.append(f"The program casts to 16 bits; the reference computes what it casts in {self.reference}.")
-        return "", rows, notes
+        return "", [Table(rows)], notes
 
     def _draw(self, figure: Any) -> None:
         titles = {"gradient": "Gradients, by module", "activation": "Activations, in the order of the program"}

@@ -19,11 +19,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import autocast_with, flops_of, parse_settings
+from jmp_amp._autocast import AutocastOptions, autocast_with, flops_of, parse_settings
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._ops import OpClass, ResultKind, rule_of
 from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, emulated, in_base
-from jmp_amp.debug._compare import check_finite, loss_and_grads
+from jmp_amp.debug._compare import GradOptions, check_finite, loss_and_grads, parse_grad_options
 from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
@@ -144,10 +144,22 @@ def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Arr
 _rounded.defvjp(_rounded_forward, _rounded_backward)
 
 
+class EmulationOptions(AutocastOptions, GradOptions, total=False):
+    """The options of autocast, and of the gradient."""
+
+
+def split_options(options: EmulationOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options of autocast, and those of the gradient."""
+    others: dict[str, Any] = {**options}
+    of_gradient = {name: others.pop(name) for name in GradOptions.__optional_keys__ & options.keys()}
+    return others, of_gradient
+
+
 class Emulation:
     """The gradient of `fun` under autocast in float32, with its roundings as switches.
 
     Attributes:
+        loss_scale: that of the options.
         opaque: the ops that run as they were traced, so that the roundings in them are not seen.
         rows: the roundings, in program order.
         default: float32[n], the switches of autocast: 1 for each value that it rounds.
@@ -170,12 +182,13 @@ class Emulation:
             args: its positional arguments.
             kwargs: its keyword arguments.
             options: those of `autocast`.
-            grad_options: those of `amp.value_and_grad`.
+            grad_options: those of the gradient.
         """
+        self.loss_scale, grad_options = parse_grad_options(**grad_options)
         self._found: dict[Any, _Switch] = {}
         self._decided_by: dict[Id, int] = {}  # the switch of each decision
         self.opaque = dict[str, None]()
-        self._arrays, rebuild = jx.split_arrays(as_jit_takes(fun, args, kwargs, if_needed=True))
+        self._arrays, rebuild = jx.split_arrays(as_jit_takes(args, kwargs))
         settings = parse_settings(**{**options, "save": "all"})
         settings = settings._replace(options=settings.options._replace(keeps_checkpoints=False))
 

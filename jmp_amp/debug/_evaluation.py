@@ -1,4 +1,4 @@
-"""Evaluates a program: as it was traced, in a wider dtype, or with a function in place of a part of it.
+"""Evaluates a program: as it was traced, in a wider dtype, or with each op as a function evaluates it.
 
 `Evaluation` does so as a part of a program that JAX traces, `Interpretation` op by op.
 """
@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, is_low, summary_of
+from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, summary_of
 
 R = TypeVar("R")
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -30,20 +30,6 @@ _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_c
 _LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-
-
-class Replacement(NamedTuple):
-    """A function that computes one value of a program in another way.
-
-    Attributes:
-        root: the key of the value.
-        read: the key of the value that the function reads.
-        function: the function.
-    """
-
-    root: Id
-    read: Id
-    function: Callable[..., Any]
 
 
 @dataclasses.dataclass
@@ -123,8 +109,6 @@ class Evaluator:
             Outside of the region, casts remain, and an op reads the widest of its operands.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
         as_one: names of primitives that a traced evaluation evaluates as one op, although they hold ops.
-        replacements: compute values in another way.
-        keeps: the keys of the values to keep as `Evaluation.kept`.
         holds: the ids of the values to keep as `Node.held`.
         until: the id of the last op to evaluate; None evaluates all.
         clock: is told of each op, and says when to stop.
@@ -140,8 +124,6 @@ class Evaluator:
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
     as_one: Collection[str] = ()
-    replacements: Sequence[Replacement] = ()
-    keeps: Collection[Id] = ()
     holds: Collection[Id] = ()
     until: Id | None = None
     clock: Clock = dataclasses.field(default_factory=Clock)
@@ -171,15 +153,12 @@ class Evaluation:
     Attributes:
         evaluator: the program, and how it is evaluated.
         results: the results of the program.
-        kept: the values that are kept, by their key.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.wide = evaluator, evaluator.wide
         self.results: list[Any] = []
-        self.kept: dict[Id, Any] = {}
-        self._replacements = {x.root: x for x in evaluator.replacements}
-        self._keys = {*evaluator.keeps, *self._replacements, *(x.read for x in evaluator.replacements)}
+        self._changes_ops = evaluator.wide is not None or evaluator.around is not None
 
     def run(self) -> Self:
         """Evaluates the whole program."""
@@ -193,59 +172,39 @@ class Evaluation:
         indices = itertools.count()
 
         def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-            return self._equation(operands, place.of(next(indices), eqn))
+            return self._visit(operands, place.of(next(indices), eqn))
 
         def literal(atom: Any) -> Any:
             return self._constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)
 
         return jx.evaluate(jaxpr, args, apply, self._constant, literal)
 
-    def _run_body(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
-        """Evaluates the jaxpr of a loop or a branch; a part that is replaced is inside or outside."""
-        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
-
     def _argument(self, x: Any, i: int) -> Any:
-        return self._renamed(x, Place(), argument_id(i))
+        """Returns an argument of the program as a value of this evaluation."""
+        return x
 
     def _constant(self, x: Any, is_literal: bool = False) -> Any:
         return self._in_dtype(x)
 
-    def _renamed(self, x: Any, place: Place, index: Id) -> Any:
-        """Returns a value under a name: an argument of a body, or the result of an op; or what replaces it."""
-        if (key := (*place.key, *index)) in self._keys:
-            self.kept[key] = x
-            if replacement := self._replacements.get(key):
-                # Autocast reads low precision where it computes the value in float32.
-                read = self.kept[replacement.read]
-                read = read.astype(x.dtype) if is_low(read) else read
-                self.kept[key] = x = replacement.function(read).astype(x.dtype)
-        return x
-
-    def _equation(self, operands: list[Any], place: Place) -> Sequence[Any]:
-        structure, is_split = jx.structure_of(place.eqn), self._is_split(place)
+    def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
+        """Evaluates an equation: enters it, or applies it as one op."""
+        structure, is_one = jx.structure_of(place.eqn), place.eqn.primitive.name in self.evaluator.as_one
         is_entered = structure is not None and self.wide is not None
         with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
             match structure:
-                # A derivative rule is kept unless a part of the function is replaced.
-                case jx.Call(jaxpr, inputs, True, rule) if not rule or is_split:
+                # A derivative rule is kept unless ops are evaluated otherwise.
+                case jx.Call(jaxpr, inputs, True, rule) if not rule or self._changes_ops:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
-                case jx.Branches() | jx.Loop() if is_split and place.eqn.primitive.name not in self.evaluator.as_one:
-                    outs = self._traced(structure, operands, place)
-                case _:
-                    outs = list(self._applied(operands, place))
-            return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
-
-    def _is_split(self, place: Place) -> bool:
-        """Whether this evaluation changes something inside of an equation."""
-        depth, changes_all = len(place.key), self.wide is not None or self.evaluator.around is not None
-        return changes_all or any(key[:depth] == place.key and len(key) > depth + 1 for key in self._keys)
+                case jx.Branches() | jx.Loop() if self._changes_ops and not is_one:
+                    return self._traced(structure, operands, place)
+            return self._apply(operands, place)
 
     def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
         """Traces a branch or a loop whose jaxprs this evaluation changes."""
         tape = self.evaluator.tape
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return self._run_body(jaxpr, args, place.body(k))
+            return self._run(jaxpr, args, place.body(k))
 
         def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
@@ -273,15 +232,15 @@ class Evaluation:
         args = lambda carry: jnp.any(flags(carry)), following, values[structure.carry]
         return tape.record({}, lax.while_loop, *args)[0]
 
-    def _applied(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
-        """Returns the results of an op."""
-        compute, around = functools.partial(self._computed, place), self.evaluator.around
+    def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
+        """Returns the results of an op, as `around` evaluates it."""
+        compute, around = functools.partial(self._apply_in_dtype, place), self.evaluator.around
         outs = compute(operands) if around is None else around(place, operands, compute)
         if self.evaluator.loss_factor != 1 and applies_loss_scale(place.eqn):
             outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
         return outs
 
-    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
         if self.wide is None:
@@ -334,21 +293,24 @@ class Interpretation(Evaluation):
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
     def _constant(self, x: Any, is_literal: bool = False) -> Cell:
-        cell = self._cell(super()._constant(x))
+        cell = self._track(super()._constant(x))
         cell.node.held, cell.node.is_constant = cell.value, is_literal
         return cell
 
+    def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+        """Evaluates the jaxpr of a loop or a branch."""
+        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+
     def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
         """Returns a value under another name: an argument of a body, or a result of a loop."""
-        cell = self._cell(x.value, (), place, index)._replace(causes=x.causes)
+        cell = self._track(x.value, (), place, index)._replace(causes=x.causes)
         cell.node.source, cell.node.is_backward = x.node, x.node.is_backward
         x.node.readers.append(cell.node)
         return cell
 
-    def _cell(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
+    def _track(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads, eqns = [x.node for x in operands], place.eqns if place else ()
-        value = super()._renamed(value, place, index) if place else value
         node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
         node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
         reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
@@ -368,20 +330,21 @@ class Interpretation(Evaluation):
         # -inf is often intended, as in a mask.
         is_bad = not summary.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
         if is_bad and not self._is_allowed(cause):
-            return self._cell(_zero_nonfinite(x), (), Place(), cause)
-        return self._cell(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
+            return self._track(_zero_nonfinite(x), (), Place(), cause)
+        return self._track(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
-    def _equation(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _visit(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
         if self.evaluator.clock.is_late:
             self.is_stopped = True
             raise _DoneError
         self.evaluator.clock.tick("ops evaluated")
-        outs = self._evaluated(operands, place)
+        outs = self._enter(operands, place)
         if place.id == self.evaluator.until:
             raise _DoneError
         return outs
 
-    def _evaluated(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _enter(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        """Evaluates what is inside of an equation, or an op."""
         match jx.structure_of(place.eqn):
             case jx.Call(jaxpr, inputs, True):
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
@@ -390,38 +353,39 @@ class Interpretation(Evaluation):
                 return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if loop.length != 0:
                 is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
-                is_long = is_long and not self._is_split(place)
+                is_long = is_long and not self._changes_ops
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts:
-                    results = self._cells(operands, place)
+                    results = self._apply_tracked(operands, place)
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
                 outs = run(loop, operands, place, self._compiled_body if is_long else self._run_body)
                 return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
-        return self._op(operands, place)
+        return self._apply_checked(operands, place)
 
-    def _cells(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
-        outs = self._applied([x.value for x in operands], place)
-        return [self._cell(x, operands, place, (k,)) for k, x in enumerate(outs)]
+    def _apply_tracked(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
+        outs = self._apply([x.value for x in operands], place)
+        return [self._track(x, operands, place, (k,)) for k, x in enumerate(outs)]
 
-    def _op(self, operands: list[Cell], place: Place) -> list[Cell]:
-        outs = self._cells(operands, place)
+    def _apply_checked(self, operands: list[Cell], place: Place) -> list[Cell]:
+        """Applies an op, and notes whether it made its results non-finite."""
+        outs = self._apply_tracked(operands, place)
         if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
             return outs
         reads_nan, gives_nan = (any(x.node.summary.nans for x in cells) for cells in (operands, outs))
         if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
             return outs
         if not self._is_allowed(place.id):
-            return [self._cell(_zero_nonfinite(x.value), operands, place, x.node.index) for x in outs]
+            return [self._track(_zero_nonfinite(x.value), operands, place, x.node.index) for x in outs]
         self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
 
-    def _computed(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         if place.eqn.primitive.name != "shard_map":
-            return super()._computed(place, operands)
+            return super()._apply_in_dtype(place, operands)
         # JAX would evaluate it op by op.
-        return jax.jit(functools.partial(super()._computed, place), compiler_options=QUICK)(operands)
+        return jax.jit(functools.partial(super()._apply_in_dtype, place), compiler_options=QUICK)(operands)
 
     def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
@@ -429,7 +393,7 @@ class Interpretation(Evaluation):
             run = functools.partial(Evaluation(self.evaluator)._run, jaxpr, place=place)
             self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
         n_nodes, outs = len(self.nodes), self._bodies[place.key]([x.value for x in args])
-        cells = [self._cell(x, args, place, (k,)) for k, x in enumerate(outs)]
+        cells = [self._track(x, args, place, (k,)) for k, x in enumerate(outs)]
         if all(x.is_finite for x in cells) or any(x.causes for x in args):
             return cells
         del self.nodes[n_nodes:]
@@ -444,7 +408,7 @@ class Interpretation(Evaluation):
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._cell(_stacked([y.value for y in column]), column) for column in columns]
+        stacked = [self._track(_stacked([y.value for y in column]), column) for column in columns]
         return [*carry, *stacked]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
@@ -457,7 +421,7 @@ class Interpretation(Evaluation):
                 break
             new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
             flags, pairs = predicate.value, zip(new, carry, strict=True)
-            carry = [self._cell(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
+            carry = [self._track(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
         return carry
 
 

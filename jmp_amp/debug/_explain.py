@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import html
 import json
 import math
 from collections import Counter
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
@@ -25,7 +23,7 @@ from jmp_amp._autocast import (
 )
 from jmp_amp._calls import transformation
 from jmp_amp._ops import RULES, Rule
-from jmp_amp.debug._report import as_jit_takes, check_callable, format_table, grouped, html_table, without_numbers
+from jmp_amp.debug._report import Content, Report, Table, as_jit_takes, check_callable, grouped, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _ATTENTION = ("module", "kernel", "why", "runs", "source")
@@ -90,7 +88,7 @@ def explain(
         def explain_again(**options: Any) -> PrecisionReport:
             return explain(fun, argnums=argnums, **options)(*args, **kwargs)
 
-        args, kwargs = as_jit_takes(fun, args, kwargs, jax.ShapeDtypeStruct, if_needed=True)
+        args, kwargs = as_jit_takes(args, kwargs)
         fields = explain_call(fun, settings, args, kwargs, argnums)
         return PrecisionReport(**fields, dtype=settings.format.name, _explain_again=explain_again)
 
@@ -98,7 +96,7 @@ def explain(
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport:
+class PrecisionReport(Report):
     """The dtypes that autocast chose for each op of a program, and why; `explain` returns it.
 
     `print` shows a table of the op sites, grouped by module; modules that differ in numbers only (`layer_0`, `layer_1`)
@@ -193,20 +191,15 @@ class PrecisionReport:
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
         return json.dumps({"summary": self.summary(), "rows": list(map(vars, self.rows))}, **options)
 
-    def __str__(self) -> str:
+    def _content(self) -> Content:
         # The rows of the forward pass; all rows if none belongs to it.
-        printed = [row for row in self.rows if row.direction == "forward"] or self.rows
-        lines = [_headline(self)]
-        for title, head, rows in _tables(self.attention, printed):
-            lines += ["", title, format_table([head, *rows], align_right=False)]
-        return "\n".join([*lines, "", *_notes(printed, self.rows)])
+        return self._content_of([row for row in self.rows if row.direction == "forward"] or self.rows)
 
-    def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(_headline(self))}</p>"]
-        for title, head, rows in _tables(self.attention, self.rows):
-            summary = f"<summary>{html.escape(title)}</summary>"
-            parts.append(f"<details>{summary}{html_table(head, rows)}</details>")
-        return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in _notes(self.rows, self.rows))])
+    def _content_of_notebook(self) -> Content:
+        return self._content_of(self.rows)
+
+    def _content_of(self, rows: Sequence[OpSite]) -> Content:
+        return _headline(self), list(_tables(self.attention, rows)), _notes(rows, self.rows)
 
 
 def low_share(report: PrecisionReport) -> float:
@@ -232,22 +225,20 @@ def _headline(report: PrecisionReport) -> str:
     )
 
 
-def _tables(
-    attention: Sequence[AttentionSite], ops: Sequence[OpSite]
-) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
-    """Yields the title, the head and the rows of the tables of a report: of attention, and of each module's ops.
+def _tables(attention: Sequence[AttentionSite], ops: Sequence[OpSite]) -> Iterator[Table]:
+    """Yields the tables of a report: of attention, and of each module's ops.
 
     Modules that differ in numbers only, such as `layer_0` and `layer_1`, share a table. In it, sites that differ only
     in their module and in how often they run share a row.
     """
     if attention:
         by_layer = grouped(attention, lambda x: (without_numbers(x.module), x.source, x.kernel, x.why))
-        yield "attention", _ATTENTION, list(map(_attention_row, by_layer.values()))
+        yield Table([_ATTENTION, *map(_attention_row, by_layer.values())], "attention")
     tables = grouped(ops, lambda x: (without_numbers(_module_or_function(x)), x.direction))
     for (_, direction), sites in tables.items():
         title = f"{_format_modules(map(_module_or_function, sites))}, {direction}"
         equal = grouped(sites, lambda x: dataclasses.replace(x, module="", runs=0, flops=0, bytes=0))
-        yield title, _COLUMNS, list(map(_op_row, equal.values()))
+        yield Table([_COLUMNS, *map(_op_row, equal.values())], title)
 
 
 def _attention_row(sites: Sequence[AttentionSite]) -> tuple[str, ...]:
@@ -295,7 +286,7 @@ def _format_bytes(n: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionDiff:
+class PrecisionDiff(Report):
     """The differences between two reports of one program. `print` shows a line for each op with other dtypes.
 
     Attributes:
@@ -323,13 +314,13 @@ class PrecisionDiff:
         pairs = (pair for key, rows in befores.items() for pair in zip(rows, afters.get(key, ()), strict=False))
         return [(a, b) for a, b in pairs if (a.compute, a.output) != (b.compute, b.output)]
 
-    def __str__(self) -> str:
+    def _content(self) -> Content:
         before, after = self.before.summary(), self.after.summary()
-        lines = [f"{name}: {_format(before[name])} -> {_format(after[name])}" for name in before]
+        lines = (f"{name}: {_format(before[name])} -> {_format(after[name])}\n" for name in before)
         rows = [("op", "compute", "why", "sites", "module", "source")]
         for (*op, source), pairs in grouped(self.changes, _change).items():
             rows.append((*op, str(len(pairs)), _format_modules(a.module for a, _ in pairs), source))
-        return "\n".join([*lines, "", format_table(rows, align_right=False)])
+        return "".join(lines), [Table(rows)], []
 
 
 def _change(pair: tuple[OpSite, OpSite]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp.debug import _compare
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, precise
-from jmp_amp.debug._report import Report, as_jit_takes, check_without_autocast
+from jmp_amp.debug._report import Content, Report, Table, as_jit_takes, check_without_autocast
 
 _OPTIONS: list[dict[str, str]] = [{}, {"attention": "cudnn"}, {"residual_stream": "low"}]
 _OPTIONS.append(_OPTIONS[1] | _OPTIONS[2])  # the plainest are compiled first
@@ -33,11 +33,8 @@ def fastest(
     settings: Sequence[Any] = SETTINGS,
     *,
     tolerance: float | None = None,
-    loss_scale: float | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    transform: Callable = _compare.floating_value_and_grad,
     max_seconds: float = 600.0,
+    **options: Unpack[_compare.GradOptions],
 ) -> "Callable[..., Timings]":
     """Returns a function that measures a gradient of `fun` under several settings of `autocast`, on your device.
 
@@ -57,12 +54,8 @@ def fastest(
             and with both.
         tolerance: the largest error of the gradient that is acceptable, such as 1e-2. The table marks the first,
             which is the fastest, with at most that, and says what to write.
-        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the gradients overflow, down to
-            1.
-        argnums: as in `jax.value_and_grad`.
-        has_aux: as in `jax.value_and_grad`.
-        transform: as in `amp.debug.compare`.
         max_seconds: after so many seconds nothing more is compiled, and what was compiled is timed by one run.
+        **options: `loss_scale`, `argnums`, `has_aux` and `transform` of the gradient, as in `amp.debug.compare`.
 
     Returns:
         A function with the signature of `fun` that returns `Timings`; `print` it.
@@ -84,17 +77,17 @@ def fastest(
         True
     """
     check_without_autocast(fun, "fastest", ", and the options of `autocast` as `settings`")
-    options = [dict(x) if isinstance(x, Mapping) else {"dtype": x} for x in ("float32", *settings)]
-    programs = [(each, autocast(fun, **each)) for each in options]
+    compared = [dict(x) if isinstance(x, Mapping) else {"dtype": x} for x in ("float32", *settings)]
+    programs = [(each, autocast(fun, **each)) for each in compared]
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"`tolerance` must be positive, got {quote(tolerance)}; 1e-2 allows an error of 1 percent")
     check_seconds(max_seconds)
-    grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
+    loss_scale, grad_options = _compare.parse_grad_options(**options)
 
     @functools.wraps(fun, updated=())
     def measured(*args: Any, **kwargs: Any) -> Timings:
         check_concrete((args, kwargs), "fastest")
-        args, kwargs = as_jit_takes(fun, args, kwargs, if_needed=True)
+        args, kwargs = as_jit_takes(args, kwargs)
         clock, pool, runs = Clock(max_seconds), futures.ThreadPoolExecutor(), _RUNS * (jax.default_backend() != "cpu")
         texts, same, compiling = set[str](), list[Any](), list[Any]()
         arrays, rebuild = jx.split_arrays((args, kwargs))
@@ -241,7 +234,7 @@ class Timings(Report):
         """
         return next((row for row in self.rows if row.error <= (self.tolerance or -1)), None)
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         base = next((row.seconds for row in self.rows if row.options == {"dtype": "float32"}), math.nan)
         head = "setting", "ms", "x float32", "peak GB", "temporary GB", "gradient error"
         rows, notes = list[tuple[str, ...]]([head]), list[str]()
@@ -259,4 +252,4 @@ class Timings(Report):
             notes.append(f"No setting was found to have an error of at most {self.tolerance:g}.")
         if not self.is_timed:
             notes.append("Times mean nothing without an accelerator; run this on the device that you train on.")
-        return f"A gradient on {self.device}", rows, [*notes, *self.notes]
+        return f"A gradient on {self.device}", [Table(rows)], [*notes, *self.notes]

@@ -179,30 +179,9 @@ class Node:
         return bool(self.summary.dtype)
 
     @property
-    def reads(self) -> list["Node"]:
-        """The values that it was computed from, outside of the branch that reads them."""
-        return [x.outside for x in self.operands]
-
-    @property
     def parents(self) -> list["Node"]:
         """The values that it was computed from."""
         return [*self.operands, *([self.source] if self.source else [])]
-
-    @property
-    def uncast(self) -> "Node":
-        """The value before casts."""
-        is_cast = self.primitive == "convert_element_type" and self.operands[0].is_floating
-        return self.operands[0].outside.uncast if is_cast else self
-
-    @property
-    def outside(self) -> "Node":
-        """The value that an argument of a branch is outside of it."""
-        node = self
-        while node.eqn is None and node.source and node.place and node.source.place:
-            if node.place.iteration != node.source.place.iteration:
-                break
-            node = node.source
-        return node
 
 
 class Cell(NamedTuple):

@@ -1,4 +1,4 @@
-"""`first_nonfinite`: the op that made the results of a program non-finite, and its cure."""
+"""`first_nonfinite`: the op that made the results of a program non-finite, and the lines that need float32."""
 
 import bisect
 import dataclasses
@@ -22,9 +22,19 @@ from jmp_amp._trees import all_finite
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluator, Interpretation, applies_loss_scale
-from jmp_amp.debug._nodes import NO_SUMMARY, Id, Node, Place, Summary, argument_id, is_low, nearest, summary_of
+from jmp_amp.debug._nodes import (
+    NO_SUMMARY,
+    Id,
+    Node,
+    Place,
+    Summary,
+    argument_id,
+    is_low,
+    merge_equal,
+    nearest,
+    summary_of,
+)
 from jmp_amp.debug._report import as_jit_takes, check_callable
-from jmp_amp.debug._trials import Cure, Trials, lines_in_float32
 
 _MANY = 100  # different ops; a program of more is run as a whole first
 _GUIDE = "docs/my-loss-is-nan.md#"
@@ -55,18 +65,17 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     program is evaluated in float64, too. If the results differ, or the time is over before that is known, the op is
     reported.
 
-    The cause is what was seen: the element that is 0, outside of the domain or too large, and where it comes from. A
-    cure is a function that is equal to a part of the program, such as `jax.nn.softplus(x)` for `log(1 + exp(x))`, or a
-    line in float32. It is reported if the program with it was run: its value and gradient are finite, and in
-    float64 equal to those of the program. Where the names of the user are not known, the report has no cure.
+    The cause is what was seen: the element that is 0, outside of the domain or too large, and where it comes from. If
+    the program is finite in float32, the cure is a line to compute in float32, or two, with which the program was run.
+    Formulas that stay finite are in the section of the documentation that the report names.
 
     Args:
         fun: any function that JAX can trace. Its arguments are pytrees of arrays and of any other objects. Python
             numbers in them, such as a count of steps, are arrays, as in `jax.jit`. An argument that is a number stays
-            one, unless `fun` raises for it.
-        max_seconds: after so many seconds, no more ops are evaluated and no more cures tried; the report names what was
-            left out. If no op made a value non-finite until then, it says how many of the ops were seen. An op, a
-            compiled loop or a cure that has begun is finished. Progress is shown on stderr after 5 seconds.
+            one, and so do numbers beside functions and strings, as in an Equinox module under `equinox.filter_jit`.
+        max_seconds: after so many seconds, no more ops are evaluated and no more lines tried in float32; the report
+            names what was left out. If no op made a value non-finite until then, it says how many of the ops were seen.
+            An op or a compiled loop that has begun is finished. Progress is shown on stderr after 5 seconds.
 
     Returns:
         A function with the signature of `fun`. It returns a `NonFinite`, or None if all results of `fun` are finite.
@@ -99,7 +108,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         clock = Clock(max_seconds)
         with emulated():
-            args, kwargs = as_jit_takes(fun, args, kwargs, np.floating)
+            args, kwargs = as_jit_takes(args, kwargs)
             program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(
@@ -134,8 +143,8 @@ class NonFinite(jx.Site):
         result: the first non-finite result.
         cause: what was seen: an element that is 0, outside of the domain or too large, and where it comes from.
         guide: the section of the documentation on this kind of cause.
-        cure: an equal function, in the names of the user, or a line to compute in float32; empty if none passed.
-        tried: what was seen when the program ran with the cure.
+        cure: the lines to compute in float32; empty if float32 is not enough.
+        tried: what was seen when the program ran with these lines in float32.
         leaf: the nearest leaf of an argument that the op was computed from, such as `"params['layers'][2]['w']"`, which
             tells apart layers that share a line; empty if there is none.
         hidden_by: the line of the op that hides the infinity, if all results are finite.
@@ -361,7 +370,7 @@ def _first_harmful(evaluation: Interpretation, candidates: Sequence[Id]) -> Id:
 
 
 def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
-    """Reports an op: what is seen there, whether float32 is enough, and the cure that passes.
+    """Reports an op: what is seen there, whether float32 is enough, and for which lines.
 
     Args:
         evaluation: of the program.
@@ -369,17 +378,18 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
         hider: the first result that is finite again, if all results of the program are finite.
         rest: what was not evaluated, for lack of time, although it tells whether the infinity is intended.
     """
-    trials, found = Trials(evaluation, node), dict[str, Any]()
-    cause = diagnose_op(evaluation, trials.node, trials.node in trials.primal)
+    merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
+    results = [merged[x.node] for x in evaluation.results]
+    cause = diagnose_op(evaluation, merged[node], _is_primal(merged[node], results, evaluation.nodes))
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
         text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
         cause = Cause("too-large-a-loss-scale", text)
     elif rest or evaluation.evaluator.clock.is_late:
         rest = f"{rest}, so this infinity may be intended; " if rest else ""
-        found = {"left_out": f"{rest}the program in float32, and cures: the time was over"}
+        found = {"left_out": f"{rest}the program in float32: the time was over"}
     elif cause.section != CONSTANT:
-        found = _tried(trials, node, cause, has_cures=not rule_of(node.eqn).is_product and not hider)
+        found = _tried(evaluation, merged[node], cause)
     return NonFinite(
         **vars(node.place.site),
         library=jx.lines_of(node.place.eqns)[1],
@@ -408,21 +418,67 @@ def _smaller_loss_scale(evaluation: Interpretation, node: Node) -> int | None:
     return None if k == len(steps) else steps[k]
 
 
-def _tried(trials: Trials, node: Node, cause: Cause, has_cures: bool) -> dict[str, Any]:
-    """Runs the program in float32, and with cures; returns what passed, as fields of a `NonFinite`."""
-    finite_in_float32, sentence, exact = _in_float32(trials)
-    found = trials.cure() if has_cures else Cure()
+def _is_primal(node: Node, results: Sequence[Node], nodes: Sequence[Node]) -> bool:
+    """Whether an op is not of a derivative, or is of the function that is differentiated.
+
+    Args:
+        node: a result of the op.
+        results: those of the program.
+        nodes: all values of the program.
+    """
+    if not _is_derivative(node):
+        return True
+    is_forward = lambda x: x.is_floating and not x.is_backward  # noqa: E731
+    ends = [x for x in results if is_forward(x) and any(map(_is_derivative, nearest([x])))]
+    if not ends:  # of a gradient alone, the last value that the forward pass reads
+        once = [x for x in nodes if x.eqn and is_forward(x) and _is_derivative(x) and not x.place.iteration]
+        ends = [x for x in once if not all(y.is_backward for y in x.readers)][-1:]
+    return node in nearest([x for x in ends if not x.summary.shape] or ends)
+
+
+def _is_derivative(node: Node) -> bool:
+    """Whether an op belongs to the derivative of a function, its forward pass included."""
+    return node.place is not None and any(jx.is_of_derivative(eqn.source_info.name_stack) for eqn in node.place.eqns)
+
+
+def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, Any]:
+    """Runs the program in float32, and lines of it; returns what was seen, as fields of a `NonFinite`."""
+    finite_in_float32, sentence, exact = _in_float32(evaluation, node)
+    found: dict[str, Any] = {"finite_in_float32": finite_in_float32, "in_float32": sentence}
     lines = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
     for line in lines if finite_in_float32 else ():
-        if not found.cure:
-            new = lines_in_float32(trials.evaluation.evaluator, exact, [line])
-            found = new._replace(left_out=found.left_out or new.left_out)
-    return found._asdict() | {"finite_in_float32": finite_in_float32, "in_float32": sentence}
+        if "cure" not in found:
+            found |= _lines_in_float32(evaluation.evaluator, exact, [line])
+    return found
 
 
-def _in_float32(trials: Trials) -> tuple[bool | None, str, list[Any]]:
+def _lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> dict[str, str]:
+    """Finds lines that are enough to compute in float32 for some results: these, and that of the next fault."""
+    numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
+    region = functools.cache(lambda eqns: jx.site_of(eqns).source.partition(" (")[0] in numbers)
+    run = dataclasses.replace(evaluator, wide=FLOAT32, region=region).run()
+    if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
+        text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
+        cure = f"compute {' and '.join(lines)} in float32: {text}"
+        return {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
+    others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
+    if len(lines) == 2 or not others or run.is_stopped:
+        return {"left_out": "lines in float32: the time was over"} if run.is_stopped else {}
+    return _lines_in_float32(evaluator, exact, [*lines, others[0]])
+
+
+@np.errstate(all="ignore")
+def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
+    """Returns the relative error of arrays, by their norms, and at least that of float32; infinite if not finite."""
+    flat, exact_flat = (np.concatenate([np.zeros(1), *(np.ravel(x) for x in y)]) for y in (arrays, exact))
+    norm = max(float(np.linalg.norm(exact_flat)), float(jnp.finfo(jnp.float32).tiny))  # what is smaller may be 0
+    error = float(np.linalg.norm(flat - exact_flat)) / norm
+    return max(error, 1e-7) if np.isfinite(flat).all() else math.inf
+
+
+def _in_float32(evaluation: Interpretation, node: Node) -> tuple[bool | None, str, list[Any]]:
     """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
-    evaluator, node = trials.evaluation.evaluator, trials.node
+    evaluator = evaluation.evaluator
     if not any(is_low(atom) for eqn in evaluator.ops for atom in (*eqn.invars, *eqn.outvars)):
         return False, "the program computes nothing in low precision: precision is not the cause", []
     constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)

@@ -1,18 +1,16 @@
 """What the tools share: checks of their arguments, lines of code, parameters on the host, and tables."""
 
 import html
-import math
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import finished, new_figure
 
 T = TypeVar("T")
@@ -31,40 +29,22 @@ def check_without_autocast(fun: Any, name: str, cure: str = "") -> None:
         raise TypeError(f"`fun` is already under `autocast`; pass the function without it to `{name}`{cure}")
 
 
-def as_jit_takes(
-    fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *also: type, if_needed: bool = False
-) -> tuple[Any, Any]:
+def as_jit_takes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns the arguments of a call as `jax.jit` takes them: Python numbers in them, but for bools, are arrays.
 
-    An argument that is a number itself stays one, as with `static_argnums`, unless `fun` raises for it. All numbers
-    stay if `fun` raises for these arrays, too, as for the size of a shape.
-
-    Args:
-        fun: the function. If there are numbers, it is traced.
-        args: its arguments.
-        kwargs: likewise.
-        also: more types of leaves that count as arrays.
-        if_needed: whether the numbers stay if `fun` takes them.
+    An argument that is a number itself stays one, as with `static_argnums`. All numbers stay in an argument that
+    `jax.jit` does not take, with a string, a function or a module that can be called, as in `equinox.filter_jit`.
     """
+    return [*map(_as_jit_takes, args)], {name: _as_jit_takes(x) for name, x in kwargs.items()}
 
-    def is_number(x: Any) -> bool:
-        return isinstance(x, int | float | complex | np.number) and not isinstance(x, bool)
 
-    if not any(map(is_number, jax.tree.leaves((args, kwargs)))):
-        return args, kwargs
-    # A path has an entry for `args` or `kwargs`, one for the argument, and others for what is inside of it.
-    for depth in (math.inf, 2, 1) if if_needed else (2, 1):
-        try:
-            changed = jax.tree.map_with_path(
-                lambda path, x, depth=depth: jnp.asarray(x) if is_number(x) and len(path) > depth else x, (args, kwargs)
-            )
-            jx.trace_call(fun, *changed, *also)
-            return changed
-        except (ArithmeticError, AttributeError, TypeError):  # of numbers, or of arrays in their place
-            pass
-        except Exception:
-            break
-    return args, kwargs
+def _as_jit_takes(arg: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arg, is_leaf=callable)
+    is_number = [isinstance(x, int | float | complex | np.number) and not isinstance(x, bool) for x in leaves]
+    is_taken = [not callable(x) and (hasattr(x, "dtype") or isinstance(x, int | float | complex)) for x in leaves]
+    if jax.tree_util.treedef_is_leaf(tree) or not any(is_number) or not all(is_taken):
+        return arg
+    return jax.tree.unflatten(tree, [jnp.asarray(x) if ok else x for x, ok in zip(leaves, is_number, strict=True)])
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -104,23 +84,41 @@ def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str
     return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
+class Table(NamedTuple):
+    """A table of a report: its rows, the first of which is the head, and its title."""
+
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+Content = tuple[str, Sequence[Table], Sequence[str]]
+
+
 class Report:
-    """A report that `print` and notebooks show as a title, a table and notes. A subclass has this `_content`."""
+    """A report that `print` and notebooks show as a title, tables and notes. A subclass has this `_content`."""
 
-    _aligns_right = False  # the columns of the table, as for numbers
+    _aligns_right = False  # the columns of the tables, as for numbers
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
-        """Returns the title, the rows of the table, the first of which is its head, and the notes."""
+    def _content(self) -> Content:
+        """Returns the title, the tables, and the notes."""
         raise NotImplementedError
 
+    def _content_of_notebook(self) -> Content:
+        """Returns what a notebook shows, whose tables can be folded."""
+        return self._content()
+
     def __str__(self) -> str:
-        title, rows, notes = self._content()
-        return "\n".join(filter(None, [title, format_table(rows, self._aligns_right) if rows else "", *notes]))
+        title, tables, notes = self._content()
+        lines = [title] * bool(title)
+        for table in tables:
+            lines += ["", table.title] if table.title else []
+            lines.append(format_table(table.rows, self._aligns_right))
+        return "\n".join([*lines, *[""] * any(table.title for table in tables), *notes])
 
     def _repr_html_(self) -> str:
-        title, rows, notes = self._content()
-        first, *rest = [f"<p>{html.escape(line)}</p>" for line in (title, *notes)]
-        return "".join([first * bool(title), html_table(rows[0], rows[1:]) if rows else "", *rest])
+        title, tables, notes = self._content_of_notebook()
+        first, last = ("".join(f"<p>{html.escape(x)}</p>" for x in lines) for lines in (title.splitlines(), notes))
+        return "".join([first, *map(_html_table, tables), last])
 
 
 class Plot(Report):
@@ -146,10 +144,12 @@ class Plot(Report):
         return finished(figure, path)
 
 
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns rows of equal length as a table in HTML."""
+def _html_table(table: Table) -> str:
+    """Returns a table in HTML; one with a title can be unfolded."""
+    head, *rows = table.rows
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table>{''.join(f'<th>{column}</th>' for column in head)}{cells}</table>"
+    text = f"<table>{''.join(f'<th>{column}</th>' for column in head)}{cells}</table>"
+    return f"<details><summary>{html.escape(table.title)}</summary>{text}</details>" if table.title else text
 
 
 def without_numbers(module: str) -> str:

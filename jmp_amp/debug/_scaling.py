@@ -103,7 +103,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
     @functools.wraps(step, updated=())
     def check(*args: Any, **kwargs: Any) -> None:
-        args, kwargs = as_jit_takes(step, args, kwargs, jax.ShapeDtypeStruct)
+        args, kwargs = as_jit_takes(args, kwargs)
         program, arrays, rebuild = jx.trace_call(results_by_path, args, kwargs, jax.ShapeDtypeStruct)
         # The loss scale of each `LossScaleState`, by its position among the arrays.
         states = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, LossScaleState))

@@ -12,16 +12,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import AutocastOptions, OpSite, full_precision, parse_rules, parse_settings
+from jmp_amp._autocast import OpSite, full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp._formats import Format
 from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._compare import floating_value_and_grad, relative_error
-from jmp_amp.debug._emulation import Emulation, Probe
+from jmp_amp.debug._compare import relative_error
+from jmp_amp.debug._emulation import Emulation, EmulationOptions, Probe, split_options
 from jmp_amp.debug._explain import PrecisionReport, explain, low_share
-from jmp_amp.debug._report import Plot, check_without_autocast, format_percent, without_numbers
+from jmp_amp.debug._report import Content, Plot, Table, check_without_autocast, format_percent, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _MOST = 2  # compilations with rules
@@ -33,12 +33,8 @@ def suggest_rules(
     fun: Callable,
     dtype: Any = None,
     *,
-    loss_scale: float | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    transform: Callable = floating_value_and_grad,
     max_seconds: float = 60.0,
-    **options: Unpack[AutocastOptions],
+    **options: Unpack[EmulationOptions],
 ) -> "Callable[..., Suggestion]":
     """Returns a function that finds a small set of rules with which the gradient of `fun` is accurate.
 
@@ -55,14 +51,10 @@ def suggest_rules(
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
         dtype: the compute dtype, as for `autocast`.
-        loss_scale: multiplies the loss. None starts at 2^16 and halves the scale while the gradients overflow, down to
-            1.
-        argnums: as in `jax.value_and_grad`.
-        has_aux: as in `jax.value_and_grad`.
-        transform: as in `amp.debug.compare`.
         max_seconds: after so many seconds, no more rules are looked for; the report says what was left out. A
             compilation that has begun is finished, which may take longer.
-        **options: other options of `autocast`: `weight_grad_dtype`, `residual_stream`.
+        **options: `loss_scale`, `argnums`, `has_aux` and `transform` of the gradient, as in `amp.debug.compare`; and
+            other options of `autocast`: `weight_grad_dtype`, `residual_stream`.
 
     Returns:
         A function that takes the arguments of `fun` and the keyword argument `tol`, and returns `(rules, report)`.
@@ -97,9 +89,9 @@ def suggest_rules(
             "`amp.full_precision` in `fun`"
         )
     check_seconds(max_seconds)
-    given: dict[str, Any] = {"dtype": dtype, **options}
+    autocast_options, grad_options = split_options(options)
+    given: dict[str, Any] = {"dtype": dtype, **autocast_options}
     form = parse_settings(**given).format
-    grad_options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "transform": transform}
 
     @functools.wraps(fun, updated=())
     def suggest(*args: Any, tol: float | None = 1e-2, **kwargs: Any) -> Suggestion:
@@ -124,7 +116,7 @@ def suggest_rules(
             program, options = with_rules(keys, value)
             return explain(program, **options)(*args, **kwargs)
 
-        return _suggested(_Candidate(emulate, report, emulate([], "full"), loss_scale, clock), form, tol)
+        return _suggested(_Candidate(emulate, report, emulate([], "full"), clock), form, tol)
 
     return suggest
 
@@ -211,7 +203,7 @@ class SuggestionReport(Plot):
         """The lines to put `with amp.full_precision():` around."""
         return tuple(str(row.key) for row in self.rows if isinstance(row.key, jx.Frame)) if self.tol is not None else ()
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         title, rows = f"gradient error in {self.dtype}: {self.rows[0].error:.1e} without rules", self.rows[1:]
         if self.tol is not None and rows:
             title += f", {self.error:.1e} with these rules (tol={self.tol:g}, {self.compilations} compilations)"
@@ -226,7 +218,8 @@ class SuggestionReport(Plot):
                 f"No rules meet `tol`: with all of them the error is {self.error_floor:.1e}. Check the code for casts "
                 "and `precision` regions, and the gradients for overflow at every loss scale."
             )
-        return title, [(f"{self.value}, added", "low FLOPs", "error"), *cells] if rows else [], notes
+        head = f"{self.value}, added", "low FLOPs", "error"
+        return title, [Table([head, *cells])] if rows else [], notes
 
     def _draw(self, figure: Any) -> None:
         axes = figure.subplots()
@@ -262,7 +255,6 @@ class _Candidate:
         emulate: compiles the program with other rules, given their keys and their value.
         report: explains the program with other rules, given as well.
         emulation: this one. Its roundings can be left out.
-        loss_scale: that of `suggest_rules`.
         clock: says when to stop.
         rules: the keys of the rules that it has: patterns of modules, primitives and lines.
         value: the value of the rules: `"full"`, or the base dtype of a float8 format.
@@ -271,7 +263,6 @@ class _Candidate:
     emulate: Callable[[Sequence[Any], str], Emulation]
     report: Callable[[tuple[Any, ...], str], PrecisionReport]
     emulation: Emulation
-    loss_scale: float | None
     clock: Clock
     rules: Sequence[Any] = ()
     value: str = "full"
@@ -394,7 +385,7 @@ class _Candidate:
 
     def _error(self, on: np.ndarray) -> float:
         exact = self._exact.grads  # whose error comes first
-        return relative_error(run_scaled(self.emulation, on, self.loss_scale)[0].grads, exact)
+        return relative_error(run_scaled(self.emulation, on)[0].grads, exact)
 
     @functools.cached_property
     def _exact(self) -> Probe:

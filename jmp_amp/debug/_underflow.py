@@ -13,7 +13,7 @@ from jmp_amp._calls import check_concrete
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import to_number
 from jmp_amp._trees import is_inexact
-from jmp_amp.debug._report import Plot, flat_on_host, format_percent, leaf_name, module_name
+from jmp_amp.debug._report import Content, Plot, Table, flat_on_host, format_percent, leaf_name, module_name
 
 _IN_RANGE, _OUT_OF_RANGE, _RANGE = "#3b6fb6", "#c8443c", "#c9daf0"
 
@@ -178,13 +178,13 @@ class Underflow(Plot):
     dtype: str
     exponents: Mapping[str, Mapping[int | None, int]] = dataclasses.field(repr=False)
 
-    def _content(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+    def _content(self) -> Content:
         scale = "scaled" if self.loss_scale is None else f"x2^{np.log2(self.loss_scale):g}"
         titles = ("gradient", "size", f"zero {scale}", "subnormal", "zero x1", "subnormal", "overflow", "largest")
         lines: list[tuple[str, ...]] = [titles]
         for path, size, *shares, largest in (*self.rows, self.total):
             lines.append((path, f"{size}", *map(format_percent, shares), "-" if largest is None else f"2^{largest}"))
-        return "", [line if self.loss_scale != 1 else (*line[:4], *line[6:]) for line in lines], []
+        return "", [Table([line if self.loss_scale != 1 else (*line[:4], *line[6:]) for line in lines])], []
 
     def _draw(self, figure: Any) -> None:
         figure.set_size_inches(8, 1.5 + 0.55 * len(self.exponents))
