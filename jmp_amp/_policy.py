@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_amp._calls import quote, shorten, with_options
+from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import ALLOWED_DTYPES, FLOAT32, FORMATS, parse_compute_dtype, parse_dtype
 from jmp_amp._trees import cast_floating
 
 T = TypeVar("T")
 
 
-@with_options
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """The dtypes of parameters, computation and outputs.

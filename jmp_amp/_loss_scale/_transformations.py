@@ -11,7 +11,7 @@ from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, describe, quote, takes_options, with_inner_state
+from jmp_amp._calls import check_type, describe, quote, with_inner_state
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import (
     LossScale,
@@ -44,7 +44,6 @@ class UnscaleAndCheckState(NamedTuple):
     last_finite: jax.Array | None
 
 
-@takes_options
 def unscale_and_check(
     axis_name: _gradients.AxisName | None = None, *, implementation: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -133,7 +132,6 @@ class DynamicLossScaleState(NamedTuple):
     nonfinite_leaves: Any = None
 
 
-@takes_options
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale = LossScale(),  # noqa: B008 (frozen)
