@@ -140,7 +140,6 @@ _FIELDS = {key: name for name in ("params", "compute", "output") for key in (nam
 
 NAMED_POLICIES = {
     **{f"mixed_{name}": Policy("float32", name, "float32") for name, form in FORMATS.items() if form.is_low},
-    **{name: Policy(name, name, name) for name in ("float32", "float16", "bfloat16")},
     "O0": Policy("float32", "float32", "float32"),
     "O1": Policy("float32", "float16", "float32"),
     "O2": Policy("float16", "float16", "float32"),

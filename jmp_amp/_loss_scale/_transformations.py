@@ -1,5 +1,6 @@
 """The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from jmp_amp._loss_scale._rule import (
     to_number,
     to_scale,
 )
-from jmp_amp._trees import is_value, select_tree
+from jmp_amp._trees import is_value
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -287,7 +288,7 @@ def _disable_check(path: Any, x: Any) -> Any:
 
 
 def _zeros_unless(is_finite: jax.Array, tree: Any) -> Any:
-    return select_tree(is_finite, tree, jax.tree.map(jnp.zeros_like, tree))
+    return jax.tree.map(lambda x: lax.select(is_finite, x, jnp.zeros_like(x)), tree)
 
 
 def _step_if_finite(
@@ -301,7 +302,7 @@ def _step_if_finite(
     _check_same_structure(state, new_state, checks_axes=has_branches)
     if has_branches:
         return lax.cond(is_finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
-    return select_tree(is_finite, (updates, new_state), (jax.tree.map(jnp.zeros_like, updates), state))
+    return _zeros_unless(is_finite, updates), jax.tree.map(functools.partial(lax.select, is_finite), new_state, state)
 
 
 def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, checks_axes: bool) -> None:
