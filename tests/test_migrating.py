@@ -58,7 +58,8 @@ def assert_trees_close(a, b, rtol=1e-2):
 
 def test_every_row_has_a_test():
     table, found = "", set()
-    for line in PAGE.read_text().splitlines():
+    calls, _, _ = PAGE.read_text().partition("## Differences from torch.amp")  # in test_autocast_torch_lists.py
+    for line in calls.splitlines():
         if line.startswith("## "):
             table = line.removeprefix("## ").strip()
         elif line.startswith("| ") and not line.endswith("| here |"):
