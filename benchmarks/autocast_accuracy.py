@@ -5,9 +5,12 @@
 Everything runs on the CPU, in minutes.
 """
 
-import cpu  # first: it sets a flag of XLA
+import itertools
+
+import cpu  # first of these: it sets a flag of XLA
 import jax
 import numpy as np
+import product_algorithms
 from accuracy_models import CASES
 from jax import lax
 from report import arguments, head, report
@@ -106,13 +109,9 @@ def main():
     options = parser.parse_args()
     seeds = options.sets * SEEDS
     by = f"{seeds} seeds with JAX {jax.__version__} on {cpu.features()}, by `benchmarks/autocast_accuracy.py`."
-    report(
-        "Accuracy",
-        f"{WHY}\n\n{by}",
-        table({name: case for name, case in CASES.items() if options.only in name}, options.sets),
-        NOTES,
-        options.out,
-    )
+    errors = table({name: case for name, case in CASES.items() if options.only in name}, options.sets)
+    lines = itertools.chain(errors, [NOTES.rstrip()], product_algorithms.section())
+    report("Accuracy", f"{WHY}\n\n{by}", lines, "", options.out)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
 """Errors of float32 products on matrix units: one product of float32, or several of bfloat16 parts.
 
-    JAX_PLATFORMS=cpu python benchmarks/product_algorithms.py [--out docs/benchmarks/product_algorithms.md]
-
-A CPU computes all of them in float32, so the algorithms are written out here. It takes seconds.
+It is the last section of the page of `autocast_accuracy.py`. A CPU computes all of them in float32, so the algorithms
+are written out here.
 """
 
 import jax.numpy as jnp
 import numpy as np
-from report import arguments, head, report, row
+from report import head, row
 
 PARTS = {"bfloat16": 1, "bfloat16_x3": 2, "bfloat16_x6": 3}  # the bfloat16 numbers that a float32 is split into
 SIZES = (64, 512, 4096)  # terms of a sum
 
-WHY = """\
+WHY = """
+## Float32 products on matrix units
+
 `with amp.precision("bfloat16_x3"):`, or the same as a rule of a scope, lets float32 products run on matrix units: an
 operand is split into a sum of bfloat16 numbers, and the products of these are added in float32 ([Henry, Tang and
 Heinecke, 2019](https://arxiv.org/abs/1904.06376)). For you: where a product must be float32, `"bfloat16_x6"` is as
-accurate, and `"bfloat16_x3"` is accurate to 4e-6 at half the work."""
+accurate, and `"bfloat16_x3"` is accurate to 4e-6 at half the work.
+"""
 NOTES = """
 The error of a product of normally distributed matrices is the L2 norm of its difference to float64, over the norm of
 the product. The squared distances are |x|² + |y|² - 2 x·y of points in 64 dimensions that are a hundredth of their
@@ -67,15 +69,12 @@ def distance_error(algorithm):
     return np.max(np.abs(squared(x, y, product(x, y.T, algorithm)) - exact) / exact)
 
 
-def table():
-    """Yields the lines of a Markdown table."""
+def section():
+    """Yields the lines of the section."""
+    yield WHY
     yield from head("format", "products", *(f"error, {n} terms" for n in SIZES), "squared distances")
     for algorithm in ("float32", "bfloat16_x6", "bfloat16_x3", "bfloat16"):
         n = PARTS.get(algorithm, 1)
         errors = (f"{product_error(terms, algorithm):.1e}" for terms in SIZES)
         yield row(f"`{algorithm}`", n * (n + 1) // 2, *errors, f"{distance_error(algorithm):.1e}")
-
-
-if __name__ == "__main__":
-    options = arguments(__doc__).parse_args()
-    report("Float32 products on matrix units", WHY, table(), NOTES, options.out)
+    yield NOTES.rstrip()

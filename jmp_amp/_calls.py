@@ -1,6 +1,5 @@
 """Errors and warnings that say what to write: for misplaced arguments, tracers and missing packages."""
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -8,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar, get_args
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,72 +16,6 @@ import numpy as np
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
-
-# The functions and classes that have an option, by its name. One is of the function that a tool returns.
-_OWNERS: dict[str, list[str]] = {"tol": ["debug.suggest_rules(fun)"]}
-# The names that options have elsewhere, as in flax, apex, DeepSpeed, Megatron-LM, Keras and jmp.
-_OTHER_NAMES = {
-    "policy": "dtype",
-    **dict.fromkeys(("scale", "loss_scale", "initial_scale"), "init_scale"),
-    **dict.fromkeys(("scale_window", "dynamic_growth_steps", "period"), "growth_interval"),
-    **dict.fromkeys(("minimum_scale", "min_loss_scale"), "min_scale"),
-    "max_loss_scale": "max_scale",
-    "delayed_shift": "hysteresis",
-}
-
-
-def takes_options(call: Callable[P, R], name: str | None = None) -> Callable[P, R]:
-    """Decorates a public function, so that an option that it does not have raises TypeError with what to write.
-
-    That is the function that the option belongs to, or the option with the nearest name.
-    """
-    name, options = name or call.__name__, options_of(call)
-    if not call.__module__.startswith(("jmp_amp.debug", "jmp_amp.interop")):  # they have the options of others
-        for option in options:
-            _OWNERS.setdefault(option, []).append(name)
-    parameters = [*inspect.signature(call).parameters.values()]
-    first, last = parameters[0], parameters[-1]
-    is_open = last.kind is last.VAR_KEYWORD and not get_args(last.annotation)  # it passes on what it does not know
-
-    @functools.wraps(call)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        unknown = [option for option in kwargs if option != first.name and option not in options]
-        try:
-            if is_open or not unknown:
-                return call(*args, **kwargs)
-        except TypeError as error:
-            unknown = [option for option in unknown if f"unexpected keyword argument '{option}'" in str(error)]
-            if not unknown:
-                raise
-        raise TypeError(f"`{name}` has no option `{shorten(unknown[0])}`{_cure(unknown[0], name, options)}")
-
-    return checked
-
-
-def options_of(call: Callable) -> list[str]:
-    """Returns the names of the options of a function, and of those that it passes on if `**options` have a type."""
-    parameters = [*inspect.signature(call).parameters.values()][1:]
-    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    passed_on = [each for p in parameters if p.kind is p.VAR_KEYWORD for each in get_args(p.annotation)]
-    return [*names, *(name for each in passed_on for name in each.__annotations__)]
-
-
-def _cure(option: str, name: str, options: list[str]) -> str:
-    """Returns what to write for an option that a function does not have."""
-    if _OTHER_NAMES.get(option) in options:
-        return f"; write `{_OTHER_NAMES[option]}=...`"
-    owners = [owner for owner in _OWNERS.get(option, []) if owner != name]
-    if owners:
-        has_it = ", ".join(f"`amp.{owner}`" for owner in owners)
-        return f", which is one of {has_it}: write `amp.{owners[0]}({option}=...)`"
-    near = difflib.get_close_matches(option, options, 1)
-    return f"; write `{near[0]}=...`" if near else f"; its options are {', '.join(f'`{each}`' for each in options)}"
-
-
-def with_options(cls: C) -> C:
-    """Decorates a public dataclass as `takes_options` does a function."""
-    cls.__init__ = takes_options(cls.__init__, cls.__name__)  # type: ignore[misc]
-    return cls
 
 
 def with_inner_state(cls: C) -> C:
@@ -119,7 +52,7 @@ def transformation(transform: Callable[P, R]) -> Callable[P, R]:
             )
         return transform(*args, **kwargs)
 
-    return takes_options(checked)
+    return checked
 
 
 def describe(value: Any) -> str:

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._formats import FLOAT32, parse_dtype
+from jmp_amp._formats import parse_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -142,35 +142,27 @@ jx.HIGHER_ORDER[_cast_inputs_p.name] = jx.HigherOrder(
 )
 
 
+_LOW = re.compile(r"\b(?:bfloat16|bf16|float16|fp16|f16)\b")
+_REFUSAL = re.compile(_LOW.pattern + r".*\b(?:got|dtype:) (?:float32|fp32|f32)\b", re.DOTALL)
 _OF_SEVERAL = re.compile(r"\b(?:same|equal|identical|match|mismatch|differ|promotion)")  # a program that mixes dtypes
 
 
-def note_refusal(error: Exception, dtype: Any, trace: Callable[[Callable[[Any], Any]], Any]) -> None:
-    """Adds a note that names `cast_inputs` to the error of a function that takes no float32, and to no other.
+def note_refusal(error: Exception, dtype: Any) -> None:
+    """Adds a note that names `cast_inputs` to the error of a kernel that asks for 16 bits and got float32.
 
-    It takes none if it raises an error with float32 arguments and none with 16-bit ones.
+    Kernels say so: `Q must be fp16/bf16, got float32`. The text of the error is all that is read: nothing is traced.
 
     Args:
-        error: what tracing the function under autocast raised.
+        error: what tracing a function under autocast raised.
         dtype: the dtype that autocast computes in.
-        trace: traces the function again, with the types that a function returns for its arrays.
     """
-
-    def raises(low: Any) -> bool:
-        try:
-            trace(lambda x: _cast([jax.typeof(x)], low)[0])
-        except Exception:
-            return True
-        return False
-
+    text = str(error)
+    taken = [parse_dtype(found[0]) for found in _LOW.finditer(text)]
     is_noted = "cast_inputs" in " ".join(getattr(error, "__notes__", ()))  # by an autocast inside
-    if is_noted or _OF_SEVERAL.search(str(error)):
+    if is_noted or _OF_SEVERAL.search(text) or not _REFUSAL.search(text):
         return
-    lows = sorted(map(parse_dtype, ("bfloat16", "float16")), key=lambda low: bool(low != dtype))
-    low = next((low for low in lows if not raises(low)), None)
-    if low is not None and raises(FLOAT32):
-        error.add_note(
-            "Inside `autocast` a function is traced in its own dtypes, float32 here; its ops are cast afterwards. For "
-            f'a kernel that takes 16 bits only, write `amp.cast_inputs("{low}")(kernel)(q, k, v)` in place of '
-            f'`kernel(q, k, v)`, or `@amp.cast_inputs("{low}")` over the function that calls it.'
-        )
+    error.add_note(
+        "Inside `autocast` a function is traced in its own dtypes, float32 here; its ops are cast afterwards. For a "
+        f'kernel that takes 16 bits only, write `amp.cast_inputs("{dtype if dtype in taken else taken[0]}")(kernel)'
+        "(q, k, v)` in place of `kernel(q, k, v)`, or put the decorator over the function that calls it."
+    )

@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import quote, takes_options, with_inner_state
+from jmp_amp._calls import quote, with_inner_state
 from jmp_amp._loss_scale import check_inner, is_frozen
 from jmp_amp._policy import Policy, get_policy
 from jmp_amp._trees import cast_floating, is_inexact, wide_dtype
@@ -45,7 +45,6 @@ def is_norm(path: tuple[Any, ...], leaf: Any) -> bool:
     return any(map(_NORM.fullmatch, words))
 
 
-@takes_options
 def cast_params(params: T, policy: Policy | str, *, keep: Callable[[tuple[Any, ...], Any], bool] = is_norm) -> T:
     """Casts parameters to the `param_dtype` of a policy, except those of normalization layers.
 
@@ -117,7 +116,6 @@ class LowPrecisionParamsState(NamedTuple):
         return moved, self._replace(masters=jx.with_leaves(params, lower, is_frozen))
 
 
-@takes_options
 def low_precision_params(
     inner: optax.GradientTransformation,
     *,

@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_amp._calls import quote, shorten, with_options
+from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import ALLOWED_DTYPES, FLOAT32, FORMATS, parse_compute_dtype, parse_dtype
 from jmp_amp._trees import cast_floating
 
 T = TypeVar("T")
 
 
-@with_options
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """The dtypes of parameters, computation and outputs.
@@ -141,7 +140,6 @@ _FIELDS = {key: name for name in ("params", "compute", "output") for key in (nam
 
 NAMED_POLICIES = {
     **{f"mixed_{name}": Policy("float32", name, "float32") for name, form in FORMATS.items() if form.is_low},
-    **{name: Policy(name, name, name) for name in ("float32", "float16", "bfloat16")},
     "O0": Policy("float32", "float32", "float32"),
     "O1": Policy("float32", "float16", "float32"),
     "O2": Policy("float16", "float16", "float32"),

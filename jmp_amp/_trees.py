@@ -1,4 +1,4 @@
-"""Casts, checks and selection of the leaves of pytrees."""
+"""Casts and checks of the leaves of pytrees."""
 
 import functools
 from typing import Any, TypeVar
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 T = TypeVar("T")
 
@@ -99,37 +99,3 @@ def all_finite(tree: Any) -> jax.Array:
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     flags = [(jnp if isinstance(x, jax.Array) else np).isfinite(x).all() for x in leaves]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
-
-
-def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """Returns `a` if `pred` is true, else `b`. Both are evaluated.
-
-    Args:
-        pred: bool[].
-        a: a pytree of arrays (including PRNG keys) and numbers. Other leaves, such as functions and strings, must be
-            equal in both trees and are returned unchanged.
-        b: a pytree of the same structure. Each leaf has the same shape and dtype as its counterpart in `a`.
-
-    Raises:
-        TypeError: two leaves differ in shape or dtype, or are not arrays and differ; the message contains the path.
-        ValueError: the structures differ.
-    """
-
-    def select(path: tuple[Any, ...], x: Any, y: Any) -> Any:
-        leaf = jax.tree_util.keystr(path)
-        if is_value(x) and is_value(y):
-            aval_x, aval_y = jax.typeof(x), jax.typeof(y)
-            if (aval_x.shape, aval_x.dtype) == (aval_y.shape, aval_y.dtype):
-                return jax.lax.select(pred, x, y)
-            raise TypeError(
-                f"`a{leaf}` is `{aval_x}` but `b{leaf}` is `{aval_y}`; leaves must have the same shape and dtype: cast "
-                "or reshape one of them"
-            )
-        if not is_value(x) and not is_value(y) and x == y:
-            return x
-        raise TypeError(
-            f"cannot select between `a{leaf}`, which is `{x!r:.160}`, and `b{leaf}`, which is `{y!r:.160}`; leaves "
-            "that are neither arrays nor numbers must be equal: remove them from the trees, or make them equal"
-        )
-
-    return jax.tree.map_with_path(select, a, b)

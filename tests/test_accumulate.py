@@ -285,8 +285,8 @@ def test_what_is_differentiated_is_not_split(argnums, batch_argnums, wrong):
 
 
 @pytest.mark.parametrize("batch_argnums", ["x", 1.0, ("x",), [None], jnp.ones(2), {"x": 1}], ids=repr)
-def test_a_batch_that_is_no_position_is_named(batch_argnums):
-    with pytest.raises(TypeError, match=r"`batch_argnums` must be an integer, a sequence of integers or .*, got"):
+def test_a_batch_that_is_no_position_is_refused_as_jax_refuses_argnums(batch_argnums):
+    with pytest.raises(TypeError, match=r"integer|iterable"):
         amp.value_and_grad(loss_fn, accumulate_steps=2, batch_argnums=batch_argnums)
 
 

@@ -1,6 +1,6 @@
 """What autocast costs on a GPU, read from programs compiled for an H200 on any machine; see `benchmarks/gpu_aot.py`.
 
-Smaller models than in `benchmarks/cost.py`, whose tables hold the figures of the real ones.
+Smaller models than in `benchmarks/autocast_cost.py`, whose tables hold the figures of the real ones.
 """
 
 import functools

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -328,6 +329,28 @@ def test_loops_in_loops_take_little_more_than_their_tracing(fun):
         return number_of_calls(trace)
 
     assert calls(amp.autocast) < 5 * calls(lambda fun: fun)
+
+
+@pytest.mark.parametrize(
+    ("widths", "ratio"), [([8] * 13, 0.9), (range(8, 21), 1.1)], ids=["equal layers", "different layers"]
+)
+def test_ops_are_differentiated_together_where_that_shortens_the_trace(widths, ratio, monkeypatch):
+    def calls(offset):  # shapes that JAX has not traced before
+        sizes = [width + offset for width in widths]
+        weights = [jnp.ones(shape) for shape in itertools.pairwise(sizes)]
+
+        def model(weights):
+            x = X[:, :1] @ jnp.ones((1, sizes[0]))
+            for w in weights:
+                x = jax.nn.gelu(x @ w) - jnp.mean(x)
+            return jnp.sum(x)
+
+        return number_of_calls(lambda: jax.make_jaxpr(jax.grad(amp.autocast(model)))(weights))
+
+    calls(0)  # what is computed once in a process
+    together = calls(100)
+    monkeypatch.setattr("jmp_amp._autocast._plan._grouped", lambda steps, results: steps)
+    assert together < ratio * calls(200)
 
 
 @pytest.mark.parametrize("wide", [0, 1])

@@ -402,7 +402,7 @@ def test_leaves_float16_inputs_to_the_function(name):
 
 
 def test_every_difference_is_on_the_docs_page():
-    page = (pathlib.Path(__file__).parent.parent / "docs/differences.md").read_text()
+    page = (pathlib.Path(__file__).parent.parent / "docs/migrating.md").read_text()
     for name, (reason, expected) in DIFFERENCES.items():
         assert f"`{name}`" in page
         assert f"| {reason} | {' | '.join(map(str, expected))} |" in page

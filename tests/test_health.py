@@ -350,7 +350,7 @@ def test_arrays_in_boxes_are_read_and_set_as_flax_nnx_has_them():
     assert amp.get_loss_scale(state) == 8
 
 
-# What may be wrong
+# Frozen leaves
 
 
 TWO = {"w": jnp.ones(2), "frozen": jnp.ones(2)}
@@ -372,53 +372,11 @@ FREEZES = {
 
 @pytest.mark.parametrize("name", FREEZES)
 @pytest.mark.usefixtures("users_code")
-def test_a_frozen_leaf_that_skips_every_step_is_named(name):
-    tx = amp.dynamic_loss_scale(FREEZES[name](optax.adam(0.1)), nonfinite_leaves=True)
-    with pytest.warns(
-        UserWarning, match=r"gradient of \['frozen'\] is not finite, so steps are skipped.* freeze it outside"
-    ):
-        amp.check_health(stepped(tx, 2, frozen=jnp.nan))
-    with pytest.warns(UserWarning, match=r"gradient of \['frozen'\]"):
-        amp.check_health(stepped(tx, 2, frozen=jnp.nan), grads={"w": jnp.ones(2), "frozen": jnp.inf * jnp.ones(2)})
-    amp.check_health(stepped(tx, 2, w=jnp.nan))  # is trained
-    amp.check_health(stepped(tx, 3))
-
-
-@pytest.mark.parametrize("name", FREEZES)
-@pytest.mark.usefixtures("users_code")
 def test_in_the_other_order_a_frozen_leaf_skips_nothing(name):
     state = stepped(FREEZES[name](amp.dynamic_loss_scale(optax.adam(0.1), clip_global_norm=1.0)), 3, frozen=jnp.nan)
     assert amp.metrics(state)["total_notfinite"] == 0
     assert amp.metrics(state)["grad_norm"] == 2.0**-16 * jnp.sqrt(2.0)
     amp.check_health(state)
-
-
-@pytest.mark.parametrize("name", FREEZES)
-@pytest.mark.usefixtures("users_code")
-def test_an_error_says_to_freeze_outside_if_no_gradient_is_known(name):
-    tx = amp.dynamic_loss_scale(FREEZES[name](optax.adam(0.1)))
-    state = stepped(tx, 3, frozen=jnp.nan)
-    with pytest.raises(
-        amp.LossScaleError, match=r"gradient of \['frozen'\] is read, too: .*'frozen': optax.set_to_zero"
-    ):
-        amp.check_health(state, TWO, max_skips=3)
-    for options in ({"params": None}, {"params": TWO, "grads": {"w": jnp.inf * jnp.ones(2), "frozen": jnp.ones(2)}}):
-        with pytest.raises(amp.LossScaleError, match=r"^((?!frozen).)*$"):
-            amp.check_health(state, max_skips=3, **options)
-    trains_all = amp.dynamic_loss_scale(optax.adam(0.1))
-    with pytest.raises(amp.LossScaleError, match=r"^((?!frozen).)*$"):
-        amp.check_health(stepped(trains_all, 3, w=jnp.nan), TWO, max_skips=3)
-
-
-@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)])
-@pytest.mark.usefixtures("users_code")
-def test_an_optimizer_that_was_not_restored_with_its_scale_is_named(inner):
-    tx = amp.dynamic_loss_scale(inner)
-    state = stepped(tx, 3)
-    with pytest.warns(UserWarning, match=r"has taken no step, although the scale has counted 3.*`opt_state._replace"):
-        amp.check_health(state._replace(inner_state=inner.init(TWO)), TWO)
-    amp.check_health(state, TWO)
-    amp.check_health(tx.init(TWO)._replace(inner_state=state.inner_state), TWO)  # of a run without a scale
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,30 @@ print(amp.autocast(lambda x: x @ x.T)(jax.numpy.ones((2, 3))).dtype)
     assert (done.returncode, done.stdout) == (0, "float32\n"), done.stderr
 
 
+def test_no_private_module_of_jax_is_needed_to_import_a_module():
+    program = """
+import builtins, importlib, pkgutil
+import jax, optax
+
+def without_private_names(name, globals=None, *args, real=builtins.__import__):
+    importer = (globals or {}).get("__name__", "").split(".")[0]
+    if importer in ("jmp_amp", "pallas_kernels") and name.startswith("jax._src"):
+        raise ImportError(name)
+    return real(name, globals, *args)
+
+builtins.__import__ = without_private_names
+import jmp_amp as amp, pallas_kernels
+for package in (amp, pallas_kernels):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+state = amp.dynamic_loss_scale(optax.sgd(1.0)).init(jax.numpy.ones(2))
+print(amp.get_loss_scale(state))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "65536.0\n"), done.stderr
+
+
 def test_tools_and_other_interfaces_are_imported_on_first_use():
     program = """
 import sys

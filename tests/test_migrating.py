@@ -58,7 +58,8 @@ def assert_trees_close(a, b, rtol=1e-2):
 
 def test_every_row_has_a_test():
     table, found = "", set()
-    for line in PAGE.read_text().splitlines():
+    calls, _, _ = PAGE.read_text().partition("## Differences from torch.amp")  # in test_autocast_torch_lists.py
+    for line in calls.splitlines():
         if line.startswith("## "):
             table = line.removeprefix("## ").strip()
         elif line.startswith("| ") and not line.endswith("| here |"):
@@ -428,23 +429,45 @@ def test_scaled_gradients_of_two_calls_can_be_added_up():
 # DeepSpeed
 
 
-@row("DeepSpeed", '`{"fp16": {"initial_scale_power"', '`{"fp16": {"loss_scale": 128}}`')
-def test_configs_of_deepspeed_are_read():
-    section = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 1, "min_loss_scale": 8}
-    rule = amp.interop.deepspeed.from_config({"fp16": section | {"consecutive_hysteresis": True}})
-    state = rule.update(rule.update(rule.init(), False), False)
+@row("DeepSpeed", '`"fp16": {"enabled": true}`', "`initial_scale_power", "`loss_scale_window", "`min_loss_scale")
+def test_the_keys_of_a_config_are_arguments_of_the_rule():
+    default = amp.LossScale.deepspeed()
+    assert (default.init_scale, default.growth_interval, default.min_scale) == (2**16, 1000, 1)
+    rule = amp.LossScale.deepspeed(init_scale=2.0**4, growth_interval=3, min_scale=8.0)
+    state = rule.init()
+    for _ in range(3):
+        state = rule.update(state, False)
     assert (rule.init_scale, rule.growth_interval, state.loss_scale) == (16, 3, 8)
-    static = amp.interop.deepspeed.from_config({"fp16": {"enabled": True, "loss_scale": 128}})
-    assert static.update(static.init(), False).loss_scale == 128
 
 
-@row("DeepSpeed", '`{"fp16": {"auto_cast": true}}`')
+@row("DeepSpeed", "`hysteresis", "`consecutive_hysteresis")
+def test_hysteresis_is_used_up_by_overflows_or_only_by_those_in_a_row():
+    def scale(rule):
+        state = rule.init()
+        for finite in (False, True, False):
+            state = rule.update(state, finite)
+        return state.loss_scale
+
+    assert scale(amp.LossScale.deepspeed()) == scale(amp.LossScale.deepspeed(hysteresis=2)) == 2**15
+    assert scale(amp.LossScale.deepspeed_consecutive()) == 2**16
+    assert scale(amp.LossScale.deepspeed(hysteresis=1)) == 2**14
+
+
+@row("DeepSpeed", "`loss_scale: 128`", '`"fp16": {"enabled": false}`')
+def test_a_constant_scale_and_none_skip_overflows():
+    for rule, scale in ((amp.LossScale.static(128.0), 128), (amp.LossScale.none(), 1)):
+        tx = amp.dynamic_loss_scale(optax.sgd(1.0), rule)
+        updates, state = overflow(tx, tx.init(PARAMS))
+        assert amp.get_loss_scale(state) == scale
+        assert not jax.tree.leaves(updates)[0].any()
+
+
+@row("DeepSpeed", "`auto_cast: true`")
 def test_inputs_need_no_cast():
     assert products(amp.autocast(loss_fn), PARAMS, X) == {LOW}
-    assert amp.interop.deepspeed.from_config({"fp16": {"enabled": True, "auto_cast": True}}).init_scale == 2**16
 
 
-@row("DeepSpeed", '`{"fp16": {"fp16_master_weights_and_grads": true}}`')
+@row("DeepSpeed", "`fp16_master_weights_and_grads: true`")
 def test_o3_has_no_masters():
     _, params, tx = amp.interop.apex.initialize(loss_fn, PARAMS, optax.sgd(0.1), "O3")
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float16")}
@@ -453,7 +476,7 @@ def test_o3_has_no_masters():
     assert optax.tree.get(rounded.init(params), "masters", None) is None
 
 
-@row("DeepSpeed", '`{"bf16": {"enabled": true}}`')
+@row("DeepSpeed", '`"bf16": {"enabled": true}`')
 def test_bfloat16_needs_no_scale():
     assert products(amp.autocast(loss_fn, "bfloat16"), PARAMS, X) == {BFLOAT16}
     assert amp.get_loss_scale(amp.dynamic_loss_scale(optax.sgd(1.0), amp.LossScale.none()).init(PARAMS)) == 1

@@ -56,7 +56,6 @@ ENTRIES = {
     "load_state_dict": lambda x: amp.interop.torch.load_state_dict(
         {"scale": x, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1, "_growth_tracker": 0}
     ),
-    "from_config": lambda x: amp.interop.deepspeed.from_config({"fp16": {"enabled": True, "loss_scale": float(x)}}),
 }
 
 

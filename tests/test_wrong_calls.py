@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
-from jmp_amp._calls import options_of
 
 P, X = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
 OPT = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
@@ -62,10 +61,6 @@ TRANSFORMATIONS = {
     "check_loss_scaling": amp.debug.check_loss_scaling,
 }
 
-ARGNUMS = (
-    r"`argnums` must be an integer, a sequence of integers or an `nnx.DiffState`, got {}; pass the scale as "
-    r"`loss_scale=\.\.\.`, and .*`value_and_grad\(fun\)\(params, x\)`"
-)
 PAIR = (
     r"`has_aux=True` the function must return `\(loss, aux\)`, got {}; write `return loss, aux`.* leave out `has_aux`"
 )
@@ -82,14 +77,6 @@ MODULE = r"differentiates floating arrays, got {} at `args\[0\]{}`; write `amp.v
 INNER = r"`inner` must be an optax transformation, got {}; write `{}`"
 
 CALLS = {
-    "a policy by name": (
-        lambda: amp.autocast(loss_fn, policy="O2"),
-        r"`autocast` has no option `policy`; write `dtype=\.\.\.`",
-    ),
-    "a policy by name for explain": (
-        lambda: amp.explain(loss_fn, policy="O2"),
-        r"`explain` has no option `policy`; write `dtype=\.\.\.`",
-    ),
     "a rule of scopes that is a class": (
         lambda: amp.autocast(loss_fn, rules={"head": "lower"}),
         SCOPES.format("'lower'"),
@@ -98,15 +85,6 @@ CALLS = {
     "a region with a dtype": (lambda: amp.full_precision("float32"), REGION.format("'float32'")),
     "a region with a scalar type": (lambda: amp.full_precision(jnp.float32), REGION.format("<class .*float32'>")),
     "a region with an array": (lambda: amp.full_precision(1.0), REGION.format("1.0")),
-    "argnums that is a name": (lambda: amp.value_and_grad(loss_fn, "params"), ARGNUMS.format("'params'")),
-    "argnums that are names": (lambda: amp.grad(loss_fn, ["params"]), ARGNUMS.format("a list of 1")),
-    "argnums that is a model": (lambda: amp.grad(loss_fn, mlp()), ARGNUMS.format("a MLP")),
-    "a scale as argnums": (lambda: amp.value_and_grad(loss_fn, 2.0**16), ARGNUMS.format("65536.0")),
-    "an array as argnums": (lambda: amp.grad(loss_fn, argnums=jnp.float32(8)), ARGNUMS.format(r"float32\[\]")),
-    "arguments as has_aux": (
-        lambda: amp.value_and_grad(loss_fn, 0, [2.0]),
-        r"`has_aux` must be a bool, got a list of 1; .*`value_and_grad\(fun\)\(params, x\)`",
-    ),
     "a scalar with has_aux": (lambda: amp.grad(loss_fn, has_aux=True)(P, X), PAIR.format(r"float32\[\]")),
     "three results with has_aux": (
         lambda: amp.value_and_grad(lambda p, x: (loss_fn(p, x), 1, 2), has_aux=True)(P, X),
@@ -139,22 +117,6 @@ CALLS = {
     "the rule in place of the optimizer": (
         lambda: amp.dynamic_loss_scale(amp.LossScale(), optax.sgd(0.1)),
         INNER.format("a LossScale", r"dynamic_loss_scale\(optax.adam\(1e-3\)\)"),
-    ),
-    "flax's name of the scale": (
-        lambda: amp.LossScale.flax(scale=8),
-        r"`LossScale` has no option `scale`; write `init_scale=...`",
-    ),
-    "apex's name of the window": (
-        lambda: amp.LossScale.apex(scale_window=8),
-        r"`LossScale` has no option `scale_window`; write `growth_interval=...`",
-    ),
-    "jmp's name of the window": (
-        lambda: amp.LossScale(period=8),
-        r"`LossScale` has no option `period`; write `growth_interval=...`",
-    ),
-    "a name of no library": (
-        lambda: amp.LossScale.torch(speed=8),
-        r"`LossScale` has no option `speed`; its options are `init_scale`, `growth_factor`, .*, `clamp_growth`$",
     ),
     "no loss scale": (lambda: update(amp.unscale_and_check()), NO_SCALE),
     "no loss scale in a chain": (
@@ -208,14 +170,11 @@ HOSTILE = {
     "an integer": lambda s: amp.LossScale(growth_interval=10**10**4),
     "a scale": lambda s: amp.LossScale(init_scale=10**10**4),
     "clamp_growth": lambda s: amp.LossScale(clamp_growth=s),
-    "preset": lambda s: amp.LossScale.torch(scale=s),
-    "name of a preset": lambda s: amp.LossScale.torch(**{s: 1}),
     "set_loss_scale": lambda s: amp.set_loss_scale(SCALES, s),
     "finite": lambda s: amp.LossScale().update(SCALES, s),
     "loss_scale": lambda s: amp.grad(loss_fn, loss_scale=s),
     "argnums": lambda s: amp.grad(loss_fn, argnums=s),
     "batch_argnums": lambda s: amp.grad(loss_fn, accumulate_steps=2, batch_argnums=s),
-    "has_aux": lambda s: amp.grad(loss_fn, has_aux=s),
     "accumulate_steps": lambda s: amp.grad(loss_fn, accumulate_steps=s),
     "reduction": lambda s: amp.grad(loss_fn, reduction=s),
     "a pair": lambda s: amp.grad(lambda p: s, has_aux=True)(P),
@@ -230,10 +189,6 @@ HOSTILE = {
     "cast_params": lambda s: amp.cast_params(P, s),
     "opt_level": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), s),
     "apex dtype": lambda s: amp.interop.apex.initialize(loss_fn, P, optax.sgd(0.1), dtype=s),
-    "config": lambda s: amp.interop.deepspeed.from_config(s),
-    "section": lambda s: amp.interop.deepspeed.from_config({"fp16": s}),
-    "key of a config": lambda s: amp.interop.deepspeed.from_config({"fp16": {s: 1}}),
-    "value of a config": lambda s: amp.interop.deepspeed.from_config({"fp16": {"enabled": s}}),
     "state dict": lambda s: amp.interop.torch.load_state_dict({s: 1}),
     "history": lambda s: amp.watch.plot_history([{"loss": s}]),
     "columns": lambda s: amp.watch.plot_history([{s: 1}]),
@@ -290,81 +245,30 @@ def test_a_policy_of_suggest_rules_names_the_dtype():
     assert report.dtype == "bfloat16"
 
 
-OPTIONS = {  # calls with an option of a neighbour, and the call that has it
-    "LossScale(growth_interval": [
-        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), growth_interval=10),
-        lambda: amp.value_and_grad(jnp.sum, growth_interval=10),
-        lambda: amp.unscale_and_check(growth_interval=10),
-    ],
-    "autocast(dtype": [
-        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), dtype="float16"),
-        lambda: amp.value_and_grad(jnp.sum, dtype="float16"),
-        lambda: amp.low_precision_params(optax.adam(1e-3), dtype="float16"),
-        lambda: amp.cast_params({}, "O2", dtype="float16"),
-        lambda: amp.LossScale(dtype="float16"),
-    ],
-    "value_and_grad(accumulate_steps": [
-        lambda: amp.autocast(jnp.sum, accumulate_steps=2),
-        lambda: amp.explain(jnp.sum, accumulate_steps=2),
-        lambda: amp.dynamic_loss_scale(optax.adam(1e-3), accumulate_steps=2),
-    ],
-    "dynamic_loss_scale(clip_global_norm": [
-        lambda: amp.value_and_grad(jnp.sum, clip_global_norm=1.0),
-        lambda: amp.LossScale(clip_global_norm=1.0),
-    ],
-    "low_precision_params(masters": [lambda: amp.dynamic_loss_scale(optax.adam(1e-3), masters=False)],
-    "Policy(compute_dtype": [lambda: amp.autocast(jnp.sum, compute_dtype="float16")],
+# A call with an argument that the function does not have, and the function that Python names.
+UNKNOWN = {
+    "autocast": lambda: amp.autocast(loss_fn, policy="O2"),
+    "value_and_grad": lambda: amp.value_and_grad(loss_fn, growth_interval=10),
+    "dynamic_loss_scale": lambda: amp.dynamic_loss_scale(optax.adam(1e-3), growth_interval=10),
+    "unscale_and_check": lambda: amp.unscale_and_check(axis="data"),
+    "low_precision_params": lambda: amp.low_precision_params(optax.adam(1e-3), dtype="float16"),
+    "cast_params": lambda: amp.cast_params(P, "O2", dtype="float16"),
+    "low_precision_state": lambda: amp.low_precision_state(optax.adam(1e-3), blocks=32),
+    "LossScale.__init__": lambda: amp.LossScale(scale_window=8),
+    "Policy.__init__": lambda: amp.Policy("float32", "float16", "float32", outputs="float32"),
 }
 
 
-@pytest.mark.parametrize(("owner", "call"), [(owner, call) for owner, calls in OPTIONS.items() for call in calls])
-def test_an_option_of_a_neighbour_names_it(owner, call):
-    with pytest.raises(TypeError, match=r"has no option .*" + re.escape(f"write `amp.{owner}=...)`")):
-        call()
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_argument_is_named_by_python(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument '\w+'"):
+        UNKNOWN[name]()
 
 
-MODULES = [amp, amp.debug, amp.watch, amp.interop.apex, amp.interop.torch, amp.interop.deepspeed, amp.compat.jmp]
-PUBLIC = [  # functions and classes with what is passed by name; results are named tuples
-    pytest.param(module, name, id=f"{module.__name__}.{name}")
-    for module in MODULES
-    for name in module.__all__
-    if callable(call := getattr(module, name)) and not (isinstance(call, type) and issubclass(call, tuple | Exception))
-    if options_of(call)
-]
-FIRST = {"initialize": (loss_fn, P, optax.sgd(0.1)), "dynamic_loss_scale": (optax.sgd(0.1),)}
-
-
-@pytest.mark.parametrize(("module", "name"), PUBLIC)
-def test_a_misspelled_option_names_the_function_and_the_option_that_it_has(module, name):
-    call = getattr(module, name)
-    *_, option = options_of(call)
-    first = () if isinstance(call, type) else FIRST.get(name, (loss_fn,) * (name in TRANSFORMATIONS))
-    with pytest.raises(TypeError) as info:
-        call(*first, **{f"{option}{option[-1]}": 1})
-    named = re.search(r"`(\w+)` has no option|(\w+)\(\) got an unexpected keyword", str(info.value))
-    passes_on = {"grad": "value_and_grad"}
-    assert (named[1] or named[2]) in (passes_on.get(name, name), "__init__" if isinstance(call, type) else name)
-    assert f"{option}{option[-1]}" in str(info.value)
-    if named[1]:
-        assert f"write `{option}=...`" in str(info.value)
-
-
-@pytest.mark.parametrize("tool", [amp.explain, amp.debug.error_budget, amp.debug.suggest_rules])
-def test_a_tool_that_passes_options_on_names_itself(tool):
-    with pytest.raises(TypeError, match=rf"^`{tool.__name__}` has no option `dtyp`; write `dtype=...`$"):
+@pytest.mark.parametrize("tool", [amp.explain, amp.debug.error_budget, amp.debug.suggest_rules, amp.debug.compare])
+def test_a_tool_passes_on_no_argument_that_nothing_takes(tool):
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'dtyp'"):
         tool(loss_fn, dtyp="mixed_float16")
-
-
-def test_an_option_that_nothing_is_like_lists_those_that_there_are():
-    message = r"`dynamic_loss_scale` has no option `momentum`; its options are `loss_scale`, .*`clip_global_norm`"
-    with pytest.raises(TypeError, match=message):
-        amp.dynamic_loss_scale(optax.adam(1e-3), momentum=1)
-
-
-@pytest.mark.parametrize("tool", [amp.explain, amp.debug.suggest_rules, amp.debug.compare])
-def test_an_option_of_the_second_call_is_named_in_the_first(tool):
-    with pytest.raises(TypeError, match=r"write `amp.debug.suggest_rules\(fun\)\(tol=\.\.\.\)`"):
-        tool(loss_fn, tol=1e-2)
 
 
 @pytest.mark.usefixtures("users_code")

@@ -322,7 +322,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
             closed, arrays, rebuild = jx.trace_call(fun, args, kwargs, jax.Ref, cast=as_float32, name=_NAME)
         except Exception as error:
             if form.is_low:
-                note_refusal(error, form.dtype, lambda cast: jx.trace_call(fun, args, kwargs, jax.Ref, cast=cast))
+                note_refusal(error, form.dtype)
             raise
         jaxpr, _ = jx.open_jaxpr(closed)
         demand = Demand.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Demand.ANY

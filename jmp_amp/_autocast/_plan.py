@@ -4,6 +4,7 @@ The planner decides a `Step` for each equation; calling the plan evaluates the s
 dtypes that a loop carries are found by planning its body until they no longer change.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -289,26 +290,40 @@ def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Ca
     return cast
 
 
-# Under differentiation, the ops that come from one call in the user's code run as one `jit`, which JAX inlines. JAX
-# caches the derivative of a `jit`, but not that of a primitive. A model of equal layers then takes little longer to
-# trace than one layer, and each op keeps its source line and its scope.
+# Under differentiation, the ops that come from one call in the user's code run as one `jit`, which JAX inlines, if
+# equal ones recur. JAX caches the derivative of a `jit`, but not that of a primitive. A model of equal layers then
+# takes little longer to trace than one layer, and each op keeps its source line and its scope.
+
+_PAYS_FROM = 3  # to trace a `jit` and its derivative takes about as long as to differentiate its ops twice
 
 
 def _grouped(steps: Sequence[Step], results: Sequence[Any]) -> list[Step]:
-    """Joins the steps of ops that come from one call in the user's code; the caller reads `results`."""
-    groups = [list(group) for _, group in itertools.groupby(steps, lambda step: _call_key(step) or id(step))]
-    read_later, joined = {atom for atom in results if isinstance(atom, Var)}, []
-    for group in reversed(groups):
-        joined.append(group[0] if _call_key(group[0]) is None else _join(group, read_later))
+    """Joins the steps of ops that come from one call, if there are enough equal ones; the caller reads `results`."""
+    numbers = dict[Any, int]()
+
+    def call(numbered: tuple[Step, int | None]) -> Any:
+        step, number = numbered
+        return id(step) if number is None else jx.versions.call_of(step.eqn)
+
+    numbered = [(step, _number(step, numbers)) for step in steps]
+    groups = [tuple(zip(*pairs, strict=True)) for _, pairs in itertools.groupby(numbered, call)]
+    counts = collections.Counter([kinds for _, kinds in groups])
+    read_later, joined = {atom for atom in results if isinstance(atom, Var)}, list[Step]()
+    for group, kinds in reversed(groups):
+        recurs = None not in kinds and counts[kinds] >= _PAYS_FROM
+        joined += [_join(group, read_later)] if recurs else reversed(group)
         read_later.update([atom for step in group for atom in step.eqn.invars if isinstance(atom, Var)])
     return joined[::-1]
 
 
-def _call_key(step: Step) -> tuple[Any, ...] | None:
-    """Returns a key for the call that an op comes from; None for a step that cannot be joined."""
-    if not isinstance(step.run, Op) or step.sums or step.eqn.effects or not _is_hashable(step.run):
+def _number(step: Step, numbers: dict[Any, int]) -> int | None:
+    """Returns a number that is equal for equal ops on operands of the same types; None for what cannot be joined."""
+    if not isinstance(step.run, Op) or step.sums or step.eqn.effects:
         return None
-    return jx.versions.call_of(step.eqn)
+    try:
+        return numbers.setdefault((step.run, step.casts, *[atom.aval for atom in step.eqn.invars]), len(numbers))
+    except TypeError:  # a parameter of an equation that cannot be hashed
+        return None
 
 
 def _is_hashable(x: Any) -> bool:

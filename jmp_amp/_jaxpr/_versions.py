@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.xla_metadata_lib import current_xla_metadata  # no public function says what is set
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
@@ -79,9 +78,11 @@ def with_loop_constants(eqn: JaxprEqn, n: int) -> JaxprEqn:
 
 def with_constants_as_inputs(jaxpr: Any) -> Jaxpr:
     """Returns an open jaxpr whose first inputs are the constants of a closed one."""
-    from jax._src.interpreters import partial_eval as pe
-
-    return pe.convert_constvars_jaxpr(open_jaxpr(jaxpr)[0])
+    try:
+        from jax.interpreters.partial_eval import convert_constvars_jaxpr  # type: ignore[attr-defined, unused-ignore]
+    except ImportError:  # up to JAX 0.10
+        from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+    return convert_constvars_jaxpr(open_jaxpr(jaxpr)[0])
 
 
 def trace(fun: Callable, args: Sequence[Any], debug_info: Any = None) -> Any:
@@ -143,6 +144,8 @@ def in_scopes_of(outer: Sequence[JaxprEqn], eqn: JaxprEqn) -> JaxprEqn:
 @contextlib.contextmanager
 def context_of(eqn: JaxprEqn) -> Iterator[None]:
     """A context in which new equations have the source line, the scopes and the settings of `eqn`."""
+    from jax._src.xla_metadata_lib import current_xla_metadata  # no public function says what is set
+
     with origin_of(eqn), eqn.ctx.manager:
         # The context of `eqn` does not take back the XLA metadata that is set around it.
         around = (current_xla_metadata() or {}).keys() - (eqn.ctx.xla_metadata or {}).keys()
@@ -338,9 +341,7 @@ def split_known(
         The equations that compute the selected ops, and those of the rest; the results of `eqn` that the former
         compute; and the variables of theirs that the latter may read. None if JAX cannot split it.
     """
-    from jax._src.interpreters import partial_eval as pe
-
-    rule = pe.partial_eval_jaxpr_custom_rules.get(eqn.primitive)
+    rule = partial_eval.partial_eval_jaxpr_custom_rules.get(eqn.primitive)
     if rule is None:
         return None
     first, rest, unknown, is_computed, saved = rule(selects, [not x for x in known], [True] * len(known), eqn)
@@ -351,10 +352,8 @@ def split_known(
 
 def without_dead_code(program: Any) -> Any:
     """Returns a closed jaxpr without what its results do not depend on; it keeps its inputs and constants."""
-    from jax._src.interpreters import partial_eval as pe
-
     opened, _ = open_jaxpr(program)
-    live = pe.dce_jaxpr(opened, True, True)[0]
+    live = partial_eval.dce_jaxpr(opened, True, True)[0]
     return program.replace(jaxpr=live) if opened is not program else live
 
 

@@ -3,8 +3,6 @@
 from jmp_amp._loss_scale._grad import LOSS_SCALE, MICRO_BATCHES, grad, value_and_grad
 from jmp_amp._loss_scale._gradients import CHECK, is_frozen
 from jmp_amp._loss_scale._rule import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
     LossScale,
     LossScaleState,
     check_rule,

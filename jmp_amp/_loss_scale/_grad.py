@@ -79,10 +79,9 @@ def value_and_grad(
 
     Raises:
         TypeError: the loss is not a real floating-point scalar (raised when the returned function is called),
-            `loss_scale` is not a scalar number, `loss_scale` and `opt_state` are both given, `argnums` or
-            `batch_argnums` holds anything but integers, `has_aux` is not a bool, the result of `fun` is not a pair with
-            `has_aux`, or a module whose leaves are not all floating arrays is differentiated without the `transform` of
-            its library.
+            `loss_scale` is not a scalar number, `loss_scale` and `opt_state` are both given, the result of `fun` is not
+            a pair with `has_aux`, or a module whose leaves are not all floating arrays is differentiated without the
+            `transform` of its library.
         ValueError: `opt_state` does not hold exactly one `LossScaleState`; the scale is not between 2^-126 and 2^126
             (a traced one is not checked); `accumulate_steps` is not positive or does not divide a first axis (the
             message names it); first axes differ and `batch_argnums` is not given; `batch_argnums` selects an argument
@@ -109,7 +108,6 @@ def value_and_grad(
         The order of cast and scale is that of apex's `scale_loss`. `reduction="sum"` is DeepSpeed's
         `scale_wrt_gas=False`.
     """
-    _check_grad_arguments(argnums, batch_argnums, has_aux)
     source: Any = loss_scale
     if opt_state is not None:
         if loss_scale is not None:
@@ -130,7 +128,8 @@ def value_and_grad(
     takes_floats_only = transform is jax.value_and_grad and not kwargs.get("allow_int")
     evaluate = _scaled_value_and_grad(fun, has_aux, scale, functools.partial(transform, **kwargs))
     if accumulate_steps > 1:
-        evaluate = _accumulate(evaluate, accumulate_steps, reduction, argnums, batch_argnums)
+        to_split = None if batch_argnums is None else _argnums_as_tuple(batch_argnums)
+        evaluate = _accumulate(evaluate, accumulate_steps, reduction, argnums, to_split)
 
     @functools.wraps(fun, updated=())
     def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -349,7 +348,7 @@ def _arguments_to_split(args: Sequence[Any], differentiated: Set[int], batch_arg
         to_split = [i for i in others if not _is_single_key(args[i])]
         _check_first_axes({i: args[i] for i in to_split}, steps)
         return to_split
-    for i in _argnums_as_tuple(batch_argnums):
+    for i in batch_argnums:
         if not -n <= i < n:
             raise ValueError(
                 f"`batch_argnums` must be from {-n} to {n - 1}, because the loss got {n} positional arguments, got {i}"
@@ -359,7 +358,7 @@ def _arguments_to_split(args: Sequence[Any], differentiated: Set[int], batch_arg
                 f"`batch_argnums` must select arguments that are not differentiated, got {i}, which `argnums` selects "
                 "too; the gradients of different micro-batches cannot be added up"
             )
-    return sorted({i % n for i in _argnums_as_tuple(batch_argnums)})
+    return sorted({i % n for i in batch_argnums})
 
 
 def _is_single_key(tree: Any) -> bool:
@@ -416,21 +415,6 @@ def _argnums_as_tuple(argnums: Any) -> tuple[int, ...]:
         return (operator.index(argnums),)
     except TypeError:
         return tuple(operator.index(getattr(x, "argnum", x)) for x in argnums)
-
-
-def _check_grad_arguments(argnums: Any, batch_argnums: Any, has_aux: Any) -> None:
-    """Raises TypeError unless JAX takes these as `argnums` and `has_aux`."""
-    wrong = "" if isinstance(has_aux, int | np.bool_ | None) else f"`has_aux` must be a bool, got {describe(has_aux)}"
-    for name, value in {"argnums": argnums, "batch_argnums": () if batch_argnums is None else batch_argnums}.items():
-        try:
-            _argnums_as_tuple(value)
-        except TypeError:
-            wrong = f"`{name}` must be an integer, a sequence of integers or an `nnx.DiffState`, got {describe(value)}"
-    if wrong:
-        raise TypeError(
-            f"{wrong}; pass the scale as `loss_scale=...`, and the arguments of the function to the result: "
-            "`value_and_grad(fun)(params, x)`"
-        )
 
 
 def _check_differentiable(args: Sequence[Any], argnums: Any) -> None:

@@ -12,7 +12,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, quote, warn, with_options
+from jmp_amp._calls import check_type, quote, warn
 from jmp_amp._loss_scale._gradients import UNSCALE, with_overwritten, without_overwritten
 from jmp_amp._loss_scale._scaled_grads import SCALE, check_scaled
 from jmp_amp._trees import multiply_wide
@@ -52,7 +52,6 @@ class LossScaleState(NamedTuple):
     total_notfinite: jax.Array
 
 
-@with_options
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """The rule by which a loss scale adapts.

@@ -1,7 +1,7 @@
 """Checks, while a step is traced, that gradients were scaled, once, and what was done to them before `update`."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
     if error := _BeforeUpdate(scale, params, cure).find_error(leaves):
         raise ValueError(error)
     is_traced = _is_traced(scale) and not may_be_number
-    if is_traced and not _may_depend_on([x for _, x in leaves[:4]], scale):
+    if is_traced and not _may_depend_on([x for _, x in leaves[:4]], scale, params):
         raise ValueError(
             f"the gradient at `{keystr(leaves[0][0])}` does not depend on the loss scale, so it must not be divided by "
             "it; write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
@@ -176,31 +176,27 @@ def _is_unscaled(grad: Any) -> bool:
     return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(jx.tracers_behind(*unscaled)))
 
 
-def _may_depend_on(grads: Sequence[Any], scale: Any) -> bool:
+def _may_depend_on(grads: Sequence[Any], scale: Any, params: Any) -> bool:
     """Whether gradients may be those of a loss times the scale, or of no loss at all; the first reason is enough."""
-    first, behind = grads[0], jx.tracers_behind(grads[0])
-    sources, ids = jx.tracers_behind(scale, with_flags=True), set(map(id, jx.tracers_behind(scale)))
+    behind, sources = jx.tracers_behind(grads[0]), jx.tracers_behind(scale, with_flags=True)
+    ids, own = set(map(id, jx.tracers_behind(scale))), {id(jx.versions.source_of(x)) for x in _tracers(params)}
+    shapes = (), jx.shape_of(jx.versions.source_of(scale))  # under `vmap`, each example may have a scale
     return (
         # The scale is a constant, as `set_loss_scale` writes; the gradient may depend on an equal one.
         not (_arguments(sources) or any(map(is_new_scale, _parents(sources))))
-        # An argument changed the gradient after the backward pass.
-        or bool(_arguments(jx.tracers_behind(first, enters=lambda eqn: not _differentiates(eqn))))
         or any(id(x) in ids for x in behind)
-        or _may_have_factor(grads, behind, jx.shape_of(jx.versions.source_of(scale)))
+        or not any(map(_differentiates, _parents(behind)))
+        # An argument changed the gradient after the backward pass.
+        or bool(_arguments(jx.tracers_behind(grads[0], enters=lambda eqn: not _differentiates(eqn))))
+        or any(_multiplies_all(x, grads) for x in behind if id(x) not in own and _can_be_scale(x, shapes))
     )
 
 
-def _may_have_factor(grads: Sequence[Any], behind: Sequence[Any], shape: Any) -> bool:
-    """Whether gradients may be those of no loss, or of one times a value behind them; `shape` is that of the scale."""
-    are_constant = set(_has_constant_factors(_parents(behind), {}))
-    # Under `vmap`, each example may have a scale.
-    candidates = [x for x in behind if jx.shape_of(x) in ((), shape) and _can_be_scale(x)]
-    if False in are_constant:  # the loss may compute its factor from any argument
-        arguments = [x for x in behind if jx.versions.parent_of(x) is None]
-        if any(jx.shape_of(x) == () and not jx.is_inexact(x) for x in arguments):
-            return True
-        candidates += filter(jx.is_floating, arguments)
-    return not are_constant or any(_multiplies_all(x, grads) for x in candidates)
+def _can_be_scale(x: Any, shapes: Sequence[Any]) -> bool:
+    """Whether a traced value is a floating argument, or was computed from arguments and has the shape of a scale."""
+    eqn = jx.versions.parent_of(x)
+    is_computed = eqn is not None and not _differentiates(eqn) and bool(_arguments(jx.tracers_behind(x)))
+    return jx.is_floating(x) and (eqn is None or (is_computed and jx.shape_of(x) in shapes))
 
 
 def _multiplies_all(candidate: Any, grads: Sequence[Any]) -> bool:
@@ -225,44 +221,6 @@ def _variable(tracer: Any) -> Any:
 def _arguments(tracers: Iterable[Any]) -> set[int]:
     """Returns the ids of the tracers that no equation computed."""
     return {id(x) for x in tracers if jx.versions.parent_of(x) is None}
-
-
-def _can_be_scale(x: Any) -> bool:
-    """Whether a tracer is floating-point, and an argument, or was computed from one outside derivatives."""
-    if not jx.is_floating(x):
-        return False
-    eqn = jx.versions.parent_of(x)
-    return eqn is None or (not _differentiates(eqn) and bool(_arguments(jx.tracers_behind(x))))
-
-
-def _has_constant_factors(eqns: Iterable[Any], constants: dict[int, Any], is_inside: bool = False) -> Iterator[bool]:
-    """Yields, for each backward pass that begins here, whether its first equation reads constants alone.
-
-    This equation reads the cotangent of the loss, which is 1. If a scale multiplies the loss, it also reads that scale.
-
-    Args:
-        eqns: equations in the order of the program.
-        constants: the values of the variables that are constant, by their ids.
-        is_inside: whether the equations are part of a backward pass.
-    """
-    for eqn in eqns:
-        stack = eqn.source_info.name_stack
-        is_inner = (is_inside or jx.is_backward(stack)) and not jx.is_recomputed(stack)
-        operands = jx.versions.operands_of(eqn)
-        values = [x.val if isinstance(x, Literal) else constants.get(id(x)) for x in operands]
-        is_constant = not any(value is None for value in values)
-        reads_one = any(jx.is_floating(x) and value == 1 for x, value in zip(operands, values, strict=True))
-        if is_inner and reads_one and (is_constant or all(jx.shape_of(x) == () for x in operands)):
-            yield is_constant
-        if is_constant:
-            constants |= {id(x): "computed" for x in eqn.outvars}
-        structure = jx.structure_of(eqn)
-        if isinstance(structure, jx.Loop):  # carries and slices differ between iterations
-            values[structure.carry.start :] = [None] * (len(values) - structure.carry.start)
-        for jaxpr, places in jx.entries(structure) if structure else ():
-            opened, _ = jx.open_jaxpr(jaxpr)
-            known = {id(x): values[i] for x, i in zip(opened.invars, places, strict=True) if values[i] is not None}
-            yield from _has_constant_factors(opened.eqns, known, is_inner)
 
 
 def _is_entered(eqn: Any) -> bool:

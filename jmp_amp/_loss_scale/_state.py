@@ -1,6 +1,5 @@
 """Reading, setting and checking the loss scale in an optimizer state."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import optax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_concrete, warn
+from jmp_amp._calls import check_concrete
 from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
 from jmp_amp._loss_scale._scaled_grads import note_state
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
@@ -141,9 +140,6 @@ def check_health(
 ) -> None:
     """Raises `LossScaleError` if training cannot recover by itself.
 
-    It also warns if steps are skipped for a leaf that the optimizer keeps no state for, as it may be frozen, and if the
-    optimizer has taken no step although the scale has counted some, as after a checkpoint that was restored in part.
-
     It waits for the device, so call it only occasionally, outside `jit`. If `params` or `grads` are sharded over
     several processes, all of these must call it, because the check runs a computation on all their devices.
 
@@ -161,8 +157,8 @@ def check_health(
     Raises:
         LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
             steps overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
-            `max_skips` steps overflowed. The message names the leaves that are not finite, or those of `params` that
-            the optimizer keeps no state for, and contains the history of the scale and a cure.
+            `max_skips` steps overflowed. The message names the leaves that are not finite, and contains the history of
+            the scale and a cure.
         TypeError: called inside `jit`.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
@@ -189,21 +185,6 @@ def check_health(
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
     wrapper = next((x for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
     flags = None if wrapper is None else wrapper.nonfinite_leaves
-    if wrapper is not None and state.growth_tracker.max() > 0 and _is_fresh(wrapper.inner_state):
-        warn(
-            "the optimizer inside `dynamic_loss_scale` has taken no step, although the scale has counted "
-            f"{state.growth_tracker.max()}: a checkpoint of another optimizer may have been restored in part; restore "
-            "it for the optimizer alone, and write it into this state, `opt_state._replace(inner_state=restored)`"
-        )
-    if wrapper is not None and consecutive_skips > 1:
-        bad = [
-            path for tree in (count_nonfinite(grads), flags) for path, x in jax.tree.leaves_with_path(tree) if x.any()
-        ]
-        if frozen := _without_state(wrapper.inner_state, bad):
-            warn(
-                f"the gradient of {', '.join(map(keystr, frozen))} is not finite, so steps are skipped, but the "
-                f"optimizer keeps no state for it: {_FREEZE_OUTSIDE}"
-            )
     if not is_scale(state.loss_scale).all():
         fact = "the loss scale in the state is not between 2^-126 and 2^126"
         cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
@@ -218,10 +199,6 @@ def check_health(
         return
     if description := describe_nonfinite(count_nonfinite(grads), grads) or describe_nonfinite(flags):
         fact += f"; non-finite gradients: {description}"
-    elif wrapper is not None and cure is _CURE and grads is None and flags is None:
-        paths = [path for path, x in jax.tree.leaves_with_path(params) if is_inexact(x)]
-        if frozen := _without_state(wrapper.inner_state, paths):
-            cure += f"; the gradient of {', '.join(map(keystr, frozen[:5]))} is read, too: {_FREEZE_OUTSIDE}"
     raise LossScaleError(
         f"{fact}. Loss scale: {state.loss_scale.min()}; skipped steps: {state.total_notfinite.max()}, of which "
         f"{consecutive_skips} in a row until now; finite steps since the last overflow or change of the "
@@ -229,10 +206,6 @@ def check_health(
     )
 
 
-_FREEZE_OUTSIDE = (
-    "if it is frozen, do not differentiate it, or freeze it outside, "
-    "`optax.partition({'train': dynamic_loss_scale(...), 'frozen': optax.set_to_zero()}, ...)`"
-)
 _CURE = (
     "check for non-finite inputs or parameters, a division by zero, the logarithm of zero, or a value outside the "
     "range of the compute dtype; run the affected code under `amp.full_precision()`"
@@ -266,24 +239,6 @@ def describe_nonfinite(counts: Any, tree: Any = None) -> str:
             nonfinite.append(keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})"))
     more = f" and {len(nonfinite) - 5} more leaves" if len(nonfinite) > 5 else ""
     return ", ".join(nonfinite[:5]) + more
-
-
-def _is_fresh(inner_state: Any) -> bool:
-    """Whether nothing in the state of an optimizer has been counted, and it has moments that are all zero."""
-    leaves = [x for x in jax.tree.leaves(inner_state) if isinstance(x, jax.Array | np.ndarray)]
-    counts = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
-    moments = [x for x in leaves if is_inexact(x) and jnp.ndim(x)]
-    return bool(moments) and not any(jnp.any(x != 0) for x in counts + moments)
-
-
-def _without_state(inner_state: Any, paths: Sequence[Any]) -> list[Any]:
-    """Returns those paths of parameters at which a state of an optimizer has nothing, as a mask leaves it out."""
-    leaves = jax.tree.leaves_with_path(inner_state, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-
-    def found(path: Any) -> set[bool]:
-        return {isinstance(x, optax.MaskedNode) for place, x in leaves if path and place[-len(path) :] == path}
-
-    return [path for path in dict.fromkeys(paths) if found(path) == {True}]
 
 
 def find_state(opt_state: Any) -> LossScaleState:

@@ -1,5 +1,6 @@
 """The optax transformations: the wrapper that skips overflows and adapts the scale, and the link of a chain."""
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_type, describe, quote, takes_options, with_inner_state
+from jmp_amp._calls import check_type, describe, quote, with_inner_state
 from jmp_amp._loss_scale import _gradients
 from jmp_amp._loss_scale._rule import (
     LossScale,
@@ -22,7 +23,7 @@ from jmp_amp._loss_scale._rule import (
     to_number,
     to_scale,
 )
-from jmp_amp._trees import is_value, select_tree
+from jmp_amp._trees import is_value
 
 
 class UnscaleAndCheckState(NamedTuple):
@@ -44,7 +45,6 @@ class UnscaleAndCheckState(NamedTuple):
     last_finite: jax.Array | None
 
 
-@takes_options
 def unscale_and_check(
     axis_name: _gradients.AxisName | None = None, *, implementation: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -133,7 +133,6 @@ class DynamicLossScaleState(NamedTuple):
     nonfinite_leaves: Any = None
 
 
-@takes_options
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale = LossScale(),  # noqa: B008 (frozen)
@@ -289,7 +288,7 @@ def _disable_check(path: Any, x: Any) -> Any:
 
 
 def _zeros_unless(is_finite: jax.Array, tree: Any) -> Any:
-    return select_tree(is_finite, tree, jax.tree.map(jnp.zeros_like, tree))
+    return jax.tree.map(lambda x: lax.select(is_finite, x, jnp.zeros_like(x)), tree)
 
 
 def _step_if_finite(
@@ -303,7 +302,7 @@ def _step_if_finite(
     _check_same_structure(state, new_state, checks_axes=has_branches)
     if has_branches:
         return lax.cond(is_finite, step, lambda: (jax.tree.map(jnp.zeros_like, updates), state))
-    return select_tree(is_finite, (updates, new_state), (jax.tree.map(jnp.zeros_like, updates), state))
+    return _zeros_unless(is_finite, updates), jax.tree.map(functools.partial(lax.select, is_finite), new_state, state)
 
 
 def _check_same_structure(state: optax.OptState, new_state: optax.OptState, *, checks_axes: bool) -> None:

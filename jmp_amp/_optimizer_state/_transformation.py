@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import quote, takes_options, with_inner_state
+from jmp_amp._calls import quote, with_inner_state
 from jmp_amp._loss_scale import check_inner
 from jmp_amp._optimizer_state import _codec as codec
 from jmp_amp._optimizer_state._moments import Moments, facts_of_init, moments_of
@@ -67,7 +67,6 @@ class LowPrecisionState(NamedTuple):
         return LowPrecisionState(self.step, formats, next_formats, jx.with_leaves(inner_state, leaves))
 
 
-@takes_options
 def low_precision_state(
     inner: optax.GradientTransformation,
     dtype: str = "float8",

@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
-from jmp_amp import _policy, _trees
+from jmp_amp import _policy
 from jmp_amp._calls import quote, warn
 from jmp_amp._formats import half_dtype
-from jmp_amp._trees import all_finite, cast_floating, multiply_wide
+from jmp_amp._trees import all_finite, cast_floating, is_value, multiply_wide
 
 __all__ = (
     "DynamicLossScale",
@@ -138,7 +139,25 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     """
     if not isinstance(pred, bool) and (getattr(pred, "shape", None), getattr(pred, "dtype", None)) != ((), jnp.bool_):
         raise _boolean_scalar_error("pred", pred)
-    return _trees.select_tree(pred, a, b)
+    return jax.tree.map_with_path(lambda path, x, y: _selected(pred, keystr(path), x, y), a, b)
+
+
+def _selected(pred: Any, path: str, x: Any, y: Any) -> Any:
+    """Returns one of two leaves of `select_tree`; leaves that are neither arrays nor numbers must be equal."""
+    if is_value(x) and is_value(y):
+        aval_x, aval_y = jax.typeof(x), jax.typeof(y)
+        if (aval_x.shape, aval_x.dtype) == (aval_y.shape, aval_y.dtype):
+            return jax.lax.select(pred, x, y)
+        raise TypeError(
+            f"`a{path}` is `{aval_x}` but `b{path}` is `{aval_y}`; leaves must have the same shape and dtype: cast or "
+            "reshape one of them"
+        )
+    if not is_value(x) and not is_value(y) and x == y:
+        return x
+    raise TypeError(
+        f"cannot select between `a{path}`, which is `{x!r:.160}`, and `b{path}`, which is `{y!r:.160}`; leaves that "
+        "are neither arrays nor numbers must be equal: remove them from the trees, or make them equal"
+    )
 
 
 def _boolean_scalar_error(name: str, value: Any) -> AssertionError:

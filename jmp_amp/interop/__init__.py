@@ -1,5 +1,5 @@
-"""The interfaces of other systems: torch's state dict, DeepSpeed's config, apex's `initialize`."""
+"""The interfaces of other systems: torch's state dict, apex's `initialize`."""
 
-from jmp_amp.interop import apex, deepspeed, torch
+from jmp_amp.interop import apex, torch
 
-__all__ = ["apex", "deepspeed", "torch"]
+__all__ = ["apex", "torch"]

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import optax
 
 from jmp_amp._autocast import AutocastOptions, autocast
-from jmp_amp._calls import describe, quote, takes_options
+from jmp_amp._calls import describe, quote
 from jmp_amp._formats import parse_format
 from jmp_amp._loss_scale import LossScale, check_rule, dynamic_loss_scale
 from jmp_amp._params import cast_params, is_norm, low_precision_params
@@ -15,7 +15,6 @@ from jmp_amp._policy import Policy
 __all__ = ["initialize"]
 
 
-@takes_options
 def initialize(
     loss_fn: Callable,
     params: Any,

@@ -1,12 +1,11 @@
-"""What programs cost on an H200, by the compiler: bytes, memory, launches and casts, in three tables.
+"""What programs cost on an H200, by the compiler: bytes, memory, launches and casts, in three tables of one page.
 
-    python benchmarks/cost.py TABLE [--only LSTM] [--out docs/benchmarks/TABLE.md]
+    python benchmarks/autocast_cost.py [--only LSTM] [--out docs/benchmarks/autocast_cost.md]
 
-- `autocast_cost`: loss and gradients of models, for one H200: float32, casts by hand, autocast and its options.
-- `autocast_rules`: four models with one rule of autocast left out at a time, for one H200.
-- `opt_levels`: a whole train step at each of apex's levels, for one H200.
+Loss and gradients of models in float32, with casts by hand, under autocast and its options; a whole train step at each
+of apex's levels; four models with one rule of autocast left out at a time.
 
-Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. `autocast_cost` takes 15 minutes of CPU time.
+Nothing runs on a GPU and none is needed; see `gpu_aot.py` for what is. The first table takes 15 minutes of CPU time.
 """
 
 import contextlib
@@ -98,7 +97,7 @@ def cost(fun, args, **jit_kwargs):
     return hlo.cost(compiled(fun, args, **jit_kwargs))
 
 
-ON_H200 = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/cost.py`."
+ON_H200 = f"Compiled for one NVIDIA H200 with JAX {jax.__version__}, by `benchmarks/autocast_cost.py`."
 
 # autocast_cost
 
@@ -236,12 +235,7 @@ def costs_of_models(models):
             yield row(*cells)
 
 
-def autocast_cost(options):
-    models = {name: model for name, model in MODELS.items() if options.only in name}
-    report("Bytes and memory", f"{WHY_COST}\n\n{ON_H200}", costs_of_models(models), NOTES_COST, options.out)
-
-
-# autocast_rules
+# autocast_cost: what each rule saves
 
 RULED = {
     "GPT-2, 4 layers": lambda low: models.gpt_case(low, layers=4),
@@ -289,9 +283,11 @@ WITHOUT = {
     '`save="matmuls"`': contextlib.nullcontext,
 }
 
-WHY_RULES = """What each rule of autocast saves: bytes and memory of four models with one rule left out at a time.
+WHY_RULES = """
+## What each rule saves
 
-Each cell is bytes moved / temporary memory, x by hand."""
+Four models with one rule of autocast left out at a time. Each cell is bytes moved / temporary memory, x by hand.
+"""
 NOTES_RULES = """
 Each row leaves one rule out of `autocast`. The row "nothing" is autocast with all rules. The difference between a
 figure and that of "nothing" is the saving of the rule.
@@ -312,19 +308,18 @@ def costs_without(cases):
         yield row(rule, *cells)
 
 
-def autocast_rules(options):
-    cases = {name: case for name, case in RULED.items() if options.only in name}
-    report("Ablation of the rules", f"{WHY_RULES}\n\n{ON_H200}", costs_without(cases), NOTES_RULES, options.out)
-
-
-# opt_levels
+# autocast_cost: apex's levels
 
 CASE = "GPT-2 small, scanned"
 LEVELS = {level: (level, optax.adamw(1e-3)) for level in ("O0", "O1", "O2", "O3")}
 LEVELS["O2, first moments in bfloat16"] = "O2", optax.adamw(1e-3, mu_dtype=jnp.bfloat16)
 
-WHY_LEVELS = """How much memory a train step needs at each of apex's levels.
-For you: O1, which is `autocast` alone, saves most of the memory; O2 and O3 save little more."""
+WHY_LEVELS = """
+## Levels O0 to O3
+
+How much memory a train step needs at each of apex's levels. O1, which is `autocast` alone, saves most of it; O2 and O3
+save little more.
+"""
 NOTES_LEVELS = """
 One train step of {case} (batch 8, 1024 tokens, AdamW, parameters and state donated), assembled by
 `interop.apex.initialize(loss_fn, params, tx, level)`. Parameters and state are what stays between steps: bytes a
@@ -368,17 +363,19 @@ def costs_of_levels(case):
         yield row(name, f"{kept / size:.2f}", *gigabytes, *ratios)
 
 
-def opt_levels(options):
-    notes = NOTES_LEVELS.format(case=CASE)
-    report("Levels O0 to O3", f"{WHY_LEVELS}\n\n{ON_H200}", costs_of_levels(CASES[CASE]), notes, options.out)
+def costs_on_h200(only):
+    """Yields the tables of the page and what is said of them."""
+    yield from costs_of_models({name: model for name, model in MODELS.items() if only in name})
+    yield NOTES_COST.rstrip()
+    if only in CASE:
+        yield from (WHY_LEVELS, *costs_of_levels(CASES[CASE]), NOTES_LEVELS.format(case=CASE).rstrip())
+    if cases := {name: case for name, case in RULED.items() if only in name}:
+        yield from (WHY_RULES, *costs_without(cases), NOTES_RULES.rstrip())
 
 
 def main():
-    parser = arguments(__doc__, "the models whose name contains this")
-    tables = {table.__name__: table for table in (autocast_cost, autocast_rules, opt_levels)}
-    parser.add_argument("table", choices=tables)
-    options = parser.parse_args()
-    tables[options.table](options)
+    options = arguments(__doc__, "the models whose name contains this").parse_args()
+    report("Bytes and memory", f"{WHY_COST}\n\n{ON_H200}", costs_on_h200(options.only), "", options.out)
 
 
 if __name__ == "__main__":
