@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
@@ -154,7 +154,6 @@ class _Variable:
 
     Attributes:
         value: what is known of it, a `Value`; None until its equation is decided.
-        producer: the equation that computes it; None for an input.
         demand: how its readers read it.
         stream: how it is read as a residual stream.
         readers: the equations that read it, with the dtype in which each does.
@@ -162,7 +161,6 @@ class _Variable:
     """
 
     value: Any
-    producer: int | None = None
     demand: int = Demand.NONE
     stream: int = Stream.NONE
     readers: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -183,12 +181,12 @@ class _PlanBuilder:
 
     1. The analyses find the facts of all values, what their readers demand, and which are residual streams.
     2. For each equation, that says in which region it is, and whether it runs as it was traced (`_context`).
-    3. Equations are decided in order, by their operands and by the readers that are known so far (`_decide`).
-    4. Where a decision changes what another one has read, that equation is decided again.
+    3. Forward: equations are decided in order, by their operands and by what is known of their readers (`_decide`).
+    4. Backward: what each equation reads in float32 is recorded with its operands (`_read`).
 
-    The readers of a result are decided after it. Once all readers of a cheap op turn out to read float32, the op is
-    decided again: in float32 it fuses with them, which costs no memory and rounds less. An op that moves values is
-    decided again once there is a float32 copy of them.
+    The last two are repeated, for the equations around what has changed, until nothing does. Once all readers of a
+    cheap op turn out to read float32, it is decided again: in float32 it fuses with them, which costs no memory and
+    rounds less. So is an op that moves values, once there is a float32 copy of them.
     """
 
     def __init__(
@@ -205,12 +203,9 @@ class _PlanBuilder:
             is_computed = tuple([value.origin > Origin.INPUT for value in values])
             streams = planner.streams.of(jaxpr, is_computed, [use.stream for use in uses])
         given = dict(zip((*opened.constvars, *opened.invars), (*constants(opened, consts), *values), strict=True))
-        producers = {var: i for i, each in enumerate(infos) for var in each.eqn.outvars}
         self._variables = {
-            var: _Variable(
-                given.get(var), producers.get(var), demands.get(var, Demand.NONE), streams.get(var, Stream.NONE)
-            )
-            for var in (*given, *producers)
+            var: _Variable(given.get(var), demands.get(var, Demand.NONE), streams.get(var, Stream.NONE))
+            for var in (*given, *[var for each in infos for var in each.eqn.outvars])
         }
         self._outs = [[self._variables[var] for var in each.eqn.outvars] for each in infos]
         self._operands = [[self._variable(atom) for atom in each.eqn.invars] for each in infos]
@@ -253,12 +248,12 @@ class _PlanBuilder:
 
     def plan(self) -> Plan:
         """Decides all equations."""
-        pending = set[int]()
-        for i in range(len(self._contexts)):
-            pending.update(self._decide(i))
-        while pending:
-            pending.remove(last := max(pending))
-            pending.update(self._decide(last))
+        changed = set(self._variables.values())
+        while changed:
+            for i, step in enumerate(self._steps):
+                if step is None or not changed.isdisjoint([*self._operands[i], *self._outs[i]]):
+                    changed.update(self._outs[i] if self._decide(i) else ())
+            changed = self._read()
         values = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
         steps = [step._replace(sums=self._sums(i, step)) for i, step in enumerate(self._steps) if step is not None]
@@ -274,8 +269,8 @@ class _PlanBuilder:
         places = enumerate(zip(self._operands[i], step.casts, strict=True))
         return tuple([j for j, (x, cast) in places if cast is None and len(x.readers) > _FEW and x.value.is_half])
 
-    def _decide(self, i: int) -> list[int]:
-        """Decides an equation, and returns those to decide again because of it."""
+    def _decide(self, i: int) -> bool:
+        """Decides an equation, and returns whether something else is known of its results."""
         old, old_step = self._contexts[i], self._steps[i]
         info, eqn, rule = old.info, old.info.eqn, old.info.rule
         operands, outs = self._operands[i], self._outs[i]
@@ -293,17 +288,14 @@ class _PlanBuilder:
         is_stored = reads == Reads.STORED and (rule.moves or rule.arithmetic)
         neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(operands), uses)
         if old_step is not None and neighbours == old.neighbours:
-            return []
+            return False
         op = old._replace(neighbours=neighbours)
         step = self._planner.decide(op)
         self._contexts[i], self._steps[i] = op, step
         for var, variable, out in zip(eqn.outvars, outs, step.outs, strict=True):
             facts = self._facts.get(var)
             variable.value = out if facts is None else out._replace(known=facts)
-        affected = list(self._affected(i, step))
-        if old_step is not None and old_step.outs != step.outs:
-            affected += [reader for out in outs for reader in out.readers]
-        return [each for each in affected if self._steps[each] is not None]
+        return old_step is None or old_step.outs != step.outs
 
     def _with_copy(self, atom: Any, operand: _Variable, reader: int) -> Value:
         """Returns what is known of an operand, and whether another equation reads it in float32."""
@@ -313,17 +305,18 @@ class _PlanBuilder:
         has_copy = any(reads == Reads.FUSED for i, reads in operand.readers.items() if i != reader)
         return value._replace(has_float32_copy=True) if has_copy else value
 
-    def _affected(self, i: int, step: Step) -> Iterator[int]:
-        """Records the operands that an equation reads in float32, and yields the equations to decide again."""
-        reads = dict[_Variable, int]()
-        for operand, each in zip(self._operands[i], step.reads, strict=True):
-            reads[operand] = min(each, reads.get(operand, each))
-        for operand, each in reads.items():
-            if each > operand.readers[i]:
-                operand.readers[i] = each
-                if operand.producer is not None and operand.reads > Reads.LOW:
-                    yield operand.producer
-                yield from [j for j in operand.readers if j != i and self._contexts[j].info.uses_copies]
+    def _read(self) -> set[_Variable]:
+        """Records which operands equations read in float32, and returns those of which that is new."""
+        changed = set[_Variable]()
+        for i, step in enumerate(filter(None, self._steps)):
+            reads = dict[_Variable, int]()
+            for operand, each in zip(self._operands[i], step.reads, strict=True):
+                reads[operand] = min(each, reads.get(operand, each))
+            for operand, each in reads.items():
+                if each > operand.readers[i]:
+                    operand.readers[i] = each
+                    changed.add(operand)
+        return changed
 
     def _reads_stored_norm(self, operands: Sequence[_Variable]) -> bool:
         """Whether an equation reads a norm of low-precision data that a product reads too.
