@@ -169,6 +169,21 @@ class Rule(NamedTuple):
         return self.kind in _PASSES_ON
 
     @property
+    def passes(self) -> int:
+        """What it demands of its operands because of those who read its results, if they demand it of these.
+
+        `jnp.sin(h @ w)` makes this product float32, and not those that compute `h`: rounding an operand is an error of
+        0.4% of it, and the sum of many averages these.
+        """
+        if self.op_class is OpClass.LOWER:
+            return Demand.NONE
+        if self.can_run_as_traced:
+            return Demand.LINEAR | Demand.TERM
+        return (
+            Demand.MATRIX | Demand.DISTANCE | Demand.EDGE if self.power == 2 else PASSES.get(self.kind, Demand.MATRIX)
+        )
+
+    @property
     def is_product(self) -> bool:
         """Whether the op multiplies matrices or convolves, in any dtype."""
         return self.kind is ResultKind.MATRIX_PRODUCT
@@ -198,6 +213,17 @@ class Rule(NamedTuple):
         """Whether the op moves, adds and multiplies, so that it passes on errors as they are."""
         return self.kind in _LINEAR
 
+
+# What an op demands of its operands because of those who read its results, by its kind; each other kind passes on
+# `Demand.MATRIX` alone. A sigmoid is no more exact than a rounded product, whatever reads it.
+PASSES = {
+    **dict.fromkeys((ResultKind.MOVED, ResultKind.TAKEN), Demand.LINEAR | Demand.TERM | Demand.ROOT | Demand.OTHERS),
+    **dict.fromkeys((ResultKind.CHOSEN, ResultKind.SELECTED), Demand.LINEAR | Demand.TERM | Demand.ROOT),
+    **dict.fromkeys((ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT), Demand.LINEAR | Demand.TERM),
+    **dict.fromkeys((ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT), Demand.LINEAR | Demand.TERM),
+    ResultKind.TOTAL: Demand.MATRIX | Demand.RANGE,
+    ResultKind.BOUNDED: Demand.NONE,
+}
 
 _ARITHMETIC = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
 _ARITHMETIC |= {ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT}

@@ -391,25 +391,12 @@ def joined(several: Sequence[int]) -> int:
 
 def _passed_on(info: EqnInfo, demand: int) -> int:
     """Returns what an op demands of its operands for the sake of those who read its results."""
-    rule = info.rule
-    # `jnp.sin(h @ w)` makes this product float32, and not those that compute `h`: rounding an operand is an error of
-    # 0.4% of it, and the sum of many averages these. A sigmoid is no more exact than that, whatever reads it.
-    if rule.op_class is OpClass.LOWER or rule.kind is ResultKind.BOUNDED:
-        return Demand.NONE
-    if rule.passes_on or rule.can_run_as_traced:
-        is_sum = rule.arithmetic or rule.is_product
-        ways = Demand.LINEAR | Demand.TERM if is_sum else Demand.LINEAR | Demand.TERM | Demand.ROOT
-        if rule.moves:
-            ways |= Demand.OTHERS
-        if demand & Demand.OTHERS:
-            ways &= ~Demand.ANGLE
-        # The slope of `jnp.sqrt(1 - c * c)` is infinite where `c`, a cosine, is 1.
-        takes_from_a_number = rule.kind is ResultKind.DIFFERENCE and isinstance(info.eqn.invars[0], Literal)
-        edge = Demand.EDGE if takes_from_a_number and demand & Demand.ROOT else Demand.NONE
-        return (demand & ways) | edge
-    if info.is_square:
-        return demand & (Demand.MATRIX | Demand.DISTANCE | Demand.EDGE)
-    return demand & (Demand.MATRIX | Demand.RANGE if rule.kind is ResultKind.TOTAL else Demand.MATRIX)
+    ways = info.rule.passes
+    if demand & Demand.OTHERS:
+        ways &= ~Demand.ANGLE
+    # The slope of `jnp.sqrt(1 - c * c)` is infinite where `c`, a cosine, is 1.
+    takes_from_a_number = info.rule.kind is ResultKind.DIFFERENCE and isinstance(info.eqn.invars[0], Literal)
+    return demand & ways | (Demand.EDGE if takes_from_a_number and demand & Demand.ROOT else Demand.NONE)
 
 
 def _is_elementwise(rule: Rule) -> bool:
