@@ -14,10 +14,7 @@ from programs import PROGRAMS as ALL_PROGRAMS
 
 import jmp_amp as amp
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import _attention
-from jmp_amp._autocast._api import parse_settings, planner_of
-from jmp_amp._autocast._attention import with_kernel
-from jmp_amp._autocast._plan import Region
+from jmp_amp._attention import Scope, _program, with_kernel
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -50,11 +47,10 @@ class Kernel:
 
 def in_float32(fun, kernel):
     """Returns `fun` with the kernel in place of its attention, in the dtypes of the program, and what was found."""
-    options = parse_settings("float32", attention=kernel)
 
     def call(*args):
         closed, leaves, rebuild = jx.trace_call(fun, args, {})
-        program, call.found = with_kernel(closed, planner_of(options.options), Region(options.format))
+        program, call.found = with_kernel(closed, kernel, jnp.float32, Scope())
         return rebuild(jax.core.eval_jaxpr(*jx.open_jaxpr(program), *leaves))
 
     return call
@@ -670,12 +666,11 @@ def test_a_long_chain_of_ops_before_a_softmax_is_read_without_deep_recursion():
 @pytest.mark.parametrize("name", PROGRAMS_OF_USERS)
 def test_a_program_that_is_rewritten_without_attention_is_the_same(name, monkeypatch):
     """Every jaxpr in it is built anew."""
-    monkeypatch.setattr(_attention._Program, "is_changed", True)
-    monkeypatch.setattr(_attention, "_may_have_attention", lambda jaxpr: True)
+    monkeypatch.setattr(_program._Program, "is_changed", True)
+    monkeypatch.setattr(_program, "_may_have_attention", lambda jaxpr: True)
     fun, args = PROGRAMS_OF_USERS[name].make()
     closed, leaves, _ = jx.trace_call(fun, args, {})
-    options = parse_settings("float32", attention="xla")
-    rewritten, _ = with_kernel(closed, planner_of(options.options), Region(options.format))
+    rewritten, _ = with_kernel(closed, "xla", jnp.float32, Scope())
     assert list(map(str, rewritten.out_avals)) == list(map(str, closed.out_avals))
     outs = [jax.jit(lambda *xs, p=p: jax.core.eval_jaxpr(*jx.open_jaxpr(p), *xs))(*leaves) for p in (closed, rewritten)]
     for x, y in zip(*outs, strict=True):

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._attention import AttentionSite
 from jmp_amp._autocast import (
     REASONS,
-    AttentionSite,
     AutocastOptions,
     OpSite,
     explain_call,

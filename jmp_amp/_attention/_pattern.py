@@ -16,15 +16,15 @@ import numpy as np
 from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._softmax import (
-    INDEX,
-    ONE,
+from jmp_amp._attention._softmax import (
     Condition,
-    Expressions,
+    Elements,
     Form,
     Places,
     Scaled,
+    Values,
     axes_of,
+    count,
     placed,
     softmax_of,
 )
@@ -178,7 +178,7 @@ class _Array(NamedTuple):
         return {axis for axis in self.axes if isinstance(axis, int)}
 
 
-def match(values: Expressions, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
+def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
     """Returns the attention that ends in a product; None if the product reads no softmax.
 
     Raises:
@@ -244,15 +244,15 @@ class _Arrays(NamedTuple):
     result: Places
 
 
-def _variants(values: Expressions, form: _Arrays, masks: list[Any]) -> Iterator[tuple[dict[str, Any], _Arrays]]:
+def _variants(values: Values, form: _Arrays, masks: list[Any]) -> Iterator[tuple[dict[str, Any], _Arrays]]:
     """Yields the ways to hand an attention and its masks to a kernel, each with options, the best one first."""
-    for options, said, lengths in (_said(masks, form.groups, form.sizes), ({"is_causal": False}, [], [])):
+    for options, said, lengths in (_said(values, masks, form), ({"is_causal": False}, [], [])):
         left = [_Array("mask", x.atom, own, (x.keep, x.other)) for x, own in masks if (x, own) not in said]
         whole = form._replace(arrays=[*form.arrays, *left, *lengths])
         yield from [(options, each) for each in (_without_repeats(values, whole), whole) if each is not None]
 
 
-def _without_repeats(values: Expressions, form: _Arrays) -> _Arrays | None:
+def _without_repeats(values: Values, form: _Arrays) -> _Arrays | None:
     """Returns an attention whose heads of keys and values are not repeated for those of queries; None if none are."""
     query, *others = form.arrays
     found = [_repeated(values, x.atom) for x in others[:2]]
@@ -274,7 +274,7 @@ def _without_repeats(values: Expressions, form: _Arrays) -> _Arrays | None:
     return _Arrays(arrays, {**form.groups, "groups": (repeat,)}, sizes, split(form.result))
 
 
-def _repeated(values: Expressions, atom: Any) -> tuple[Var, int, Any] | None:
+def _repeated(values: Values, atom: Any) -> tuple[Var, int, Any] | None:
     """Returns the array that `jnp.repeat` repeats the elements of, along which axis, and how often."""
     if values.name(atom) != "reshape":
         return None
@@ -295,7 +295,7 @@ def _repeated(values: Expressions, atom: Any) -> tuple[Var, int, Any] | None:
     return None
 
 
-def _product_in(values: Expressions, scores: Form, weights: Any) -> tuple[Any, Places]:
+def _product_in(values: Values, scores: Form, weights: Any) -> tuple[Any, Places]:
     """Returns the term of scores that is the product of queries and keys, and the places of its axes."""
     for term, axes in scores.terms:
         if values.is_product(term) and {*axes_of(weights)} <= {*axes, None}:
@@ -334,7 +334,7 @@ def _operands_of(
 _ELEMENTWISE = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
 
 
-def _first_op(values: Expressions, term: Any) -> str:
+def _first_op(values: Values, term: Any) -> str:
     """Returns the name of the op that scores start with."""
     atom = term.product if isinstance(term, Scaled) else term
     while (name := values.name(atom)) in _ELEMENTWISE:
@@ -343,7 +343,7 @@ def _first_op(values: Expressions, term: Any) -> str:
     return "reshape" if name == "dot_general" else name or "an input"
 
 
-def _near_softmax(values: Expressions, operands: Sequence[Any]) -> None:
+def _near_softmax(values: Values, operands: Sequence[Any]) -> None:
     """Raises `AsWrittenError` if a product reads what is made of a softmax, or of a quotient that is almost one."""
     atoms = [*operands]
     for atom in atoms:
@@ -397,41 +397,51 @@ def _groups(
     }
 
 
-def _said(
-    masks: Sequence[Any], groups: Mapping[str, Places], sizes: Any
-) -> tuple[dict[str, Any], list[Any], list[Any]]:
+def _said(values: Values, masks: Sequence[Any], form: _Arrays) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Returns masks as options and numbers of keys of a kernel, and those of the masks that this says all of."""
-    left, right, said, lengths = math.inf, math.inf, list[Any](), list[Any]()
+    before, behind, said, lengths = math.inf, math.inf, list[Any](), list[Any]()
     for condition, axes in masks:
-        bounds = [_bound(line.placed(axes), groups, sizes) for line in condition.lines]
-        if bounds and None not in bounds:
-            said.append((condition, axes))
-            for before, behind, *array in filter(None, bounds):
-                left, right = min(left, before), min(right, behind)
-                lengths += array
-    options: dict[str, Any] = {"is_causal": right == 0}
-    if left < math.inf or 0 < right < math.inf:
-        ends = zip((left, right), (groups["lengths"], groups["keys"]), strict=True)
-        options["local_window_size"] = tuple([sizes[axis] if math.isinf(n) else int(n) for n, (axis,) in ends])
+        if (band := _band(values, condition, axes, form)) is not None:
+            before, behind = min(before, band[0]), min(behind, band[1])
+        elif (length := _number_of_keys(values, condition, axes, form)) is not None:
+            lengths.append(length)
+        else:
+            continue
+        said.append((condition, axes))
+    options: dict[str, Any] = {"is_causal": behind == 0}
+    if before < math.inf or 0 < behind < math.inf:
+        ends = zip((before, behind), (form.groups["lengths"], form.groups["keys"]), strict=True)
+        options["local_window_size"] = tuple([form.sizes[axis] if math.isinf(n) else int(n) for n, (axis,) in ends])
     return options, said, lengths
 
 
-def _bound(line: Form, groups: Mapping[str, Places], sizes: Any) -> tuple[Any, ...] | None:
-    """Returns how far before and behind a query its keys may be, where a sum of indices is not negative.
+def _band(values: Values, condition: Condition, axes: Places, form: _Arrays) -> tuple[float, float] | None:
+    """Returns how far before and behind a query the keys may be that a mask keeps; None if these are no band."""
+    elements, band = values.elements_of(condition.atom), (*form.groups["lengths"], *form.groups["keys"])
+    if elements is None or len(elements.along) != 2 or len(band) != 2:
+        return None
+    kept, along = elements.array == condition.keep, placed(elements.along, axes)
+    if along == band[::-1]:
+        kept, along = kept[::-1], band
+    if along != band or kept.all() or not kept.any():
+        return None
+    distances = (np.flatnonzero(kept) + 1 - count(form.sizes[band[1]])).tolist()  # of queries from keys
+    behind, before = -distances[0], distances[-1]
+    if len(distances) != behind + 1 + before or min(behind, before) < 0:
+        return None
+    return math.inf if kept[-1] else before, math.inf if kept[0] else behind
 
-    And the array of numbers of keys, if it is that. None if it says something else.
-    """
-    number = line.terms.get(ONE, 0)
-    factors = {axes[0]: n for (term, axes), n in line.terms.items() if term is INDEX}
-    arrays = [(term, axes, n) for (term, axes), n in line.terms.items() if isinstance(term, Var)]
-    rows, keys = {*groups["rows"], None}, groups["keys"]
-    if arrays:  # of a number of keys is subtracted the index of a key
-        ((atom, axes, n), *others) = arrays
-        is_length = not others and n == 1 and {*axes} <= rows and len(keys) == 1 and factors == {keys[0]: -1}
-        return (math.inf, math.inf, _Array("key_value_seq_lengths", atom, axes, number + 1)) if is_length else None
-    is_static = all(isinstance(sizes[axis], int) for axis in factors)
-    if is_static and number + sum(min(n * (sizes[axis] - 1), 0) for axis, n in factors.items()) >= 0:
-        return math.inf, math.inf
-    slopes = tuple([factors.pop(axis, 0) for axis in (*groups["lengths"], *keys)])
-    ends = {(1, -1): (math.inf, number), (-1, 1): (number, math.inf)}
-    return ends.get(slopes) if number >= 0 and not factors else None
+
+def _number_of_keys(values: Values, condition: Condition, axes: Places, form: _Arrays) -> _Array | None:
+    """Returns the array of numbers of keys, if a mask keeps as many; None if it keeps others."""
+    if (name := values.name(condition.atom)) not in ("lt", "le", "gt", "ge"):
+        return None
+    low, high = map(values.read, values.eqns[condition.atom].invars[:: -1 if name in ("gt", "ge") else 1])
+    x, index, n = (high, low, int(name in ("le", "ge"))) if condition.keep else (low, high, int(name in ("lt", "gt")))
+    indices, own = index.known, placed(x.axes, axes)
+    is_array = x.number is None and jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
+    if not isinstance(indices, Elements) or indices.step != 1 or not is_array:
+        return None
+    if placed(indices.along, axes) != form.groups["keys"] or not {*own} <= {*form.groups["rows"], None}:
+        return None
+    return _Array("key_value_seq_lengths", x.atom, own, n - int(indices.array[0]))
