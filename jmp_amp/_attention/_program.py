@@ -28,18 +28,13 @@ class Scope:
     Scopes are hashed and compared.
     """
 
-    @property
-    def is_low(self) -> bool:
-        """Whether ops run in that dtype here."""
-        return True
-
-    def of(self, eqn: JaxprEqn) -> "Scope":
-        """Returns the scope of an equation, and of those in its jaxprs."""
+    def inside(self, eqn: JaxprEqn) -> "Scope":
+        """Returns the scope of the equations in the jaxprs of an equation."""
         return self
 
-    def lowers(self, product: JaxprEqn) -> bool:
-        """Whether a product runs in that dtype where ops do."""
-        return product.params["precision"] is None
+    def why_not(self, eqn: JaxprEqn) -> str:
+        """Returns why an equation does not run in that dtype; empty if it does."""
+        return "" if eqn.params.get("precision") is None else "its products have a precision of their own"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +80,7 @@ class _Equation:
         scope: the scope that it is in.
         calls: the calls around it that are read in place, the outermost first.
         body: the equations of a call that is read in place.
+        inputs: the variables that it reads.
         found: the attention in its jaxprs, or that it is the last product of.
     """
 
@@ -94,10 +90,8 @@ class _Equation:
     body: "list[_Equation]" = dataclasses.field(default_factory=list)
     found: list[Found] = dataclasses.field(default_factory=list)
 
-    @property
-    def inputs(self) -> list[Var]:
-        """The variables that it reads."""
-        return [atom for atom in self.eqn.invars if isinstance(atom, Var)]
+    def __post_init__(self) -> None:
+        self.inputs = [atom for atom in self.eqn.invars if isinstance(atom, Var)]
 
     @property
     def path(self) -> tuple[JaxprEqn, ...]:
@@ -118,22 +112,6 @@ class _Body(NamedTuple):
     def __call__(self, *xs: Any) -> list[Any]:
         # In a `shard_map` types say along which axes of the mesh values vary, where it is traced and nowhere else.
         return jax.core.eval_jaxpr(*jx.open_jaxpr(self.jaxpr), *xs)
-
-
-class _KernelCall(NamedTuple):
-    """A call of a kernel.
-
-    Attributes:
-        jaxpr: a jaxpr of one equation that calls it; None if the kernel refuses.
-        attention: what it computes.
-        operands: what it reads.
-        words: why the kernel refuses, or refuses the derivative; empty if it does not.
-    """
-
-    jaxpr: Any
-    attention: Attention
-    operands: Sequence[Var]
-    words: str
 
 
 class _Program:
@@ -168,7 +146,7 @@ class _Program:
                 names |= {var: Var(var.aval) for var in eqn.outvars if var not in names}
             equations.append(each := _Equation(_with_names(eqn, names) if names else eqn, scope, calls))
             if eqn.primitive.name not in jx.HIGHER_ORDER or not self._read_jaxprs(each, names):
-                self._values.add(each.eqn)
+                self._values.add(each.eqn, each.inputs)
                 self._producers |= dict.fromkeys(each.eqn.outvars, each)
         return equations
 
@@ -178,7 +156,7 @@ class _Program:
         run: Any = jx.HIGHER_ORDER[eqn.primitive.name].run
         if structure is None or run is None:
             return False
-        scope, bodies = each.scope.of(eqn), list[_Body]()
+        scope, bodies = each.scope.inside(eqn), list[_Body]()
         if any(_may_have_attention(jaxpr) for jaxpr, _ in jx.entries(structure)):
             consts = structure.consts if isinstance(structure, jx.Loop) else slice(None)
             constant = range(len(eqn.invars))[consts]  # a loop may change its other operands
@@ -210,6 +188,7 @@ class _Program:
         self._values.constants |= zip(_named(opened.constvars, inner), consts, strict=True)
         new = _with_names(opened.eqns[0], inner)
         each.eqn = new.replace(source_info=each.eqn.source_info, ctx=each.eqn.ctx)
+        each.__post_init__()
         return results
 
     def _replace_attention(self) -> list[_Equation]:
@@ -226,21 +205,23 @@ class _Program:
             is_settled = True
             for each, found in [*matches.items()]:
                 why, warning = self._read_again(each, matches), ""
-                if not why and (call := self._call(each, found)).jaxpr is None:
-                    why = call.words
+                if not why and (call := self._call(each, found))[0] is None:
+                    why = call[-1]
                     warning = f"`{name}` refuses attention of the function, which stays as it is written: {why}"
                 if why:
                     each.found, is_settled = [Found(each.path, "", why, warning)], False
                     del matches[each]
         for each, found in matches.items():
-            self._call_kernel(each, self._call(each, found), name)
+            self._call_kernel(each, found, name)
         return [*matches]
 
-    def _call_kernel(self, each: _Equation, call: _KernelCall, name: str) -> None:
+    def _call_kernel(self, each: _Equation, match: Match, name: str) -> None:
         """Calls the kernel in place of a product; what it refuses of it is computed as it is written."""
-        jaxpr, attention, operands, words = call
-        on_cpu = _refusal_on_cpu(attention, operands, has_derivative=not words)
-        why, warning = str(attention), ""
+        jaxpr, attention, operands, words = self._call(each, match)
+        why, warning, on_cpu = str(attention), "", ""
+        if target_device().platform == "cpu":
+            types = tuple([(jx.shape_of(atom), jx.dtype_of(atom)) for atom in operands])
+            on_cpu = _refusal_on_cpu(attention, types, has_derivative=not words)
         if words or on_cpu:
             (written, inputs), n = self._written(each), len(operands)
             run: Callable[..., Any] = functools.partial(_of_first, call_of(attention), n)
@@ -265,10 +246,10 @@ class _Program:
             return {}
         first = self._producers[found.product]
         self._within[each] = self._between(first, found, each)
-        if not all(x.scope.of(x.eqn).is_low for x in (*self._within[each], each)):
-            raise AsWrittenError("a region or a rule gives it another precision")
-        if not all(x.scope.lowers(x.eqn) for x in (first, each)):
-            raise AsWrittenError("its products do not run in the compute dtype: see their rows")
+        _, *others = self._within[each]
+        for x in (*others, first, each):
+            if why := x.scope.why_not(x.eqn):
+                raise AsWrittenError(why)
         return {each: found}
 
     def _between(self, first: _Equation, match: Match, last: _Equation) -> list[_Equation]:
@@ -306,16 +287,20 @@ class _Program:
         lines = [str(frame) for eqn in others[0].path[::-1] for frame in jx.frames_of(eqn)]
         return f"its weights are read again at {lines[0]}" if lines else "its weights are read again"
 
-    def _call(self, each: _Equation, match: Match) -> _KernelCall:
-        """Returns the call of the first variant that the kernel takes, or of the last one."""
-        for attention, operands in match.variants:
+    def _call(self, each: _Equation, match: Match) -> tuple[Any, Attention, Sequence[Var], str]:
+        """Returns a call of the kernel as a jaxpr, what it computes, what it reads, and the words of the kernel.
+
+        The jaxpr is None if the kernel refuses all variants, and there are words if it refuses the derivative.
+        """
+        for attention in match.variants:
+            operands = [array.atom for array in attention.arrays]
             key = attention, tuple([x.aval for x in operands])
             if key not in self._tried:  # layers are alike
                 self._tried[key] = _try(each, attention, operands)
             jaxpr, words = self._tried[key]
             if jaxpr is not None:
                 break
-        return _KernelCall(jaxpr, attention, operands, words)
+        return jaxpr, attention, operands, words
 
     def _written(self, last: _Equation) -> tuple[Callable[..., Any], list[Var]]:
         """Returns an attention as the program computes it, and the values that it reads."""
@@ -393,27 +378,23 @@ def _try(each: _Equation, attention: Attention, operands: Sequence[Var]) -> tupl
         return jaxpr, _words_of(error)
 
 
-def _refusal_on_cpu(attention: Attention, operands: Sequence[Var], has_derivative: bool) -> str:
-    """Returns the words of a kernel that is traced on a CPU and refuses to be lowered for one; empty for any other."""
-    shapes = tuple([tuple(jx.shape_of(atom) or ()) for atom in operands])
-    is_known = all(isinstance(n, int) for shape in shapes for n in shape)
-    if target_device().platform != "cpu" or not is_known:
-        return ""
-    return _refusal_to_lower(attention, shapes, tuple(map(jx.dtype_of, operands)), has_derivative)
-
-
 @functools.lru_cache(maxsize=1024)
-def _refusal_to_lower(attention: Attention, shapes: Any, dtypes: Any, has_derivative: bool) -> str:
-    """Lowers a kernel for a CPU: JAX says only then which products and which kernels a CPU lacks."""
+def _refusal_on_cpu(attention: Attention, types: tuple[Any, ...], has_derivative: bool) -> str:
+    """Returns the words of a kernel that is traced on a CPU and refuses to be lowered for one; empty for any other.
+
+    JAX says only then which products and which kernels a CPU lacks.
+    """
     call = call_of(attention)
 
     def run(*arrays: Any) -> Any:
         return call(*arrays), _gradients(call, *arrays) if has_derivative else ()
 
+    if not all(isinstance(n, int) for shape, _ in types for n in shape):
+        return ""
     # No value varies along an axis of a mesh here, and JAX lowers what is in a `shard_map` together with it.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         try:
-            traced = jax.jit(run).trace(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+            traced = jax.jit(run).trace(*[jax.ShapeDtypeStruct(*each) for each in types])
         except Exception:  # a kernel that needs the axes of the mesh
             return ""
         try:
@@ -496,13 +477,13 @@ def rewrite(
         dtype: the dtype that it runs in.
     """
     opened, consts = jx.open_jaxpr(jaxpr)
-    args = given, scope, kernel, dtype
 
     def make() -> tuple[Any, list[Found]]:
-        program = _Program(jaxpr, *args)
+        program = _Program(jaxpr, given, scope, kernel, dtype)
         return program.rewritten() if program.is_changed else None, program.found
 
-    new, found = _rewritten(opened, (tuple(map(id, consts)), args, jax.sharding.get_abstract_mesh()), make)
+    keys = tuple(map(id, consts)), tuple([x and x.key for x in given]), jax.sharding.get_abstract_mesh()
+    new, found = _rewritten(opened, (*keys, scope, kernel, dtype), make)
     return new or jaxpr, found
 
 

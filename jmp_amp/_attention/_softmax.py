@@ -23,7 +23,6 @@ In `jax.nn.softmax(jnp.where(jnp.tri(n, dtype=bool), q @ k.T / 8, -1e9))`:
   returns these and axis 1. The flags are true from difference 0 on, so `_pattern` says `is_causal=True`.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +44,10 @@ _MASKED = -1e4  # the exponential of a score that is this much smaller is 0
 _LEAST_FACTOR = 2.0**-7  # that a mask may be multiplied by
 _LAYOUTS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _COPIES = {"convert_element_type", "copy", "name", "sharding_constraint", "device_put", "pvary", "reshard"}
-COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
-COMPARISONS |= {"eq": np.equal, "ne": np.not_equal}
+_COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+_COMPARISONS |= {"eq": np.equal, "ne": np.not_equal}
 # What NumPy computes beside the ops that have a `fold` in the table of primitives.
-_FOLDS: dict[str, Callable[..., Any]] = {"not": np.invert, "and": np.bitwise_and, "or": np.bitwise_or, **COMPARISONS}
+_FOLDS: dict[str, Callable[..., Any]] = {"not": np.invert, "and": np.bitwise_and, "or": np.bitwise_or, **_COMPARISONS}
 _FOLDS["select_n"] = lambda which, *cases: np.choose(np.asarray(which, int), cases)
 # By an op, and whether each of its operands is an exponential: the factors of their terms in the result, and whether
 # that is an exponential.
@@ -83,8 +82,7 @@ def placed(axes: Places, places: Any) -> Places:
     return tuple([None if axis is None else places[axis] for axis in axes])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Elements:
+class Elements(NamedTuple):
     """The elements of a value that depends on indices and constants alone, without those that repeat.
 
     A mask of 32,768 queries and keys has 10**9 elements. If it depends on the difference of two indices, it is computed
@@ -99,19 +97,14 @@ class Elements:
     array: Any
     along: Places = ()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Elements) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
     @property
-    def _key(self) -> Any:
+    def key(self) -> Any:
+        """The same for equal elements."""
         return self.along, self.array.dtype, self.array.tobytes()
 
     def placed(self, places: Any) -> "Elements":
         """Returns the elements of the value with its axes moved."""
-        return dataclasses.replace(self, along=placed(self.along, places))
+        return Elements(self.array, placed(self.along, places))
 
     @property
     def step(self) -> int | None:
@@ -178,11 +171,6 @@ class Condition(NamedTuple):
     atom: Any
     keep: Any
     other: Any
-
-    @property
-    def opposite(self) -> "Condition":
-        """The condition that holds where this one does not."""
-        return Condition(self.atom, self.other, self.keep)
 
 
 class Choice(NamedTuple):
@@ -263,13 +251,14 @@ class Reading(NamedTuple):
         ((condition, axes), *others) = known.mask.terms  # where not all of several conditions hold, is one of its own
         if others:
             condition, axes = Condition(self.atom, known.on, known.off), self.axes
-        return mask_of(condition.opposite, axes) if is_fill(known.on) else None
+        opposite = Condition(condition.atom, condition.other, condition.keep)
+        return mask_of(opposite, axes) if is_fill(known.on) else None
 
     def moved(self, places: Places, var: Var) -> "Reading":
         """Returns what is read of a variable that has the same elements elsewhere, maybe in another dtype."""
         known = self.known and self.known.placed(places)
         if isinstance(known, Elements):
-            known = dataclasses.replace(known, array=known.array.astype(jx.dtype_of(var)))
+            known = Elements(known.array.astype(jx.dtype_of(var)), known.along)
         if isinstance(known, Form) and not jx.is_floating(var):
             known = None
         if jx.is_floating(self.atom) != jx.is_floating(var) or _is_flag(self.atom) != _is_flag(var):
@@ -292,11 +281,11 @@ class Values:
         self.exponentials: set[Any] = set()
         self._readings: dict[Any, Reading] = {}
 
-    def add(self, eqn: Any) -> None:
-        """Adds an equation behind those that compute what it reads."""
+    def add(self, eqn: Any, inputs: Sequence[Var]) -> None:
+        """Adds an equation, and the variables that it reads, behind those that compute these."""
         self.eqns.update(dict.fromkeys(eqn.outvars, eqn))
-        name, variables = eqn.primitive.name, [x for x in eqn.invars if isinstance(x, Var)]
-        if name in EXPONENTIALS or (name in _READ and not self.exponentials.isdisjoint(variables)):
+        name = eqn.primitive.name
+        if name in EXPONENTIALS or (name in _READ and not self.exponentials.isdisjoint(inputs)):
             self.exponentials.update(eqn.outvars)
 
     def give(self, var: Var, elements: Elements) -> None:
@@ -343,8 +332,11 @@ class Values:
             if (places := _moved(eqn)) is not None:
                 return operands[0].moved(places, var)
             known = _computed(eqn, [x.known for x in operands]) or self._combined(eqn, operands)
-        is_static = all(isinstance(n, int) for n in jx.shape_of(var) or ())
-        if isinstance(known, Elements) and is_static and _is_uniform(known.array):
+        if (
+            isinstance(known, Elements)
+            and _is_uniform(known.array)
+            and all(isinstance(n, int) for n in jx.shape_of(var) or ())
+        ):
             known = Elements(known.array.flat[0])
         if known is None and _is_flag(var):
             known = Choice(mask_of(Condition(var, True, False), axes_of(var)), True, False)
@@ -438,7 +430,7 @@ def _elements_of(value: Any, aval: Any) -> Elements | None:
 
 
 def _is_uniform(x: Any) -> bool:
-    return bool((x == x.flat[0]).all())
+    return x.size == 1 or bool((x == x.flat[0]).all())
 
 
 def _computed(eqn: Any, operands: Sequence[Any]) -> Elements | None:
@@ -450,7 +442,7 @@ def _computed(eqn: Any, operands: Sequence[Any]) -> Elements | None:
     if len(alongs) > 1:
         # Where the steps along both axes are the same, the difference of two elements is one of their indices.
         steps = {x.step for x in operands}
-        if eqn.primitive.name not in ("sub", *COMPARISONS) or None in steps or len(steps) > 1:
+        if eqn.primitive.name not in ("sub", *_COMPARISONS) or None in steps or len(steps) > 1:
             return None
         differences = np.arange(1 - len(arrays[1]), len(arrays[0]))
         first = np.maximum(differences, 0)

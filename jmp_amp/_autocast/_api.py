@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, Ty
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
@@ -313,19 +314,18 @@ class _Scope(Scope):
     region: Region
     format: Format
 
-    @property
-    def is_low(self) -> bool:
-        """Whether ops in the region run in the format of the whole program, which is that of the kernel."""
-        return self.region.format is self.format
+    def inside(self, eqn: JaxprEqn) -> "_Scope":
+        """Returns the scope of the equations in the jaxprs of an equation."""
+        return _Scope(self.planner, self.planner.enter(self.region, eqn), self.format)
 
-    def of(self, eqn: JaxprEqn) -> "_Scope":
-        """Returns the scope of an equation."""
-        return dataclasses.replace(self, region=self.planner.enter(self.region, eqn))
-
-    def lowers(self, product: JaxprEqn) -> bool:
-        """Whether a product runs in the compute dtype."""
-        dtypes = [jx.dtype_of(x) for x in (*product.invars, *product.outvars)]
-        return self.planner.rule_of(product).op_class is OpClass.LOWER and self.format.takes(dtypes)
+    def why_not(self, eqn: JaxprEqn) -> str:
+        """Returns why an equation does not run in the format of the whole program; empty if it does."""
+        if self.inside(eqn).region.format is not self.format:
+            return "a region or a rule gives it another precision"
+        dtypes = [jx.dtype_of(x) for x in (*eqn.invars, *eqn.outvars)]
+        is_low = self.planner.rule_of(eqn).op_class is OpClass.LOWER and self.format.takes(dtypes)
+        is_product = eqn.primitive is lax.dot_general_p
+        return "its products do not run in the compute dtype: see their rows" if is_product and not is_low else ""
 
 
 def autocast_with(fun: Callable, settings: Settings, planned: Callable = lambda plan, found: None) -> Callable:
