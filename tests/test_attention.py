@@ -4,6 +4,7 @@ import functools
 
 import attention_forms as forms
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -387,6 +388,64 @@ def test_masks_and_biases_keep_the_axes_that_they_have():
     check(with_table, Q, Q, Q, arrays((6, 4))[0], bias=(1, 4, 6, 6))
     padding = (jnp.arange(6) < 4).astype(jnp.int32)[None]
     check(with_padding_added, Q, Q, Q, padding, same=assert_same_value, bias=(1, 1, 1, 6))
+
+
+def indices(t, s):
+    return jnp.arange(t)[:, None], jnp.arange(s)
+
+
+# Flags that depend on indices and constants alone, and the options that say them; "mask" where none do.
+COMPUTED = {
+    "strictly causal": (lambda i, j: i > j, "mask"),
+    "from the key on": (lambda i, j: i <= j, {"local_window_size": (0, 10)}),
+    "the key of the query": (lambda i, j: i == j, {"is_causal": True, "local_window_size": (0, 0)}),
+    "steps of two": (lambda i, j: 2 * i >= 2 * j, {"is_causal": True}),
+    "unlike steps": (lambda i, j: 2 * i >= j, "mask"),
+    "a product of flags": (
+        lambda i, j: (i >= j).astype(float) * (i - j < 3) > 0,
+        {"is_causal": True, "local_window_size": (2, 0)},
+    ),
+    "a window by what it leaves out": (
+        lambda i, j: ~((j > i) | (i - j >= 3)),
+        {"is_causal": True, "local_window_size": (2, 0)},
+    ),
+    "all keys": (lambda i, j: (i - j < 99) & (j < 10), {}),
+    "dilated": (lambda i, j: (i - j) % 2 == 0, "mask"),
+    "blocks": (lambda i, j: i // 2 == j // 2, "mask"),
+    "causal but for a prefix": (lambda i, j: (i >= j) | (j < 3), "mask"),
+    "distances of NumPy": (
+        lambda i, j: jnp.asarray(np.subtract.outer(np.arange(6), np.arange(10))) >= 0,
+        {"is_causal": True},
+    ),
+    "rounded indices": (lambda i, j: (i + 256).astype(jnp.bfloat16) >= (j + 256).astype(jnp.bfloat16), "mask"),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_masks_of_indices_and_constants_are_computed(name):
+    flags, said = COMPUTED[name]
+    options = check(lambda q, k, v: attend(q, k, v, flags(*indices(6, 10))), Q, K, K, same=assert_same_value)
+    said = {"mask": (1, 1, 6, 10)} if said == "mask" else said
+    assert {name: x for name, x in options.items() if name not in ("query", "key")} == said
+
+
+def test_a_mask_between_two_axes_of_keys_is_no_window():
+    def attend(q, k, v):
+        scores = jnp.where(jnp.tri(5, dtype=bool), jnp.einsum("bhd,bijhd->bhij", q, k), -1e9)
+        return jnp.einsum("bhij,bijhd->bhd", jax.nn.softmax(scores, (-2, -1)), v)
+
+    shape = (2, 5, 5, 4, 8)
+    assert check(attend, *arrays((2, 4, 8), shape, shape))["mask"] == (1, 1, 1, 25)
+
+
+@pytest.mark.parametrize("length", [2**17, *jax.export.symbolic_shape("length")])
+def test_masks_of_long_sequences_and_of_unknown_length_are_computed(length):
+    q = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.float32)
+    kernel = Kernel()
+    fused = in_float32(lambda q: attend(q, q, q, jnp.tril(jnp.ones((length, length), bool))), kernel)
+    jax.eval_shape(fused, q)
+    assert kernel.options["is_causal"]
+    assert "mask" not in kernel.options
 
 
 def test_a_kernel_that_takes_no_window_gets_a_mask():

@@ -225,11 +225,9 @@ def _masks_and_others(scores: Form, product: Any, axes: Places, query: _Array) -
     for (x, own), n in scores.terms.items():
         if isinstance(x, Condition):
             masks.append((x, own))
-        elif (x, own) == (product, axes):
-            continue
         elif isinstance(x, Var) and x is not getattr(product, "product", product):
             others.append(_Array("bias", x, own, n))
-        else:
+        elif (x, own) != (product, axes):
             raise AsWrittenError("a sum of exponentials, or its scores again, between a product and the softmax")
     return masks, others
 
@@ -412,15 +410,15 @@ def _said(values: Values, masks: Sequence[Any], attention: Attention) -> tuple[d
 
 def _band(values: Values, condition: Condition, axes: Places, attention: Attention) -> tuple[float, float] | None:
     """Returns how far before and behind a query the keys may be that a mask keeps; None if these are no band."""
-    elements, band = values.elements_of(condition.atom), attention.axes("lengths keys")
-    if elements is None or len(elements.along) != 2 or len(band) != 2:
+    elements, lengths, keys = values.elements_of(condition.atom), attention.axes("lengths"), attention.axes("keys")
+    if elements is None or len(elements.along) != 2 or not len(lengths) == len(keys) == 1:
         return None
     kept, along = elements.array == condition.keep, placed(elements.along, axes)
-    if along == band[::-1]:
-        kept, along = kept[::-1], band
-    if along != band or kept.all() or not kept.any():
+    if along == keys + lengths:
+        kept, along = kept[::-1], lengths + keys
+    if along != lengths + keys or kept.all() or not kept.any():
         return None
-    distances = (np.flatnonzero(kept) + 1 - count(dict(attention.sizes)[band[1]])).tolist()  # of queries from keys
+    distances = (np.flatnonzero(kept) + 1 - count(dict(attention.sizes)[keys[0]])).tolist()  # of queries from keys
     behind, before = -distances[0], distances[-1]
     if len(distances) != behind + 1 + before or min(behind, before) < 0:
         return None
@@ -433,9 +431,8 @@ def _number_of_keys(values: Values, condition: Condition, axes: Places, attentio
         return None
     low, high = map(values.read, values.eqns[condition.atom].invars[:: -1 if name in ("gt", "ge") else 1])
     x, index, n = (high, low, int(name in ("le", "ge"))) if condition.keep else (low, high, int(name in ("lt", "gt")))
-    indices, own = index.known, placed(x.axes, axes)
-    is_array = x.number is None and jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
-    if not isinstance(indices, Elements) or indices.step != 1 or not is_array:
+    indices, own, is_integer = index.known, placed(x.axes, axes), jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
+    if not (isinstance(indices, Elements) and indices.step == 1 and is_integer and x.number is None):
         return None
     if placed(indices.along, axes) != attention.axes("keys") or not {*own} <= {*attention.axes("rows"), None}:
         return None

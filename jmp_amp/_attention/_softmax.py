@@ -128,9 +128,6 @@ class Form(NamedTuple):
     terms: Mapping[tuple[Any, Places], Any]
     is_exp: bool = False
 
-    def __hash__(self) -> int:
-        return hash((frozenset(self.terms.items()), self.is_exp))
-
     def plus(self, other: "Form") -> "Form":
         """Returns the form with the terms of another; masks stay as they are."""
         terms = dict(self.terms)
@@ -140,11 +137,8 @@ class Form(NamedTuple):
 
     def times(self, factor: float) -> "Form | None":
         """Returns the form with a multiple of its terms; None if a mask would become larger than it may be."""
-        if (
-            not np.isfinite(factor)
-            or factor == 0
-            or (factor < _LEAST_FACTOR and any(isinstance(term, Condition) for term, _ in self.terms))
-        ):
+        is_masked = any(isinstance(term, Condition) for term, _ in self.terms)
+        if not np.isfinite(factor) or factor == 0 or (is_masked and factor < _LEAST_FACTOR):
             return None
         terms = {key: n if isinstance(key[0], Condition) else factor * n for key, n in self.terms.items()}
         return Form(terms, self.is_exp)
@@ -195,9 +189,9 @@ class Scaled(NamedTuple):
 
 
 class _LogSum(NamedTuple):
-    """A term that is the logarithm of the sum of an exponential along some axes."""
+    """A term that is the logarithm of the sum of an exponential along some axes; it has the items of the terms."""
 
-    form: Form
+    terms: frozenset[Any]
     along: frozenset[int]
 
 
@@ -486,11 +480,8 @@ def _summed(form: Form, eqn: Any) -> Form | None:
     kept = [axis for axis in range(len(before.aval.shape)) if axis not in axes]
     places = {axis: kept.index(axis) for axis in kept}
     rest = Form({key: n for key, n in form.terms.items() if key not in inside}, is_exp=True).placed(places)
-    total = (
-        _LogSum(Form(inside), along),
-        placed(axes_of(before), {i: places.get(i) for i in range(len(before.aval.shape))}),
-    )
-    return rest.plus(Form({total: 1}, is_exp=True))
+    outer = placed(axes_of(before), {axis: places.get(axis) for axis in range(len(before.aval.shape))})
+    return rest.plus(Form({(_LogSum(frozenset(inside.items()), along), outer): 1}, is_exp=True))
 
 
 def softmax_of(form: Form | None) -> tuple[Form, frozenset[int]] | None:
@@ -500,8 +491,9 @@ def softmax_of(form: Form | None) -> tuple[Form, frozenset[int]] | None:
         return None
     (total, outer), scores = sums[0], {key: n for key, n in form.terms.items() if key != sums[0]}
     places = dict(enumerate(outer))
-    for term, inner in total.form.terms:
+    summed = Form(dict(total.terms))
+    for term, inner in summed.terms:
         for own in [axes for each, axes in scores if each == term]:
             places |= {axis: place for axis, place in zip(inner, own, strict=True) if axis in total.along}
-    is_same = total.form.placed(places).terms == scores
+    is_same = summed.placed(places).terms == scores
     return (Form(scores), frozenset([places[axis] for axis in total.along])) if is_same else None
