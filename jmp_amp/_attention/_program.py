@@ -120,10 +120,8 @@ class _Program:
     def __init__(self, jaxpr: Any, given: Sequence[Elements | None], scope: Scope, kernel: Any, dtype: Any) -> None:
         """Takes the arguments of `rewrite`."""
         self._jaxpr, self._kernel, self._dtype = jx.open_jaxpr(jaxpr)[0], kernel, dtype
-        self._producers, self._values, self._tried = dict[Any, _Equation](), Values(), dict[Any, Any]()
-        for var, elements in zip(self._jaxpr.invars, given, strict=True):
-            if elements is not None:
-                self._values.give(var, elements)
+        self._producers, self._tried = dict[Any, _Equation](), dict[Any, Any]()
+        self._values = Values(dict(zip(self._jaxpr.invars, given, strict=True)))
         names = dict[Any, Any]()
         self._equations = self._read(jaxpr, scope, (), names)
         self._outs = _named(self._jaxpr.outvars, names)

@@ -128,6 +128,9 @@ class Form(NamedTuple):
     terms: Mapping[tuple[Any, Places], Any]
     is_exp: bool = False
 
+    def __hash__(self) -> int:
+        return hash((frozenset(self.terms.items()), self.is_exp))
+
     def plus(self, other: "Form") -> "Form":
         """Returns the form with the terms of another; masks stay as they are."""
         terms = dict(self.terms)
@@ -189,9 +192,9 @@ class Scaled(NamedTuple):
 
 
 class _LogSum(NamedTuple):
-    """A term that is the logarithm of the sum of an exponential along some axes; it has the items of the terms."""
+    """A term that is the logarithm of the sum of an exponential along some axes."""
 
-    terms: frozenset[Any]
+    form: Form
     along: frozenset[int]
 
 
@@ -269,8 +272,9 @@ class Values:
         exponentials: the variables that are computed from an exponential by ops that are read.
     """
 
-    def __init__(self) -> None:
-        self.eqns: dict[Any, Any] = {}
+    def __init__(self, given: Mapping[Var, Elements | None]) -> None:
+        """Takes the elements of the inputs of the program; None for those that are not known."""
+        self._given, self.eqns = given, dict[Any, Any]()
         self.constants: dict[Any, Any] = {}
         self.exponentials: set[Any] = set()
         self._readings: dict[Any, Reading] = {}
@@ -281,10 +285,6 @@ class Values:
         name = eqn.primitive.name
         if name in EXPONENTIALS or (name in _READ and not self.exponentials.isdisjoint(inputs)):
             self.exponentials.update(eqn.outvars)
-
-    def give(self, var: Var, elements: Elements) -> None:
-        """Says what the elements of an input are."""
-        self._readings[var] = Reading(elements, var, axes_of(var))
 
     def elements_of(self, atom: Any) -> Elements | None:
         """Returns the elements of a value; None if it depends on more than indices and constants."""
@@ -316,7 +316,7 @@ class Values:
     def _read(self, var: Var, operands: Sequence[Reading]) -> Reading:
         """Reads a value, given what is read of the operands of its op."""
         eqn: Any = self.eqns.get(var)
-        known: Known = None
+        known: Known = self._given.get(var)
         if var in self.constants:
             known = _elements_of(self.constants[var], var.aval)
         elif eqn is not None and eqn.primitive.name == "iota":
@@ -481,7 +481,7 @@ def _summed(form: Form, eqn: Any) -> Form | None:
     places = {axis: kept.index(axis) for axis in kept}
     rest = Form({key: n for key, n in form.terms.items() if key not in inside}, is_exp=True).placed(places)
     outer = placed(axes_of(before), {axis: places.get(axis) for axis in range(len(before.aval.shape))})
-    return rest.plus(Form({(_LogSum(frozenset(inside.items()), along), outer): 1}, is_exp=True))
+    return rest.plus(Form({(_LogSum(Form(inside), along), outer): 1}, is_exp=True))
 
 
 def softmax_of(form: Form | None) -> tuple[Form, frozenset[int]] | None:
@@ -491,9 +491,8 @@ def softmax_of(form: Form | None) -> tuple[Form, frozenset[int]] | None:
         return None
     (total, outer), scores = sums[0], {key: n for key, n in form.terms.items() if key != sums[0]}
     places = dict(enumerate(outer))
-    summed = Form(dict(total.terms))
-    for term, inner in summed.terms:
+    for term, inner in total.form.terms:
         for own in [axes for each, axes in scores if each == term]:
             places |= {axis: place for axis, place in zip(inner, own, strict=True) if axis in total.along}
-    is_same = summed.placed(places).terms == scores
+    is_same = total.form.placed(places).terms == scores
     return (Form(scores), frozenset([places[axis] for axis in total.along])) if is_same else None
