@@ -322,10 +322,11 @@ class _Scope(Scope):
         """Returns why an equation does not run in the format of the whole program; empty if it does."""
         if self.inside(eqn).region.format is not self.format:
             return "a region or a rule gives it another precision"
+        if eqn.primitive is not lax.dot_general_p:
+            return ""
         dtypes = [jx.dtype_of(x) for x in (*eqn.invars, *eqn.outvars)]
         is_low = self.planner.rule_of(eqn).op_class is OpClass.LOWER and self.format.takes(dtypes)
-        is_product = eqn.primitive is lax.dot_general_p
-        return "its products do not run in the compute dtype: see their rows" if is_product and not is_low else ""
+        return "" if is_low else "its products do not run in the compute dtype: see their rows"
 
 
 def autocast_with(fun: Callable, settings: Settings, planned: Callable = lambda plan, found: None) -> Callable:
