@@ -20,7 +20,7 @@ from report import arguments, head, report, row
 
 import jmp_amp as amp
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import _api, _attention, _plan
+from jmp_amp._attention import Scope, with_kernel
 
 B, T, D, H = 2, 16, 32, 4  # batch, length, features, heads
 F = D // H
@@ -292,13 +292,11 @@ FORMS |= {
 def compared(make):
     """Returns what was found, and how far value and gradient are from those of the program, in float32."""
     fun, args = make()
-    settings = _api.parse_settings("float32", attention="xla")
     found = []
 
     def fused(*args):
         closed, leaves, rebuild = jx.trace_call(fun, args, {})
-        region = _plan.Region(settings.format)
-        program, each = _attention.with_kernel(closed, _api.planner_of(settings.options), region)
+        program, each = with_kernel(closed, "xla", jnp.float32, Scope())
         found[:] = each
         return rebuild(jax.core.eval_jaxpr(*jx.open_jaxpr(program), *leaves))
 

@@ -4,6 +4,7 @@ import functools
 
 import attention_forms as forms
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,10 +15,7 @@ from programs import PROGRAMS as ALL_PROGRAMS
 
 import jmp_amp as amp
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import _attention
-from jmp_amp._autocast._api import parse_settings, planner_of
-from jmp_amp._autocast._attention import with_kernel
-from jmp_amp._autocast._plan import Region
+from jmp_amp._attention import Scope, _program, with_kernel
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -50,11 +48,10 @@ class Kernel:
 
 def in_float32(fun, kernel):
     """Returns `fun` with the kernel in place of its attention, in the dtypes of the program, and what was found."""
-    options = parse_settings("float32", attention=kernel)
 
     def call(*args):
         closed, leaves, rebuild = jx.trace_call(fun, args, {})
-        program, call.found = with_kernel(closed, planner_of(options.options), Region(options.format))
+        program, call.found = with_kernel(closed, kernel, jnp.float32, Scope())
         return rebuild(jax.core.eval_jaxpr(*jx.open_jaxpr(program), *leaves))
 
     return call
@@ -393,6 +390,64 @@ def test_masks_and_biases_keep_the_axes_that_they_have():
     check(with_padding_added, Q, Q, Q, padding, same=assert_same_value, bias=(1, 1, 1, 6))
 
 
+def indices(t, s):
+    return jnp.arange(t)[:, None], jnp.arange(s)
+
+
+# Flags that depend on indices and constants alone, and the options that say them; "mask" where none do.
+COMPUTED = {
+    "strictly causal": (lambda i, j: i > j, "mask"),
+    "from the key on": (lambda i, j: i <= j, {"local_window_size": (0, 10)}),
+    "the key of the query": (lambda i, j: i == j, {"is_causal": True, "local_window_size": (0, 0)}),
+    "steps of two": (lambda i, j: 2 * i >= 2 * j, {"is_causal": True}),
+    "unlike steps": (lambda i, j: 2 * i >= j, "mask"),
+    "a product of flags": (
+        lambda i, j: (i >= j).astype(float) * (i - j < 3) > 0,
+        {"is_causal": True, "local_window_size": (2, 0)},
+    ),
+    "a window by what it leaves out": (
+        lambda i, j: ~((j > i) | (i - j >= 3)),
+        {"is_causal": True, "local_window_size": (2, 0)},
+    ),
+    "all keys": (lambda i, j: (i - j < 99) & (j < 10), {}),
+    "dilated": (lambda i, j: (i - j) % 2 == 0, "mask"),
+    "blocks": (lambda i, j: i // 2 == j // 2, "mask"),
+    "causal but for a prefix": (lambda i, j: (i >= j) | (j < 3), "mask"),
+    "distances of NumPy": (
+        lambda i, j: jnp.asarray(np.subtract.outer(np.arange(6), np.arange(10))) >= 0,
+        {"is_causal": True},
+    ),
+    "rounded indices": (lambda i, j: (i + 256).astype(jnp.bfloat16) >= (j + 256).astype(jnp.bfloat16), "mask"),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_masks_of_indices_and_constants_are_computed(name):
+    flags, said = COMPUTED[name]
+    options = check(lambda q, k, v: attend(q, k, v, flags(*indices(6, 10))), Q, K, K, same=assert_same_value)
+    said = {"mask": (1, 1, 6, 10)} if said == "mask" else said
+    assert {name: x for name, x in options.items() if name not in ("query", "key")} == said
+
+
+def test_a_mask_between_two_axes_of_keys_is_no_window():
+    def attend(q, k, v):
+        scores = jnp.where(jnp.tri(5, dtype=bool), jnp.einsum("bhd,bijhd->bhij", q, k), -1e9)
+        return jnp.einsum("bhij,bijhd->bhd", jax.nn.softmax(scores, (-2, -1)), v)
+
+    shape = (2, 5, 5, 4, 8)
+    assert check(attend, *arrays((2, 4, 8), shape, shape))["mask"] == (1, 1, 1, 25)
+
+
+@pytest.mark.parametrize("length", [2**17, *jax.export.symbolic_shape("length")])
+def test_masks_of_long_sequences_and_of_unknown_length_are_computed(length):
+    q = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.float32)
+    kernel = Kernel()
+    fused = in_float32(lambda q: attend(q, q, q, jnp.tril(jnp.ones((length, length), bool))), kernel)
+    jax.eval_shape(fused, q)
+    assert kernel.options["is_causal"]
+    assert "mask" not in kernel.options
+
+
 def test_a_kernel_that_takes_no_window_gets_a_mask():
     def refuses(local_window_size=None, **options):
         if local_window_size is not None:
@@ -670,12 +725,11 @@ def test_a_long_chain_of_ops_before_a_softmax_is_read_without_deep_recursion():
 @pytest.mark.parametrize("name", PROGRAMS_OF_USERS)
 def test_a_program_that_is_rewritten_without_attention_is_the_same(name, monkeypatch):
     """Every jaxpr in it is built anew."""
-    monkeypatch.setattr(_attention._Program, "is_changed", True)
-    monkeypatch.setattr(_attention, "_may_have_attention", lambda jaxpr: True)
+    monkeypatch.setattr(_program._Program, "is_changed", True)
+    monkeypatch.setattr(_program, "_may_have_attention", lambda jaxpr: True)
     fun, args = PROGRAMS_OF_USERS[name].make()
     closed, leaves, _ = jx.trace_call(fun, args, {})
-    options = parse_settings("float32", attention="xla")
-    rewritten, _ = with_kernel(closed, planner_of(options.options), Region(options.format))
+    rewritten, _ = with_kernel(closed, "xla", jnp.float32, Scope())
     assert list(map(str, rewritten.out_avals)) == list(map(str, closed.out_avals))
     outs = [jax.jit(lambda *xs, p=p: jax.core.eval_jaxpr(*jx.open_jaxpr(p), *xs))(*leaves) for p in (closed, rewritten)]
     for x, y in zip(*outs, strict=True):

@@ -1,5 +1,6 @@
 """`autocast`: the function transformation."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
@@ -7,9 +8,11 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypedDict, Ty
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._attention import Found, check_kernel, with_kernel
+from jmp_amp._attention import Found, Scope, check_kernel, with_kernel
 from jmp_amp._autocast._higher_order import plan_higher_order
 from jmp_amp._autocast._options import Options, parse_rules
 from jmp_amp._autocast._plan import Plan, Region
@@ -19,7 +22,7 @@ from jmp_amp._calls import quote, shorten, transformation, warn
 from jmp_amp._cast_inputs import note_refusal
 from jmp_amp._formats import FLOAT32, FORMATS, Format, parse_format
 from jmp_amp._modules import with_modules
-from jmp_amp._ops import RULES, Demand
+from jmp_amp._ops import RULES, Demand, OpClass
 from jmp_amp._policy import Policy, get_policy, is_policy
 
 P = ParamSpec("P")
@@ -230,6 +233,7 @@ class Settings(NamedTuple):
     policy: Policy | None
     format: Format
     options: Options
+    attention: str | Callable[..., Any] | None
 
 
 def parse_settings(
@@ -257,7 +261,7 @@ def parse_settings(
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{shorten(str(residual_stream))}"')
     check_kernel(attention)
     grads = None if weight_grad_dtype is None else FLOAT32
-    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low", attention))
+    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low"), attention)
 
 
 def check_function(fun: Any) -> None:
@@ -301,13 +305,36 @@ def planner_of(options: Options) -> Planner:
     return Planner(plan_higher_order, options)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Scope(Scope):
+    """The region of an equation, which says whether a kernel of attention may take its place."""
+
+    planner: Planner
+    region: Region
+    format: Format
+
+    def inside(self, eqn: JaxprEqn) -> "_Scope":
+        """Returns the scope of the equations in the jaxprs of an equation."""
+        return _Scope(self.planner, self.planner.enter(self.region, eqn), self.format)
+
+    def why_not(self, eqn: JaxprEqn) -> str:
+        """Returns why an equation does not run in the format of the whole program; empty if it does."""
+        if self.inside(eqn).region.format is not self.format:
+            return "a region or a rule gives it another precision"
+        if eqn.primitive is not lax.dot_general_p:
+            return ""
+        dtypes = [jx.dtype_of(x) for x in (*eqn.invars, *eqn.outvars)]
+        is_low = self.planner.rule_of(eqn).op_class is OpClass.LOWER and self.format.takes(dtypes)
+        return "" if is_low else "its products do not run in the compute dtype: see their rows"
+
+
 def autocast_with(fun: Callable, settings: Settings, planned: Callable = lambda plan, found: None) -> Callable:
     """Returns `fun` under autocast; each call passes its plan, and the attention that it found, to `planned`."""
     return with_modules(fun, functools.partial(_autocasted, settings=settings, planned=planned))
 
 
 def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) -> Callable:
-    policy, form, options = settings
+    policy, form, options, attention = settings
     stored = FLOAT32 if policy is None else policy.param_dtype
 
     def as_float32(x: Any) -> Any:
@@ -330,8 +357,8 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
         values = tuple(map(unknown, map(jax.typeof, arrays)))
         region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
         found: Sequence[Found] = ()
-        if options.attention is not None and form.is_low:
-            closed, found = with_kernel(closed, planner_of(options), region)
+        if attention is not None and form.is_low:
+            closed, found = with_kernel(closed, attention, form.dtype, _Scope(planner_of(options), region, form))
         plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
         planned(plan, found)
         _warn(plan, options, found)

@@ -13,9 +13,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._attention import Found
 from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
-from jmp_amp._autocast._attention import Found
 from jmp_amp._autocast._plan import Op, Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
@@ -50,19 +50,6 @@ class OpSite(jx.Site):
     padding: str
     flops: int
     bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionSite(jx.Site):
-    """A product that reads a softmax, where `attention` is given.
-
-    Attributes:
-        kernel: what computes the attention; empty if it stays as it is written.
-        why: why it stays as it is written; of a kernel, how it is told of masks.
-    """
-
-    kernel: str
-    why: str
 
 
 REASONS = {
@@ -156,10 +143,9 @@ def explain_call(
     lines = [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
     for keeper, line in dict.fromkeys(lines):
         scans[keeper].append(line)
-    attention = [AttentionSite(**vars(jx.Site.at(each.eqns)), kernel=each.kernel, why=each.why) for each in found]
     return {
         "rows": (*forward, *filter(None, backward)),
-        "attention": tuple(attention),
+        "attention": tuple([each.site for each in found]),
         "casts": casts,
         "kept": None if why_forward else _kept(program),
         "scans": dict(scans),

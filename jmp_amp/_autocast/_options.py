@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +131,6 @@ class Options(NamedTuple):
         saves_products: whether bodies of scans keep only the results of products and other costly ops.
         weight_grad_dtype: float32 or None.
         has_low_stream: whether residual streams are stored in the compute dtype.
-        attention: the kernel that computes attention; None for none.
         keeps_checkpoints: whether the backward pass computes again what a `jax.checkpoint` of the program says.
     """
 
@@ -139,5 +138,4 @@ class Options(NamedTuple):
     saves_products: bool
     weight_grad_dtype: np.dtype | None
     has_low_stream: bool
-    attention: str | Callable[..., Any] | None = None
     keeps_checkpoints: bool = True

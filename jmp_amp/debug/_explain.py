@@ -12,9 +12,9 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._attention import AttentionSite
 from jmp_amp._autocast import (
     REASONS,
-    AttentionSite,
     AutocastOptions,
     OpSite,
     explain_call,

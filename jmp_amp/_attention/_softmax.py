@@ -1,27 +1,30 @@
 """Reads values of a program as softmaxes of terms, however they are written.
 
-What is read of a value goes forward from what is read of the operands of its op. It is a `Form`, a sum of terms or the
-exponential of one, or a `Choice` of two numbers, as a mask is. A sum of exponentials is the exponential of a `_LogSum`,
-a term that is constant along the axes that it sums, as is the largest score that a softmax subtracts. So the form of
-every softmax is the exponential of `scores - logsum(scores)`.
+What is read of a value goes forward from what is read of the operands of its op. It is one of three:
 
-A mask is a term as well. Comparisons of sums of indices say which elements it keeps, without computing it. Ops that
-only move elements, or copy them, move the axes of terms.
+- its `Elements`, if it depends on indices and constants alone: NumPy computes them;
+- a `Form`, a sum of terms or the exponential of one;
+- a `Choice` of two numbers, as a mask is.
+
+A sum of exponentials is the exponential of a `_LogSum`, a term that is constant along the axes that it sums, as is the
+largest score that a softmax subtracts. So the form of every softmax is the exponential of `scores - logsum(scores)`.
+
+A mask is a term as well: the condition that its flags have one value. Ops that only move elements, or copy them, move
+the axes of terms.
 
 In `jax.nn.softmax(jnp.where(jnp.tri(n, dtype=bool), q @ k.T / 8, -1e9))`:
 
 - `q @ k.T / 8` is `Form({(product, (0, 1)): 1 / 8})`: one term along both axes, times a number;
-- the mask compares an index along axis 0 with one along axis 1, so its condition has the line `i - j`, which is not
-  negative where it holds: `jnp.where(...)` is `Form({(product, (0, 1)): 1 / 8, (condition, (0, 1)): 1})`;
+- the flags compare an index along axis 0 with one along axis 1, so that they are computed, for each difference of the
+  two; `jnp.where(...)` is `Form({(product, (0, 1)): 1 / 8, (condition, (0, 1)): 1})`;
 - the exponential of that has the same terms, and `is_exp`;
 - its sum along axis 1 is the exponential of `Form({(_LogSum(scores, {1}), (0, None)): 1})`, one term along axis 0;
 - their quotient has all three terms, the last one times -1: `softmax_of` finds that its `_LogSum` is of the others, and
-  returns these and axis 1. From the line, `_pattern` reads `is_causal=True`.
+  returns these and axis 1. The flags are true from difference 0 on, so `_pattern` says `is_causal=True`.
 """
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,17 +38,17 @@ from jmp_amp._ops import rule_of, varying
 
 Places = tuple[Any, ...]  # for each axis of an array, that in another; None for an axis of one element
 
-INDEX = "index"  # the term that is the index along its axis
 ONE = None, ()  # the term 1, and its axes
-_LARGEST = 2**26  # elements of a constant in which a mask is looked for
+_LARGEST = 2**26  # elements of a constant that are read
 _MASKED = -1e4  # the exponential of a score that is this much smaller is 0
 _LEAST_FACTOR = 2.0**-7  # that a mask may be multiplied by
 _LAYOUTS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _COPIES = {"convert_element_type", "copy", "name", "sharding_constraint", "device_put", "pvary", "reshard"}
-_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
-_FOLDS: dict[str, Callable[..., Any]] = {"not": operator.not_, "and": np.logical_and, "or": np.logical_or}
-_FOLDS |= {**_COMPARISONS, "select_n": lambda which, *cases: cases[int(which)]}
-_OF_LINES = {"add", "sub", "mul", "neg"}
+_COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+_COMPARISONS |= {"eq": np.equal, "ne": np.not_equal}
+# What NumPy computes beside the ops that have a `fold` in the table of primitives.
+_FOLDS: dict[str, Callable[..., Any]] = {"not": np.invert, "and": np.bitwise_and, "or": np.bitwise_or, **_COMPARISONS}
+_FOLDS["select_n"] = lambda which, *cases: np.choose(np.asarray(which, int), cases)
 # By an op, and whether each of its operands is an exponential: the factors of their terms in the result, and whether
 # that is an exponential.
 _COMBINED: dict[tuple[Any, ...], tuple[tuple[float, ...], bool]] = {
@@ -65,6 +68,10 @@ _READ = {"log", "abs", "neg", "add", "add_any", "sub", "mul", "div", "integer_po
 _READ |= {"rsqrt", "pow", *EXPONENTIALS, *_LAYOUTS, *_COPIES, *_FOLDS}
 
 
+def _is_flag(x: Any) -> bool:
+    return jx.dtype_of(x) == np.bool_
+
+
 def axes_of(x: Any) -> Places:
     """Returns the axes of a variable or an array themselves."""
     return tuple([i if n != 1 else None for i, n in enumerate(getattr(x, "aval", x).shape)])
@@ -75,12 +82,45 @@ def placed(axes: Places, places: Any) -> Places:
     return tuple([None if axis is None else places[axis] for axis in axes])
 
 
+class Elements(NamedTuple):
+    """The elements of a value that depends on indices and constants alone, without those that repeat.
+
+    A mask of 32,768 queries and keys has 10**9 elements. If it depends on the difference of two indices, it is computed
+    for each difference, of which there are 65,535.
+
+    Attributes:
+        array: the elements.
+        along: no axis, if all elements are one number; the axis along which the elements are; or two axes of n and m
+            elements, and the elements are those for the differences 1 - m to n - 1 of the indices along them.
+    """
+
+    array: Any
+    along: Places = ()
+
+    @property
+    def key(self) -> Any:
+        """The same for equal elements."""
+        return self.along, self.array.dtype, self.array.tobytes()
+
+    def placed(self, places: Any) -> "Elements":
+        """Returns the elements of the value with its axes moved."""
+        return Elements(self.array, placed(self.along, places))
+
+    @property
+    def step(self) -> int | None:
+        """The difference of each two elements along an axis, if that is one whole number; None otherwise."""
+        if len(self.along) != 1:
+            return None
+        first, *steps = self.array[0], *np.unique(np.diff(self.array.astype(np.float64)))
+        return int(steps[0]) if len(steps) == 1 and first % 1 == steps[0] % 1 == 0 else None
+
+
 class Form(NamedTuple):
     """A value as a sum of terms, or as the exponential of such a sum.
 
     Attributes:
         terms: by a term and the places of its axes, its factor. A term is a variable, a product that is `Scaled`, a
-            `_LogSum`, `INDEX`, None for 1, or a `Condition`: a mask, 0 where it holds, and elsewhere so small that its
+            `_LogSum`, None for 1, or a `Condition`: a mask, 0 where it holds, and elsewhere so small that its
             exponential is 0.
         is_exp: whether it is the exponential.
     """
@@ -91,16 +131,17 @@ class Form(NamedTuple):
     def __hash__(self) -> int:
         return hash((frozenset(self.terms.items()), self.is_exp))
 
-    def plus(self, other: "Form", factor: float = 1) -> "Form":
-        """Returns the form with a multiple of the terms of another; masks stay as they are."""
+    def plus(self, other: "Form") -> "Form":
+        """Returns the form with the terms of another; masks stay as they are."""
         terms = dict(self.terms)
         for key, n in other.terms.items():
-            terms[key] = 1 if isinstance(key[0], Condition) else terms.get(key, 0) + factor * n
+            terms[key] = 1 if isinstance(key[0], Condition) else terms.get(key, 0) + n
         return Form({key: n for key, n in terms.items() if n}, self.is_exp)
 
     def times(self, factor: float) -> "Form | None":
         """Returns the form with a multiple of its terms; None if a mask would become larger than it may be."""
-        if not np.isfinite(factor) or factor == 0 or (self._has(Condition) and factor < _LEAST_FACTOR):
+        is_masked = any(isinstance(term, Condition) for term, _ in self.terms)
+        if not np.isfinite(factor) or factor == 0 or (is_masked and factor < _LEAST_FACTOR):
             return None
         terms = {key: n if isinstance(key[0], Condition) else factor * n for key, n in self.terms.items()}
         return Form(terms, self.is_exp)
@@ -109,36 +150,10 @@ class Form(NamedTuple):
         """Returns the form of the value with its axes moved."""
         return self._replace(terms={(term, placed(axes, places)): n for (term, axes), n in self.terms.items()})
 
-    def _has(self, kind: Any) -> bool:
-        return any(isinstance(term, kind) for term, _ in self.terms)
-
-    @property
-    def number(self) -> Any:
-        """The number that all elements are; None if it has other terms."""
-        return self.terms.get(ONE, 0) if not self.is_exp and self.terms.keys() <= {ONE} else None
-
-    @property
-    def is_line(self) -> bool:
-        """Whether it is a sum of indices and of a number."""
-        return not self.is_exp and all(term is None or term is INDEX for term, _ in self.terms)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a sum of integers: of indices, variables and a number."""
-        variables = [term for term, _ in self.terms if term not in (None, INDEX)]
-        is_whole = all(isinstance(x, Var) and jnp.issubdtype(jx.dtype_of(x), jnp.integer) for x in variables)
-        return is_whole and not (self.is_exp or any(n % 1 for n in self.terms.values()))
-
 
 def mask_of(condition: Any, axes: Places) -> Form:
     """Returns a mask that has one condition."""
     return Form({(condition, axes): 1})
-
-
-def line_of(number: Any, factors: Mapping[int, Any] | None = None) -> Form:
-    """Returns the sum of a number and of indices times factors."""
-    terms: dict[Any, Any] = {ONE: number, **{(INDEX, (axis,)): n for axis, n in (factors or {}).items()}}
-    return Form({key: n for key, n in terms.items() if n})
 
 
 class Condition(NamedTuple):
@@ -148,20 +163,11 @@ class Condition(NamedTuple):
         atom: the value.
         keep: the number where the condition holds.
         other: the number elsewhere.
-        lines: sums of indices, and of a variable, none of which is negative where it holds; empty if these are not
-            known.
     """
 
     atom: Any
     keep: Any
     other: Any
-    lines: tuple[Form, ...] = ()
-
-    @property
-    def opposite(self) -> "Condition":
-        """The condition that holds where this one does not."""
-        negative = [line_of(-1).plus(line, -1) for line in self.lines if len(self.lines) == 1]
-        return Condition(self.atom, self.other, self.keep, tuple(negative))
 
 
 class Choice(NamedTuple):
@@ -192,64 +198,72 @@ class _LogSum(NamedTuple):
     along: frozenset[int]
 
 
+Known = Elements | Form | Choice | None
+
+
 class Reading(NamedTuple):
     """What is read of a value.
 
     Attributes:
-        known: the form or the choice that it is; None if it is a term of its own.
+        known: its elements, or the form or the choice that it is; None if it is a term of its own.
         atom: what it was before it was only moved.
         axes: the places of the axes of that.
     """
 
-    known: Form | Choice | None
+    known: Known
     atom: Any
     axes: Places
 
     @property
     def number(self) -> Any:
         """The number that all elements are; None if there is none, or it is not known."""
-        return self.known.number if isinstance(self.known, Form) else None
-
-    @property
-    def line(self) -> Form:
-        """The value as a sum of indices and a number, or as a term of its own."""
-        known = self.known
-        return known if isinstance(known, Form) and known.is_line else Form({(self.atom, self.axes): 1})
+        return self.known.array.item() if isinstance(self.known, Elements) and not self.known.along else None
 
     @property
     def form(self) -> Form | None:
-        """The value as a part of scores or weights, in which indices are a term; None if it is not finite."""
-        if not (jx.is_floating(self.atom) and np.isfinite(self.number or 0)):
+        """The value as a part of scores or weights; None if it is not finite."""
+        number = self.number
+        if not (jx.is_floating(self.atom) and np.isfinite(number or 0)):
             return None
-        if isinstance(self.known, Form) and (self.number is not None or not self.known.is_line):
+        if number is not None:
+            return Form({ONE: number} if number else {})
+        if isinstance(self.known, Form):
             return self.known
         return self.mask(0, lambda n: n <= _MASKED) or Form({(self.atom, self.axes): 1})
 
     def mask(self, kept: Any, is_fill: Callable[[Any], bool] = lambda n: True) -> Form | None:
         """Returns a mask that holds where the value is `kept`; None if it is no choice of that and a fill value."""
         known = self.known
+        if self.number is not None:
+            return Form({}) if self.number == kept else None
+        if isinstance(known, Elements):
+            x = known.array
+            ends = [True, False] if x.dtype == np.bool_ else [x.max().item(), x.min().item()]
+            is_choice = ends[0] != ends[1] and bool(((x == ends[0]) | (x == ends[1])).all())
+            known = Choice(mask_of(Condition(self.atom, *ends), self.axes), *ends) if is_choice else None
         if not isinstance(known, Choice) or kept not in (known.on, known.off):
             return None
-        mask, fill = (known.mask, known.off) if known.on == kept else (self._opposite(known), known.on)
-        return mask if is_fill(fill) else None
-
-    def _opposite(self, known: Choice) -> Form:
-        ((condition, axes), *others) = known.mask.terms
+        if known.on == kept:
+            return known.mask if is_fill(known.off) else None
+        ((condition, axes), *others) = known.mask.terms  # where not all of several conditions hold, is one of its own
         if others:
             condition, axes = Condition(self.atom, known.on, known.off), self.axes
-        return mask_of(condition.opposite, axes)
+        opposite = Condition(condition.atom, condition.other, condition.keep)
+        return mask_of(opposite, axes) if is_fill(known.on) else None
 
     def moved(self, places: Places, var: Var) -> "Reading":
         """Returns what is read of a variable that has the same elements elsewhere, maybe in another dtype."""
         known = self.known and self.known.placed(places)
-        if isinstance(known, Form) and not (jx.is_floating(var) or known.is_whole):
+        if isinstance(known, Elements):
+            known = Elements(known.array.astype(jx.dtype_of(var)), known.along)
+        if isinstance(known, Form) and not jx.is_floating(var):
             known = None
-        if jx.is_floating(self.atom) != jx.is_floating(var) or jx.dtype_of(self.atom) == np.bool_:
+        if jx.is_floating(self.atom) != jx.is_floating(var) or _is_flag(self.atom) != _is_flag(var):
             return Reading(known, var, axes_of(var))
         return Reading(known, self.atom, placed(self.axes, places))
 
 
-class Expressions:
+class Values:
     """The values of a program, each of which is read when it is asked for.
 
     Attributes:
@@ -258,31 +272,24 @@ class Expressions:
         exponentials: the variables that are computed from an exponential by ops that are read.
     """
 
-    def __init__(self) -> None:
-        self.eqns: dict[Any, Any] = {}
-        self.constants: dict[Var, Any] = {}
+    def __init__(self, given: Mapping[Var, Elements | None]) -> None:
+        """Takes the elements of the inputs of the program; None for those that are not known."""
+        self._given, self.eqns = given, dict[Any, Any]()
+        self.constants: dict[Any, Any] = {}
         self.exponentials: set[Any] = set()
         self._readings: dict[Any, Reading] = {}
 
-    def add(self, eqn: Any, reads: Sequence[Var]) -> None:
-        """Adds an equation behind those that compute the variables that it reads."""
+    def add(self, eqn: Any, inputs: Sequence[Var]) -> None:
+        """Adds an equation, and the variables that it reads, behind those that compute these."""
         self.eqns.update(dict.fromkeys(eqn.outvars, eqn))
         name = eqn.primitive.name
-        if name in EXPONENTIALS or (name in _READ and not self.exponentials.isdisjoint(reads)):
+        if name in EXPONENTIALS or (name in _READ and not self.exponentials.isdisjoint(inputs)):
             self.exponentials.update(eqn.outvars)
 
-    def define(self, var: Var, x: Any) -> None:
-        """Adds a constant."""
-        self.constants[var] = x
-        self.give(var, known_of(x, var.aval))
-
-    def give(self, var: Var, known: Form | Choice | None) -> None:
-        """Says what is known of an input or a constant."""
-        if isinstance(known, Choice):
-            mask = Form({(condition._replace(atom=var), axes): 1 for condition, axes in known.mask.terms})
-            known = known._replace(mask=mask)
-        if known is not None:
-            self._readings[var] = Reading(known, var, axes_of(var))
+    def elements_of(self, atom: Any) -> Elements | None:
+        """Returns the elements of a value; None if it depends on more than indices and constants."""
+        known = self.read(atom).known
+        return known if isinstance(known, Elements) else None
 
     def name(self, atom: Any) -> str:
         """Returns the name of the primitive that computes a value; empty for an input or a constant."""
@@ -293,20 +300,10 @@ class Expressions:
         """Whether a term is a product of arrays."""
         return isinstance(term, Scaled) or self.name(term) == "dot_general"
 
-    def inside(self, atom: Any) -> Form | Choice | None:
-        """Returns what is known of a value inside a body that it is passed to, where no other variable is known."""
-        known = self.read(atom).known
-        if not isinstance(known, Choice):
-            return known if known and known.is_line else None
-        lines = [line.placed(axes) for condition, axes in known.mask.terms for line in condition.lines]
-        is_known = all(condition.lines for condition, _ in known.mask.terms) and all(line.is_line for line in lines)
-        merged = Condition(None, known.on, known.off, tuple(lines))
-        return known._replace(mask=mask_of(merged, axes_of(atom))) if is_known else None
-
     def read(self, atom: Any) -> Reading:
         """Returns what is read of a value."""
         if isinstance(atom, Literal):
-            return Reading(known_of(atom.val, atom.aval), atom, ())
+            return Reading(_elements_of(atom.val, atom.aval), atom, ())
         waiting = [atom]
         while waiting:  # operands first; Python's recursion would end in a long chain of ops
             operands = self.eqns[waiting[-1]].invars if self.name(waiting[-1]) in _READ else ()
@@ -318,57 +315,45 @@ class Expressions:
 
     def _read(self, var: Var, operands: Sequence[Reading]) -> Reading:
         """Reads a value, given what is read of the operands of its op."""
-        eqn, known = self.eqns.get(var), None
-        if eqn is not None and operands:
+        eqn: Any = self.eqns.get(var)
+        known: Known = self._given.get(var)
+        if var in self.constants:
+            known = _elements_of(self.constants[var], var.aval)
+        elif eqn is not None and eqn.primitive.name == "iota":
+            axis, n = eqn.params["dimension"], count(eqn.params["shape"][eqn.params["dimension"]])
+            known = Elements(np.arange(n).astype(eqn.params["dtype"]), (axis,)) if n else None
+        elif eqn is not None and operands:
             if (places := _moved(eqn)) is not None:
                 return operands[0].moved(places, var)
-            known = self._computed(eqn, operands)
-        elif eqn is not None and eqn.primitive.name == "iota":
-            axis = eqn.params["dimension"]
-            known = line_of(0, {axis: int(eqn.params["shape"][axis] != 1)})
-        if known is None and jx.dtype_of(var) == np.bool_:
+            known = _computed(eqn, [x.known for x in operands]) or self._combined(eqn, operands)
+        if (
+            isinstance(known, Elements)
+            and _is_uniform(known.array)
+            and all(isinstance(n, int) for n in jx.shape_of(var) or ())
+        ):
+            known = Elements(known.array.flat[0])
+        if known is None and _is_flag(var):
             known = Choice(mask_of(Condition(var, True, False), axes_of(var)), True, False)
         return Reading(known, var, axes_of(var))
 
-    def _computed(self, eqn: Any, operands: Sequence[Reading]) -> Form | Choice | None:
+    def _combined(self, eqn: Any, operands: Sequence[Reading]) -> Known:
+        """Returns what is known of the result of an op, given what is known of its operands; None if nothing is."""
         choices = [x.known for x in operands if isinstance(x.known, Choice)]
         ends = [(x.known.on, x.known.off) if isinstance(x.known, Choice) else (x.number,) * 2 for x in operands]
-        if len(choices) < 2 and not any(None in each for each in ends):
+        if len(choices) == 1 and not any(None in each for each in ends):
             on, off = (_fold(eqn, each) for each in zip(*ends, strict=True))
             if on is not None and off is not None:
-                return choices[0]._replace(on=on, off=off) if choices and on != off else line_of(on)
+                return choices[0]._replace(on=on.item(), off=off.item()) if on != off else Elements(on)
         name = eqn.primitive.name
-        if name in _COMPARISONS:
-            return self._compared(eqn, *operands)
         if name in ("and", "or"):
             return _all(name == "and", *[x.mask(name == "and") for x in operands])
         if name == "select_n":
             return _selected(eqn, *operands) if len(operands) == 3 else None
         return self._sum(eqn, operands)
 
-    def _compared(self, eqn: Any, low: Reading, high: Reading) -> Choice | None:
-        """Returns a comparison of sums of indices, and of a number of keys, as where it is true, or false."""
-        (var,), name = eqn.outvars, eqn.primitive.name
-        if name in ("gt", "ge"):
-            low, high = high, low
-        lines = [high.line.plus(low.line, -1)]
-        if name in ("eq", "ne"):
-            lines.append(low.line.plus(high.line, -1))
-        elif self.name(low.atom) == "abs":  # `abs(i - j) <= n`
-            inside = self.read(self.eqns[low.atom].invars[0]).line.placed(low.axes)
-            lines = [high.line.plus(inside, sign) for sign in (-1, 1)]
-        if name in ("lt", "gt"):
-            lines = [line.plus(line_of(-1)) for line in lines]
-        if not all(line.is_whole for line in lines):
-            return None
-        keep = name != "ne"
-        return Choice(mask_of(Condition(var, keep, not keep, tuple(lines)), axes_of(var)), keep, not keep)
-
     def _sum(self, eqn: Any, operands: Sequence[Reading]) -> Form | None:
         """Returns the result of an op as a sum of terms, or an exponential; None if it is a term of its own."""
-        name = eqn.primitive.name
-        is_line = name in _OF_LINES and all(x.line.is_line for x in operands)
-        forms: list[Any] = [x.line if is_line else x.form for x in operands]
+        name, forms = eqn.primitive.name, list[Any]([x.form for x in operands])
         if None in forms:
             return None
         form, key = None, (name, *[x.is_exp for x in forms])
@@ -385,7 +370,7 @@ class Expressions:
         elif name == "reduce_sum" and forms[0].is_exp:
             form = _summed(forms[0], eqn)
         # A sum that holds no scores is one term: `(1 - mask) * -1e9` would lose them as `1e9 * mask - 1e9`.
-        if form is None or is_line or form.is_exp:
+        if form is None or form.is_exp:
             return form
         is_kept = any(isinstance(term, Condition | _LogSum) or self.is_product(term) for term, _ in form.terms)
         return form if is_kept else None
@@ -419,39 +404,52 @@ def _moved(eqn: Any) -> Places | None:
     return placed(axes_of(before), places) if len({*places.values()}) == len(places) else None
 
 
-def known_of(value: Any, aval: Any) -> Form | Choice | None:
-    """Returns what is known of a constant: whether it is one number, a range of them, or a band of a matrix."""
+def count(n: Any) -> int:
+    """Returns how many indices of an axis are computed: as many as it has, or many if its size is symbolic."""
+    return n if isinstance(n, int) else 2**20
+
+
+def _elements_of(value: Any, aval: Any) -> Elements | None:
+    """Returns the elements of a constant; None if it has more than those along an axis or a difference."""
     is_read = not isinstance(value, jax.core.Tracer) and hasattr(aval, "shape") and math.prod(aval.shape) <= _LARGEST
     if not is_read or jnp.issubdtype(aval.dtype, jax.dtypes.extended) or jnp.iscomplexobj(value) or not np.size(value):
         return None
-    x = np.asarray(value)
-    low, high = x.min().item(), x.max().item()
-    if low == high or x.size == 1:
-        return line_of(low)
-    axes = sorted(varying(x.shape))
-    if len(axes) == 1 and x.dtype != np.bool_:  # such as `jnp.arange(n)`; two numbers may be any
-        first, step = x.flat[0].item(), x.flat[1].item() - x.flat[0].item()
-        is_range = x.size > 2 and abs(step) == 1 and np.array_equal(x.ravel(), first + step * np.arange(x.size))
-        return line_of(first, {axes[0]: step}) if is_range else None
-    if len(axes) != 2 or not ((x == high) | (x == low)).all():
+    x = np.asarray(value, aval.dtype)
+    axes, matrix = tuple(sorted(varying(x.shape))), np.squeeze(x)
+    if _is_uniform(x):
+        return Elements(x.flat[0])
+    if len(axes) == 2 and (matrix[1:, 1:] == matrix[:-1, :-1]).all():
+        matrix = np.array([*matrix[0, ::-1], *matrix[1:, 0]])
+    return Elements(matrix, axes) if matrix.ndim == 1 else None
+
+
+def _is_uniform(x: Any) -> bool:
+    return x.size == 1 or bool((x == x.flat[0]).all())
+
+
+def _computed(eqn: Any, operands: Sequence[Any]) -> Elements | None:
+    """Returns the elements of the result of an op; None if it has more than those along an axis or a difference."""
+    alongs = {x.along for x in operands if isinstance(x, Elements)} - {()}
+    if not all(isinstance(x, Elements) for x in operands):
         return None
-    for on, off in ((high, low), (low, high)):
-        matrix: Any = (x == on).reshape([x.shape[axis] for axis in axes])
-        (n, m), (rows, columns) = matrix.shape, np.nonzero(matrix)
-        most, least = (columns - rows).max().item(), (columns - rows).min().item()
-        if np.array_equal(matrix, np.tri(n, m, most) > np.tri(n, m, least - 1)):
-            i, j = axes
-            lines = line_of(most, {i: 1, j: -1}), line_of(-least, {i: -1, j: 1})
-            return Choice(mask_of(Condition(None, on, off, lines), axes_of(x)), on, off)
-    return None
+    arrays = [x.array for x in operands]
+    if len(alongs) > 1:
+        # Where the steps along both axes are the same, the difference of two elements is one of their indices.
+        steps = {x.step for x in operands}
+        if eqn.primitive.name not in ("sub", *_COMPARISONS) or None in steps or len(steps) > 1:
+            return None
+        differences = np.arange(1 - len(arrays[1]), len(arrays[0]))
+        first = np.maximum(differences, 0)
+        arrays, alongs = [arrays[0][first], arrays[1][first - differences]], {operands[0].along + operands[1].along}
+    array = _fold(eqn, arrays)
+    return None if array is None else Elements(array, *alongs)
 
 
-def _fold(eqn: Any, numbers: Sequence[Any]) -> Any:
-    """Returns what an op computes from numbers; None if that is not known."""
-    name = eqn.primitive.name
-    fold = _FOLDS[name] if name in _FOLDS else rule_of(eqn).fold
+def _fold(eqn: Any, values: Sequence[Any]) -> Any:
+    """Returns what an op computes from numbers or arrays of NumPy; None if that is not known."""
+    fold = _FOLDS.get(eqn.primitive.name) or rule_of(eqn).fold
     with np.errstate(all="ignore"):
-        return None if fold is None else fold(*numbers)
+        return None if fold is None else np.asarray(fold(*values), jx.dtype_of(eqn.outvars[0]))
 
 
 def _all(value: bool, *masks: Any) -> Choice | None:
@@ -465,7 +463,7 @@ def _selected(eqn: Any, which: Reading, *cases: Reading) -> Form | Choice | None
         mask, form, number = which.mask(value), kept.form, fill.number
         if mask is None or number is None:
             continue
-        if jx.dtype_of(eqn.outvars[0]) == np.bool_ and number == 0:  # `flag & x`, as `jnp.tril` writes it
+        if _is_flag(eqn.outvars[0]) and number == 0:  # `flag & x`, as `jnp.tril` writes it
             return _all(True, mask, kept.mask(True))
         if form is not None and (number == 0 if form.is_exp else number <= _MASKED):
             return form.plus(mask._replace(is_exp=form.is_exp))
@@ -482,11 +480,8 @@ def _summed(form: Form, eqn: Any) -> Form | None:
     kept = [axis for axis in range(len(before.aval.shape)) if axis not in axes]
     places = {axis: kept.index(axis) for axis in kept}
     rest = Form({key: n for key, n in form.terms.items() if key not in inside}, is_exp=True).placed(places)
-    total = (
-        _LogSum(Form(inside), along),
-        placed(axes_of(before), {i: places.get(i) for i in range(len(before.aval.shape))}),
-    )
-    return rest.plus(Form({total: 1}, is_exp=True))
+    outer = placed(axes_of(before), {axis: places.get(axis) for axis in range(len(before.aval.shape))})
+    return rest.plus(Form({(_LogSum(Form(inside), along), outer): 1}, is_exp=True))
 
 
 def softmax_of(form: Form | None) -> tuple[Form, frozenset[int]] | None:

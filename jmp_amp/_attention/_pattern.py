@@ -16,15 +16,15 @@ import numpy as np
 from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._softmax import (
-    INDEX,
-    ONE,
+from jmp_amp._attention._softmax import (
     Condition,
-    Expressions,
+    Elements,
     Form,
     Places,
     Scaled,
+    Values,
     axes_of,
+    count,
     placed,
     softmax_of,
 )
@@ -44,38 +44,60 @@ _WHOLE = {"query", "key", "value", "key_value_seq_lengths"}
 
 
 @dataclasses.dataclass(frozen=True)
+class _Array:
+    """An array that attention reads.
+
+    Attributes:
+        role: one of `_AXES`.
+        atom: the value in the program; equal attention may read others.
+        axes: the names of its axes.
+        number: the factor of a `bias`, the numbers of a `mask` where it keeps scores and where not, what is added to a
+            number of keys, the power of a `temperature`.
+    """
+
+    role: str
+    atom: Any = dataclasses.field(compare=False)
+    axes: Places
+    number: Any = 0
+
+    @property
+    def places(self) -> set[int]:
+        """The axes of the weights that it has."""
+        return {axis for axis in self.axes if isinstance(axis, int)}
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """One attention as a function of the arrays that it reads; equal ones are traced once.
 
     Attributes:
         kernel: a function, or an `implementation` of `jax.nn.dot_product_attention`.
         dtype: the dtype that it runs in.
-        options: its scale, and other options.
-        arrays: for each array its role, the names of its axes, and a number: the factor of a `bias`, the numbers of a
-            `mask` where it keeps scores and where not, what is added to a number of keys, the power of a `temperature`.
+        arrays: the arrays, queries, keys and values first.
         groups: by their names, the axes that the axes of the arrays of the kernel consist of.
         sizes: the number of elements of each axis.
         result: the names of the axes of the result.
         out: its type in the program.
         traced: the dtype of the queries there.
+        options: its scale, and other options.
     """
 
     kernel: Any
     dtype: Any
-    options: tuple[tuple[str, Any], ...]
-    arrays: tuple[tuple[str, Places, Any], ...]
+    arrays: tuple[_Array, ...]
     groups: tuple[tuple[str, Places], ...]
     sizes: tuple[tuple[Any, Any], ...]
     result: Places
     out: Any
     traced: Any
+    options: tuple[tuple[str, Any], ...]
 
     def __call__(self, *arrays: Any) -> Any:
         """Computes the attention of arrays that are cast."""
         inputs, options = dict[str, list[Any]](), {"bias": None, "mask": None, **dict(self.options)}
-        for x, (role, axes, number) in zip(arrays, self.arrays, strict=True):
-            groups = list(map(self._axes, _AXES[role]))
-            inputs.setdefault(role, []).append((self._arranged(x, axes, groups, role in _WHOLE), number))
+        for x, array in zip(arrays, self.arrays, strict=True):
+            groups, is_whole = list(map(self.axes, _AXES[array.role])), array.role in _WHOLE
+            inputs.setdefault(array.role, []).append((self._arranged(x, array.axes, groups, is_whole), array.number))
         ((query, _),), ((key, _),), ((value, _),) = (inputs[role] for role in ("query", "key", "value"))
         for x, power in inputs.get("temperature", ()):
             query = query * x**power
@@ -88,7 +110,7 @@ class Attention:
         if lengths := inputs.get("key_value_seq_lengths"):
             ends = [jnp.minimum(x + n, key.shape[1]).astype(np.int32) for x, n in lengths]
             options["key_value_seq_lengths"] = functools.reduce(jnp.minimum, ends)
-        own, result = tuple(self._axes("rows lengths heads groups features")), [[axis] for axis in self.result]
+        own, result = self.axes("rows lengths heads groups features"), [[axis] for axis in self.result]
         return jnp.reshape(self._arranged(self._run(query, key, value, options), own, result), self.out.shape)
 
     def _run(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
@@ -103,10 +125,11 @@ class Attention:
         kernel: Any = functools.partial(jax.nn.dot_product_attention, implementation=self.kernel)
         return kernel(query, key, value, **options)[..., :width]
 
-    def _axes(self, groups: str) -> list[Any]:
-        return [axis for group in groups.split() for axis in dict(self.groups)[group]]
+    def axes(self, groups: str) -> Places:
+        """Returns the axes of groups."""
+        return tuple([axis for group in groups.split() for axis in dict(self.groups)[group]])
 
-    def _arranged(self, x: Any, axes: Places, groups: list[list[Any]], is_whole: bool = True) -> Any:
+    def _arranged(self, x: Any, axes: Places, groups: Sequence[Sequence[Any]], is_whole: bool = True) -> Any:
         """Returns an array with an axis for each group of axes, of one element if it may lack them."""
         sizes = dict(self.sizes)
         names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
@@ -119,7 +142,7 @@ class Attention:
 
     def __str__(self) -> str:
         said = [f"{name}={value}" for name, value in self.options if value and name != "scale"]
-        return ", ".join([*said, *dict.fromkeys([role for role, *_ in self.arrays[3:]])])
+        return ", ".join([*said, *dict.fromkeys([array.role for array in self.arrays[3:]])])
 
 
 def _is_kept(x: Any, keep: Any, other: Any) -> Any:
@@ -155,30 +178,16 @@ class Match(NamedTuple):
         product: the result of the first product, the one of queries and keys.
         weights: the result of the softmax.
         given: biases, masks and temperatures, which the program computes on its own.
-        variants: how to compute it, and the values that this reads; the first one that the kernel takes is used.
+        variants: ways to compute it; the first one that the kernel takes is used.
     """
 
     product: Var
     weights: Var
     given: frozenset[Var]
-    variants: list[tuple[Attention, tuple[Var, ...]]]
+    variants: list[Attention]
 
 
-class _Array(NamedTuple):
-    """An array that attention reads, in a role of `_AXES`, with the names of its axes, and a number for its role."""
-
-    role: str
-    atom: Any
-    axes: Places
-    number: Any = 0
-
-    @property
-    def places(self) -> set[int]:
-        """The axes of the weights that it has."""
-        return {axis for axis in self.axes if isinstance(axis, int)}
-
-
-def match(values: Expressions, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
+def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
     """Returns the attention that ends in a product; None if the product reads no softmax.
 
     Raises:
@@ -198,22 +207,12 @@ def match(values: Expressions, eqn: Any, kernel: Any, dtype: Any) -> Match | Non
     sizes = {axis: n for x in operands for axis, n in zip(x.axes, x.atom.aval.shape, strict=True) if axis is not None}
     varied = {axis for own in (*[x.axes for x in others], *[own for _, own in masks]) for axis in own}
     groups = _groups(query, key, value, along, varied, sizes)
-    variants = []
-    for options, variant in _variants(values, _Arrays([*operands, *others], groups, sizes, result), masks):
-        attention = Attention(
-            kernel=kernel,
-            dtype=dtype,
-            options=tuple((options | {"scale": scores.terms[term, axes]}).items()),
-            arrays=tuple([(x.role, x.axes, x.number) for x in variant.arrays]),
-            groups=tuple(variant.groups.items()),
-            sizes=tuple(variant.sizes.items()),
-            result=tuple([axis for axis in variant.result if axis is not None]),
-            out=eqn.outvars[0].aval,
-            traced=jx.dtype_of(query.atom),
-        )
-        variants.append((attention, tuple([x.atom for x in variant.arrays])))
+    result = tuple([axis for axis in result if axis is not None])
+    named = (*operands, *others), tuple(groups.items()), tuple(sizes.items()), result
+    scale = ("scale", scores.terms[term, axes])
+    attention = Attention(kernel, dtype, *named, eqn.outvars[0].aval, jx.dtype_of(query.atom), (scale,))
     given = frozenset([x.atom for x in others] + [condition.atom for condition, _ in masks])
-    return Match(product, eqn.invars[side], given, variants)
+    return Match(product, eqn.invars[side], given, list(_variants(values, attention, masks)))
 
 
 def _masks_and_others(scores: Form, product: Any, axes: Places, query: _Array) -> tuple[list[Any], list[_Array]]:
@@ -226,55 +225,49 @@ def _masks_and_others(scores: Form, product: Any, axes: Places, query: _Array) -
     for (x, own), n in scores.terms.items():
         if isinstance(x, Condition):
             masks.append((x, own))
-        elif (x, own) == (product, axes):
-            continue
         elif isinstance(x, Var) and x is not getattr(product, "product", product):
             others.append(_Array("bias", x, own, n))
-        else:
+        elif (x, own) != (product, axes):
             raise AsWrittenError("a sum of exponentials, or its scores again, between a product and the softmax")
     return masks, others
 
 
-class _Arrays(NamedTuple):
-    """The arrays of an attention, queries, keys and values first, and the names of its axes; see `Attention`."""
-
-    arrays: Sequence[_Array]
-    groups: Mapping[str, Places]
-    sizes: Mapping[Any, Any]
-    result: Places
-
-
-def _variants(values: Expressions, form: _Arrays, masks: list[Any]) -> Iterator[tuple[dict[str, Any], _Arrays]]:
-    """Yields the ways to hand an attention and its masks to a kernel, each with options, the best one first."""
-    for options, said, lengths in (_said(masks, form.groups, form.sizes), ({"is_causal": False}, [], [])):
+def _variants(values: Values, plain: Attention, masks: list[Any]) -> Iterator[Attention]:
+    """Yields the ways to hand an attention and its masks to a kernel, the best one first."""
+    for options, said, lengths in (_said(values, masks, plain), ({"is_causal": False}, [], [])):
         left = [_Array("mask", x.atom, own, (x.keep, x.other)) for x, own in masks if (x, own) not in said]
-        whole = form._replace(arrays=[*form.arrays, *left, *lengths])
-        yield from [(options, each) for each in (_without_repeats(values, whole), whole) if each is not None]
+        arrays = *plain.arrays, *left, *lengths
+        whole = dataclasses.replace(plain, arrays=arrays, options=(*options.items(), *plain.options))
+        yield from filter(None, (_without_repeats(values, whole), whole))
 
 
-def _without_repeats(values: Expressions, form: _Arrays) -> _Arrays | None:
+def _without_repeats(values: Values, attention: Attention) -> Attention | None:
     """Returns an attention whose heads of keys and values are not repeated for those of queries; None if none are."""
-    query, *others = form.arrays
-    found = [_repeated(values, x.atom) for x in others[:2]]
-    (heads, groups), repeats = (form.groups[name] for name in ("heads", "groups")), set[Any]()
-    for x, each in zip(others[:2], found, strict=True):
-        if each is None or heads != (x.axes[each[1]],) or groups:
-            return None
-        repeats.add(each[2])
-    if len(repeats) != 1:
+    query, key, value, *others = attention.arrays
+    groups, sizes = dict(attention.groups), dict(attention.sizes)
+    found: list[Any] = [_repeated(values, x.atom) for x in (key, value)]
+    repeats = {each and (x.axes[each[1]], each[2]) for x, each in zip((key, value), found, strict=True)}
+    if len(repeats) > 1 or None in repeats:
         return None
-    head, repeat, n = heads[0], "repeat", repeats.pop()
+    ((head, n),), repeat = repeats, "repeat"
+    if groups["heads"] != (head,) or groups["groups"]:
+        return None
 
     def split(axes: Places) -> Places:
         return tuple([name for axis in axes for name in ((head, repeat) if axis == head else (axis,))])
 
-    arrays = [x._replace(atom=each[0]) for x, each in zip(others[:2], found, strict=True) if each]
-    arrays = [query._replace(axes=split(query.axes)), *arrays, *[x._replace(axes=split(x.axes)) for x in others[2:]]]
-    sizes = {**form.sizes, head: form.sizes[head] // n, repeat: n}
-    return _Arrays(arrays, {**form.groups, "groups": (repeat,)}, sizes, split(form.result))
+    query, *others = [dataclasses.replace(x, axes=split(x.axes)) for x in (query, *others)]
+    arrays = (
+        query,
+        *[dataclasses.replace(x, atom=each[0]) for x, each in zip((key, value), found, strict=True)],
+        *others,
+    )
+    groups, sizes = groups | {"groups": (repeat,)}, sizes | {head: sizes[head] // n, repeat: n}
+    named = {"groups": tuple(groups.items()), "sizes": tuple(sizes.items()), "result": split(attention.result)}
+    return dataclasses.replace(attention, arrays=arrays, **named)
 
 
-def _repeated(values: Expressions, atom: Any) -> tuple[Var, int, Any] | None:
+def _repeated(values: Values, atom: Any) -> tuple[Var, int, Any] | None:
     """Returns the array that `jnp.repeat` repeats the elements of, along which axis, and how often."""
     if values.name(atom) != "reshape":
         return None
@@ -295,7 +288,7 @@ def _repeated(values: Expressions, atom: Any) -> tuple[Var, int, Any] | None:
     return None
 
 
-def _product_in(values: Expressions, scores: Form, weights: Any) -> tuple[Any, Places]:
+def _product_in(values: Values, scores: Form, weights: Any) -> tuple[Any, Places]:
     """Returns the term of scores that is the product of queries and keys, and the places of its axes."""
     for term, axes in scores.terms:
         if values.is_product(term) and {*axes_of(weights)} <= {*axes, None}:
@@ -334,7 +327,7 @@ def _operands_of(
 _ELEMENTWISE = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
 
 
-def _first_op(values: Expressions, term: Any) -> str:
+def _first_op(values: Values, term: Any) -> str:
     """Returns the name of the op that scores start with."""
     atom = term.product if isinstance(term, Scaled) else term
     while (name := values.name(atom)) in _ELEMENTWISE:
@@ -343,7 +336,7 @@ def _first_op(values: Expressions, term: Any) -> str:
     return "reshape" if name == "dot_general" else name or "an input"
 
 
-def _near_softmax(values: Expressions, operands: Sequence[Any]) -> None:
+def _near_softmax(values: Values, operands: Sequence[Any]) -> None:
     """Raises `AsWrittenError` if a product reads what is made of a softmax, or of a quotient that is almost one."""
     atoms = [*operands]
     for atom in atoms:
@@ -397,41 +390,50 @@ def _groups(
     }
 
 
-def _said(
-    masks: Sequence[Any], groups: Mapping[str, Places], sizes: Any
-) -> tuple[dict[str, Any], list[Any], list[Any]]:
+def _said(values: Values, masks: Sequence[Any], attention: Attention) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Returns masks as options and numbers of keys of a kernel, and those of the masks that this says all of."""
-    left, right, said, lengths = math.inf, math.inf, list[Any](), list[Any]()
+    before, behind, said, lengths = math.inf, math.inf, list[Any](), list[Any]()
     for condition, axes in masks:
-        bounds = [_bound(line.placed(axes), groups, sizes) for line in condition.lines]
-        if bounds and None not in bounds:
-            said.append((condition, axes))
-            for before, behind, *array in filter(None, bounds):
-                left, right = min(left, before), min(right, behind)
-                lengths += array
-    options: dict[str, Any] = {"is_causal": right == 0}
-    if left < math.inf or 0 < right < math.inf:
-        ends = zip((left, right), (groups["lengths"], groups["keys"]), strict=True)
-        options["local_window_size"] = tuple([sizes[axis] if math.isinf(n) else int(n) for n, (axis,) in ends])
+        if (band := _band(values, condition, axes, attention)) is not None:
+            before, behind = min(before, band[0]), min(behind, band[1])
+        elif (length := _number_of_keys(values, condition, axes, attention)) is not None:
+            lengths.append(length)
+        else:
+            continue
+        said.append((condition, axes))
+    options: dict[str, Any] = {"is_causal": behind == 0}
+    if before < math.inf or 0 < behind < math.inf:
+        ends, sizes = zip((before, behind), attention.axes("lengths keys"), strict=True), dict(attention.sizes)
+        options["local_window_size"] = tuple([sizes[axis] if math.isinf(n) else int(n) for n, axis in ends])
     return options, said, lengths
 
 
-def _bound(line: Form, groups: Mapping[str, Places], sizes: Any) -> tuple[Any, ...] | None:
-    """Returns how far before and behind a query its keys may be, where a sum of indices is not negative.
+def _band(values: Values, condition: Condition, axes: Places, attention: Attention) -> tuple[float, float] | None:
+    """Returns how far before and behind a query the keys may be that a mask keeps; None if these are no band."""
+    elements, lengths, keys = values.elements_of(condition.atom), attention.axes("lengths"), attention.axes("keys")
+    if elements is None or len(elements.along) != 2 or not len(lengths) == len(keys) == 1:
+        return None
+    kept, along = elements.array == condition.keep, placed(elements.along, axes)
+    if along == keys + lengths:
+        kept, along = kept[::-1], lengths + keys
+    if along != lengths + keys or kept.all() or not kept.any():
+        return None
+    distances = (np.flatnonzero(kept) + 1 - count(dict(attention.sizes)[keys[0]])).tolist()  # of queries from keys
+    behind, before = -distances[0], distances[-1]
+    if len(distances) != behind + 1 + before or min(behind, before) < 0:
+        return None
+    return math.inf if kept[-1] else before, math.inf if kept[0] else behind
 
-    And the array of numbers of keys, if it is that. None if it says something else.
-    """
-    number = line.terms.get(ONE, 0)
-    factors = {axes[0]: n for (term, axes), n in line.terms.items() if term is INDEX}
-    arrays = [(term, axes, n) for (term, axes), n in line.terms.items() if isinstance(term, Var)]
-    rows, keys = {*groups["rows"], None}, groups["keys"]
-    if arrays:  # of a number of keys is subtracted the index of a key
-        ((atom, axes, n), *others) = arrays
-        is_length = not others and n == 1 and {*axes} <= rows and len(keys) == 1 and factors == {keys[0]: -1}
-        return (math.inf, math.inf, _Array("key_value_seq_lengths", atom, axes, number + 1)) if is_length else None
-    is_static = all(isinstance(sizes[axis], int) for axis in factors)
-    if is_static and number + sum(min(n * (sizes[axis] - 1), 0) for axis, n in factors.items()) >= 0:
-        return math.inf, math.inf
-    slopes = tuple([factors.pop(axis, 0) for axis in (*groups["lengths"], *keys)])
-    ends = {(1, -1): (math.inf, number), (-1, 1): (number, math.inf)}
-    return ends.get(slopes) if number >= 0 and not factors else None
+
+def _number_of_keys(values: Values, condition: Condition, axes: Places, attention: Attention) -> _Array | None:
+    """Returns the array of numbers of keys, if a mask keeps as many; None if it keeps others."""
+    if (name := values.name(condition.atom)) not in ("lt", "le", "gt", "ge"):
+        return None
+    low, high = map(values.read, values.eqns[condition.atom].invars[:: -1 if name in ("gt", "ge") else 1])
+    x, index, n = (high, low, int(name in ("le", "ge"))) if condition.keep else (low, high, int(name in ("lt", "gt")))
+    indices, own, is_integer = index.known, placed(x.axes, axes), jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
+    if not (isinstance(indices, Elements) and indices.step == 1 and is_integer and x.number is None):
+        return None
+    if placed(indices.along, axes) != attention.axes("keys") or not {*own} <= {*attention.axes("rows"), None}:
+        return None
+    return _Array("key_value_seq_lengths", x.atom, own, n - int(indices.array[0]))
