@@ -141,6 +141,22 @@ def test_what_a_loop_reads_in_every_iteration_is_rounded_once():
     assert {row.runs for row in budget.rows} == {1, 8}
 
 
+def test_a_sum_in_16_bits_of_the_users_own_is_named():
+    rows = jax.random.normal(jax.random.key(0), (600, 8))
+
+    def loss_fn(w, rows):
+        squares = jnp.tanh(rows @ w) ** 2
+        total = lax.scan(lambda c, x: (c + x.astype(jnp.bfloat16), None), jnp.zeros(8, jnp.bfloat16), squares)[0]
+        return jnp.mean((total.astype(jnp.float32) / 600) ** 2)
+
+    budget = amp.debug.error_budget(loss_fn, "bfloat16")(W["a"], rows)
+    assert budget.total > 0.03
+    (worst,) = [row for row in budget.rows if row.share > 0.5]
+    assert worst.primitive == "add"
+    suggestion = amp.debug.suggest_rules(loss_fn, "bfloat16")(W["a"], rows)
+    assert not suggestion.rules  # no product is to blame
+
+
 def test_a_while_loop_runs_as_it_was_traced_and_is_named():
     budget = amp.debug.error_budget(with_while, "bfloat16", probes=16)(W, X)
     (named,) = budget.opaque
