@@ -102,7 +102,7 @@ class Rule(NamedTuple):
         op_class: the dtype in which the op reads its operands.
         kind: how the elements of the result come from the elements of the operands.
         demand: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NONE` if they do not.
-        keys: of how many operands, the first ones, that is so; None if of all.
+        n_demanding: of how many operands, the first ones, that is so; None if of all.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         terms: how many elements a product sums for each of its result; 0 for other ops.
@@ -126,7 +126,7 @@ class Rule(NamedTuple):
     op_class: OpClass
     kind: ResultKind = ResultKind.OTHER
     demand: int = Demand.NONE
-    keys: int | None = None
+    n_demanding: int | None = None
     fuses: bool = False
     terms: Any = 0
     columns: tuple[Any, ...] = ()
@@ -389,7 +389,7 @@ def _sort(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
     """What is sorted beside the keys is chosen by them, as the indices of `argsort`."""
     n_keys = params["num_keys"]
     demand = Demand.RANK if len(avals) > n_keys else Demand.NONE
-    return _ORDERED._replace(demand=demand, keys=n_keys)
+    return _ORDERED._replace(demand=demand, n_demanding=n_keys)
 
 
 def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
@@ -567,8 +567,8 @@ class EqnInfo(NamedTuple):
         related: what it demands of its operands because they are products that share a factor, or it is a quotient by
             what multiplies a function of it.
         is_fraction: whether it subtracts a value and what that was rounded to, as `x - jnp.floor(x)`.
-        op: stands for the primitive, its parameters and the types of its operands and results: the same op of another
-            layer has the same object. None if it holds jaxprs or what cannot be hashed.
+        token: stands for the primitive, its parameters and the types of its operands and results: the same op of
+            another layer has the same object. None if it holds jaxprs or what cannot be hashed.
     """
 
     eqn: JaxprEqn
@@ -579,7 +579,7 @@ class EqnInfo(NamedTuple):
     between: int | None
     related: int
     is_fraction: bool
-    op: object | None
+    token: object | None
 
     @property
     def enters(self) -> jx.Structure | None:

@@ -290,7 +290,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
             of_all |= joined(floating) & Demand.EXACT
         asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
-        n_keys = 0 if asks_for_nan else len(operands) if rule.keys is None else rule.keys
+        n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
         each = [of_all | rule.demand] * n_keys + [of_all] * (len(operands) - n_keys)
         each = [of if of & ~(Demand.CODE | Demand.RANK | Demand.LOSS) else of | Demand.ANY for of in each]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too

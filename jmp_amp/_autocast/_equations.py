@@ -17,14 +17,14 @@ Sources = Sequence[tuple[Var | None, ...]]
 
 
 def describe_equations(
-    jaxpr: Jaxpr, rule_of: Callable[[JaxprEqn], Rule], op_of: Callable[..., object | None]
+    jaxpr: Jaxpr, rule_of: Callable[[JaxprEqn], Rule], token_of: Callable[..., object | None]
 ) -> list[EqnInfo]:
     """Returns the facts of each equation of an open jaxpr.
 
     Args:
         jaxpr: the jaxpr.
         rule_of: returns the rule of an equation.
-        op_of: returns `EqnInfo.op` of an equation, from its sources and what relates it to others.
+        token_of: returns `EqnInfo.token` of an equation, from its sources and what relates it to others.
     """
     pairs = [(eqn, rule_of(eqn)) for eqn in jaxpr.eqns]
     sources = _sources(pairs)
@@ -37,7 +37,7 @@ def describe_equations(
         operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
         is_fraction = rule.kind is ResultKind.DIFFERENCE and {*map(id, eqn.invars)} in rounded
         relations = between.get(i), related.get(i, Demand.NONE), is_fraction
-        infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, *relations, op_of(eqn, of, *relations)))
+        infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, *relations, token_of(eqn, of, *relations)))
     return infos
 
 

@@ -16,7 +16,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import Found
 from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
-from jmp_amp._autocast._plan import Op, Plan, Step
+from jmp_amp._autocast._plan import CastOp, Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
@@ -174,14 +174,14 @@ def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, eqns: S
     eqn, rule, form = step.eqn, planner.rule_of(step.eqn), step.region.format
     forced = step.region.why if form is not top else ""
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
-    each = step.run.casts if isinstance(step.run, Op) else (None,) * len(values)
+    each = step.run.casts if isinstance(step.run, CastOp) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]
     is_float = list(map(jx.is_inexact, eqn.invars))
     results = [(var, value.dtype) for var, value in zip(eqn.outvars, step.outs, strict=True)]
     compute = _widest([*compress(operands, is_float)] or [dtype for var, dtype in results if jx.is_inexact(var)])
     if form.float8 is not None and rule.op_class is OpClass.LOWER and compute == form.dtype:
         forced = why_not_float8(eqn, [value.origin <= Origin.INPUT for value in values], form.float8) or forced
-    if isinstance(step.run, Op) and isinstance(step.run.rewrite, Float8Product):
+    if isinstance(step.run, CastOp) and isinstance(step.run.rewrite, Float8Product):
         compute = step.run.rewrite.float8.operands
     why = step.why
     if eqn.primitive.name in planner.options.overrides.primitives:

@@ -27,7 +27,7 @@ SAVED = "amp:saved"  # the name of the casts that a loop saves for the backward 
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
+class CastOp:
     """A primitive, and the casts of the operands that each use casts for itself.
 
     Attributes:
@@ -55,7 +55,7 @@ class Op:
         return jx.versions.apply(self.primitive, dict(self.params), args)
 
     @property
-    def without_casts(self) -> "Op":
+    def without_casts(self) -> "CastOp":
         """The op on operands that are cast."""
         return dataclasses.replace(self, casts=(None,) * len(self.casts))
 
@@ -98,7 +98,7 @@ def is_loop_invariant(primitive: Primitive, *args: Any, **params: Any) -> bool:
 Run = Callable[[Sequence[Any]], Sequence[Any]]  # from the operands of an equation to its results
 
 # From an op and its operands, which are not cast yet, to its results. Equal rewrites must compare as equal.
-Rewrite = Callable[[Op, Sequence[Any]], list[Any]]
+Rewrite = Callable[[CastOp, Sequence[Any]], list[Any]]
 
 
 IN_CODE = "region"  # why a region has its format if the code says so, which precedes `rules` and facts
@@ -130,7 +130,7 @@ class Step(NamedTuple):
         outs: what is known of the results.
         run: evaluates the equation on its cast operands.
         changed: whether a dtype in it differs from the traced one.
-        reads: in which dtype it reads each operand; one that is read in float32 may be computed in float32.
+        read_in: in which dtype it reads each operand; one that is read in float32 may be computed in float32.
         why: why an op reads its operands in their dtypes, as `explain` names it; empty if it holds jaxprs.
         inner: the plans of its jaxprs.
         keeper: who decides what the backward pass of a `scan` keeps, as `explain` names it.
@@ -143,7 +143,7 @@ class Step(NamedTuple):
     outs: tuple[Value, ...]
     run: Run
     changed: bool
-    reads: tuple[int, ...]
+    read_in: tuple[int, ...]
     why: str = ""
     inner: "tuple[Plan, ...]" = ()
     keeper: str | None = None
@@ -318,7 +318,7 @@ def _grouped(steps: Sequence[Step], results: Sequence[Any]) -> list[Step]:
 
 def _number(step: Step, numbers: dict[Any, int]) -> int | None:
     """Returns a number that is equal for equal ops on operands of the same types; None for what cannot be joined."""
-    if not isinstance(step.run, Op) or step.sums or step.eqn.effects:
+    if not isinstance(step.run, CastOp) or step.sums or step.eqn.effects:
         return None
     try:
         return numbers.setdefault((step.run, step.casts, *[atom.aval for atom in step.eqn.invars]), len(numbers))
@@ -335,7 +335,7 @@ def _is_hashable(x: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)
-def _run(ops: tuple[tuple[Op, tuple[int, ...]], ...], results: tuple[int, ...], *args: Any) -> list[Any]:
+def _run(ops: tuple[tuple[CastOp, tuple[int, ...]], ...], results: tuple[int, ...], *args: Any) -> list[Any]:
     """Runs ops, each of which reads arguments by index, and results of those before it by `~index`."""
     made = list[Any]()
     for op, places in ops:
@@ -343,10 +343,10 @@ def _run(ops: tuple[tuple[Op, tuple[int, ...]], ...], results: tuple[int, ...], 
     return [made[~place] for place in results]
 
 
-def _cast_op(dtype: Any) -> Op:
+def _cast_op(dtype: Any) -> CastOp:
     """Returns a cast that several ops share."""
     params = ("new_dtype", np.dtype(dtype)), ("weak_type", False), ("sharding", None)
-    return Op(lax.convert_element_type_p, params, casts=(None,))
+    return CastOp(lax.convert_element_type_p, params, casts=(None,))
 
 
 def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:

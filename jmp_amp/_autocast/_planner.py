@@ -12,7 +12,7 @@ from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_trace
 from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
 from jmp_amp._autocast._equations import describe_equations
 from jmp_amp._autocast._options import Options, format_in
-from jmp_amp._autocast._plan import IN_CODE, Inside, Op, Plan, Region, Run, Step, differs, is_loop_invariant
+from jmp_amp._autocast._plan import IN_CODE, CastOp, Inside, Plan, Region, Run, Step, differs, is_loop_invariant
 from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
@@ -59,9 +59,9 @@ class Planner:
 
     def infos_of(self, jaxpr: Jaxpr) -> list[EqnInfo]:
         """Returns the facts of each equation of an open jaxpr."""
-        return self._infos(jaxpr, (), lambda: describe_equations(jaxpr, self.rule_of, self._op_of))
+        return self._infos(jaxpr, (), lambda: describe_equations(jaxpr, self.rule_of, self._token_of))
 
-    def _op_of(self, eqn: JaxprEqn, sources: Sequence[Any], *relations: Any) -> object | None:
+    def _token_of(self, eqn: JaxprEqn, sources: Sequence[Any], *relations: Any) -> object | None:
         if eqn.primitive.name not in self._rules or jx.inner_jaxprs(eqn):  # which the keys would keep alive
             return None
         avals = tuple([atom.aval for atom in (*eqn.invars, *eqn.outvars)])
@@ -115,10 +115,10 @@ class Planner:
         """Decides an equation."""
         if op.info.structure is not None:
             return self._plan_higher_order(self, op)
-        if op.info.op is None:
+        if op.info.token is None:
             return self._first_order(op)
         # The same op of another layer gets the same decision.
-        step = self._steps(self, (op.info.op, *op.decision_key), lambda: self._first_order(op))
+        step = self._steps(self, (op.info.token, *op.decision_key), lambda: self._first_order(op))
         return step._replace(eqn=op.info.eqn, region=op.region)
 
     def _first_order(self, op: Context) -> Step:
@@ -138,7 +138,7 @@ class Planner:
         rewrite = rewrite_of(op, dtypes, own)
         has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         changed = has_other_dtypes or rewrite is not None or bool(params)
-        run: Run = Op(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
+        run: Run = CastOp(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
@@ -310,7 +310,7 @@ class _PlanBuilder:
         changed = set[_Variable]()
         for i, step in enumerate(filter(None, self._steps)):
             reads = dict[_Variable, int]()
-            for operand, each in zip(self._operands[i], step.reads, strict=True):
+            for operand, each in zip(self._operands[i], step.read_in, strict=True):
                 reads[operand] = min(each, reads.get(operand, each))
             for operand, each in reads.items():
                 if each > operand.readers[i]:

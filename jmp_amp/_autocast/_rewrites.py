@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._decide import Context
-from jmp_amp._autocast._plan import Op, Rewrite
+from jmp_amp._autocast._plan import CastOp, Rewrite
 from jmp_amp._formats import FLOAT32, Float8
 from jmp_amp._ops import OpClass, ResultKind, free_sizes, product_axes
 from jmp_amp._products import RAGGED_DOT, float8_dot, float8_ragged_dot
@@ -68,11 +68,11 @@ def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
     )
 
 
-def _take_label_logit(op: Op, args: Sequence[Any]) -> list[Any]:
+def _take_label_logit(op: CastOp, args: Sequence[Any]) -> list[Any]:
     return _with_tangent(op.without_casts, _tangent_of_label_logit, *op.cast(args))
 
 
-def _tangent_of_label_logit(op: Op, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _tangent_of_label_logit(op: CastOp, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     x, indices = primals
     # An index out of bounds equals none, so its tangent is 0.
     is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices.reshape(*x.shape[:-1], 1)
@@ -91,11 +91,11 @@ def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     return None if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else _gather_low
 
 
-def _gather_low(op: Op, args: Sequence[Any]) -> list[Any]:
+def _gather_low(op: CastOp, args: Sequence[Any]) -> list[Any]:
     return _with_tangent(op.without_casts, _tangent_in_float32, *op.cast(args))
 
 
-def _tangent_in_float32(op: Op, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _tangent_in_float32(op: CastOp, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     x, indices = primals
 
     def in_float32(x: Any) -> list[Any]:
@@ -105,7 +105,7 @@ def _tangent_in_float32(op: Op, primals: Sequence[Any], tangents: Sequence[Any])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)  # it is traced once for equal ops
-def _with_tangent(op: Op, tangent: Callable, *args: Any) -> list[Any]:
+def _with_tangent(op: CastOp, tangent: Callable, *args: Any) -> list[Any]:
     """Evaluates an op whose tangents are `tangent(op, primals, tangents)`."""
 
     @jax.custom_jvp
@@ -174,7 +174,7 @@ class Float8Product:
     float8: Float8
     is_weight: tuple[bool, ...]
 
-    def __call__(self, op: Op, args: Sequence[Any]) -> list[Any]:
+    def __call__(self, op: CastOp, args: Sequence[Any]) -> list[Any]:
         dtypes = (self.float8.operands,) * 2, self.float8.cotangents
         own: dict[str, Any] = {**dict(op.params), "is_weight": self.is_weight}
         if len(args) == 2:
@@ -192,7 +192,7 @@ def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite 
     return _with_float32_grads if is_product and op.options.weight_grad_dtype == FLOAT32 else None
 
 
-def _with_float32_grads(op: Op, args: Sequence[Any]) -> list[Any]:
+def _with_float32_grads(op: CastOp, args: Sequence[Any]) -> list[Any]:
     @jax.custom_vjp
     def call(*args: Any) -> Any:
         return op.apply(op.cast(args, save=False))[0]
@@ -216,7 +216,7 @@ def _with_float32_grads(op: Op, args: Sequence[Any]) -> list[Any]:
     return [call(*args)]
 
 
-def _transposed_product(op: Op, operands: Sequence[Any], i: int, cotangent: jax.Array, dtype: Any) -> jax.Array:
+def _transposed_product(op: CastOp, operands: Sequence[Any], i: int, cotangent: jax.Array, dtype: Any) -> jax.Array:
     """Returns the gradient of operand `i`, by a product that returns `dtype`; the cotangent may have any dtype.
 
     A product is linear in each operand. All else in its transpose only moves values.
@@ -245,11 +245,11 @@ def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     return _broadcast_first if is_broadcast else None
 
 
-def _broadcast_first(op: Op, args: Sequence[Any]) -> list[Any]:
+def _broadcast_first(op: CastOp, args: Sequence[Any]) -> list[Any]:
     return _with_tangent(op, _tangent_of_broadcast, *args)
 
 
-def _tangent_of_broadcast(op: Op, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _tangent_of_broadcast(op: CastOp, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Differentiates the op as if the operands were broadcast before they are cast.
 
     The op itself casts first: the large array would be kept in front of a loop, and read in every iteration.
