@@ -582,7 +582,7 @@ class EqnInfo(NamedTuple):
     token: object | None
 
     @property
-    def enters(self) -> jx.Structure | None:
+    def program(self) -> jx.Structure | None:
         """How analyses enter its jaxprs: a solver is one op to them."""
         return None if self.rule.demand else self.structure
 

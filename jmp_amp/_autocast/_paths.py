@@ -66,7 +66,7 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         return carries, [*reached[first:last], *after[loop.n_carry :]]
 
     def _through(self, equation: EqnInfo, operands: Sequence[Sources]) -> Sequence[Sources]:
-        if not isinstance(loop := equation.enters, jx.Loop):
+        if not isinstance(loop := equation.program, jx.Loop):
             return super()._through(equation, operands)
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
         return [_composed(inputs, paths) for paths in self._carried(loop)[1]]

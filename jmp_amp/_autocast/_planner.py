@@ -233,7 +233,7 @@ class _PlanBuilder:
         inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._facts, eqn.invars)
-            if info.enters is not None:
+            if info.program is not None:
                 given = [Demand.ANY] * len(outs) if is_in_code else outs
                 inside = self._planner.demands.inside(info, operands, given)
             reason = why_as_traced(info, demand, operands, region.format)

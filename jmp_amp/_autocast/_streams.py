@@ -193,7 +193,7 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
         known = self._paths.find(jaxpr, inputs)
         for info in self._equations_of(jx.open_jaxpr(jaxpr)[0]):
             operands = self._paths.of(known, info.eqn.invars)
-            if info.enters is not None and any(self._has_layer(*each) for each in self._paths.inside(info, operands)):
+            if info.program is not None and any(self._has_layer(*each) for each in self._paths.inside(info, operands)):
                 return True
             if info.rule.op_class is OpClass.LOWER:
                 made_of = [{i for i, _ in of} for of in operands]

@@ -4,9 +4,9 @@ An analysis is a lattice (`bottom` and `join`), and a function that passes facts
 module passes them through calls, branches and loops, and reads a jaxpr once for each set of facts about its inputs
 (Kildall, A unified approach to global program optimization, 1973). Facts must be hashable.
 
-An analysis reads equations that have three attributes: `eqn`, the equation; `enters`, how analyses enter its jaxprs, or
-None for an op; and `op`, an object that is the same for equal ops of equal types, so that facts pass through each only
-once, or None.
+An analysis reads equations that have three attributes: `eqn`, the equation; `program`, how analyses enter its jaxprs,
+or None for an op; and `token`, an object that is the same for equal ops of equal types, so that facts pass through each
+only once, or None.
 """
 
 import functools
@@ -38,11 +38,11 @@ class _Analysis(Generic[E, T]):
 
     def _pass(self, equation: E, *facts: Any) -> Sequence[T]:
         """Passes facts through an equation, and only once through equal ops."""
-        if equation.enters is not None:
+        if equation.program is not None:
             return self._through(equation, *facts)
-        if equation.op is None:
+        if equation.token is None:
             return self.transfer(equation, *facts)
-        return self._ops(self, (equation.op, facts), lambda: self.transfer(equation, *facts))
+        return self._ops(self, (equation.token, facts), lambda: self.transfer(equation, *facts))
 
 
 class Forward(_Analysis[E, T]):
@@ -107,7 +107,7 @@ class Forward(_Analysis[E, T]):
 
     def inside(self, equation: E, operands: Sequence[T]) -> list[tuple[Any, tuple[T, ...]]]:
         """Returns the jaxprs of an equation, the condition of a loop first, and what is known of the inputs of each."""
-        structure, facts = equation.enters, list(operands)
+        structure, facts = equation.program, list(operands)
         if isinstance(structure, Loop):
             body, _ = open_jaxpr(structure.body)
             facts[structure.carry] = self._carries(body, tuple(facts), lambda: self._settle(structure, operands))
@@ -127,7 +127,7 @@ class Forward(_Analysis[E, T]):
         return carry
 
     def _through(self, equation: E, operands: Sequence[T]) -> Sequence[T]:
-        inside, loop = self.inside(equation, operands), equation.enters
+        inside, loop = self.inside(equation, operands), equation.program
         if not isinstance(loop, Loop):
             outs_of_each = [self.outs(*each) for each in inside]
             return [functools.reduce(self.join, facts) for facts in zip(*outs_of_each, strict=True)]
@@ -201,7 +201,7 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
         self, equation: E, operands: Sequence[S], outs: Sequence[T]
     ) -> list[tuple[Any, tuple[S, ...], tuple[T, ...]]]:
         """Returns the jaxprs of an equation, what is known of the inputs of each, and the demands on its results."""
-        found, loop = self.known.inside(equation, operands), equation.enters
+        found, loop = self.known.inside(equation, operands), equation.program
         if not isinstance(loop, Loop):
             return [(*each, tuple(outs)) for each in found]
         *before, (body, inputs) = found
@@ -218,7 +218,7 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
     def _of_operands(self, equation: E, inside: Sequence[tuple[Any, tuple[S, ...], tuple[T, ...]]]) -> list[T]:
         """Returns what jaxprs of an equation demand of its operands."""
         demands = [self.bottom] * len(equation.eqn.invars)
-        for (jaxpr, inputs, outs), (_, places) in zip(inside, entries(equation.enters), strict=False):
+        for (jaxpr, inputs, outs), (_, places) in zip(inside, entries(equation.program), strict=False):
             of_inputs = self.find(jaxpr, inputs, outs)
             for i, var in zip(places, open_jaxpr(jaxpr)[0].invars, strict=True):
                 demands[i] = self.join(demands[i], of_inputs.get(var, self.bottom))
@@ -226,4 +226,4 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
 
     def _through(self, equation: E, operands: Sequence[S], outs: Sequence[T]) -> Sequence[T]:
         demands = self._of_operands(equation, self.inside(equation, operands, outs))
-        return self.leave(equation.enters, outs, demands)
+        return self.leave(equation.program, outs, demands)

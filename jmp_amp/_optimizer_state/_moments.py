@@ -35,8 +35,8 @@ class Fact(NamedTuple):
 
 class _Equation(NamedTuple):
     eqn: Any
-    enters: Any
-    op: None = None
+    program: Any
+    token: None = None
 
 
 class _Facts(jx.Forward[_Equation, Fact]):
