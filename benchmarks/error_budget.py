@@ -277,7 +277,7 @@ def main():
     only = parser.parse_args().only
     kinds = {"smooth": SMOOTH_TRIED, "with kinks": KINKS_TRIED}
     chosen = {kind: {name: make for name, make in each.items() if only in name} for kind, each in kinds.items()}
-    columns = {f"{len(each)} programs {kind}": cells(each) for kind, each in chosen.items() if each}
+    columns = {f"{len(each)} programs, {kind}": cells(each) for kind, each in chosen.items() if each}
     print(f"JAX {jax.__version__}, on {cpu.features()}.\n")
     print(*head("median, worst", *columns), sep="\n")
     print(*(row(name, *figures) for name, *figures in zip(FIGURES, *columns.values(), strict=True)), sep="\n")
