@@ -4,7 +4,7 @@ Two products may have one matrix between them, a quotient may be in the unit of 
 of a value and what that was rounded to.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -28,8 +28,7 @@ def describe_equations(
     """
     pairs = [(eqn, rule_of(eqn)) for eqn in jaxpr.eqns]
     sources = _sources(pairs)
-    between, related = _of_products(pairs, sources)
-    related |= dict.fromkeys(_quotients_in_units(pairs, sources), Demand.RANGE)
+    between, related = _relations(pairs, sources)
     # Values, each with what it was rounded to.
     rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn, rule in pairs if _rounds(eqn, rule, rule_of)]
     infos = []
@@ -51,11 +50,12 @@ def _sources(pairs: Pairs) -> Sources:
     return sources
 
 
-def _of_products(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int, int]]:
+def _relations(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int, int]]:
     """Returns `EqnInfo.between` and `EqnInfo.related`, each by the index of the equation."""
     products, between, related = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int](), dict[int, int]()
+    scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
     for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
-        made = [products[each] for each in of if each in products]
+        made, read = [products[each] for each in of if each in products], [each for each in of if each is not None]
         if rule.is_product:  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
             products[eqn.outvars[0]] = i, of
             for k in (0, 1):
@@ -68,14 +68,6 @@ def _of_products(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[i
             related[i] = Demand.DISTANCE  # `jax.nn.softmax(scores) @ x - x`
         elif rule.passes_on and len(made) == 1:
             products[eqn.outvars[0]] = made[0]  # `0.9 * (A @ P)`, or `A @ P + Q`
-    return between, related
-
-
-def _quotients_in_units(pairs: Pairs, sources: Sources) -> Iterator[int]:
-    """Yields the quotients by a unit: a function of them is multiplied by it, as in `n * jnp.tanh((c @ x) / n)`."""
-    scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
-    for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
-        read = [each for each in of if each is not None]
         if len(read) == len(eqn.outvars) == 1:
             (x,), (out,) = read, eqn.outvars
             if rule.scales:
@@ -86,9 +78,11 @@ def _quotients_in_units(pairs: Pairs, sources: Sources) -> Iterator[int]:
             units = [scaled.get(x, x) for x in read]
             if rule.kind is ResultKind.QUOTIENT:
                 quotients[eqn.outvars[0]] = i, units[1]
-            else:
-                made = [quotients.get(x, (i, None)) for x in read]
-                yield from [k for (k, unit), other in zip(made, units[::-1], strict=True) if unit is other]
+            for x, other in zip(read, units[::-1], strict=True) if rule.kind is ResultKind.PRODUCT else ():
+                quotient, unit = quotients.get(x, (i, None))
+                if unit is other:  # a function of a quotient by a unit, times the unit: `n * jnp.tanh((c @ x) / n)`
+                    related[quotient] = Demand.RANGE
+    return between, related
 
 
 def _rounds(eqn: JaxprEqn, rule: Rule, rule_of: Callable[[JaxprEqn], Rule]) -> bool:
