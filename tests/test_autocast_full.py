@@ -295,8 +295,8 @@ class TestEqualLayers:
         from jmp_amp._autocast import _plan
 
         called = []
-        call = _plan.Op.__call__
-        monkeypatch.setattr(_plan.Op, "__call__", lambda op, args: called.append(op) or call(op, args))
+        call = _plan.CastOp.__call__
+        monkeypatch.setattr(_plan.CastOp, "__call__", lambda op, args: called.append(op) or call(op, args))
 
         def calls(layers, width):
             called.clear()
