@@ -2,17 +2,23 @@
 
     JAX_PLATFORMS=cpu python benchmarks/adopters.py [--out docs/adopters.md] [--only NAME,NAME]
 
-The programs are those of `benchmarks/adopted/`. It fetches nothing, and takes a few minutes.
+The programs are those of `benchmarks/adopted/`. It fetches nothing, and takes a few minutes. `--kfac` prints the table
+of the last section, which stands in `KFAC`: it needs `pip install kfac_jax`, whose release 0.0.8 does not import with
+JAX 0.11; what it needs of JAX before 0.10 is put back.
 """
 
+import collections
 import difflib
+import itertools
 import pathlib
 import platform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from report import arguments, head, report, row
 from scipy.spatial.transform import Rotation
+from sklearn.datasets import load_digits
 
 import jmp_amp as amp
 
@@ -153,6 +159,7 @@ and then rounds to another number in 16 bits.
 """
 
 
+KFAC_SIZES, KFAC_L2 = (64, 50, 50, 10), 1e-3
 KFAC = """
 ## K-FAC
 
@@ -166,7 +173,7 @@ optimizer = kfac_jax.Optimizer(jax.value_and_grad(amp.autocast(loss_fn, "bfloat1
 ```
 
 `amp.explain` names the tags, `layer_tag` and `loss_tag`, among the primitives without a rule: they run in the dtypes
-that they were traced in. The table is of `benchmarks/kfac.py`, the example of kfac_jax 0.0.8 on digits, after 40 steps:
+that they were traced in. The table is of the example of kfac_jax 0.0.8 on scikit-learn's digits, after 40 steps:
 
 | dtype | layers | loss | blocks |
 |---|---|---|---|
@@ -241,8 +248,83 @@ def table(names):
         yield row(f"[{name}](#{name})", added, *ends, CONVERSIONS[name][0])
 
 
+def evaluate_eqn(eqn, values):
+    """Evaluates an equation; kfac_jax does it as JAX did before 0.9.2."""
+    outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def import_kfac():
+    """Imports kfac_jax for a JAX that is newer than it."""
+    import jax.core
+    import jax.interpreters.xla
+
+    jax.core.Effects, jax.interpreters.xla.pytype_aval_mappings = set, collections.defaultdict(lambda: None)
+    import kfac_jax
+
+    kfac_jax.tag_graph_matcher.eval_jaxpr_eqn = evaluate_eqn
+    return kfac_jax
+
+
+def kfac_loss(registers):
+    """Returns the loss function of a network, whose layers are registered or not."""
+    kfac_jax = import_kfac()
+
+    def loss_fn(params, batch):
+        x, labels = batch
+        for i, (w, b) in enumerate(params):
+            x = kfac_jax.register_dense(x @ w + b, x, w, b) if registers else x @ w + b
+            x = jax.nn.relu(x) if i < len(params) - 1 else x
+        kfac_jax.register_softmax_cross_entropy_loss(x, labels)
+        loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], axis=1))
+        return loss + KFAC_L2 * kfac_jax.utils.inner_product(params, params) / 2
+
+    return loss_fn
+
+
+def run_kfac(dtype, registers, steps=40):
+    """Returns the last loss of K-FAC, and the number of its blocks of each kind."""
+    kfac_jax, (x, labels) = import_kfac(), load_digits(return_X_y=True)
+    batch = jnp.asarray(x / 16, jnp.float32), jnp.asarray(labels)
+    optimizer = kfac_jax.Optimizer(
+        jax.value_and_grad(amp.autocast(kfac_loss(registers), dtype)),
+        l2_reg=KFAC_L2,
+        num_burnin_steps=0,
+        use_adaptive_learning_rate=True,
+        use_adaptive_momentum=True,
+        use_adaptive_damping=True,
+        initial_damping=1.0,
+        multi_device=False,
+    )
+    keys = jax.random.split(jax.random.key(0), len(KFAC_SIZES))
+    shapes = itertools.pairwise(KFAC_SIZES)
+    params = [
+        (jax.random.normal(key, shape) / shape[0] ** 0.5, jnp.zeros(shape[1]))
+        for key, shape in zip(keys[1:], shapes, strict=True)
+    ]
+    state = optimizer.init(params, keys[0], batch)
+    for key in jax.random.split(keys[0], steps):
+        params, state, stats = optimizer.step(params, state, key, batch=batch)
+    return float(stats["loss"]), collections.Counter(type(x).__name__ for x in optimizer._estimator.blocks)
+
+
+def kfac_table():
+    """Yields the table of the section about K-FAC."""
+    yield from head("dtype", "layers", "loss", "blocks")
+    for dtype in ("float32", "bfloat16", "float16"):
+        for registers in (False, True):
+            loss, blocks = run_kfac(dtype, registers)
+            names = ", ".join(f"{n} `{name}`" for name, n in sorted(blocks.items()))
+            yield row(dtype, "registered" if registers else "as written", f"{loss:.3f}", names)
+
+
 def main():
-    options = arguments(__doc__, "names of programs").parse_args()
+    parser = arguments(__doc__, "names of programs")
+    parser.add_argument("--kfac", action="store_true", help="print the table of K-FAC alone")
+    options = parser.parse_args()
+    if options.kfac:
+        print(*kfac_table(), sep="\n")
+        return
     names = options.only.split(",") if options.only else CONVERSIONS
     versions = f"JAX {jax.__version__}, {platform.machine()}"
     why = WHY.format(last=LAST, steps=STEPS, versions=versions)

@@ -76,7 +76,7 @@ bfloat16, that of a norm the residual stream. What saves memory is attention tha
 
 ## What this shows
 
-No time was measured yet: these are programs, not runs. `autocast` multiplies float8 arrays, so all 6 products of the
+These are programs, not runs ([times](gpu_training.md)). `autocast` multiplies float8 arrays, so all 6 products of the
 MLP are in float8 under both settings of the compiler, and in every model float8 has the share that `amp.explain`
 predicts. Flax's `Fp8DotGeneralOp` and Keras cast to float8 and back, and rely on XLA to recognize a float8 product. By
 default XLA recognizes none: all 6 run in bfloat16, and the casts cost extra. Float8 needs a scale for each operand,
