@@ -163,7 +163,8 @@ def test_products_have_the_same_dtypes_however_a_map_is_written(body, low):
         assert len(got) % len(want) == 0, name
 
 
-# What changes a value, and then back. Ops that keep what a value is; only a count that was divided is none.
+# What changes a value, and then back. Ops that keep what a value is; only a count that was divided is none, and a
+# solution ends at a bound.
 EDITS = {
     "moved": lambda x: x.T.reshape(-1).reshape(x.shape[::-1]).T,
     "reversed": lambda x: lax.rev(lax.rev(x, range(x.ndim)), range(x.ndim)),
@@ -184,7 +185,7 @@ EDITS = {
 def test_a_fact_passes_ops_that_keep_what_a_value_is(body, low):
     first, second, full = BODIES[body]
     for name, edit in EDITS.items():
-        if body == "counts" and name in ("scaled", "divided"):
+        if (body == "counts" and name in ("scaled", "divided")) or (body == "a solution" and name == "clipped"):
             continue
         fun = of_one(lambda x, edit=edit: jax.tree.map(edit, first(x)), second)
         got = dtypes(amp.autocast(fun, low), X[0], primitive="dot_general")

@@ -134,3 +134,28 @@ def test_in_a_scan_a_kernel_runs_once_and_not_again_for_the_gradient():
 
     found = [eqn.primitive.name for eqn in equations(jax.grad(amp.autocast(loss)), X)]
     assert found.count("pure_callback") == 1
+
+
+def behind_a_solver(ws, x):
+    x = jnp.linalg.solve(x.T @ x + jnp.eye(8), x.T).T
+    with jax.named_scope("policy"):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ({"policy": "bfloat16"}, "pattern"),
+        ({"policy": "float16"}, "pattern"),
+        ({jax.lax.dot_general_p: "lower"}, "override"),
+        ({"policy": "full"}, "pattern"),
+    ],
+)
+def test_rules_come_before_reasons(rules, why):
+    ws, x = [jnp.eye(8)] * 3, jnp.ones((4, 8))
+    report = amp.explain(behind_a_solver, "bfloat16", rules=rules)(ws, x)
+    rows = [row for row in report.rows if row.flops and row.module == "policy" and row.direction == "forward"]
+    dtype = rules.get("policy", "bfloat16").replace("full", "float32")
+    assert {(row.compute, row.why) for row in rows} == {(dtype, why)}

@@ -79,7 +79,9 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         # The product of a logarithm and an array is another quantity, as `jnp.log(sigma) * embedding`.
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
-        is_solution = any(each.is_solution for each in read) and passes_on and not is_norm
+        # It ends with the first product that reads it, a maximum or a sum: behind these is no residual.
+        bends = rule.kind is ResultKind.CHOSEN and rule.fuses and rule.fold is not np.negative
+        is_solution = any(each.is_solution for each in read) and rule.passes_on and not (bends or is_norm)
         carry = joined([each.carry for each in read])
         known = ValueFacts(
             least=_least(info, read),
@@ -121,6 +123,8 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], numbers: Sequence[tuple
         is_number = [isinstance(atom, Literal) and not is_constant for atom in info.eqn.invars]
         # A number does not make a value smaller: data may be as large anyway.
         size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
+    elif rule.is_decomposition:  # as large as the matrix, or as its inverse
+        size = max([max(size, _power(size, -1)) for size in sizes])
     elif rule.passes_on or rule.kind is ResultKind.TOTAL:
         size = max([known.size for known, atom in numbers if not _is_bound(rule, atom, known)] or sizes)
     else:

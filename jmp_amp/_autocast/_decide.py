@@ -11,7 +11,7 @@ from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._options import Options
-from jmp_amp._autocast._plan import IN_CODE, Inside, Region
+from jmp_amp._autocast._plan import Inside, Region
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, widest
 from jmp_amp._formats import FLOAT32
 from jmp_amp._ops import Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
@@ -44,6 +44,7 @@ class Context(NamedTuple):
         region: its format, and the scopes around it.
         options: the arguments of `autocast`.
         leaves_range: whether the low dtype may not hold its results, because of a constant.
+        is_asked: whether the user asks for its format, by a region in the code or in `rules`; no reason is above that.
         is_ranked: whether its results are chosen from by their order.
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
@@ -55,6 +56,7 @@ class Context(NamedTuple):
     region: Region
     options: Options
     leaves_range: bool
+    is_asked: bool
     is_ranked: bool
     stream: int
     inside: Sequence[Inside]
@@ -69,11 +71,6 @@ class Context(NamedTuple):
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
         return self.region.format, self.is_asked, self.leaves_range, self.is_ranked, self.stream, self.neighbours
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the code asks for its format, by a region."""
-        return self.region.why == IN_CODE
 
     @property
     def is_float32(self) -> list[bool]:

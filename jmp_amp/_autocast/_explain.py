@@ -21,7 +21,6 @@ from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
 from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._calls import quote, shorten
-from jmp_amp._formats import Format
 from jmp_amp._modules import unbound
 from jmp_amp._ops import RULES, OpClass, ResultKind, Rule, product_axes
 from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, RAGGED_DOT, padding
@@ -133,7 +132,7 @@ def explain_call(
     planner, equations = planner_of(settings.options), list(jx.equations_in(program))
     steps = list(_steps(whole))
     forward = [
-        _forward_site(planner, settings.format, plan, step, eqns)
+        _forward_site(planner, plan, step, eqns)
         for plan, step, eqns in steps
         if not step.inner and any(map(jx.is_inexact, (*step.eqn.invars, *step.eqn.outvars)))
     ]
@@ -169,10 +168,9 @@ def _steps(plan: Plan, *outer: JaxprEqn) -> Iterator[tuple[Plan, Step, Sequence[
             yield from _steps(inner, *outer, step.eqn)
 
 
-def _forward_site(planner: Planner, top: Format, plan: Plan, step: Step, eqns: Sequence[JaxprEqn]) -> OpSite:
-    """Returns the site of an op; `top` is the format of the whole program."""
+def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[JaxprEqn]) -> OpSite:
     eqn, rule, form = step.eqn, planner.rule_of(step.eqn), step.region.format
-    forced = step.region.why if form is not top else ""
+    forced = step.region.why
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
     each = step.run.casts if isinstance(step.run, CastOp) else (None,) * len(values)
     operands = [shared or own or value.dtype for shared, own, value in zip(step.casts, each, values, strict=True)]

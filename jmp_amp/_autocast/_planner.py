@@ -229,22 +229,23 @@ class _PlanBuilder:
         eqn, rule = info.eqn, info.rule
         region = self._planner.enter(self._region, eqn)
         outs = [out.demand for out in self._outs[i]]
-        demand, is_in_code = joined(outs), region.why == IN_CODE
+        demand, overrides = joined(outs), self._planner.options.overrides
+        is_asked = region.why in (IN_CODE, "pattern") or eqn.primitive.name in overrides.primitives
         inside: Sequence[Inside] = ()
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._facts, eqn.invars)
             if info.program is not None:
-                given = [Demand.ANY] * len(outs) if is_in_code else outs
+                given = [Demand.ANY] * len(outs) if is_asked else outs
                 inside = self._planner.demands.inside(info, operands, given)
             reason = why_as_traced(info, demand, operands, region.format)
-            if reason is not None and region.format.is_low and not is_in_code:
+            if reason is not None and region.format.is_low and not is_asked:
                 region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._facts, eqn.outvars)
         leaves_range = any(known.leaves(region.format.dtype) for known in results)
-        is_ranked = bool(demand & Demand.RANK) and not is_in_code
+        is_ranked = bool(demand & Demand.RANK) and not is_asked
         stream = stream_of(self._outs[i][0].stream) if rule.kind is ResultKind.SUM else Stream.NONE
         rule = rule if region.format.is_low else ORIGINAL
-        return Context(info, rule, region, self._planner.options, leaves_range, is_ranked, stream, inside)
+        return Context(info, rule, region, self._planner.options, leaves_range, is_asked, is_ranked, stream, inside)
 
     def plan(self) -> Plan:
         """Decides all equations."""
