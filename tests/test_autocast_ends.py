@@ -55,3 +55,44 @@ def test_a_solution_ends_with_the_first_product_that_reads_it(way, act, low):
     got = [row.compute for row in rows]
     assert got == ["float32"] * n + [low] * (len(got) - n)
     assert len(got) in (4, 5)
+
+
+FILL = jnp.finfo(jnp.float32).min
+KEEP = jnp.arange(48).reshape(6, 8) % 3 > 0
+
+# What a masked array goes through, and whether what it was filled with may still be there.
+FILLED = {
+    "a maximum of rows": (lambda h: h.reshape(3, 2, 8).max(1), False),
+    "relu": (jax.nn.relu, False),
+    "a maximum with another": (lambda h: jnp.maximum(h, OTHER), False),
+    "a clip": (lambda h: jnp.clip(h, -1, 1), False),
+    "moved, scaled and added, then a maximum": (
+        lambda h: jnp.max((2 * h.T[::-1] + OTHER.T).reshape(8, 3, 2), -1).T,
+        False,
+    ),
+    "negated, then a minimum": (lambda h: jnp.min(-h.reshape(3, 2, 8), 1), False),
+    "subtracted, then a minimum": (lambda h: jnp.minimum(OTHER - h, 3.0), False),
+    "in a call, then relu": (lambda h: jax.nn.relu(jax.jit(lambda h: h * 1.0)(h)), False),
+    "in a loop, then relu": (lambda h: jax.nn.relu(lax.map(lambda row: 0.5 * row, h)), False),
+    "a softmax": (jax.nn.softmax, False),
+    "nothing": (lambda h: h, True),
+    "moved": (lambda h: h[::-1], True),
+    "a minimum of rows": (lambda h: h.reshape(3, 2, 8).min(1), True),
+    "negated, then a maximum": (lambda h: jnp.max(-h.reshape(3, 2, 8), 1), True),
+    "an absolute value, then a maximum": (lambda h: jnp.abs(h).reshape(3, 2, 8).max(1), True),
+    "times -1, then relu": (lambda h: jax.nn.relu(-1 * h), True),
+}
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("way", FILLED)
+def test_the_fill_of_a_mask_ends_at_a_maximum(way, low):
+    onward, stays = FILLED[way]
+
+    def fun(x, ws):
+        return network(onward(jnp.where(KEEP, jax.nn.relu(x @ ws[0]), FILL)), ws, jax.nn.gelu)
+
+    rows = amp.explain(fun, low)(X, [W] * 3).select(direction="forward", primitive="dot_general").rows
+    assert [row.compute for row in rows][:2] == [low, "float32" if stays else low]
+    if not stays:
+        assert {row.compute for row in rows} == {low}
